@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
-from streambp.attention import merge
+from streambp.attention import attend
 from streambp.device import allocator_count, counted_bytes, is_accelerator
 from streambp.head import blocks
 from streambp.layer import gradients
@@ -46,8 +46,8 @@ OURS = (
     (gradients, "mark", BUFFERS),
     (blocks, "fold_rows", "head statistics"),
     (blocks, "write_gradient", "head gradient"),
-    (merge, "merge_in_triton", "merge"),
-    (merge, "merge_in_torch", "merge in torch"),
+    (attend, "merge_in_triton", "merge"),
+    (attend, "merge_in_torch", "merge in torch"),
 )
 LIGERS = {"LigerRMSNormFunction": "Liger's norm", "LigerSiLUMulFunction": "Liger's SwiGLU"}
 HEAD, NOT_FUSED = ("head statistics", "head gradient"), "merge in torch"

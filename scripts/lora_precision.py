@@ -16,7 +16,6 @@ import copy
 import itertools
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -113,13 +112,17 @@ def variants(why: bool) -> dict[str, tuple[str, Any]]:
     return found
 
 
-def errors(set_up: SetUp, seed: int, why: bool) -> Iterator[float]:
-    """Yield the unpatched model's error and that of each variant, for one model."""
+def errors(set_up: SetUp, seed: int, why: bool) -> list[float]:
+    """Return the unpatched model's error and that of each variant, for one model.
+
+    No generator: a generator that waits inside autocast leaves it on, also while another model's
+    gradients in float32 are computed.
+    """
     stock = model_of(set_up, seed)
     batch = make_batch("plain", length=LENGTH, seed=2000 + seed)
     true = gradients(copy.deepcopy(stock).float(), **batch)[1]
     with torch.autocast("cpu", HALF, enabled=set_up.autocast):
-        yield error(gradients(stock, **batch)[1], true)
+        found_errors = [error(gradients(stock, **batch)[1], true)]
         for kernels, change in variants(why).values():
             config = streambp.StreamConfig(
                 chunk_size=CHUNK,
@@ -133,7 +136,8 @@ def errors(set_up: SetUp, seed: int, why: bool) -> Iterator[float]:
             else:
                 with mock.patch.object(adapted, *change):
                     found = gradients(ours, **batch)[1]
-            yield error(found, true)
+            found_errors.append(error(found, true))
+    return found_errors
 
 
 def ratio(ours: list[float], stock: list[float]) -> str:

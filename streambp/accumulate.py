@@ -36,7 +36,8 @@ RUNS_WITHOUT_DATA = hasattr(decompositions, "addmm_dtype")  # true in torch 2.12
 
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Compute total + left @ right in place, without autograd. [Note: sums inside products]
+    """Add the matrix product left @ right to `total` in place, without autograd, and without
+    building the product in half precision. [Note: sums inside products]
 
     Args:
         total: [m, n] in promote_types(left's dtype, float32) or wider, with contiguous rows, such
@@ -70,23 +71,24 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _sums_inside(x: Tensor) -> bool:
-    """True if the device can write half-precision products in float32."""
+    """True if x's device can multiply half-precision matrices and write the product in float32."""
     if x.is_meta:
         return True
     return x.is_cuda and torch.version.hip is None and not torch.cuda.tunable.is_enabled()
 
 
 class GradientSum:
-    """Sums of a parameter list's gradients over chunks in promote_types(dtype, float32) (DESIGN.md
-    section 2).
+    """Gradients of a list of parameters, summed over the chunks of a sequence in
+    promote_types(dtype, float32) (DESIGN.md section 2).
 
     Args:
         count: number of parameters.
-        parts: number of gradients for each parameter.
+        parts: number of chunks, each of which adds one gradient for each parameter.
 
     Attributes:
         alone: True if each parameter gets one gradient, which is returned without a sum.
-        places: the index of each shadow, by id.
+        places: index of each parameter by id() of the detached alias that is differentiated in its
+            place.
     """
 
     def __init__(self, count: int, parts: int) -> None:
@@ -103,16 +105,22 @@ class GradientSum:
         """Start the differentiation of a chunk. [Note: once for each chunk]
 
         Args:
-            again: True in a retry; products that the first attempt added are not added again.
+            again: True in a retry after running out of memory; products that the first attempt
+                added are not added again.
         """
         self._left = dict(self._done) if again else {}
         if not again:
             self._done.clear()
 
     def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
-        """Return a function that adds a product [out, n] @ [n, in] to the gradient of a shadow.
-        None if the tensor is no shadow, or if one gradient needs no sum. [Note: sums inside
-        products]
+        """Return a function that adds a matrix product [out, n] @ [n, in] to the gradient of a
+        weight.
+
+        None if `weight` is not among the parameters, or if one gradient needs no sum. [Note: sums
+        inside products]
+
+        Args:
+            weight: the detached alias that is differentiated in the parameter's place.
         """
         index = self.places.get(id(weight))
         if index is None or self.alone:
@@ -128,22 +136,22 @@ class GradientSum:
         return add
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight [out, in] in `dtype`, cached for a full pass: all chunks use the
-        forward's autocast.
-        """
+        """Return the weight [out, in] in `dtype`, cast once for all chunks of a backward pass, as
+        autocast's cache does in forward."""
         key = (id(weight), dtype, torch.is_grad_enabled())
         if key not in self._casts:
             self._casts[key] = weight.to(dtype)
         return self._casts[key]
 
     def add(self, gradients: list[Tensor | None]) -> None:
-        """Add one gradient [...] to each sum. [Note: once for each chunk]
+        """Add the gradients of one chunk, in the parameters' shapes [...], to the sums. [Note: once
+        for each chunk]
 
         A single gradient is stored without a copy. Otherwise the first gradient is copied and
         removed from the list, so that the same list can be added again after running out of memory.
 
         Args:
-            gradients: in the order and shapes of the parameters; None: no gradient.
+            gradients: one for each parameter; None: no gradient.
         """
         totals = []
         parts = []
@@ -165,8 +173,8 @@ class GradientSum:
             torch._foreach_add_(totals, parts)
 
     def result(self, like: list[Tensor]) -> list[Tensor | None]:
-        """Return the sums [...] in the shapes and dtypes of `like`, the parameters. None for a
-        parameter without a gradient.
+        """Return the summed gradients [...] in the shapes and dtypes of `like`, the parameters;
+        None for a parameter without a gradient.
 
         The object must not be used afterwards.
         """

@@ -24,8 +24,12 @@ DIGITS = 18  # of a whole number
 
 
 def amount(known: Callable[[str, Any], int], longest: bool = False) -> Callable[[Any], Any]:
-    """Return a parser for text that `known` accepts, such as 64k or 80GiB, and "max" if
-    `longest`."""
+    """Return a parser of command-line values such as 64k or 80GiB.
+
+    Args:
+        known: function of (field name, text) that returns the number, or raises ConfigError.
+        longest: True if "max" is accepted too.
+    """
 
     def parse(text: Any) -> Any:
         if longest and text == "max":
@@ -44,7 +48,8 @@ size = amount(parse_bytes)
 
 
 def number(low: int, high: float | None = None, whole: bool = True) -> Callable[[Any], Any]:
-    """Return a parser for numbers in a range: whole numbers, or all finite numbers."""
+    """Return a parser of command-line numbers in the range from `low` to `high`. `whole` allows
+    integers only."""
     told = f"a {'whole ' if whole else ''}number from {low}" + (
         "" if high is None else f" to {high:g}"
     )
@@ -62,7 +67,8 @@ def number(low: int, high: float | None = None, whole: bool = True) -> Callable[
 
 
 def one_of(*names: Any) -> dict[str, Any]:
-    """Return arguments of typer's `Option` for a choice among `names`."""
+    """Return keyword arguments for typer's `Option`, for an option whose value must be one of
+    `names`."""
 
     def parse(text: Any) -> Any:
         for name in names:

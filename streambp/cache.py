@@ -10,12 +10,13 @@ from torch import Tensor
 
 
 class ChunkCache:
-    """Replaces the cache of layers that ask the cache for the number of earlier tokens.
+    """Object passed to a layer in place of its KV cache, while the layer computes one chunk of a
+    sequence.
 
     Args:
-        start: the chunk's start, which is the number of earlier tokens.
-        read: implements `update` for layers that attend over its result; None: `update` returns its
-            arguments.
+        start: the chunk's first position, which is the number of earlier tokens.
+        read: function of the chunk's keys and values that implements `update` for layers that
+            attend over its result; None: `update` returns its arguments.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class ChunkCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return K [B, H_kv, e, D] and V up to the chunk's end.
+        """Return K [B, H_kv, e, D] and V of the e tokens up to the chunk's end.
 
         A cache without `read` returns its arguments.
 
@@ -49,21 +50,23 @@ class ChunkCache:
         return k, v
 
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
-        """Return the number of keys that `update` returns, and the first key's position."""
+        """Return the number of keys that `update` returns, and the position of the first key, for
+        transformers' mask functions."""
         return self.start + query_length, 0
 
     def update_indexer(self, key_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return an indexer's keys [B, e, D] up to the chunk's end, for key_states [B, C, D] of the
-        chunk.
+        """Return an indexer's keys [B, e, D] of the e tokens up to the chunk's end, for the chunk's
+        key_states [B, C, D].
 
-        The indexer picks the keys that queries read; its keys are one more prefix.
+        An indexer is a module of sparse attention that picks the keys of each query, by keys of its
+        own.
         """
         return self.update(key_states[:, None], key_states[:, None, :, :0])[0][:, 0]
 
     @property
     def layers(self) -> Any:
-        """Return an object whose items have the number of keys from `update`, and an
-        `update_index`.
+        """Return an object like `Cache.layers` of transformers, whose items report the number of
+        keys and have an `update_index`.
 
         GLM 5 Next's indexer reads `layers[i]`.
         """
@@ -71,7 +74,7 @@ class ChunkCache:
 
 
 class LayerKeys:
-    """Items of a chunk cache's `layers`: the number of keys, without the keys."""
+    """Item of `ChunkCache.layers`: reports the number of keys, without the keys."""
 
     def __init__(self, cache: ChunkCache, number: int) -> None:
         self._cache = cache
@@ -82,11 +85,10 @@ class LayerKeys:
         return self
 
     def get_seq_length(self) -> int:
-        """Return the number of keys, like transformers' cache layers."""
+        """Return the number of keys up to the chunk's end, like transformers' cache layers."""
         return self.keys.shape[-2]
 
     def update_index(self, key_states: Tensor) -> Tensor:
-        """Return keys [B, 1, e, D] of MiniMax M3's indexer, for key_states [B, 1, C, D]: one more
-        prefix.
-        """
+        """Return the keys [B, 1, e, D] of MiniMax M3's indexer for the e tokens up to the chunk's
+        end, for the chunk's key_states [B, 1, C, D]."""
         return self._cache.update(key_states, key_states[..., :0])[0]

@@ -41,7 +41,8 @@ MAPPINGS = ("dict", "Dict", "Mapping", "MutableMapping")
 
 @functools.lru_cache(maxsize=1024)
 def is_cache_class(kind: Hashable) -> bool:
-    """True if instances of the class are caches. [Note: cache arguments]"""
+    """True if instances of the class are caches of keys, values or recurrent states, such as
+    transformers' `DynamicCache`. [Note: cache arguments]"""
     if not isinstance(kind, type) or issubclass(kind, nn.Module):
         return False
     if issubclass(kind, Cache) or any(base.__name__.endswith(ENDING) for base in kind.__mro__):
@@ -50,32 +51,34 @@ def is_cache_class(kind: Hashable) -> bool:
 
 
 def is_cache(value: Any) -> bool:
-    """True if the value is a cache of keys, values or states."""
+    """True if the value is a cache of keys, values or recurrent states."""
     kind: Any = type(value)
     return value is not None and is_cache_class(kind)
 
 
 def has_cache(kwargs: Mapping[str, Any]) -> bool:
-    """True if a call has a cache to read and write, or start states."""
+    """True if a call's keyword arguments contain a cache to read and write, or initial recurrent
+    states."""
     for name, value in kwargs.items():
         if value is None:
             continue
-        if is_cache(value) or name == STATE or name in UNTYPED_CACHES:
+        kind: Any = type(value)
+        if is_cache_class(kind) or name == STATE or name in UNTYPED_CACHES:
             return True
     return False
 
 
 def without_caches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments with None in place of each cache."""
+    """Return a call's keyword arguments with None in place of each cache."""
     return {name: None if is_cache(value) else value for name, value in kwargs.items()}
 
 
 @functools.lru_cache(maxsize=4096)
 def cache_parameters(forward: Any) -> tuple[str, ...]:
-    """Return the parameters of a function that take a cache.
+    """Return the names of a function's parameters that take a cache.
 
-    Parameters with an annotation come first, then parameters on which the function calls a cache's
-    methods.
+    Parameters with a cache class as annotation come first. Parameters without one are recognized in
+    the bytecode: the function calls a cache's methods on them.
     """
     forward = written(forward)
     code = getattr(forward, "__code__", None)
@@ -96,7 +99,8 @@ def cache_parameters(forward: Any) -> tuple[str, ...]:
 
 
 def cache_arguments(layer: nn.Module) -> tuple[str, ...]:
-    """Return the arguments that take a layer's cache, or a cache that it passes on.
+    """Return the names of a decoder layer's forward arguments that take a KV cache, also if the
+    layer only passes them on to its attention.
 
     [Note: cache arguments]
     """
@@ -156,9 +160,9 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def _called_as_caches(code: CodeType) -> frozenset[str]:
-    """Return the variables on which a function calls a cache's methods.
+    """Return the names of variables on which a function's bytecode calls methods of a cache.
 
-    A method may be called on another variable to which the first one was assigned.
+    If a variable is assigned to another, calls on either count.
     """
     called = {name for name, method in _asked(code) if method in CACHE_CALLS}
     sources = _assigned(code)
@@ -167,8 +171,8 @@ def _called_as_caches(code: CodeType) -> frozenset[str]:
 
 
 def _assigned(code: CodeType) -> dict[str, set[str]]:
-    """Return the variables that a function assigns to others, unchanged, by the name of the
-    other."""
+    """Return which variables a function assigns unchanged to other variables: target name -> source
+    names."""
     sources: dict[str, set[str]] = {}
     before: Any = None
     for step in dis.get_instructions(code):
@@ -184,7 +188,8 @@ def _assigned(code: CodeType) -> dict[str, set[str]]:
 
 
 def _asked(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Generate pairs (variable, attribute) for each attribute that a function reads."""
+    """Yield pairs (variable, attribute) for each attribute that a function's bytecode reads from a
+    variable."""
     before: Any = None
     for step in dis.get_instructions(code):
         if step.opname.startswith(ASKS) and before is not None:
@@ -193,7 +198,7 @@ def _asked(code: CodeType) -> Iterator[tuple[str, str]]:
 
 
 def _read(step: dis.Instruction) -> Any:
-    """Return the variable that an instruction reads last, or None."""
+    """Return the name of the variable that a bytecode instruction reads last, or None."""
     if not step.opname.startswith(READS):
         return None
     if isinstance(step.argval, tuple):  # Python 3.13 reads two variables in one instruction

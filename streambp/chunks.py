@@ -14,7 +14,8 @@ from streambp.errors import ConfigError
 if TYPE_CHECKING:  # the command line reads settings without torch
     from torch import Tensor
 
-MIN_CHUNKS, NEAR = 4, 64  # chunks of a verified step; search range around the ideal size
+MIN_CHUNKS = 4  # chunks of a verified step
+NEAR = 64  # search range around the ideal size
 AUTO_CHUNKS = 8
 AUTO_MIN_TOKENS = 2048
 AUTO_MAX_TOKENS = 8192
@@ -27,7 +28,7 @@ AUTO_RULE = (
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Positions `[start, stop)` of every row.
+    """A chunk of a sequence: positions `[start, stop)` of every row.
 
     Attributes:
         index: the chunk's number in the sequence, from 0.
@@ -40,9 +41,8 @@ class Chunk:
     stop: int
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """Return these positions of x [..., T, ...], with T at `dim`: a view, or x itself if it has
-        no others.
-        """
+        """Return this chunk's positions of x [..., T, ...], with T at `dim`: a view. If the chunk
+        is the whole sequence, return x itself."""
         count = self.stop - self.start
         if x.shape[dim] == count:
             return x
@@ -54,14 +54,16 @@ Forks = tuple[tuple[int, int], ...]  # pairs (start, origin), see `ChunkPlan`
 
 @dataclasses.dataclass(frozen=True)
 class Barrier:
-    """Forbids chunk ends in `[first, last]`: an earlier position reads a later one there."""
+    """Range of positions `[first, last]` where no chunk may end, because an earlier query reads a
+    later key."""
 
     first: int
     last: int
 
 
 def merged(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
-    """Return increasing, disjoint, non-adjacent barriers that forbid the same chunk ends."""
+    """Return increasing, disjoint, non-adjacent barriers that forbid the same chunk ends as
+    `barriers`."""
     found: list[Barrier] = []
     for barrier in sorted(barriers, key=lambda barrier: barrier.first):
         if found and barrier.first <= found[-1].last + 1:
@@ -72,16 +74,17 @@ def merged(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlan:
-    """Chunks of `length` positions: each of `size` positions, or with given ends.
+    """Division of a sequence of `length` positions into chunks: each of `size` positions, or with
+    given ends.
 
     Args:
         length: the number of positions.
         size: the requested size; the last chunk is the rest. Chunks with given `ends` may be
             longer.
         ends: increasing chunk ends, the last is `length`; (): a chunk ends every `size` positions.
-        forks: pairs (start, origin). The chunk that starts at `start` continues from the chunk that
-            ends at `origin`; from none for origin 0. Every other chunk continues from the previous
-            chunk.
+        forks: pairs (start, origin), for rows that share a prefix in one packed row. The chunk that
+            starts at `start` continues from the chunk that ends at `origin`; from none for origin
+            0. Every other chunk continues from the previous chunk.
     """
 
     length: int
@@ -115,8 +118,8 @@ class ChunkPlan:
 
     @functools.cached_property
     def backward(self) -> tuple[Chunk, ...]:
-        """Return the chunks last to first, the only order in which a chunk's dK and dV are
-        complete.
+        """Return the chunks last to first. Only in this order are a chunk's dK and dV complete when
+        its turn comes.
 
         [Note: prefix accumulation order]
         """
@@ -124,14 +127,16 @@ class ChunkPlan:
 
     @functools.cached_property
     def before(self) -> tuple[int | None, ...]:
-        """Return for each chunk the index of the chunk that it continues; None: no chunk."""
+        """Return for each chunk the index of the chunk whose tokens come before its own; None: its
+        tokens are the first of a sequence."""
         ending = {end: index for index, end in enumerate(self.ends)}
         origins = dict(self.forks)
         return tuple(ending.get(origins.get(chunk.start, chunk.start)) for chunk in self)
 
     @functools.cached_property
     def behind(self) -> dict[int, tuple[int, int]]:
-        """Return the first and the last chunk that continue a chunk, by the latter's index."""
+        """Return the first and the last chunk that continue each chunk, by the index of the
+        continued chunk."""
         found: dict[int, tuple[int, int]] = {}
         for index, before in enumerate(self.before):
             if before is not None:
@@ -148,7 +153,7 @@ class ChunkPlan:
         return max(b - a for a, b in itertools.pairwise((0, *self.ends)))
 
     def avoiding(self, barriers: Sequence[Barrier]) -> ChunkPlan:
-        """Return a plan whose chunks end outside of `barriers`.
+        """Return a plan whose chunks do not end at the positions that `barriers` forbid.
 
         Each end moves to the nearest allowed end before it, which leaves no chunk longer than
         `size`. If none exists, the end moves to the nearest allowed end after it.
@@ -171,10 +176,15 @@ class ChunkPlan:
         return ChunkPlan(self.length, self.size, tuple(ends))
 
     def forked(self, forks: Forks, least: int) -> ChunkPlan:
-        """Return a plan with these forks, which must be at least `least` positions apart.
+        """Return a plan for a packed row in which rows share prefixes. Chunks end where a prefix
+        ends.
 
-        Chunks end at each fork. Between forks they end after every `size` positions, if at least
-        `least` positions remain.
+        Between these ends chunks end after every `size` positions, if at least `least` positions
+        remain.
+
+        Args:
+            forks: pairs (start, origin), as in `ChunkPlan`; at least `least` positions apart.
+            least: smallest number of positions of a chunk.
         """
         size = max(self.size, least)
         ends = list[int]()
@@ -187,7 +197,7 @@ class ChunkPlan:
     def with_least(self, tokens: int) -> ChunkPlan:
         """Return a plan whose chunks have at least `tokens` positions.
 
-        Ends too close to the previous end or to the sequence's end are left out.
+        Chunk ends that are too close to the previous end, or to the sequence's end, are left out.
         """
         ends: list[int] = []
         for end in self.ends[:-1]:
@@ -197,7 +207,7 @@ class ChunkPlan:
 
 
 def in_one_pass(size: int) -> int:
-    """Return the largest power of two that is at most `size`; `size` is at least 1.
+    """Return the largest power of two that is at most `size`, which must be at least 1.
 
     cuDNN attends to few numbers of queries ([Note: few shapes]). A chunk of 2,730 would be cut into
     2,048, 512 and 170 queries, which read their prefix one after the other.
@@ -207,7 +217,8 @@ def in_one_pass(size: int) -> int:
 
 @functools.lru_cache  # the same chunks serve all layers and calls
 def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"]) -> ChunkPlan:
-    """Cut `length` positions of `batch_size` rows. `AUTO_RULE` is the rule for "auto"."""
+    """Return the division of `length` positions of `batch_size` rows into chunks. `AUTO_RULE` is
+    the rule for "auto"."""
     if chunk_size == "auto":
         tokens = min(max(-(-length * batch_size // AUTO_CHUNKS), AUTO_MIN_TOKENS), AUTO_MAX_TOKENS)
         size = max(1, tokens // max(1, batch_size))
@@ -220,10 +231,11 @@ def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"])
 def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
     """Return a chunk size that cuts seq_len into at least four chunks, the last one shorter.
 
-    The user's size is returned if it does so.
+    If `chunk_size` is given, it is checked and returned.
 
     Raises:
-        ConfigError: the user's size does not, or no size does.
+        ConfigError: `chunk_size` makes fewer chunks or no shorter last chunk, or the sequence is
+            too short for any size.
     """
     ideal = seq_len / (MIN_CHUNKS + 0.25)
     most = (seq_len - 1) // (MIN_CHUNKS - 1)

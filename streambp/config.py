@@ -18,7 +18,8 @@ DIGITS = 9  # at most, of a number of last layers
 
 @dataclasses.dataclass(frozen=True)
 class StreamConfig:
-    """Settings by which a patched model streams (DESIGN.md section 8).
+    """Settings of `streambp.patch`, which computes a model in chunks of the sequence (DESIGN.md
+    section 8).
 
     Args:
         chunk_size: tokens of each row in one chunk, a number, "8k" or "auto".
@@ -37,9 +38,9 @@ class StreamConfig:
         head: compute the loss block by block if labels are given, and never build the logits.
         eval_logits: build the logits as well if labels are given in eval mode (for
             `compute_metrics`).
-        lazy_logits: return a stand-in for logits, with labels beside the loss. Log-probabilities,
-            logsumexp, losses and metrics of each token are computed from it block by block; any
-            other use builds the logits.
+        lazy_logits: return logits that are computed on use (`LazyLogits`), with labels beside the
+            loss. Log-probabilities, logsumexp, losses and metrics of each token are computed from
+            them block by block; any other use builds the logits.
         offload: "cpu" moves each layer's input and the tensors of `saves` to host memory during the
             compute, and back a chunk ahead of their use. "auto" does the same, and chooses
             `gpu_memory` if it is not given.
@@ -77,8 +78,8 @@ class StreamConfig:
             and `unpatch` removes them. Their results round at other points than the model's, in its
             dtypes.
         unpatched_runs: allow a micro-batch to run unpatched with saves="auto", which is fastest.
-            False: each one streams. No number then depends on the free memory, and a backward that
-            runs out of memory is repeated.
+            False: each micro-batch is computed in chunks. No number then depends on the free memory,
+            and a backward that runs out of memory is repeated.
         compare_backward: compare each layer that backward recomputes with the forward, and raise if
             the two differ. [Note: witness]
         share_prefixes: the former name of `rows`. True is rows="packed", False rows="as_given". The
@@ -113,19 +114,23 @@ class StreamConfig:
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Return the globs among `saves`."""
+        """Return the names in `saves` that are globs for Linear modules."""
         names = (name.partition(LAST)[0] for name in self.named_saves)
         return tuple(name for name in names if name not in SAVES)
 
     @functools.cached_property
     def named_saves(self) -> tuple[str, ...]:
-        """Return `saves`; () for "auto"."""
+        """Return the names in `saves`; () for "auto"."""
         return () if self.saves == "auto" else tuple(self.saves)
 
     def of_layer(self, left: int) -> StreamConfig:
-        """Return the configuration of a layer that is one of the last `left` layers.
+        """Return the configuration of one layer, in which "name@n" in `saves` is "name" or left
+        out.
 
         Names that end in "@n" apply to the last n layers.
+
+        Args:
+            left: number of layers from this one to the last, both included.
         """
         if not any(LAST in name for name in self.named_saves):
             return self
@@ -181,11 +186,11 @@ FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
 
 
 def config_of(found: Mapping[str, Any], source: str, base: StreamConfig) -> StreamConfig:
-    """Return `base` with these fields, by name.
+    """Return a copy of `base` with other values for the fields in `found`.
 
     Args:
-        found: values by field.
-        source: their origin, for the message.
+        found: values by field name.
+        source: origin of the values, for the error message.
         base: the configuration to change.
 
     Raises:

@@ -37,7 +37,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 @functools.lru_cache
 def tells_memory(device: torch.device) -> bool:
-    """True if a device can report its free memory and this process' share at any time."""
+    """True if a device can report its free memory and this process's share at any time."""
     if device.type == "cuda":
         return True
     try:
@@ -63,12 +63,17 @@ def memory_limit(device: torch.device) -> int:
 
 
 def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved", "peak"]) -> int:
-    """Return an allocator's bytes on an accelerator: allocated, reserved, or the allocated peak.
+    """Return a number of bytes from torch's allocator on an accelerator: allocated, reserved, or
+    the peak of allocated.
 
     `torch.cuda.memory_allocated` builds a sorted list of all statistics, half a millisecond in
     Python. Each layer of each pass asks several times.
     """
-    name, when = ("allocated", "peak") if kind == "peak" else (kind, "current")
+    name: str = kind
+    when = "current"
+    if kind == "peak":
+        name = "allocated"
+        when = "peak"
     if device.type != "cuda":
         return int(torch.accelerator.memory_stats(device).get(f"{name}_bytes.all.{when}", 0))
     counts = torch.cuda.memory_stats_as_nested_dict(device)
@@ -76,10 +81,14 @@ def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved", "
 
 
 def is_elsewhere(x: Tensor, wanted: Iterable[Any]) -> bool:
-    """True if arguments of `x.to` name another device than x's [...].
+    """True if the arguments of a call x.to(...) name a device other than x's, for x [...].
 
-    As in `x.to`, a number means an accelerator, and a device type without a number the current
-    device.
+    A number means an accelerator, and a device type without a number the current device, like in
+    `x.to`.
+
+    Args:
+        x: the tensor.
+        wanted: all arguments of the call.
     """
     devices = []
     for w in wanted:
@@ -99,7 +108,7 @@ def is_elsewhere(x: Tensor, wanted: Iterable[Any]) -> bool:
 
 
 def allocator_count(device: torch.device, name: Literal["num_alloc_retries", "num_ooms"]) -> int:
-    """Return how often the allocator emptied its cache for lack of memory, or raised
+    """Return how many times torch's allocator emptied its cache for lack of memory, or raised
     OutOfMemoryError.
 
     An emptied cache costs a synchronization with the device.
@@ -154,15 +163,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def make_room(device: torch.device, allocators: bool) -> None:
-    """Free the memory of a failed attempt before a retry.
+    """Free the memory that a failed attempt holds, before a retry.
 
     A failed backward inside another backward leaves tasks in autograd's queue for the device, and
     its graph with them. The next inner backward drops these tasks. Memory in torch's allocator
-    cache is missing elsewhere.
+    cache is released, because the failed library may need it.
 
     Args:
         device: the device without memory.
-        allocators: torch's own allocator raised, and has emptied its cache already.
+        allocators: True if torch's own allocator raised, which has emptied its cache already.
     """
     with contextlib.suppress(*MEMORY_ERRORS):
         if torch._C._current_graph_task_id() != -1:
@@ -189,7 +198,7 @@ def failed_in_a_kernel(error: BaseException, device: torch.device) -> bool:
 
 
 def raised_among_kernels(error: BaseException) -> bool:
-    """True if the error passed through a module of `KERNELS`."""
+    """True if the error's traceback passes through a module whose name is in `KERNELS`."""
     modules = (
         frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
     )
@@ -230,9 +239,7 @@ knows_autocast = functools.lru_cache(torch.amp.is_autocast_available)
 
 
 def has_data(x: Tensor) -> bool:
-    """True if x, of any shape [...], has values; meta and fake tensors, used to count steps, have
-    none.
-    """
+    """True if x, of any shape [...], has values. Tensors on meta and fake tensors have none."""
     return not x.is_meta and not isinstance(x, FakeTensor)
 
 
@@ -240,7 +247,8 @@ WITHOUT_GENERATORS = ("cpu", "meta")  # devices whose random state is the CPU's
 
 
 class RandomState(NamedTuple):
-    """The generator states of the CPU and one device at the start of a chunk."""
+    """State of torch's random generators, of the CPU and of one device, to draw the same numbers
+    again."""
 
     cpu: torch.Tensor
     device: torch.device
@@ -248,7 +256,8 @@ class RandomState(NamedTuple):
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
-        """Return the current states; `accelerator` is None for the CPU and meta."""
+        """Return the generators' current states. `accelerator` is None if the device is a CPU or
+        meta."""
         if device.type in WITHOUT_GENERATORS:
             return cls(torch.default_generator.get_state(), device, None)
         return cls(
@@ -258,20 +267,21 @@ class RandomState(NamedTuple):
         )
 
     def is_current(self) -> bool:
-        """True if no random number was drawn since."""
+        """True if no random number was drawn since the states were captured."""
         now = RandomState.capture(self.device)
         same = torch.equal(self.cpu, now.cpu)
         return same and (self.accelerator is None or torch.equal(self.accelerator, now.accelerator))  # type: ignore[arg-type]
 
     def restore(self) -> None:
-        """Set the generators to these states."""
+        """Set torch's generators to the captured states."""
         torch.default_generator.set_state(self.cpu)
         if self.accelerator is not None:
             torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Context manager that restores these states, and the current states afterwards."""
+        """Context manager in which torch's generators continue from the captured states. Afterwards
+        their present states are restored."""
         outer = RandomState.capture(self.device)
         self.restore()
         try:

@@ -14,39 +14,43 @@ OF_DEVICE_MEMORY = (
 
 
 class StreamBPError(RuntimeError):
-    """Base class. A message says what was found, what was expected and what to do next."""
+    """Base class of all errors of streambp. A message says what happened, why, and what to do."""
 
 
 class ConfigError(StreamBPError, ValueError):
-    """A `StreamConfig` field has a value that it cannot have."""
+    """A value of a `StreamConfig` field, or of an argument, is not allowed."""
 
 
 class UnsupportedModelError(StreamBPError):
-    """The model, or a part of it, cannot be streamed exactly."""
+    """The model, or a part of it, cannot be computed chunk by chunk with the unpatched model's
+    results."""
 
 
 class UnsupportedMaskError(StreamBPError):
-    """The attention mask lets a query read later keys, or does not fit the sequence."""
+    """The attention mask lets a query read later keys wherever the sequence is cut, or does not fit
+    the sequence."""
 
 
 class UnsharedError(StreamBPError):
-    """Rows with a common beginning cannot run as a tree of prefixes; they run as rows."""
+    """Rows with a common prefix cannot be computed as one packed row. The library catches this
+    error and computes the rows separately."""
 
 
 class BackwardError(StreamBPError):
-    """The requested backward pass cannot compute the right gradient."""
+    """The requested backward pass would give a wrong gradient."""
 
 
 class HostMemoryError(StreamBPError):
-    """The host memory that offloading may use does not suffice."""
+    """The host memory that offloading may use is too small."""
 
 
 class KernelError(StreamBPError):
-    """A kernel of a device, or the library that it comes from, failed. Another one may do."""
+    """A kernel of a device, or a library such as cuDNN, failed. Another choice of kernels may
+    succeed."""
 
 
 class MissingLibraryError(StreamBPError, ModuleNotFoundError):
-    """A library that streambp can do without is not installed, and is needed now."""
+    """An optional library that the called function needs is not installed."""
 
 
 class ConflictingDistributionError(StreamBPError, ImportError):
@@ -54,17 +58,20 @@ class ConflictingDistributionError(StreamBPError, ImportError):
 
 
 class AttentionChoiceError(StreamBPError):
-    """The attention that `StreamConfig` names cannot compute what the model asks for."""
+    """The attention kernel that `StreamConfig.attention` names cannot compute the model's
+    attention."""
 
 
 if TYPE_CHECKING:
 
     class DeviceMemoryError(StreamBPError, torch.OutOfMemoryError):
-        """Declare the class of `__getattr__` for type checkers."""
+        """The device ran out of memory; the message adds a remedy. `__getattr__` makes the class,
+        and this declaration serves type checkers."""
 
 
 def __getattr__(name: str) -> Any:
-    """Build `DeviceMemoryError` on first access, because torch defines one of its bases.
+    """Create the class `DeviceMemoryError` on first access, because its base
+    `torch.OutOfMemoryError` needs the import of torch.
 
     An error about an argument must not wait for torch's import.
     """

@@ -22,11 +22,11 @@ SHOWN = 120  # characters of a value in a message
 
 
 def check_fields(found: Any, **ranges: float | tuple[float, float]) -> None:
-    """Check the fields of a dataclass, from its `__post_init__`.
+    """Check types and ranges of a dataclass's fields; called in `__post_init__`.
 
     Args:
         found: the dataclass instance.
-        ranges: by field name, the smallest value, or a pair of smallest and largest.
+        ranges: for each field name the smallest value, or a pair of smallest and largest.
 
     Raises:
         ConfigError: a value has another type, is not finite, or is out of range.
@@ -58,7 +58,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _told(hint: Any, bound: str) -> str:
-    """Describe a type in words."""
+    """Return the type of a field, and the bounds of its values, in words for an error message."""
     parts = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         if len(parts) > 1:
@@ -78,7 +78,8 @@ def _told(hint: Any, bound: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Format a value in one line for a message, shortened, even if its repr raises.
+    """Return a value's repr in one line for an error message, shortened, and even if the repr
+    raises.
 
     The repr of a number of 5,000 digits raises, for example.
     """
@@ -105,8 +106,12 @@ FEW = 2**12  # in bytes; text of a smaller number must have a unit
 
 
 def parse_tokens(field: str, value: int | str) -> int:
-    """Parse tokens from a number, or from text such as "65536", "64k", "64K" or "1M" (powers of
+    """Return a number of tokens, parsed from text such as "65536", "64k", "64K" or "1M" (powers of
     1,024).
+
+    Args:
+        field: name of the setting, for the error message.
+        value: a number or text.
 
     Raises:
         ConfigError: the value has another form, or is not positive.
@@ -127,9 +132,13 @@ def parse_tokens(field: str, value: int | str) -> int:
 
 
 def parse_bytes(field: str, value: int | str) -> int:
-    """Parse bytes from a number, or from text such as "96GiB", "80G", "1.5 TB" or "8e9".
+    """Return a number of bytes, parsed from text such as "96GiB", "80G", "1.5 TB" or "8e9".
 
     Units may be in capitals or not; KB is 1000, KiB and K are 1024.
+
+    Args:
+        field: name of the setting, for the error message.
+        value: a number or text.
 
     Raises:
         ConfigError: the value has another form, is not positive, or is text without a needed unit.

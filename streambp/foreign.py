@@ -1,4 +1,4 @@
-"""Detect forwards that another library wrote, on a module's class or instance.
+"""Functions that other code puts in place of a module's forward or of torch's functions.
 
 [Note: foreign forwards] The head's stand-ins (`lazy/deferred.py`) work in forwards that compute a
 loss with torch's operations, like transformers' forwards. A fused loss of another library passes
@@ -6,18 +6,39 @@ the hidden states to an autograd.Function or a kernel, which need real tensors. 
 deferred inside a forward that another library wrote. Such a forward may be on the class or on the
 instance, set before or after `patch`. A function's globals show its module; `__module__` does not,
 since `functools.wraps` copies it from the wrapped function.
+
+[Note: torch's own functions] A program may replace a torch function by a wrapper (a z-loss around
+`F.cross_entropy`, a counter). When the wrapper calls torch's function, torch looks up the name for
+`__torch_function__` and passes the wrapper. Code that calls the wrapper then applies it twice. The
+function is therefore found by its caller: by the code of the frame that called
+`handle_torch_function`. For a call from C, it is found by the wrapper's name in `torch.Tensor`.
+Functions are stored by name when streambp is imported. A function that was wrapped before is
+rebuilt from its code. streambp's own arithmetic on logits uses `torch_own` and `nn_own`, which no
+program replaces.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
-from types import MethodType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._C import TensorBase, _nn, _VariableFunctions
+from torch.overrides import handle_torch_function
 from transformers import PreTrainedModel
 
+from streambp.errors import StreamBPError
 from streambp.instance_forward import InstanceForward, Unbound
 from streambp.known_names import (
     COMPILED,
@@ -38,8 +59,8 @@ REGION = "_streambp_region"  # attribute of a forward whose code `patch` compile
 def foreign_forward(
     module_class: type[nn.Module], forward: Callable[..., Any] | None = None
 ) -> str | None:
-    """Return the full name of another library's function that runs in a module's call; None: none
-    runs.
+    """Return the full name of a function that another library (Liger, for example) has put in place
+    of a module's forward; None if the module runs its own.
 
     Args:
         module_class: the module's class. A user's subclass of a transformers model is not another
@@ -62,12 +83,12 @@ def foreign_forward(
 
 @functools.lru_cache
 def foreign_of_class(module_class: Any, forwards: tuple[Any, ...]) -> str | None:
-    """Return `foreign_forward`, cached while a class and its bases have these forwards."""
+    """Return `foreign_forward` of a class, cached for these forwards of the class and its bases."""
     return foreign_forward(module_class)
 
 
 def wrapped_functions(forward: Any) -> Iterator[Any]:
-    """Generate a forward and the functions that it wraps, outermost first."""
+    """Yield a forward and the functions that it wraps (decorators, partials), outermost first."""
     seen: set[int] = set()
     while forward is not None and id(forward) not in seen:
         seen.add(id(forward))
@@ -92,10 +113,10 @@ TRLS_SETTINGS = (TRLS_FORWARD, TRLS_TEMPERATURE, TRLS_IN_FLOAT32, TRLS_OUTPUTS)
 
 
 def trls_head(function: Any) -> dict[str, Any] | None:
-    """Return the closure of a function made by TRL's `add_fused_lm_head`; None for any other
-    function.
+    """Return the variables that a forward from TRL's `add_fused_lm_head` has in its closure, by
+    name; None for any other function.
 
-    The closure has the arguments and the inner forward, which are not available otherwise.
+    The closure holds the arguments and the inner forward, which are not available otherwise.
     """
     code = getattr(function, "__code__", None)
     if code is None or code.co_name != TRLS_HEAD or not home_of(function).startswith("trl."):
@@ -109,7 +130,8 @@ def trls_head(function: Any) -> dict[str, Any] | None:
 
 
 def home_of(function: Any) -> str:
-    """Return the module that defines a function; for another callable, its class's `__call__`."""
+    """Return the name of the Python module that defines a function, or the class of another
+    callable."""
     names = getattr(function, "__globals__", None)
     if names is None and not hasattr(function, "__code__"):
         names = getattr(type(function).__call__, "__globals__", None)
@@ -118,33 +140,36 @@ def home_of(function: Any) -> str:
 
 
 def package_of(function: Any) -> str:
-    """Return the top-level package of a callable, such as "peft"; for a partial, of its
+    """Return the top-level package that defines a callable, such as "peft". A partial counts as its
     function."""
     return home_of(_called(function)).partition(".")[0]
 
 
 def full_name(function: Any) -> str:
-    """Return a callable's name with its module, for messages; for a partial, of its function."""
+    """Return a callable's qualified name with its module, for messages. A partial counts as its
+    function."""
     function = _called(function)
     return f"{home_of(function)}.{name_of(function)}"
 
 
 def _called(function: Any) -> Any:
-    """Return the function inside of partials."""
+    """Return the function inside of nested `functools.partial` objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def undecorated(function: Any) -> Any:
-    """Return the function in transformers' deprecation decorators (5.17: of `sdpa_mask`)."""
+    """Return the function inside of transformers' deprecation decorators (release 5.17 decorates
+    `sdpa_mask`)."""
     while home_of(function) == DEPRECATION and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 
 
 def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Return the original of a function that `torch.compile` made; streamed layers run eagerly.
+    """Return the original of a forward that `torch.compile` made; other forwards are returned
+    unchanged.
 
     `functools.wraps` copies the attribute with the original, but not the function's globals.
     """
@@ -154,7 +179,8 @@ def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if `Module.compile` or `torch.compile` compiles the module, or its forward."""
+    """True if a module runs compiled, by `Module.compile` or `torch.compile` of the module or its
+    forward."""
     own = vars(module)
     forward = own.get("forward")
     return (
@@ -172,18 +198,19 @@ def compiled_inside(module: nn.Module) -> list[nn.Module]:
 def compiled_around(
     model: nn.Module, root: nn.Module | None, layers: list[nn.Module], ours: list[nn.Module]
 ) -> set[str] | None:
-    """Return names of compiled modules outside of streamed layers that run compiled code.
+    """Return the names of modules outside of the chunked layers that run compiled code. None if no
+    module there is compiled.
 
-    None: no module there is compiled. A compiled module with a module of `ours` inside runs
-    eagerly. Modules added later to a copy of the model also run eagerly, because the copy computes
-    with the patched modules. accelerate's regional compilation makes such a copy. The head's blocks
-    read only its weight.
+    A compiled module with a module of `ours` inside runs eagerly. Modules added later to a copy of
+    the model also run eagerly, because the copy computes with the patched modules. accelerate's
+    regional compilation makes such a copy. A compiled output projection does not count, because
+    only its weight is read.
 
     Args:
         model: the program's model.
-        root: the model that `patch` got.
-        layers: the streamed layers.
-        ours: modules with another forward of streambp's.
+        root: the module that was passed to `patch`.
+        layers: the decoder layers that are computed chunk by chunk.
+        ours: all modules whose forward `patch` has replaced.
     """
     root = model if root is None else root
     insides = set()
@@ -195,7 +222,7 @@ def compiled_around(
     for m in root.modules():
         if isinstance(m, PreTrainedModel):
             heads.add(id(m.get_output_embeddings()))
-    computing = {id(module) for module in root.modules()} - heads
+    computing = set(map(id, root.modules())) - heads
     forwards = set(map(id, ours))
     around = False
     apart = set()
@@ -209,9 +236,8 @@ def compiled_around(
 
 
 def has_compiled_parts(layer: nn.Module) -> bool:
-    """True if compiled code runs inside the layer: compiled modules, or regions that `patch`
-    compiles.
-    """
+    """True if compiled code runs inside a layer: compiled modules, or parts that `patch` has
+    compiled for kernels="compiled"."""
     return any(
         module is not layer and (is_compiled(module) or is_region(module))
         for module in layer.modules()
@@ -219,18 +245,105 @@ def has_compiled_parts(layer: nn.Module) -> bool:
 
 
 def is_region(module: nn.Module) -> bool:
-    """True if its forward calls code that `patch` compiles (`model/compiled_regions.py`)."""
+    """True if a module's forward calls code that `patch` has compiled for kernels="compiled"
+    (`model/compiled_regions.py`)."""
     forward = module.__dict__.get("forward")
     return getattr(getattr(forward, "__func__", forward), REGION, None) is not None
 
 
 def name_of(function: Any) -> str:
-    """Return a function's own name, even if `functools.wraps` copied another; for others, the
-    class's.
-    """
+    """Return a function's own name, even if `functools.wraps` gave it another name; for another
+    callable, its class's name."""
     code = getattr(function, "__code__", None)
-    return str(
-        code.co_name
-        if code is not None
-        else getattr(function, "__qualname__", type(function).__name__)
-    )
+    if code is not None:
+        return str(code.co_name)
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+torch_own = _VariableFunctions  # torch's functions of C, which no program replaces
+nn_own = _nn
+OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
+HOMES = (torch.nn.functional, torch.functional, torch._tensor, torch.autograd)
+
+
+# Torch's Python functions and methods that no program replaced, by module and name.
+KEPT = {
+    (home.__name__, value.__name__): value
+    for home in HOMES
+    for value in (*vars(home).values(), *vars(Tensor).values())
+    if isinstance(value, FunctionType)
+    and value.__globals__ is vars(home)
+    and not value.__code__.co_freevars
+}
+OF_PYTHON = vars(torch._tensor)
+METHODS = {
+    name: value
+    for name, value in vars(Tensor).items()
+    if getattr(value, "__globals__", None) is OF_PYTHON
+}
+
+
+def asked_of(func: Any) -> Any:
+    """Return torch's own function for a call of `__torch_function__`, even if a program has
+    replaced `torch.name` by a function of its own. [Note: torch's own functions]
+
+    Call it directly in `__torch_function__`.
+
+    Args:
+        func: the argument of `__torch_function__`, which may be the program's function.
+
+    Raises:
+        StreamBPError: `func` replaces several methods of `torch.Tensor`, and torch does not report
+            which was called.
+    """
+    if isinstance(func, OF_C):
+        return func
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        "torch._dynamo"
+    ):
+        frame = frame.f_back  # the frame of `torch.compiler.disable`
+    if frame.f_code is handle_torch_function.__code__ and frame.f_back is not None:
+        code = frame.f_back.f_code
+        names = frame.f_back.f_globals
+        if getattr(func, "__code__", None) is code or func not in (
+            names.get(code.co_name),
+            vars(Tensor).get(code.co_name),
+        ):
+            return func  # an inner function, or a call in another function's name
+        kept = KEPT.get((names["__name__"], code.co_name))
+        # The function was wrapped before the import. Torch passes all arguments, so defaults are
+        # not needed.
+        return kept or FunctionType(code, names, code.co_name)
+    stands_for = []
+    for name, value in vars(Tensor).items():
+        if value is func and hasattr(TensorBase, name):
+            stands_for.append(name)
+    if len(stands_for) > 1:
+        raise StreamBPError(
+            f"{getattr(func, '__qualname__', func)} replaces several methods of torch.Tensor "
+            f"({', '.join(stands_for)}), and was called with logits that do not exist yet. Write a "
+            "function for each method, or use StreamConfig(head=False)."
+        )
+    if stands_for:
+        return getattr(TensorBase, stands_for[0])
+    return func
+
+
+def rule_name(func: Any) -> str:
+    """Return the name by which the rules of lazy tensors are looked up for a torch function.
+
+    Other functions (custom operators) get a name that has no rule.
+    """
+    if isinstance(func, OF_C) or any(
+        getattr(func, "__globals__", None) is vars(home) for home in HOMES
+    ):
+        return str(func.__name__)
+    return f"{getattr(func, '__module__', None)}.{getattr(func, '__qualname__', func)}"
+
+
+def method(name: str) -> Callable[..., Any] | None:
+    """Return torch's own method `name` of a tensor, even if a program has replaced it; None if
+    there is no such method."""
+    found: Callable[..., Any] | None = METHODS.get(name) or getattr(TensorBase, name, None)
+    return found

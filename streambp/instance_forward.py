@@ -24,6 +24,13 @@ end. A call by another thread raises. The owner is
     a forward     a backward inside the forward runs in a thread of autograd
 
 Threads that take turns never meet. Each forward may run in another thread, like its backward.
+
+The wrappers of a patch share one state. A program may copy a part of the module that was given to
+`patch` (an EMA of the model inside of DDP, a reference policy out of a wrapper of two models). The
+copy includes the wrappers in that part, and their state. If the state held the other parts, the
+copy would have them too, and the parts would stay alive. The state therefore refers to modules and
+wrappers weakly (`Living`, `Home`). A copied or pickled state refers to none, and each copied
+wrapper enters itself.
 """
 
 from __future__ import annotations
@@ -35,9 +42,9 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -48,9 +55,8 @@ from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, ACCELERATE
 
 @dataclasses.dataclass(eq=False)
 class Use:
-    """One forward, or one layer's backward, as a context manager. Nested contexts of one owner
-    share an object.
-    """
+    """Context manager that marks a patched model as used by one thread, during a forward or a
+    layer's backward. Nested uses by the same thread share an object."""
 
     owner: StepOwner
     thread: int
@@ -67,26 +73,28 @@ class Use:
 
 @dataclasses.dataclass(eq=False)
 class StepOwner:
-    """The owner of one patched model. [Note: owner of a step]
+    """Lock of a patched model: only one thread at a time may compute with it. [Note: owner of a
+    step]
 
     Attributes:
         lock: re-entrant, because a signal handler may enter it too.
-        current: the running use; None: no use. An exception between two instructions may leave it
-            behind; the weak reference ends with the frames.
+        current: weak reference to the running use; None: no use. An exception between two
+            instructions may leave a use behind, which ends with its frames.
     """
 
     lock: Any = dataclasses.field(default_factory=threading.RLock)
     current: weakref.ref[Use] | None = None
 
     def __reduce__(self) -> Any:
-        """Return an object without an owner for a copied or pickled model."""
+        """Return a new lock, not in use, for copy and pickle."""
         return StepOwner, ()
 
     def enter(self, began: weakref.ref[Use] | None = None) -> Use:
-        """Return a context manager in which the caller owns the model.
+        """Return a context manager in which the calling thread may compute with the model.
 
         Args:
-            began: the use that ran the forward of this backward.
+            began: the use that ran the forward of this backward, which autograd may run in another
+                thread.
 
         Raises:
             StreamBPError: another thread is computing with the model.
@@ -119,9 +127,9 @@ REDUCES = "__reduce_ex__"  # set to `as_unpatched` on modules with either attrib
 
 
 class Unbound:
-    """A wrapper as a function that takes the module first. [Note: instance forward]
+    """Function of (module, *args) that calls a module's replaced forward. [Note: instance forward]
 
-    accelerate's mixed precision wraps the function and binds the result to the module, or to its
+    accelerate's mixed precision wraps a function and binds the result to the module, or to its
     copy.
     """
 
@@ -134,15 +142,13 @@ class Unbound:
         return self.of(module)(*args, **kwargs)
 
     def of(self, module: nn.Module) -> Any:
-        """Return the module's wrapper."""
+        """Return the object that replaces the module's forward (`InstanceForward`)."""
         return getattr(module, WRAPPERS)[self.index]
 
 
 def forwards(module: nn.Module) -> Iterator[Any]:
-    """Generate the replacements of a module's forward, outermost first.
-
-    These are streambp's wrappers, and other wrappers that name the wrapped function.
-    """
+    """Yield the objects and functions that replace a module's forward, outermost first: streambp's
+    (`InstanceForward`), and other libraries' wrappers that name the wrapped function."""
     forward: Any = module.__dict__.get(_slot(module))
     while forward is not None:
         if isinstance(forward, MethodType):
@@ -175,16 +181,18 @@ def is_fsdp_unit(module: nn.Module) -> bool:
 
 
 def _slot(module: nn.Module) -> str:
-    """Return the attribute to replace: under accelerate's device_map its inner `_old_forward`."""
+    """Return the name of the attribute to replace: "forward", or accelerate's inner `_old_forward`
+    if the model has a device_map."""
     if ACCELERATE_HOOK in module.__dict__:
         return ACCELERATE_FORWARD
     return "forward"
 
 
 def as_unpatched(module: nn.Module, protocol: Any) -> Any:
-    """Replace a patched module's `__reduce_ex__`, as a partial of the module.
+    """Return `__reduce_ex__` of a patched module. `torch.save` gets the module as if it were not
+    patched.
 
-    Return the class's result; in a file of `torch.save`, without the attributes that `patch` set.
+    The function is set as `__reduce_ex__` on patched modules, as a partial of the module.
     """
     made: Any = type(module).__reduce_ex__(module, protocol)
     if sys._getframe(1).f_globals.get("__name__") != torch.serialization.__name__:
@@ -196,25 +204,27 @@ def as_unpatched(module: nn.Module, protocol: Any) -> Any:
 
 
 def unmark(module: nn.Module) -> None:
-    """Restore a module's own `__reduce_ex__` once no streambp attribute remains."""
+    """Restore a module's own `__reduce_ex__` after `unpatch` has removed everything else from
+    it."""
     if WRAPPERS not in module.__dict__ and PATCH not in module.__dict__:
         module.__dict__.pop(REDUCES, None)
 
 
 class InstanceForward:
-    """Base of the wrappers: replaces `module.forward` until removed. [Note: instance forward]
+    """Base class of the replacements of a module's forward: sets `module.forward` on the instance
+    until `remove`. [Note: instance forward]
 
     Subclasses implement `call`.
 
     Attributes:
-        module: the wrapped module.
-        slot: the replaced attribute.
-        stood: the earlier forward on the instance; None: the class's forward.
+        module: the module.
+        slot: name of the replaced attribute, usually "forward".
+        stood: the forward that was set on the instance before; None: the class's forward.
         unwrapped: the forward inside accelerate's mixed precision.
-        order: the wrapper's position among those of its patch.
-        retired: the wrapper was removed while another library's wrapper was around it, such as
-            accelerate's mixed precision. The retired wrapper passes every call to the original.
-        index: the wrapper's position in the module's list.
+        order: this object's position among all replacements of the same `patch`.
+        retired: True if `remove` was called while another library's wrapper, such as accelerate's
+            mixed precision, was around this forward. A retired object calls the original forward.
+        index: this object's position in the module's list of replacements.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -226,7 +236,7 @@ class InstanceForward:
         self.index = self.order = 0
 
     def __setstate__(self, own: dict[str, Any]) -> None:
-        """A copied or pickled wrapper enters itself in the state that its patch shares."""
+        """Set the state of a copied or pickled replacement, and register it with its patch."""
         self.__dict__.update(own)
         enter = getattr(own.get("state"), "enter", None)
         if enter is not None:
@@ -246,15 +256,16 @@ class InstanceForward:
         return self.call(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the replacement of the forward."""
+        """Compute the forward in place of the module's own; each subclass implements this
+        method."""
         raise NotImplementedError
 
     @property
     def previous(self) -> Callable[..., Any] | None:
-        """Return the earlier forward on the instance; None: the class's forward.
+        """Return the forward that was set on the instance before; None: the class's forward.
 
-        If that is accelerate's mixed precision, which `unwrap_model` has removed since, return its
-        inside.
+        If that was accelerate's mixed precision and `unwrap_model` has removed it since, return the
+        forward inside.
         """
         if (
             self.unwrapped is not None
@@ -265,7 +276,7 @@ class InstanceForward:
         return self.stood
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the replaced forward: an earlier one on the module, or the class's."""
+        """Call the replaced forward: the one set on the instance before, or the class's."""
         if self.unwrapped is None:
             previous = self.stood
         else:
@@ -276,7 +287,8 @@ class InstanceForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """Return the original signature: Trainer, peft and generate read a forward's parameters."""
+        """Return the signature of the replaced forward: Trainer, peft and generate read a forward's
+        parameters."""
         return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
 
     @property
@@ -286,7 +298,8 @@ class InstanceForward:
     __wrapped__ = __func__  # for libraries that bind the innermost wrapped function
 
     def install(self) -> None:
-        """Replace the module's forward and append this wrapper to the module's list."""
+        """Replace the module's forward, and append this object to the module's list of
+        replacements."""
         wrappers = self.module.__dict__.setdefault(WRAPPERS, [])
         self.index = len(wrappers)
         wrappers.append(self)
@@ -294,7 +307,7 @@ class InstanceForward:
         self.module.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, self.module))
 
     def stands_as(self, forward: Any) -> bool:
-        """True if a module's forward is this wrapper, bound to the module or not."""
+        """True if `forward` is this object, bound to the module or not."""
         if isinstance(forward, MethodType):
             return (
                 isinstance(forward.__func__, Unbound | InstanceForward)
@@ -303,15 +316,18 @@ class InstanceForward:
         return forward is self
 
     def leave(self, own: dict[str, Any]) -> None:
-        """Remove this wrapper from a copy's attributes."""
+        """Restore the replaced forward in a copy of the module.
+
+        Args:
+            own: the copy's `__dict__`.
+        """
         if self.stands_as(own.get(self.slot)):
             own.pop(self.slot)
             own |= {} if self.previous is None else {self.slot: self.previous}
 
     def remove(self) -> None:
-        """Restore the replaced forward, or retire if another forward, such as Liger's, is installed
-        now.
-        """
+        """Restore the replaced forward. If another library has wrapped this forward since, keep
+        calling the original from inside (`retired`)."""
         if not self.stands_as(self.module.__dict__.get(self.slot)):
             self.retired = True
             return
@@ -326,3 +342,70 @@ class InstanceForward:
         if not wrappers:
             del self.module.__dict__[WRAPPERS]
         unmark(self.module)
+
+
+T = TypeVar("T")
+
+
+class Living(Sequence[T], Generic[T]):
+    """Ordered sequence of weak references: iteration yields the objects that still exist. A copied
+    or pickled sequence is empty."""
+
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        self._items = [weakref.ref(item) for item in items]
+
+    def __iter__(self) -> Iterator[T]:
+        for item in self._items:
+            found = item()
+            if found is not None:
+                yield found
+
+    def __len__(self) -> int:
+        return sum(item() is not None for item in self._items)
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(self)[place]
+
+    def __reduce__(self) -> Any:
+        return Living, ()
+
+    def enter(self, item: T, order: Any) -> None:
+        """Insert an object in order.
+
+        Args:
+            item: the object.
+            order: sort key, a function of an object.
+        """
+        self._items = [weakref.ref(one) for one in sorted((*self, item), key=order)]
+
+
+class Home:
+    """Weak reference to the module that was passed to `patch`. If that module is deleted, the
+    reference changes to the largest remaining patched module."""
+
+    def __init__(self, given: nn.Module | None = None) -> None:
+        self._given = None if given is None else weakref.ref(given)
+        self._inside = Living[nn.Module]()
+
+    def __call__(self) -> nn.Module | None:
+        found = None if self._given is None else self._given()
+        if found is None:
+            found = max(self._inside, key=lambda module: len(list(module.modules())), default=None)
+            self._given = None if found is None else weakref.ref(found)
+        return found
+
+    def __reduce__(self) -> Any:
+        return Home, ()
+
+    @property
+    def known(self) -> bool:
+        """True if the reference is set and its module still exists."""
+        return self._given is not None and self._given() is not None
+
+    def name(self, module: nn.Module) -> None:
+        """Set the module that was passed to `patch`."""
+        self._given = weakref.ref(module)
+
+    def enter(self, module: nn.Module) -> None:
+        """Add a patched module inside, which may take the place of a deleted outer module."""
+        self._inside.enter(module, lambda _: 0)

@@ -28,7 +28,8 @@ TESTED = {"torch": (2, 14), "transformers": (5, 24), "trl": (1, 16)}  # newest t
 
 @contextlib.contextmanager
 def required(library: str) -> Iterator[None]:
-    """Context manager for the import of an optional library.
+    """Context manager around the import of an optional library, which turns ImportError into an
+    error with a remedy.
 
     Raises:
         MissingLibraryError: the library is not installed; the message has the command that installs
@@ -52,7 +53,8 @@ def required(library: str) -> Iterator[None]:
 
 
 def warn_of_untested(*libraries: str) -> None:
-    """Warn of libraries that are newer than the newest tested release."""
+    """Warn if an installed library is newer than the newest release that this project was tested
+    with."""
     for library in libraries:
         newest = TESTED.get(library)
         if newest is None:
@@ -71,7 +73,7 @@ def warn_of_untested(*libraries: str) -> None:
 
 
 def refuse_other_distribution() -> None:
-    """Check that the files of the package are from this project alone.
+    """Check that all files in the package's folder come from this project.
 
     pip lets two distributions write into one folder: the one installed last replaces the files that
     both have, and the package is a mixture of both.

@@ -37,17 +37,17 @@ SLOWEST = 1e-12  # smallest rate, above zero
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates that a device sustains within a step.
+    """Speeds of a device that are reached within a training step.
 
     Attributes:
         name: the device's name.
         products: FLOP/s of matrix products.
-        forward: FLOP/s of attention's forward, over computed pairs.
-        backward: FLOP/s of attention's backward, over computed pairs.
+        forward: FLOP/s of attention's forward, counted over computed pairs of query and key.
+        backward: FLOP/s of attention's backward, counted over computed pairs of query and key.
         bandwidth: bytes/s of all other operations, read and written.
         link: bytes/s to the host, and from the host at the same time.
         dispatch: host seconds for one operation.
-        guess: some of the rates are guesses.
+        guess: True if some of the rates are guesses.
         source: the origin of the rates.
         peers: bytes/s of a GPU to other GPUs of its node, and from them at the same time; a guess.
         network: bytes/s of a GPU between nodes.
@@ -85,7 +85,8 @@ def _row(
     peers: float = 360,
     network: float = 42.5,
 ) -> Rates:
-    """Return rates from TFLOP/s, TB/s and GB/s."""
+    """Return the `Rates` of a device from numbers in TFLOP/s (products, forward, backward), TB/s
+    (bandwidth) and GB/s (link, peers, network)."""
     rates = {"products": products, "forward": forward, "backward": backward, "bandwidth": bandwidth}
     links = {"link": link * 1e9, "peers": peers * 1e9, "network": network * 1e9}
     fields: dict[str, Any] = {field: rate * 1e12 for field, rate in rates.items()} | links
@@ -179,7 +180,8 @@ USUAL = {
 
 
 def device_of(memory: int) -> str | None:
-    """Return the usual device with `memory` bytes, in GB or GiB; None: no device has this size."""
+    """Return the name of the device that usually has `memory` bytes (in GB or GiB); None if none
+    has."""
     near = (
         name for name, size in USUAL.items() if 0.95 * size * 1e9 <= memory <= 1.02 * size * 2**30
     )
@@ -207,7 +209,7 @@ def rates_by_name(name: str) -> Rates | None:
 
 
 def rates_of(name: str | Path | Rates) -> Rates:
-    """Return a device's rates by name, or from a file that `--measure-device` wrote.
+    """Return the `Rates` of a device by its name, or from a file that `--measure-device` wrote.
 
     Raises:
         ConfigError: no device has the name, and no such file exists.
@@ -232,17 +234,17 @@ def rates_of(name: str | Path | Rates) -> Rates:
 
 
 def _plain(name: str) -> str:
-    """Return a name for comparison, in lower case without separators."""
+    """Return a device's name for comparison, in lower case and without separators."""
     return name.lower().replace("-", "").replace(" ", "").replace("_", "")
 
 
 def write_rates(rates: Rates, file: Path) -> None:
-    """Write the rates as JSON, for `read_rates` on any machine."""
+    """Write a device's `Rates` to a file as JSON, for `read_rates` on any machine."""
     file.write_text(json.dumps(dataclasses.asdict(rates), indent=2) + "\n", "utf-8")
 
 
 def read_rates(file: Path) -> Rates:
-    """Read the rates that `write_rates` wrote.
+    """Return the `Rates` of a device from a file that `write_rates` wrote.
 
     Raises:
         StreamBPError: the file cannot be read, or has other content.

@@ -18,7 +18,8 @@ LONGEST = 400  # characters of an error in a report
 
 
 def told(part: Callable[..., T], *args: Any, otherwise: Callable[[str], T]) -> T:
-    """Return the result of `part`, or `otherwise(reason)` if it raises. [Note: reports]"""
+    """Return the result of `part(*args)`; if it raises, return `otherwise(reason)`, so that a
+    failed report does not end the program. [Note: reports]"""
     try:
         return part(*args)
     except Exception as error:
@@ -26,7 +27,7 @@ def told(part: Callable[..., T], *args: Any, otherwise: Callable[[str], T]) -> T
 
 
 def reason(error: BaseException) -> str:
-    """Format an error in one line."""
+    """Return an error's type and message in one line."""
     try:
         text = " ".join(str(error).split())
     except Exception:

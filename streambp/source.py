@@ -13,7 +13,8 @@ from torch import nn
 
 
 def written_forward(module: nn.Module) -> Any:
-    """Return the function that a module's class defines as its forward.
+    """Return the function in the source code of a module's class that computes its forward, without
+    decorators.
 
     Decorators made with `functools.wraps` are followed. Other decorators, such as one around mixers
     in transformers up to 5.15, are followed if their closure holds a single function. None for a
@@ -24,7 +25,8 @@ def written_forward(module: nn.Module) -> Any:
 
 @functools.lru_cache
 def written(decorated: Any) -> Any:
-    """Return the function inside a class's decorated forward, like `written_forward`."""
+    """Return the innermost function of a decorated forward; `written_forward` describes the
+    search."""
     forward: Any = inspect.unwrap(decorated)
     while isinstance(forward, FunctionType) and "<locals>" in forward.__qualname__:
         cells = [cell.cell_contents for cell in forward.__closure__ or ()]
@@ -36,12 +38,13 @@ def written(decorated: Any) -> Any:
 
 
 def with_globals(space: dict[str, Any], decorated: Any) -> FunctionType:
-    """Copy a class's forward and give the written function other globals.
+    """Return a copy of a class's forward whose innermost function reads its global variables from
+    `space`.
 
     Decorators made with `functools.wraps` surround the copy as well; some rename arguments.
 
     Args:
-        space: the globals.
+        space: the global variables.
         decorated: the forward, as the class has it.
     """
     inner = getattr(decorated, "__wrapped__", None)
@@ -70,7 +73,7 @@ def _content(cell: CellType) -> Any:
 def _copied(
     function: FunctionType, space: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """Copy a function with other globals and another closure."""
+    """Return a copy of a function with other global variables and another closure."""
     found = FunctionType(
         function.__code__, space, function.__name__, function.__defaults__, closure
     )

@@ -1,12 +1,17 @@
-"""Check the tensors that programs pass to public functions."""
+"""Check tensors that programs pass to public functions, and replace tensors in containers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.errors import StreamBPError
 
@@ -16,7 +21,8 @@ ANY_DIMS = "..."
 
 
 def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
-    """Check that every argument is a tensor of its kind and dimensions, such as "... h" or "B T".
+    """Check that arguments are tensors with the expected kind of dtype and the expected dimensions,
+    such as "... h" or "B T".
 
     Args:
         wanted: by name, in order, the argument, its dimensions and its kind. A dimension has the
@@ -66,22 +72,23 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
 
 
 def _is_of(dtype: torch.dtype, kind: Kind) -> bool:
-    """True if a dtype is of the kind."""
+    """True if a dtype belongs to a kind, such as floating or integer."""
     if kind == "floating":
         return dtype.is_floating_point
     return kind == "any" or not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def _shown(text: str) -> str:
-    """Format dimensions as a shape."""
+    """Return dimensions such as "B T" in the form of a shape, for an error message."""
     return "[" + ", ".join(text.split()) + "]"
 
 
 def unviewed(result: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor [...] in the memory of `result`, without a base.
+    """Return a tensor [...] with the memory of `result` that does not count as a view of another
+    tensor.
 
-    A Function's forward may not return a view: torch refuses later in-place operations on it.
-    `F.linear` with a bias returns a view.
+    torch refuses in-place operations on a view that a custom autograd Function's forward returns,
+    and `F.linear` with a bias returns a view.
 
     Args:
         result: a contiguous tensor that no other code reads.
@@ -93,3 +100,84 @@ def unviewed(result: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         shape = result.shape
     own: Tensor = torch.ops.aten._unsafe_view(result, shape)
     return own
+
+
+T = TypeVar("T", bound=Tensor)
+# types without inner tensors
+LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Placeholder for a tensor in nested arguments, which are stored without their tensors.
+
+    Attributes:
+        number: the tensor's index in a list.
+    """
+
+    number: int
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested lists, tuples and dicts with `change` applied to all tensors and
+    `Slot` placeholders."""
+    if isinstance(value, Tensor | Slot):
+        return change(value)
+    if isinstance(value, tuple | list):
+        parts = list(map(rebuilt, value, itertools.repeat(change)))
+        if type(value) in (tuple, list):
+            return type(value)(parts)
+        return value
+    if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
+        changed = copy.copy(value)
+        for key, part in value.items():
+            changed[key] = rebuilt(part, change)
+        return changed
+    return value
+
+
+@contextlib.contextmanager
+def replaced(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
+    """Context manager that sets the attribute `name` of several objects, each to its value in
+    `values`, and restores the attributes afterwards."""
+    before = [getattr(one, name) for one in objects]
+    try:
+        for one, value in zip(objects, values, strict=False):
+            setattr(one, name, value)
+        yield
+    finally:
+        for one, own in zip(objects, before, strict=True):
+            setattr(one, name, own)
+
+
+def tensors_in(value: Any, kind: type[T]) -> list[T]:
+    """Return the tensors of type `kind` in nested lists, tuples and dicts."""
+    if isinstance(value, LEAVES):
+        return [value] if isinstance(value, kind) else []
+    if type(value) in (tuple, list, dict):
+        parts = value.values() if type(value) is dict else value
+        leaves: list[T] = []
+        for part in parts:
+            leaves.extend(tensors_in(part, kind))
+        return leaves
+    leaves = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, kind):
+            leaves.append(leaf)
+    return leaves
+
+
+def changed_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[T], change: Callable[[T], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments with `change` applied to all tensors of type `kind`, also in nested
+    lists, tuples and dicts."""
+    # torch's tree functions are many times slower
+    if all(isinstance(value, LEAVES) for value in (*args, *kwargs.values())):
+        own = tuple([change(value) if isinstance(value, kind) else value for value in args])
+        return own, {
+            name: change(value) if isinstance(value, kind) else value
+            for name, value in kwargs.items()
+        }
+    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(kind, change, (args, kwargs))
+    return found

@@ -35,7 +35,7 @@ class LinearFlops(TorchDispatchMode):
 class Dispatches(TorchDispatchMode):
     """How many operations torch was asked for, by where in the package that was and by name.
 
-    origin: the innermost frame in streambp, "layer/shadows.py:add"; what the layer's own modules
+    origin: the innermost frame in streambp, "layer/recompute.py:add"; what the layer's own modules
     ask for, and what autograd does by itself, counts as the "model"'s.
     """
 

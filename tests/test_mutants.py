@@ -1,11 +1,11 @@
 """Every operator has a mutant, and every mutant turns a named test red.
 
 covers: admission/trials.py, attention/attend.py, attention/kernels.py, attention/kv.py,
-  attention/masks.py, attention/merge.py, attention/self_attending.py, attention/prefix.py, attention/spans.py,
+  attention/masks.py, attention/self_attending.py, attention/prefix.py, attention/spans.py,
   chunks.py, head/blocks.py, head/log_probs.py, head/one_pass.py, head/recipe.py,
   layer/arguments.py, layer/call.py, layer/data_flow.py, layer/function.py, layer/gradients.py,
-  layer/products.py, layer/recompute.py, layer/saved.py, layer/shadows.py, lazy/base.py,
-  losses/masked.py, model/causal_lm.py, offload/arena.py, offload/manager.py, planner/auto.py,
+  layer/products.py, layer/recompute.py, layer/saved.py, lazy/base.py, losses/masked.py,
+  model/causal_lm.py, offload/free_memory.py, offload/manager.py, planner/auto.py,
   planner/delta_rules.py, planner/profile.py, sharded/call.py, sharded/layer.py, sharded/shards.py
 """
 
@@ -24,20 +24,19 @@ import torch
 from streambp import accumulate, device
 from streambp.admission import entry, trials
 from streambp.admission.probe import Verdict
-from streambp.attention import attend, kernels, masks, merge, prefix, spans
+from streambp.attention import attend, kernels, masks, prefix, spans
 from streambp.attention import kv as keys
 from streambp.attention import self_attending as cached
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.errors import BackwardError
 from streambp.head import blocks, log_probs, one_pass, recipe
-from streambp.layer import arguments, call, products, recompute, shadows
-from streambp.layer import gradients as layer_gradients
+from streambp.layer import arguments, call, function, products, recompute
 from streambp.layer import saved as kept
 from streambp.lazy import deferred
 from streambp.losses import masked
 from streambp.model import causal_lm
-from streambp.offload import arena, manager
+from streambp.offload import free_memory, manager
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import count, delta_rules, laws, profile
 from streambp.sharded import call as sharded_call
@@ -224,12 +223,12 @@ def of(check, *args):
     return functools.partial(check, *args)
 
 
-def only_hidden_states(self, output, chunk, real=layer_gradients.BackwardPass.upstream):
+def only_hidden_states(self, output, chunk, real=function.BackwardPass.upstream):
     self.of_extras = {}
     return real(self, output, chunk)
 
 
-def hidden_states_alone(self, chunk, gradients, real=layer_gradients.BackwardPass.add):
+def hidden_states_alone(self, chunk, gradients, real=function.BackwardPass.add):
     real(self, chunk, [gradients[0], *[None] * (len(gradients) - 1)])
 
 
@@ -258,7 +257,7 @@ def merged_with_garbage(o, lse, part_o, part_lse, out, _):
 
 
 def merged_without_weights_if_read(
-    o, lse, part_o, part_lse, out, all_read, real=merge.merge_in_torch
+    o, lse, part_o, part_lse, out, all_read, real=attend.merge_in_torch
 ):
     return out.copy_(o + part_o) if all_read else real(o, lse, part_o, part_lse, out)
 
@@ -290,7 +289,7 @@ def split(family="qwen3", mode="plain", saves=()):
         test_sharded.test_gradients_are_exact(family, mode, saves, None, None)
 
 
-def second_half_alone(self, chunk, gradients, again=False, real=layer_gradients.BackwardPass.add):
+def second_half_alone(self, chunk, gradients, again=False, real=function.BackwardPass.add):
     real(self, chunk, [None] * len(gradients) if again else gradients, again)
 
 
@@ -341,10 +340,10 @@ MUTANTS = {
         lambda: oracle(saves=("attn_out",)),
     ),
     "shadows are the parameters": (
-        shadows.Parameters, "shadowed", real_parameters, test_contract.test_hooks_on_parameters_and_layers_fire_once,
+        recompute.Parameters, "shadowed", real_parameters, test_contract.test_hooks_on_parameters_and_layers_fire_once,
     ),
     "always overwrite the gradient": (
-        layer_gradients, "may_overwrite", lambda *_: True, test_contract.test_captured_gradients_keep_their_values,
+        function, "may_overwrite", lambda *_: True, test_contract.test_captured_gradients_keep_their_values,
     ),
     "leave out every product": (
         trials, "_find_unread",
@@ -388,13 +387,13 @@ MUTANTS = {
     "sink without its gradient": (
         attend.PrefixAttention, "backward", staticmethod(without_sink_gradient), of(family, "gpt_oss"),
     ),
-    "router outputs without their gradient": (layer_gradients.BackwardPass, "upstream", only_hidden_states, router_loss),
+    "router outputs without their gradient": (function.BackwardPass, "upstream", only_hidden_states, router_loss),
     "router outputs of chunks taken for layers": (call, "recording", lambda keys: contextlib.nullcontext({}), router_loss),
     "shared keys and values without their gradient": (
-        layer_gradients.BackwardPass, "upstream", only_hidden_states, of(family, "gemma3n_text"),
+        function.BackwardPass, "upstream", only_hidden_states, of(family, "gemma3n_text"),
     ),
     "differentiable arguments without their gradient": (
-        layer_gradients.BackwardPass, "add", hidden_states_alone, of(family, "gemma3n_text"),
+        function.BackwardPass, "add", hidden_states_alone, of(family, "gemma3n_text"),
     ),
     "positions counted from 0 in every chunk": (
         arguments.ChunkCache, "get_seq_length", lambda self, *_: 0,
@@ -405,7 +404,7 @@ MUTANTS = {
         lambda self, other, real=blocks.Fold.merge: dataclasses.replace(real(self, other), sum=self.sum + other.sum),
         several_blocks,
     ),
-    "host memory of other ranks taken": (arena, "local_ranks", lambda: 1, shared_memory),
+    "host memory of other ranks taken": (free_memory, "local_ranks", lambda: 1, shared_memory),
     "late factor not learnt": (one_pass.Pending, "learn", lambda self, factor: None, expected_scale),
     "inner leaves not reduced": (
         entry.EngineReduce, "apply", lambda hidden_states, reductions: hidden_states, inner_leaves,
@@ -459,20 +458,21 @@ MUTANTS = {
         kernels.CudnnKernel, "takes", lambda self, block: block.kind in self.kinds, of(graph_cache, "left-padded"),
     ),
     "what was there before a first block": (
-        merge, "merge_in_torch", merged_with_garbage, test_merge.test_nothing_read_at_all,
+        attend, "merge_in_torch", merged_with_garbage, test_merge.test_nothing_read_at_all,
     ),
     "merged outputs without their weights": (
-        merge, "merge_in_torch", lambda o, lse, part, part_lse, out, _: out.copy_(o + part), of(graph_cache, "left-padded"),
+        attend, "merge_in_torch", lambda o, lse, part, part_lse, out, _: out.copy_(o + part),
+        of(graph_cache, "left-padded"),
     ),
     "outputs of read blocks without their weights": (
-        merge, "merge_in_torch", merged_without_weights_if_read, oracle,
+        attend, "merge_in_torch", merged_without_weights_if_read, oracle,
     ),
     "blocks that may read nothing taken for read": (
-        merge, "merge_in_torch", lambda *given, real=merge.merge_in_torch: real(*given[:5], True),
+        attend, "merge_in_torch", lambda *given, real=attend.merge_in_torch: real(*given[:5], True),
         test_merge.test_nothing_read_at_all,
     ),
     "queries' gradient of the last block alone": (
-        merge.SummedQueries, "add", lambda self, number, dq: setattr(self, "_sum", dq.transpose(1, 2)),
+        attend.SummedQueries, "add", lambda self, number, dq: setattr(self, "_sum", dq.transpose(1, 2)),
         of(graph_cache, "plain"),
     ),
     "accumulators that stay behind": (keys.KVTiles, "_leave", leave_without_sums, streamed_prefix),
@@ -490,7 +490,7 @@ MUTANTS = {
         shards.Shards, "tokens", first_copy_alone, lambda: test_shards.check_exchange(4, 2),
     ),
     "half before attention without its gradient of the input": (
-        layer_gradients.BackwardPass, "add", second_half_alone, split,
+        function.BackwardPass, "add", second_half_alone, split,
     ),
     "half after attention without its gradient of o": (
         sharded, "_add", lambda *args, real=sharded._add, **named: [real(*args, **named), None][1], split,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streambp.layer.call import LayerCall
 from streambp.layer.choices import ReplayedChoices
-from streambp.nested import replaced
+from streambp.tensors import replaced
 
 # relative to the layer's addition to its input
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -20,19 +20,25 @@ SCORES = 4
 
 
 def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
-    """Return the dtype with the largest eps: of x [..., B, T, h], the layer or autocast."""
+    """Return the dtype with the largest eps among the dtypes that a layer computes in: that of x
+    [..., B, T, h], its parameters' and autocast's.
+
+    Args:
+        call: the call of the layer.
+        x: the layer's input.
+    """
     return call.site.coarsest(x.dtype, x.device.type, call.autocast)
 
 
 def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:
-    """True if two runs of a layer differ by no more than rounding.
+    """True if the results of two runs of a layer differ by no more than rounding.
 
     Args:
         whole, pieces: [..., B, T, h], the results of the two runs: outputs, or gradients of the
             input.
-        residual: [..., B, T, h], the unchanged part of both results: of an output the input, of a
-            gradient the upstream gradient. The layer itself computes `whole - residual`; its norm
-            sets the tolerance.
+        residual: [..., B, T, h], the term that both results contain unchanged through the residual
+            connection: the input, or the gradient of the output. The norm of `whole - residual`
+                sets the tolerance.
         dtype: the result of `coarsest`.
     """
     added = TOLERANCE.get(dtype, HALF_TOLERANCE) * (whole - residual).float().norm()
@@ -44,18 +50,18 @@ def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -
 
 @contextlib.contextmanager
 def choices_once(call: LayerCall) -> Iterator[ReplayedChoices]:
-    """Context manager in which later runs repeat the layer's first choices. [Note: choices]
-
-    The choices are those of a router, for example. The layer's first run over the tokens chooses
-    freely.
-    """
+    """Context manager in which a layer's routers choose experts freely in the first run, and choose
+    the same experts in later runs. [Note: choices]"""
     choices = ReplayedChoices()
     with replaced([call.site], "choices", [choices]):
         yield choices
 
 
 def chose_alike(choices: ReplayedChoices | None, dtype: torch.dtype) -> bool:
-    """True if the latest run's choices rest on the first run's numbers, up to rounding. [Note:
-    choices]
+    """True if the router's scores in the latest run equal those of the first run, up to rounding.
+
+    Args:
+        choices: the recorded scores; None: nothing was recorded.
+        dtype: the result of `coarsest`, which sets the tolerance.
     """
     return choices is None or choices.furthest() <= SCORES * TOLERANCE.get(dtype, HALF_TOLERANCE)

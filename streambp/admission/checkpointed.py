@@ -25,25 +25,25 @@ from streambp.fingerprint.hooks import again, described, watching
 from streambp.fingerprint.snapshots import changed, versions_of
 from streambp.layer.arguments import refuse_written
 from streambp.layer.call import switched_off
-from streambp.layer.recompute import Autocast, check_mode, computed_as_written
-from streambp.layer.shadows import Parameters
+from streambp.layer.recompute import Autocast, Parameters, check_mode, computed_as_written
 from streambp.layer.side_effects import Buffers, buffers_of, in_place_of_buffers, written_since
 from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.segments import in_segments, mixers_of
 
 
 def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
-    """Run the layer on the full sequence, with the memory of gradient checkpointing, and return its
-    forward's result. `describe` names such layers.
+    """Run a decoder layer on all tokens at once under torch's checkpoint, and return its forward's
+    result.
 
     Args:
-        site: the layer.
+        site: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of its forward.
-        report: the reason, and the document boundaries for which the modules with recurrent states
-            run one by one. [Note: segments]
+        report: the reason to run the layer unchunked, and the documents of packed rows. Modules
+            with recurrent states run once for each document. [Note: segments]
 
     Raises:
-        UnsupportedModelError: the layer reads the model's attention mask itself.
+        UnsupportedModelError: the layer reads the attention mask itself, which `patch` has
+            replaced.
     """
     kwargs = without_caches(kwargs)
     configs = site.of(site.kind.attention.configs)
@@ -61,8 +61,8 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
         # The recomputation runs after the model's forward has ended.
         segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
         around, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
-        # ZeRO-3 counts the modules that ran, while other ranks may stream. Inner leaves reduce by
-        # their own hooks. [Note: inner leaves]
+        # ZeRO-3 counts the modules that ran, while other ranks may stream. ZeRO-3 leaf
+        # modules inside the layer reduce their gradients by hooks of their own.
         hooks, modules = site.of(switched_off)
         silenced = engine_hooks_silenced([] if site.of(reductions_of) else hooks)
         arrive, args, kwargs = _as_one(site, args, kwargs)
@@ -101,9 +101,13 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
 def _as_one(
     site: LayerSite, args: Any, kwargs: dict[str, Any]
 ) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
-    """Return a context manager and arguments that deliver the layer's gradients together.
+    """Return a context manager and the arguments for the layer's forward. The context manager lets
+    all gradients of the layer's parameters arrive together, after the layer's backward, because
+    ZeRO-1 and ZeRO-2 sum gradients over ranks in order of arrival.
 
-    [Note: order of gradients]
+    Args:
+        site: the decoder layer.
+        args, kwargs: the arguments of its forward.
     """
     holds = held(site.layer)
     if not torch.is_grad_enabled() or holds.weights or not holds.gradients:
@@ -120,12 +124,12 @@ def _as_one(
 
 
 class Repeatable:
-    """A layer's forward for torch's checkpoint, with checks that its recomputation is the same.
+    """A layer's forward for torch's checkpoint, with checks that the recomputation is the same.
 
-    Without these checks, checkpoint would silently recompute another model or batch. The
-    recomputation raises if parameters, arguments, the mode or the layer's structure changed.
-    Recomputation starts with the same buffers and the same states of the generators that the layer
-    may draw from. [Note: fingerprint]
+    Checkpoint itself would silently recompute another model or batch. The recomputation raises if
+    parameters, arguments, train or eval mode, or the layer's modules and hooks changed since
+    forward. Buffers and the states of random generators are set to those of forward.
+    [Note: fingerprint]
     """
 
     def __init__(
@@ -165,6 +169,9 @@ class Repeatable:
             self._states = generator_states(self._generators)
             with watching(self._look.hooks) as acted, self._mismatch_named():
                 result = self._run(*args, **kwargs)
+            trained = Parameters(self._layer, self._device)
+            if trained.names != self._parameters.names:  # a first call may make parameters
+                self._parameters = trained
             self._seen = self._fingerprint.seen(self._layer, self._look, versions, acted)
             self._buffers = written_since(before)
             self._see((args, kwargs), result, again=False)
@@ -202,7 +209,14 @@ class Repeatable:
         return result
 
     def _see(self, given: Any, result: Any, again: bool) -> None:
-        """Report the layer's result for these arguments to the witness."""
+        """Record the layer's output in forward, and compare the output of the recomputation with
+        the record. [Note: witness]
+
+        Args:
+            given: the layer's arguments.
+            result: the layer's result.
+            again: True in the recomputation.
+        """
         output = result[0] if isinstance(result, tuple) else result
         if self._witness is None or not isinstance(output, Tensor):
             return
@@ -213,11 +227,8 @@ class Repeatable:
             self._witness.end()
 
     def _mismatch_named(self) -> saved_tensors_hooks:
-        """Return forward's hooks for saved tensors, which turn checkpoint's error into a
-        `BackwardError`.
-
-        Torch's checkpoint still saves the same tensors.
-        """
+        """Return a context manager that turns checkpoint's error for a different recomputation into
+        a `BackwardError` with a remedy. Checkpoint still saves the same tensors."""
         kept = torch._C._autograd._top_saved_tensors_default_hooks(True)
         assert kept is not None
         layer, (pack, unpack) = type(self._layer).__name__, kept

@@ -20,12 +20,10 @@ from streambp.known_names import COLLECTIVES
 
 
 class Watched(TorchDispatchMode):
-    """Dispatch mode that refuses collectives before they run.
-
-    Ranks whose sequences differ in length could not run them together.
+    """Torch dispatch mode that raises before a collective of torch.distributed runs.
 
     Attributes:
-        layer: the layer on trial.
+        layer: the decoder layer that is tested.
         seen: the name of the first collective; None: no collective was called.
     """
 
@@ -52,7 +50,7 @@ class Watched(TorchDispatchMode):
 
 @contextlib.contextmanager
 def no_collectives(layer: nn.Module) -> Iterator[None]:
-    """Context manager for a test run of a layer, in which collectives raise if there are other
+    """Context manager for a test run of a layer, in which collectives raise if there are several
     ranks.
 
     Raises:

@@ -20,14 +20,14 @@ from streambp.admission.kept_values import (
     roots_of,
     tell,
     why_kept,
+    why_untestable,
     without_traces,
 )
 from streambp.admission.probe import Verdict, broken, can_stream
 from streambp.admission.rehearsal import nothing_compiled
 from streambp.admission.third_party import hooks_of_others, may_edit_gradients
 from streambp.admission.trials import look_for_writes, unread_products
-from streambp.attention.carriers import attention_mask_of
-from streambp.attention.masks import LazyMask
+from streambp.attention.masks import LazyMask, attention_mask_of
 from streambp.chunks import Forks
 from streambp.device import MEMORY_ERRORS, has_data, is_out_of_memory
 from streambp.distributed.context_parallel import replaced_attention
@@ -43,13 +43,12 @@ from streambp.layer.function import Strategy, StreamedLayer, run_backward, run_f
 from streambp.layer.gradients import NO_HOOKS, can_keep_graph, counts_when_alone
 from streambp.layer.oom import explained
 from streambp.layer.products import hooked_everywhere
-from streambp.layer.recompute import NULL_CONTEXT
-from streambp.layer.shadows import Parameters, slots_of
+from streambp.layer.recompute import NULL_CONTEXT, Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
-from streambp.nested import replaced
 from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_of
 from streambp.recurrent.segments import arguments_that_tell, mixers_of
+from streambp.tensors import replaced
 
 backward_in_chunks = functools.partial(run_backward, without_traces(unread_products))
 
@@ -66,21 +65,23 @@ def stream_layer(
     strategy: Strategy = IN_CHUNKS,
     forks: Forks = (),
 ) -> Any:
-    """Compute the layer's forward in chunks of the sequence and return its result.
+    """Compute a decoder layer's forward in chunks of the sequence, and return its result.
+
+    The first call of each kind tests on random tokens if chunks compute the same. If not, such
+    calls run unchunked, under torch's checkpoint.
 
     Args:
-        site: a decoder layer in which only attention through transformers' interface mixes tokens.
-            The first call of each kind tests this; if the test fails, such calls run unchunked and
-            checkpointed.
+        site: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
         rows: documents of packed rows, from position_ids, for layers that do not get them as
             arguments. [Note: segments]
-        strategy: how to compute the call; default: chunk by chunk.
-        forks: positions at which states continue from an earlier position, in a tree of rows.
+        strategy: functions that compute the call; default: chunk by chunk.
+        forks: positions at which recurrent states continue from an earlier position, in a packed
+            row whose documents share a prefix.
 
     Raises:
-        UnsupportedModelError, UnsupportedMaskError, StreamBPError: the call has no exact
-            computation; nothing was changed.
+        UnsupportedModelError, UnsupportedMaskError, StreamBPError: the call cannot be computed
+            exactly; nothing was changed.
     """
     call = admit(site, args, kwargs, rows, strategy, forks)
     if isinstance(call, CallReport):
@@ -111,10 +112,10 @@ def admit(
     strategy: Strategy,
     forks: Forks = (),
 ) -> LayerCall | CallReport:
-    """Return the call that streams, or a report with the reason to run the layer unchunked.
+    """Decide how a call of a decoder layer runs. Return a `LayerCall` that runs in chunks, or a
+    report with the reason for an unchunked run.
 
-    Raises:
-        UnsupportedModelError, UnsupportedMaskError, StreamBPError: neither is exact.
+    The arguments, and the errors if neither run is exact, are those of `stream_layer`.
     """
     # The kind of call: the layer's structure, and which arguments it gets.
     look = site.fingerprint.look(site.layer)
@@ -186,7 +187,11 @@ def admit(
 
 def _runs_third_party(site: LayerSite, look: LayerSnapshot) -> bool:
     """True if third-party code that may store values runs inside the layer. The answer is cached
-    until a snapshot of the layer differs.
+    until a module, hook or attribute of the layer changes.
+
+    Args:
+        site: the decoder layer.
+        look: snapshot of its modules, hooks and attributes.
     """
     if hooked_everywhere():  # such hooks may change without a new snapshot
         return True
@@ -194,7 +199,12 @@ def _runs_third_party(site: LayerSite, look: LayerSnapshot) -> bool:
 
 
 def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
-    """Raise if the states of a layer cannot be kept apart by document. [Note: segments]
+    """Raise if a layer would carry recurrent states from one packed document to the next.
+    [Note: segments]
+
+    Args:
+        site: the decoder layer.
+        rows: the documents that position_ids mark.
 
     Raises:
         UnsupportedModelError: no module inside the layer can be called for one document.
@@ -211,8 +221,11 @@ def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
 
 
 def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """Test the layer on a few random tokens. Return the exception of the test run (None: no
-    exception), and the decision whether the call streams.
+    """Test the layer on a few random tokens, on its device and without autocast or collectives.
+
+    Returns:
+        The exception of the search for in-place writes (None: no exception), and the decision
+        whether the call runs in chunks.
     """
     site = call.site
     if call.look.hooks.ids and has_data(call.hidden_states):
@@ -233,10 +246,16 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
 
 def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """Run the tests of a call: for stored values, for in-place writes, and for equal results of
-    chunks. Return the exception of the test for writes (None: no exception), and the decision
-    whether the call streams.
+    """Run the tests of a layer: for stored values, for in-place writes, and for equal results of
+    chunks.
+
+    Returns:
+        The exception of the test for writes (None: no exception), and the decision whether the call
+        runs in chunks.
     """
+    because = why_untestable(call)
+    if because is not None:
+        return None, Verdict(False, because)
     with leaving_nothing(call):
         because, error = why_kept(call)
         failed = look_for_writes(call)
@@ -254,7 +273,13 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
 
 def _streamed(call: LayerCall, strategy: Strategy) -> Any:
-    """Run the admitted call and return its result, with a graph if gradients are required."""
+    """Run a call of a decoder layer in chunks and return its result, with a graph if gradients are
+    required.
+
+    Args:
+        call: the call of the layer.
+        strategy: functions that compute the call.
+    """
     site = call.site
     hidden_states = call.hidden_states
     parameters = call.backward.parameters
@@ -299,15 +324,16 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
 
 
 def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | None:
-    """Return why a layer with states cannot be chunked with these documents; None if it can."""
+    """Return why a layer with recurrent states cannot run in chunks with the packed documents among
+    its arguments, as text for `describe`; None if it can."""
     documents = arguments.documents
     if documents is None:
         return None
     scans = {name for _, name in scans_of(site.layer)} if documents.ids is not None else set()
     # a selective scan is identified by its own name
     if scans.difference(("torch", "forward", OWN_SCAN)):
-        # With document arguments, training's fused kernel mixes documents; eval mode's convolution
-        # does not.
+        # The fused kernel of training mixes documents that these arguments describe. The
+        # convolution of eval mode keeps them apart.
         return "seq_idx says where documents start, which its selective scan takes no notice of"
     ends = documents.ends
     rising = all(a < b for a, b in itertools.pairwise(ends))
@@ -323,8 +349,13 @@ def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | N
 
 
 def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) -> None:
-    """Pass the documents that position_ids mark to attention's mask and to kernels that accept
-    them.
+    """Pass the documents that position_ids mark to the attention mask, and to state kernels that
+    accept document boundaries.
+
+    Args:
+        site: the decoder layer.
+        rows: the documents.
+        arguments: the layer's arguments, which are changed.
     """
     mask = attention_mask_of(arguments.named)
     if isinstance(mask, LazyMask):
@@ -336,7 +367,7 @@ def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) 
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:
-    """Raise if a module inside the layer is an FSDP unit of its own."""
+    """Raise if `fully_shard` was applied to a module inside the decoder layer."""
     for name, module in layer.named_modules():
         if module is not layer and is_fsdp_unit(module):
             raise UnsupportedModelError(

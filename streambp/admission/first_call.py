@@ -1,4 +1,4 @@
-"""Whether a layer's first call sets something that later calls read. [Note: a trial leaves
+"""Find values that a layer sets at its first call and reads in later calls. [Note: a trial leaves
 nothing]"""
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ LOUDER = 64  # times larger than other tokens: what keeps a running value shows 
 
 
 def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
-    """Return the values that the layer sets from x [..., B, t, h] at its first call, and never
-    again.
+    """Return the names of the values that a layer sets at its first call and never again, such as a
+    scale computed from the first batch. Chunks would compute the value from the first chunk.
 
-    In chunks, the first chunk would set these values in place of the batch. Few layers set a value.
-    Such layers run some more times, also with other tokens, fewer and much larger.
+    A layer that sets a value runs some more times, also on other, fewer and larger tokens.
+
+    Args:
+        call: the call of the layer.
+        x: [..., B, t, h], random tokens.
+        state: restores the layer's stored values.
 
     Raises:
-        StreamingMismatchError: the layer computes something else when called again.
+        StreamingMismatchError: the layer returns different values for the same tokens.
     """
     if not torch.is_grad_enabled():
         _once(call, x)  # `_try` has run it with a graph
@@ -56,10 +60,8 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
 
 
 def _repeats(first: Tensor, again: Tensor) -> bool:
-    """True if two runs over the same tokens [..., B, t, h] agree.
-
-    Runs agree to the bit on a CPU. On other devices kernels may sum in any order.
-    """
+    """True if two outputs [..., B, t, h] for the same tokens are equal: to the bit on a CPU, up to
+    rounding on other devices."""
     if torch.equal(first, again) or first.device.type == "cpu":
         return torch.equal(first, again)
     most = 2 * torch.finfo(first.dtype).eps * first.float().norm()
@@ -67,13 +69,11 @@ def _repeats(first: Tensor, again: Tensor) -> bool:
 
 
 def _once(call: LayerCall, x: Tensor) -> Tensor:
-    """Run x [..., B, t, h] in one chunk and in the layer's mode, always with the same random
-    numbers."""
+    """Return the layer's output for x [..., B, t, h] in one chunk, in the layer's train or eval
+    mode. All calls use the same random numbers."""
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     prefix = causal_prefix(call, x.shape[-2])
-    prefix.overwritten = (
-        graph  # whether the layer writes to its attention's output is not known yet
-    )
+    prefix.overwritten = graph  # the layer may write to its attention's output
     leaf, stage = x.detach().requires_grad_(graph), Stage.RECOMPUTE if graph else Stage.FORWARD
     with RandomState.capture(call.device).replayed():
         ((_, output),) = rehearsed(

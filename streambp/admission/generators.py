@@ -31,10 +31,13 @@ OF_ALL: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand)  # type: 
 
 
 def generators_of(site: LayerSite, look: LayerSnapshot) -> list[Generator]:
-    """Return the generators that the layer may draw from.
+    """Return the random generators that the layer may draw from, without torch's default
+    generators. These are generators in modules' attributes, and those of `random` and
+    `numpy.random` if third-party code runs in the layer.
 
-    These are its own generators, and the global ones if a part or a hook of the layer is
-    third-party.
+    Args:
+        site: the decoder layer.
+        look: snapshot of its modules, hooks and attributes.
     """
     shared = (
         site.previous is not None
@@ -61,7 +64,7 @@ def generator_states(generators: Sequence[Generator]) -> list[Any]:
 
 
 def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> None:
-    """Restore the states that `generator_states` returned."""
+    """Set the states that `generator_states` returned."""
     for generator, state in zip(generators, states, strict=True):
         if isinstance(generator, random.Random):
             generator.setstate(state)
@@ -72,7 +75,7 @@ def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> No
 
 
 def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
-    """True if a generator's state differs from the given one."""
+    """True if a generator's state differs from the given one: random numbers were drawn since."""
     return not all(
         torch.equal(one, other)
         if isinstance(one, Tensor)
@@ -94,10 +97,8 @@ def generators_kept(generators: Sequence[Generator]) -> Iterator[None]:
 @contextlib.contextmanager
 def leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
     """Context manager that restores a module's attributes, buffers and random generators
-    afterwards.
-
-    Torch's default generators are not restored. [Note: a trial leaves nothing]
-    """
+    afterwards, and yields the object that restores attributes. Torch's default generators are not
+    restored. [Note: a trial leaves nothing]"""
     buffers, generators = buffers_of(module), (*ModuleSnapshot(module, set()).generators, *OF_ALL)
     with in_place_of_buffers(buffers), generators_kept(generators), Restored(module) as restored:
         yield restored
@@ -105,9 +106,10 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
 
 @contextlib.contextmanager
 def on_trial(call: LayerCall) -> Iterator[Restored]:
-    """Context manager like `leaving_no_trace`, for a call's layer.
+    """Context manager for a test run of a layer: its attributes, buffers and random generators are
+    restored afterwards. Yields the object that restores attributes, also between two runs.
 
-    Enter it while the call is streaming, because streaming switches modules and configs.
+    Must be entered inside `LayerCall.streaming`, which changes modules and configs.
     """
     buffers, generators = buffers_of(call.site.layer), generators_of(call.site, call.look)
     with (

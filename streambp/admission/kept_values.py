@@ -2,16 +2,16 @@
 statistics.
 
 [Note: kept values] Unpatched, a forward stores a value of the full sequence in an attribute, a
-closure or a list, and stores it once. In chunks, the last chunk's value would remain, or one entry
-for each chunk, and backward's recomputation would store them again. A layer with third-party code
+closure or a list, and stores it once. A chunked forward would leave the last chunk's value, or one
+entry for each chunk, and backward's recomputation would store these values again. A layer with third-party code
 is therefore tested for stored values. The test runs a few tokens from the same start, once as
 unpatched, once in chunks as in a step. Values reachable from that code (`fingerprint/memory.py`)
 must be equal afterwards: shapes, numbers, lengths. Sums over tokens are equal. If a value differs,
 the layer runs unchunked, and its recomputation stores nothing.
 
 A later call may read a stored value by its length: routes stored for a replay fit the full sequence
-and no chunk. A test on a few tokens does not detect this. A call is therefore a kind of its own if
-a reachable tensor is as long as the call's sequence. Such calls are tested at their own length.
+and no chunk. A test on a few tokens does not detect this. Calls whose length is that of a
+reachable tensor are therefore a kind of their own. Such calls are tested at their own length.
 
 Reachable flags and strings, at greater depth than a snapshot's (`fingerprint/observed_values.py`), also
 distinguish kinds of calls: a recorder may be switched on between two steps.
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, coarsest
-from streambp.admission.generators import generators_kept, generators_of
+from streambp.admission.generators import on_trial
 from streambp.admission.long_trial import why_not_at_length
 from streambp.admission.own_run import StreamingMismatchError, UnpatchedRun
 from streambp.admission.rehearsal import (
@@ -44,6 +44,7 @@ from streambp.admission.rehearsal import (
     rehearsed,
     rehearsing,
 )
+from streambp.admission.snapshot import Restored, Snapshot
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import RandomState, has_data, is_out_of_memory
@@ -53,8 +54,7 @@ from streambp.fingerprint.memory import KNOWN, PLAIN, Memory, is_theirs, undone
 from streambp.fingerprint.snapshots import LayerSnapshot
 from streambp.known_names import GLOBAL_HOOKS
 from streambp.layer.call import LayerCall, plan_of
-from streambp.layer.shadows import Parameters, slots_of
-from streambp.layer.side_effects import buffers_of, in_place_of_buffers
+from streambp.layer.recompute import Parameters, slots_of
 from streambp.layer.site import REACH, LayerSite, remember
 from streambp.recurrent.documents import in_several, tried_rows
 from streambp.recurrent.states import LEAST_TOKENS
@@ -68,15 +68,22 @@ KEEPS_VALUES = (
     "it, or a hook inside it, keeps values for later, of which chunks would leave others than the "
     "whole sequence"
 )
+ADVANCES = (
+    "its code may advance an iterator ({}), whose position could not be restored after a test run"
+)
 OUT_OF_SIGHT = "tensors out of sight"
 MISSING = object()
 _DIGITS = re.compile(r"\d+")
 
 
 def roots_of(site: LayerSite, look: LayerSnapshot) -> Roots:
-    """Return the places in which third-party code inside a layer may store values, by name.
+    """Return the objects in which third-party code inside a layer may store values, as (name,
+    object): the layer's modules, third-party hooks, forwards and classes. [] if no third-party code
+    runs inside.
 
-    The list is empty if no third-party code runs inside.
+    Args:
+        site: the decoder layer.
+        look: snapshot of its modules, hooks and attributes.
     """
     hooks = [
         ("", unwatched(table[number]))
@@ -95,17 +102,16 @@ def roots_of(site: LayerSite, look: LayerSnapshot) -> Roots:
 
 
 def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor) -> Kind:
-    """Return the kind of a call with these hidden states [..., B, T, h]. Calls of one kind share
-    their test results.
+    """Return `kind` with a digest of the values that third-party code inside the layer stores.
+    Calls of one kind share their test results, so a changed flag makes the layer be tested again.
 
-    The kind includes values reachable from third-party code inside the layer. `kind` is returned
-    unchanged without such code.
+    `kind` is returned unchanged if no third-party code runs inside.
 
     Args:
-        site: the layer.
+        site: the decoder layer.
         look: snapshot of the layer at the call.
-        kind: the call's kind without these values.
-        hidden_states: the call's hidden states.
+        kind: the form of the call's arguments and the layer's structure.
+        hidden_states: the layer's input [..., B, T, h].
     """
     roots = roots_of(site, look)
     if not roots:
@@ -127,8 +133,8 @@ def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor
 
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the part of a value stored by third-party code that distinguishes kinds of calls: a
-    flag, whether a number is 0, or a string without digits.
+    """Return the part of a value stored by third-party code that decides if the layer must be
+    tested again: a flag, whether a number is 0, or a string without digits.
 
     Args:
         path: the value's path from the code that stores it.
@@ -147,7 +153,8 @@ def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _code_of_others(layer: nn.Module) -> Roots:
-    """Return third-party classes, functions and objects that the layer's forward may run."""
+    """Return third-party classes, functions and objects that the layer's forward may run, as (name,
+    object)."""
     found: dict[int, tuple[str, Any]] = {}
     for path, module in layer.named_modules():
         for name, value in module.__dict__.items():
@@ -166,23 +173,27 @@ def _code_of_others(layer: nn.Module) -> Roots:
 
 
 def leaving_nothing(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager for a test run, which afterwards removes all values that third-party
-    code stored.
-    """
+    """Return a context manager for a test run. Values that third-party code stores during the run
+    are removed afterwards."""
     roots = roots_of(call.site, call.look) if call.device.type != "meta" else []
     return undone(roots) if roots else contextlib.nullcontext()
 
 
 def recomputed(site: LayerSite, look: LayerSnapshot) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager for backward's recomputation: it preserves the values that
-    third-party code stored in forward. [Note: kept values]
+    """Return a context manager for the recomputation in backward. Values that third-party code
+    stores meanwhile are removed afterwards; those of forward stay.
+
+    Args:
+        site: the decoder layer.
+        look: snapshot of its modules, hooks and attributes.
     """
     roots = roots_of(site, look)
     return undone(roots) if roots else contextlib.nullcontext()
 
 
 def without_traces(find: Callable[..., T]) -> Callable[..., T]:
-    """Wrap a function of a call, to remove the values that third-party code stored in it."""
+    """Wrap a function of a `LayerCall`: what third-party code stores while it runs is removed
+    afterwards."""
 
     def found(call: LayerCall, *args: Any) -> T:
         with leaving_nothing(call):
@@ -192,11 +203,11 @@ def without_traces(find: Callable[..., T]) -> Callable[..., T]:
 
 
 def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerCall, bool], T]:
-    """Wrap the chunked forward: raise if third-party code stores a chunk's values but stored none
-    in the test run.
+    """Wrap the forward that runs a layer in chunks: raise if third-party code stored a tensor of
+    one chunk.
 
-    The test run did not cover hooks registered after a warm-up, more tokens than its own, and
-    switches that no snapshot contains.
+    The layer's test did not find such code: a hook was registered after `warm_up`, the code acts on
+    longer sequences only, or a switch was set that no snapshot contains.
     """
 
     def run(call: LayerCall, keep: bool) -> T:
@@ -222,10 +233,8 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
 
 
 def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
-    """True if a tensor of that shape has a value for each token of a chunk.
-
-    False if the size may be a dimension of the layer's parameters.
-    """
+    """True if a tensor of this shape may have one entry for each token of a chunk: [B, C, ...] or
+    [B * C, ...]. False if the size may be a dimension of the layer's parameters."""
     own = {size for parameter in call.look.body.parameters for size in parameter.shape}
     for length in {chunk.stop - chunk.start for chunk in call.plan}:
         rows = tuple(shape[:2]) == (call.rows, length) and (len(shape) > 2 or length not in own)
@@ -235,7 +244,13 @@ def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
 
 
 def _refuse(call: LayerCall, what: str) -> NoReturn:
-    """Raise because of a stored value of a chunk, and run such calls unchunked from now on."""
+    """Raise because third-party code stored a value of one chunk. Calls with the same arguments and
+    hooks run unchunked from now on.
+
+    Args:
+        call: the call of the layer.
+        what: the value's name and shape, for the message.
+    """
     site = call.site
     site.tests.result(call.arguments.kind).judge(f"{KEEPS_VALUES} ({what})")
     when = "did not when it was tried"
@@ -252,15 +267,26 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
     )
 
 
-def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
-    """Test if third-party code stores other values in chunks than in the full sequence.
+def why_untestable(call: LayerCall) -> str | None:
+    """Return why no test run may take place and the layer runs unchunked; None otherwise.
 
-    The test runs a few tokens unchunked and in chunks, once for each kind of call, and compares the
-    stored values. The kind of the call may change during the test. [Note: kept values]
+    A test run would advance generators and other iterators for good.
+    """
+    if not roots_of(call.site, call.look):
+        return None
+    iterators = Snapshot(call.site.layer).iterators
+    return ADVANCES.format(", ".join(iterators)) if iterators else None
+
+
+def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
+    """Test on random tokens if third-party code in a layer stores other values when the layer runs
+    in chunks. [Note: kept values]
+
+    The test runs once for each kind of call, and may change `call.arguments.kind`.
 
     Returns:
-        The reason why the layer must run unchunked, and the exception of the test run. Both are
-        None if the layer may be chunked.
+        The reason to run the layer unchunked, and the exception of the test. Both are None if the
+        layer may run in chunks.
     """
     site, x = call.site, call.hidden_states.detach()
     if type(call) is not LayerCall or not has_data(x) or x.shape[-2] == 1 or not x.numel():
@@ -271,19 +297,9 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     failed: Exception | None = None
     because = None
     try:
-        generators, buffers = (
-            generators_kept(generators_of(site, call.look)),
-            in_place_of_buffers(buffers_of(call.site.layer)),
-        )
-        with (
-            nothing_compiled(),
-            _plain_dropout(call),
-            generators,
-            buffers,
-            contextlib.ExitStack() as stack,
-        ):
+        with nothing_compiled(), _plain_dropout(call), contextlib.ExitStack() as stack:
             stack.enter_context(rehearsing(call))
-            because = _why_kept(call, x, roots)
+            because = _why_kept(call, x, roots, stack.enter_context(on_trial(call)))
             if because is None and dict(call.arguments.kind).get(REACH, ("", False))[1]:
                 stack.enter_context(_as_in_a_step(call))
                 because = why_not_at_length(call)
@@ -300,7 +316,7 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     return because, failed
 
 
-def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
+def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str | None:
     """Return the text that names the stored values in which chunks differ from the full sequence;
     None: all are equal.
 
@@ -308,10 +324,11 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
         call: the call of the layer.
         x: hidden_states of the call; the random tokens of the test have their scale.
         roots: third-party code, and objects from which stored values are reachable.
+        state: restores the layer's state before each run.
     """
     with torch.no_grad():
         tokens, upstream = random_like(x), random_like(x)
-    trial = _Trial(call, tokens, upstream, roots)
+    trial = _Trial(call, tokens, upstream, roots, state)
     whole, chunks = trial.left(trial.whole), trial.left(trial.in_chunks)
     call.site.fingerprint.kept |= whole.keys() | chunks.keys()
     differing = _differing(whole, chunks, coarsest(call, x))
@@ -350,10 +367,14 @@ class _Trial:
         x: [..., B, T, h], the tokens.
         upstream: [..., B, T, h], the gradient of its output.
         roots: the places in which values may be stored.
+        state: restores the layer's state before each run.
     """
 
-    def __init__(self, call: LayerCall, x: Tensor, upstream: Tensor, roots: Roots) -> None:
+    def __init__(
+        self, call: LayerCall, x: Tensor, upstream: Tensor, roots: Roots, state: Restored
+    ) -> None:
         self.call, self.x, self.upstream, self.roots = call, x, upstream, roots
+        self.state = state
         self.random = RandomState.capture(call.device)
         wanted = (
             call.hidden_states.requires_grad
@@ -363,11 +384,17 @@ class _Trial:
         self.graph = torch.is_grad_enabled() and bool(wanted) and may_have_graphs(call)
 
     def left(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
-        """Return the values that a run added or changed, by path."""
+        """Run the layer, and return the stored values that the run added or changed, by path. The
+        values are removed again.
+
+        Args:
+            run: `whole`, `at_once` or `in_chunks`.
+        """
         named, length = self.call.arguments.named, self.x.shape[-2]
         documents = in_several(named, length) if self.call.packing.told else {}
         rows = None if self.call.packing.rows is None else tried_rows(self.x.shape[-3], length)
         given = self.call.arguments.replaced({**nothing_masked(named, length), **documents}, rows)
+        self.state.rewind()
         with undone(self.roots) as (before, writes):
             # Draw the weights inside, so that each run has the same weights.
             with self.random.replayed(), given, as_trained(self.call) as shadows:
@@ -378,7 +405,11 @@ class _Trial:
             return {**found, OUT_OF_SIGHT: elsewhere} if elsewhere else found
 
     def whole(self, shadows: list[Tensor]) -> None:
-        """Run the layer unpatched: once, with a graph where the call has one."""
+        """Run the unpatched layer once, with backward if the call has one.
+
+        Args:
+            shadows: replacements of the layer's trainable parameters.
+        """
         # the unpatched layer may not accept several documents
         if self.call.packing.marks_documents:
             self.at_once(shadows)
@@ -386,12 +417,13 @@ class _Trial:
             UnpatchedRun(self.call, self.x, self.upstream, shadows)
 
     def at_once(self, _: list[Tensor]) -> None:
-        """Run the layer unchunked: once, with the attention of streamed layers."""
+        """Run the layer once, unchunked, but with streambp's attention."""
         stage = Stage.RECOMPUTE if self.graph else Stage.FORWARD
         self._run(stage, [Chunk(0, 0, self.x.shape[-2])], lambda _: None)
 
     def in_chunks(self, _: list[Tensor]) -> None:
-        """Run the layer as a step does: forward without a graph, then again for the gradient."""
+        """Run the layer in chunks as a training step does: without a graph, then recomputed with
+        backward."""
         length = self.x.shape[-2]
         plan = ChunkPlan(length, min(CHUNK, -(-length // 2)))
         packing = self.call.packing
@@ -415,8 +447,8 @@ class _Trial:
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
-    """Return the paths of values that differ by more than rounding, and the shapes of their tensors
-    as text.
+    """Return the paths of stored values that differ between two runs by more than rounding. Each
+    has the shapes of its tensors as text, if the shapes differ.
 
     Args:
         one: values by path.
@@ -433,7 +465,7 @@ def _differing(one: dict[str, Any], other: dict[str, Any], dtype: torch.dtype) -
 
 
 def _alike(one: Any, other: Any, tolerance: float) -> bool:
-    """True if two values are equal up to `tolerance`."""
+    """True if two values are equal, numbers and tensors up to a relative `tolerance`."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and one.dtype.kind in "biufc":
         one, other = torch.from_numpy(one.copy()), torch.from_numpy(other.copy())
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -455,7 +487,8 @@ def _alike(one: Any, other: Any, tolerance: float) -> bool:
 
 
 def _told(whole: Any, chunks: Any) -> str:
-    """Describe the shapes of two tensors; "" if they are equal."""
+    """Return the shapes of two tensors as text; "" if they are equal or the values are no
+    tensors."""
     arrays = isinstance(whole, (Tensor, np.ndarray)) and isinstance(chunks, (Tensor, np.ndarray))
     if arrays and whole.shape != chunks.shape:
         return f" {tuple(chunks.shape)} for {tuple(whole.shape)}"
@@ -464,7 +497,8 @@ def _told(whole: Any, chunks: Any) -> str:
 
 @contextlib.contextmanager
 def _plain_dropout(call: LayerCall) -> Iterator[None]:
-    """Context manager that disables dropout modules; all other modules have their own mode."""
+    """Context manager that sets the layer's dropout modules to eval mode. Other modules keep their
+    mode."""
     drops = [
         m
         for m in call.site.layer.modules()
@@ -481,9 +515,8 @@ def _plain_dropout(call: LayerCall) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_in_a_step(call: LayerCall) -> Iterator[None]:
-    """Context manager in which no graph is built, although grad mode stays on as in a step with a
-    graph.
-    """
+    """Context manager in which grad mode is on as in a training step, but no graph is built: the
+    layer's parameters are detached. Stored values are removed afterwards."""
     parameters = Parameters(call.site.layer, call.device, call.site.of(slots_of))
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     given = (

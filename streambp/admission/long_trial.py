@@ -31,9 +31,11 @@ BLOCK = 64  # tokens whose differences are summed
 
 
 def why_not_at_length(call: LayerCall) -> str | None:
-    """Return why the call's chunks differ from its full sequence; None if they agree.
+    """Run a layer on its call's full length, unchunked and in the call's chunks. Return why the two
+    differ, as text for `describe`; None if they agree. If memory is short, fewer tokens are
+    compared.
 
-    Call it while the call is streaming, without grad, with the layer in eval mode.
+    Must be called inside `LayerCall.streaming`, without grad, with the layer in eval mode.
     """
     site, length = call.site, call.plan.length
     chunks = len(call.plan)
@@ -66,7 +68,13 @@ def why_not_at_length(call: LayerCall) -> str | None:
 
 
 def _is_alike(call: LayerCall, chunks: int) -> bool:
-    """True if the first chunks agree with an unchunked run, in every block of every row."""
+    """True if the layer's outputs for the first chunks agree with its unchunked output, in each
+    block of 64 tokens of every row.
+
+    Args:
+        call: the call of the layer.
+        chunks: the number of chunks to compare.
+    """
     length = call.plan[chunks - 1].stop
     # Every second token is negated, so that values replayed from an earlier call do not fit.
     # [Note: kept values]
@@ -102,5 +110,5 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
 
 
 def _squares(x: Tensor) -> Tensor:
-    """Sum the squares over the last dimension: [..., C, h] -> [..., C]."""
+    """Return the sum of squares over the last dimension: [..., C, h] -> [..., C]."""
     return x.float().square().sum(-1)

@@ -1,11 +1,11 @@
-"""Run a layer as its model runs it unpatched, to compare it with the streamed layer.
+"""Run a layer as its unpatched model does, to compare the result with the streamed layer.
 
-[Note: own run] In the probe, chunked and unchunked runs share streamed attention. Their agreement
-therefore does not test this attention. The layer also runs with the attention function that its
+[Note: own run] The chunked and the unchunked run of a probe share streamed attention. A comparison
+of these two runs therefore does not test this attention. The layer also runs with the attention function that its
 model calls, the mask function of the same name, and the forward that `patch` found. If the result
 differs, the layer computes something that streaming does not, and is refused. Some functions are
 known to be equivalent, but cannot run a few tokens: they compile, need half precision, or read
-documents from position_ids. `admission/registry.py` checks these functions, and eager attention
+documents from position_ids. `admission/third_party.py` checks these functions, and eager attention
 runs in their place.
 """
 
@@ -20,8 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, agree, chose_alike, coarsest
-from streambp.admission.registry import distinct_attentions
-from streambp.admission.third_party import foreign_parts, watched_hooks
+from streambp.admission.third_party import distinct_attentions, foreign_parts, watched_hooks
 from streambp.attention.interface import own_implementation, unrouted
 from streambp.attention.masks import LazyMask
 from streambp.cache_arguments import without_caches
@@ -41,23 +40,27 @@ MAX_COMPARED_ELEMENTS = (
 
 
 class StreamingMismatchError(UnsupportedModelError):
-    """The streamed layer differs from the unpatched layer, and would differ unchunked too."""
+    """The patched layer computes something else than the unpatched layer, in chunks or
+    unchunked."""
 
 
 class UnpatchedRun:
-    """One unpatched run of a layer on x [..., B, T, h], while its call is streaming. [Note: own
-    run]
+    """One run of the unpatched layer on x [..., B, t, h], to be compared with streambp's result.
+
+    The layer runs with the model's own attention and mask functions, or with eager attention.
 
     Args:
-        call: the call.
-        x: [..., B, T, h], the input.
-        upstream: [..., B, T, h], the gradient of its output.
-        shadows: replacements of its trainable parameters.
+        call: the call of the layer.
+        x: [..., B, t, h], the input.
+        upstream: [..., B, t, h], the gradient of the output.
+        shadows: replacements of the layer's trainable parameters.
 
     Attributes:
-        result: the output and, if a graph is required, the gradients of x and of the `small_ones`
-            of the shadows.
-        other_leaf: a tensor that would get a gradient, but is neither a parameter nor an argument.
+        result: the output and, if a graph is required, the gradients of x and of the smallest
+            parameters (`small_ones`).
+        other_leaf: a tensor in the graph that wants a gradient, but is neither a parameter nor an
+            argument of the layer; None: there is none.
+        foreign: names of third-party modules, forwards and hooks inside the layer.
     """
 
     def __init__(self, call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]) -> None:
@@ -83,7 +86,7 @@ class UnpatchedRun:
 
     @property
     def named(self) -> str:
-        """Return the names of the layer and its attentions, for errors."""
+        """Return the names of the layer and its attention modules, for error messages."""
         layer = self.call.site.layer
         attentions = distinct_attentions([layer])
         names = {
@@ -97,11 +100,12 @@ class UnpatchedRun:
         )
 
     def agrees(self, whole: list[Tensor]) -> bool:
-        """True if the streamed layer, in one chunk or in several, gave the same result.
+        """True if streambp's result for the same input equals the unpatched layer's, up to
+        rounding.
 
         Args:
-            whole: like `result`: the output [..., B, T, h], the gradient of x [..., B, T, h], and
-                the gradients of the `small_ones`.
+            whole: like `result`: the output [..., B, t, h], the gradient of x [..., B, t, h], and
+                the gradients of the smallest parameters.
         """
         dtype = coarsest(self.call, self.compared[0])
         pairs = zip(self.result, whole, self.compared, strict=False)
@@ -116,10 +120,11 @@ class UnpatchedRun:
         return alike and chose_alike(self.call.site.choices, dtype)
 
     def why_whole(self) -> str | None:
-        """Return why the layer's gradients require an unchunked run; None: they do not.
+        """Return why the layer must run unchunked to get all gradients, as text for `describe`;
+        None if it need not.
 
         Raises:
-            StreamingMismatchError: FSDP1 holds its parameters.
+            StreamingMismatchError: FSDP1 holds the layer's parameters.
         """
         if self.other_leaf is None:
             return None
@@ -130,7 +135,8 @@ class UnpatchedRun:
         return f"it {depends(self.other_leaf)}, for which chunks would give no gradient"
 
     def _output(self, x: Tensor) -> Tensor:
-        """Run the layer's own forward and return its output [..., B, T, h]."""
+        """Run the unpatched layer's forward on x [..., B, t, h] and return its hidden states [...,
+        B, t, h]."""
         call, length = self.call, x.shape[-2]
         implementations = [_comparable(config) for config in call.parts.configs]
         choices = call.site.choices
@@ -158,7 +164,13 @@ class UnpatchedRun:
         return hidden_states.flatten(-2) if call.arguments.folds else hidden_states
 
     def _mask(self, mask: LazyMask, x: Tensor) -> Any:
-        """Return a causal mask of x's [..., B, T, h] tokens, from the model's mask function."""
+        """Return a causal mask for the tokens of x [..., B, t, h], made by the model's mask
+        function.
+
+        Args:
+            mask: streambp's description of the model's mask, with the mask function's arguments.
+            x: the layer's input.
+        """
         config = next(iter(self.call.parts.configs), None)
         implementation = EAGER if config is None else _comparable(config)
         causal = {
@@ -190,20 +202,20 @@ WHAT_TO_DO = (
 def own_run(
     call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]
 ) -> UnpatchedRun | None:
-    """Run the layer unpatched, for comparison, and record its third-party modules in `site.tests`.
-    [Note: own run]
+    """Run the unpatched layer for comparison, and record the third-party modules inside it in
+    `site.tests`.
 
     Return None for a layer whose sequence is split over ranks: its own attention would communicate
     with other ranks.
 
     Args:
-        call: the call.
-        x: [..., B, T, h].
-        upstream: [..., B, T, h], the gradient of its output.
-        shadows: replacements of its trainable parameters.
+        call: the call of the layer.
+        x: [..., B, t, h], the input.
+        upstream: [..., B, t, h], the gradient of the output.
+        shadows: replacements of the layer's trainable parameters.
 
     Raises:
-        StreamingMismatchError: the unpatched layer fails.
+        StreamingMismatchError: the unpatched layer raises.
     """
     if type(call) is not LayerCall:
         return None
@@ -216,10 +228,13 @@ def own_run(
 
 
 def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
-    """True if the unpatched layer runs on x [..., B, T, h], with `upstream` as its output's
-    gradient.
+    """True if the unpatched layer computes x [..., B, t, h] without an exception. A layer whose
+    sequence is split over ranks counts as true.
 
-    A layer whose sequence is split over ranks is assumed to run.
+    Args:
+        call: the call of the layer.
+        x: [..., B, t, h], the input.
+        upstream: [..., B, t, h], the gradient of the output.
     """
     if type(call) is not LayerCall:
         return True
@@ -233,18 +248,19 @@ def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
 def why_unlike_unpatched(
     call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
 ) -> str | None:
-    """Return why the layer's gradients require an unchunked run; None: they do not. [Note: own run]
+    """Compare streambp's result with the unpatched layer's. Return why the layer must run unchunked
+    to get all gradients; None if it need not.
 
     Args:
-        call: the call.
-        x: [..., B, T, h], the input.
-        upstream: [..., B, T, h], the gradient of its output.
-        whole: results of the layer streamed in one chunk: its output [..., B, T, h], and the
-            gradients of x and of the shadows' `small_ones`.
-        shadows: replacements of its trainable parameters.
+        call: the call of the layer.
+        x: [..., B, t, h], the input.
+        upstream: [..., B, t, h], the gradient of the output.
+        whole: streambp's result in one chunk: the output [..., B, t, h], the gradient of x, and the
+            gradients of the smallest parameters (`small_ones`).
+        shadows: replacements of the layer's trainable parameters.
 
     Raises:
-        StreamingMismatchError: the unpatched layer computes something else, or FSDP1 holds its parameters.
+        StreamingMismatchError: the results differ, or FSDP1 holds the layer's parameters.
     """
     own = own_run(call, x, upstream, shadows)
     if own is None:
@@ -261,10 +277,8 @@ def why_unlike_unpatched(
 
 
 def small_ones(parameters: list[Tensor]) -> list[Tensor]:
-    """Return the parameters [...] whose gradients are compared, the smallest first.
-
-    Together they have at most MOST elements.
-    """
+    """Return the parameters [...] whose gradients a test compares: the smallest ones, with at most
+    `MAX_COMPARED_ELEMENTS` elements together."""
     found, total = [], 0
     for parameter in sorted(parameters, key=Tensor.numel):
         total += parameter.numel()
@@ -275,10 +289,12 @@ def small_ones(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    """Return the gradients of `leaves` [...] for `upstream` [..., B, T, h], the gradient of
-    `output`.
+    """Return the gradients of `leaves` [...]; zeros for leaves that the output does not depend on.
 
-    Leaves that the output does not depend on get zeros.
+    Args:
+        output: [..., B, t, h].
+        leaves: tensors in its graph.
+        upstream: [..., B, t, h], the gradient of `output`.
     """
     found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
     return [
@@ -288,8 +304,7 @@ def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list
 
 
 def _comparable(config: PreTrainedConfig) -> str:
-    """Return the attention implementation of the unpatched layer in comparisons: its own if that is
-    torch's sdpa, otherwise eager. [Note: own run]
-    """
+    """Return the attention implementation with which the unpatched layer is compared: its own if
+    that is torch's sdpa, otherwise eager."""
     name = own_implementation(config) or "sdpa"
     return name if name in ("sdpa", EAGER) and find_ulysses(name) is None else EAGER

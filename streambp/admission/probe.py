@@ -7,10 +7,10 @@ required: a state that is passed on without its gradient gives the right output.
 effects of positions far beyond these tokens. Layers that count positions therefore get a
 `ChunkCache`.
 
-[Note: a trial] The comparison misses token mixing below rounding, and mixing whose weights are
-still zero. Therefore all runs replace zero weights, and one run has attention that does not cross
-the chunk's end. No gradient may then cross the end, which is exact to the bit. Layers that pass on
-states or read a cache are exempt. The same run, in the layer's own mode, shows its side effects.
+The comparison misses token mixing below rounding, and mixing whose weights are still zero.
+Therefore all runs replace zero weights, and one run has attention that does not cross the chunk's
+end. No gradient may then cross the end, which is exact to the bit. Layers that pass on states or
+read a cache are exempt. This run, in the layer's own mode, also shows side effects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from streambp.admission.own_run import (
     small_ones,
     why_unlike_unpatched,
 )
-from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
 from streambp.admission.rehearsal import (
     CHUNK,
     as_trained,
@@ -48,7 +47,11 @@ from streambp.admission.rehearsal import (
     rehearsing,
 )
 from streambp.admission.snapshot import Restored
-from streambp.admission.third_party import watched_hooks
+from streambp.admission.third_party import (
+    distinct_attentions,
+    refuse_foreign_attention,
+    watched_hooks,
+)
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import Chunk, ChunkPlan
@@ -59,9 +62,9 @@ from streambp.layer.call import LayerCall
 from streambp.layer.gradients import GraphMarker, MarkGraphStart, is_kept, nodes_behind
 from streambp.layer.side_effects import KEEPS, buffers_of, in_place_of_buffers, written_since
 from streambp.layer.site import remember
-from streambp.nested import rebuilt
 from streambp.recurrent.documents import in_one, in_several, tried_rows
 from streambp.recurrent.states import LEAST_TOKENS, leaves_of
+from streambp.tensors import rebuilt
 
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
 DRAWS = "it draws random numbers elsewhere than from torch's default generators"
@@ -73,11 +76,12 @@ CONVOLVES = (
 
 
 class Verdict(NamedTuple):
-    """Decision whether a call of a layer streams.
+    """Decision whether a call of a decoder layer runs in chunks.
 
     Attributes:
-        streams: True if the call streams.
-        because: reason to run the call unchunked; None for a single token, which cannot be cut.
+        streams: True if the call runs in chunks.
+        because: the reason to run the call unchunked; None if it runs in chunks, and for a single
+            token.
     """
 
     streams: bool
@@ -85,21 +89,21 @@ class Verdict(NamedTuple):
 
 
 def can_stream(call: LayerCall) -> Verdict:
-    """Return whether chunks of the layer compute the same as the full sequence.
+    """Decide whether a decoder layer runs in chunks: test on random tokens if chunks compute the
+    same as the full sequence.
 
-    The verdict concerns the layer and not the batch: hidden states are random and the mask is
-    causal, because padding is equal at every position. A verdict applies to calls with the same
-    kinds of arguments only. A call of few tokens is tested as well, but its verdict applies to this
-    call alone.
+    The decision concerns the layer and not the batch: hidden states are random and the mask is
+    causal. The decision applies to all calls with arguments of the same form, or to this call alone
+    if the sequence has few tokens.
 
-    Values cannot be compared without data (meta, fake). Layers then stream if they continue from
-    stored states, or if they attend and store none. A single token has nothing to cut. Such a call
-    runs unchunked, because some layers fail on chunks, but streams where weights on the host allow
-    no graph. An empty batch is not tested.
+    The layer's code decides for tensors without data (meta, fake). A single token and an empty
+    batch are not tested: such calls run unchunked.
+
+    Args:
+        call: the call of the layer.
 
     Raises:
-        KernelError: a kernel failed, which is no verdict on the layer; an unchunked run would hide
-            it.
+        KernelError: a kernel failed, which says nothing of the layer.
         StreamBPError: the requested attention cannot compute the call.
     """
     site, findings = call.site, call.site.tests.result(call.arguments.kind)
@@ -145,12 +149,12 @@ def can_stream(call: LayerCall) -> Verdict:
 
 
 class Found(NamedTuple):
-    """Result of a test run, which compares a layer's chunks with its full sequence.
+    """Result of a test that compares a layer's output in chunks with its unchunked output.
 
     Attributes:
-        because: why the layer cannot be chunked; None if it can.
+        because: the reason to run the layer unchunked; None if it can.
         certain: True if the result holds for any batch.
-        passes: True if the reason may be gone at the next call.
+        passes: True if the reason may not recur at the next call.
     """
 
     because: str | None
@@ -159,12 +163,12 @@ class Found(NamedTuple):
 
 
 def _judged(call: LayerCall, x: Tensor) -> Found:
-    """Compare the layer's chunks with its full sequence on random tokens, and return the result.
-    The result is stored if it holds for later calls of this kind.
+    """Test on random tokens if the layer's chunks compute the same as the full sequence. Return the
+    result, and store it if it holds for later calls of this kind.
 
     Args:
         call: the call of the layer.
-        x: hidden_states of the call; the random tokens have their scale.
+        x: hidden_states of the call, [..., B, T, h]; the random tokens have their scale.
     """
     site, kind = call.site, call.arguments.kind
     found = _why_not(call, x)
@@ -178,7 +182,8 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
 
 
 def _judged_at_length(call: LayerCall) -> Verdict:
-    """Test if the call's own chunks agree with its full sequence. [Note: foreign insides]"""
+    """Test the layer on the call's full length instead of a few tokens, and return the decision
+    whether it runs in chunks. [Note: foreign insides]"""
     findings = call.site.tests.result(call.arguments.kind)
     with rehearsing(call), on_trial(call), evaluated(call), torch.no_grad():
         try:
@@ -198,8 +203,12 @@ def _judged_at_length(call: LayerCall) -> Verdict:
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
-    """Compare the layer's chunks with its full sequence on random tokens, and return the result.
-    [Note: a trial leaves nothing]
+    """Test on random tokens if the layer's chunks compute the same as the full sequence. Values
+    that the layer stores meanwhile are removed. [Note: a trial leaves nothing]
+
+    Args:
+        call: the call of the layer.
+        hidden_states: the layer's input, [..., B, T, h]; the random tokens have the same scale.
     """
     if not call.site.kind.states.carries and _convolves(call.site.layer):
         return Found(CONVOLVES)
@@ -228,12 +237,12 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
 
 
 def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> Found:
-    """Return why chunks differ from the full sequence of random tokens: because of side effects, of
-    gradients that cross the end of a chunk, or of values.
+    """Return the result of all comparisons on random tokens: of side effects, of gradients that
+    cross the end of a chunk, and of values.
 
     Args:
         call: the call of the layer.
-        x: random hidden_states.
+        x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         state: restores the layer's stored values.
     """
@@ -256,20 +265,21 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
 def _failed(
     call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, state: Restored
 ) -> Found:
-    """Return the result of a test run that raised.
+    """Return the result of a test whose run in chunks raised.
 
-    If the exception comes again, the layer cannot be chunked. If the unpatched layer raises on
-    these tokens as well, the result decides nothing, and the call itself then raises.
+    If the exception comes again, the layer cannot run in chunks. If the unpatched layer raises on
+    these tokens as well, nothing is decided: the call itself will raise.
 
     Args:
         call: the call of the layer.
-        x: random hidden_states of the test run.
+        x: random hidden_states of the test, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         error: the exception.
         state: restores the layer's stored values.
 
     Raises:
-        Exception: the exception concerns the caller.
+        Exception: `error` itself, if it concerns the user and not the layer.
+        KernelError: a kernel failed.
     """
     if isinstance(error, AttentionChoiceError | StreamingMismatchError) or is_out_of_memory(error):
         raise error
@@ -291,12 +301,18 @@ def _failed(
 def _why_unlike(
     call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored
 ) -> Found:
-    """Return why chunks differ from the unpatched layer; None if they agree.
+    """Compare the layer's chunks with the unpatched layer on random tokens, and return the result.
 
-    The result is uncertain if values are not finite. First, one run of each is compared. If the two
-    differ, the layer is also streamed in one chunk, to separate the effect of chunks from the
-    effect of streaming. Each run starts from the layer's current stored values, as the call itself
-    will.
+    If one run of each differs, the layer also runs with streambp's attention in one chunk, to tell
+    the effect of chunks from that of streambp. Every run starts from the same stored values.
+
+    Args:
+        call: the call of the layer.
+        x: random hidden_states, [..., B, t, h].
+        upstream: random gradient of the layer's output, shaped like x.
+        cut: length of a chunk.
+        shadows: replacements of the layer's trainable parameters.
+        state: restores the layer's stored values.
     """
     if (own := _alike(call, x, upstream, cut, shadows, state)) is not None:
         return Found(own.why_whole())
@@ -331,9 +347,16 @@ def _why_unlike(
 def _alike(
     call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored
 ) -> UnpatchedRun | None:
-    """Return the unpatched run if its chunked run agrees.
+    """Return the run of the unpatched layer if the layer in chunks agrees with it. None if they
+    differ, if either raises, or if the layer needs packed documents as arguments.
 
-    Return None if the two differ, if either fails, or if the layer needs document arguments.
+    Args:
+        call: the call of the layer.
+        x: random hidden_states, [..., B, t, h].
+        upstream: random gradient of the layer's output, shaped like x.
+        cut: length of a chunk.
+        shadows: replacements of the layer's trainable parameters.
+        state: restores the layer's stored values.
     """
     if call.packing.marks_documents:
         return None
@@ -350,12 +373,14 @@ def _alike(
 
 
 def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
-    """Return why chunks would differ; None if no reason is found. Queries of this run of x [..., B,
-    TOKENS, h] read no keys of the other chunk. [Note: a trial]
+    """Run the layer with attention that does not cross the end of the first chunk, and look for
+    side effects. Return why chunks would differ; None if no reason is found.
+
+    A gradient that crosses the end all the same shows that the layer mixes tokens elsewhere.
 
     Args:
         call: the call of the layer.
-        x: random hidden_states.
+        x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         cut: first position of the second chunk.
     """
@@ -385,7 +410,7 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Gra
 
     Args:
         call: the call of the layer.
-        x: random hidden_states.
+        x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         cut: first position of the second chunk.
         origin: marker of the graph's first node.
@@ -414,9 +439,14 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Gra
 def _on_trial(
     call: LayerCall, x: Tensor, layout: Spans, origin: GraphMarker
 ) -> tuple[Tensor, Tensor]:
-    """Return a leaf with the values of x [..., B, TOKENS, h], and the layer's output for this leaf.
+    """Run the layer on a leaf with the values of x [..., B, t, h]. Return the leaf and the layer's
+    output, whose graph starts at a node that references `origin`.
 
-    The output's graph starts at `origin`.
+    Args:
+        call: the call of the layer.
+        x: random hidden_states.
+        layout: the keys that each query may read.
+        origin: marker of the graph's first node.
     """
     length = x.shape[-2]
     prefix = Prefix(layout, length, "math")
@@ -435,13 +465,15 @@ def _on_trial(
 
 
 def _unread_state(call: LayerCall, x: Tensor) -> str | None:
-    """Return why a layer with states cannot be chunked: a chunk does not read the previous end
-    state.
+    """Run a layer with recurrent states on two chunks. Return why the layer cannot run in chunks,
+    if the second chunk does not read the first chunk's end states; else None.
 
-    Before transformers 5.15 most mixers continue from their states with a single token only. In
-    half precision, a state's effect within a few tokens may be below rounding; zero weights hide
-    it. The graph is therefore checked, which exists without data as well. The check skips states
-    that are not floating-point.
+    The autograd graph shows this, also without data. Values would not: zero weights hide the effect
+    of a state, and half precision may round it away.
+
+    Args:
+        call: the call of the layer.
+        x: hidden_states, [..., B, t, h].
     """
     size = min(CHUNK, x.shape[-2] // 2)
     if size < LEAST_TOKENS or any(
@@ -470,14 +502,13 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
 
 
 def broken(error: Exception) -> str:
-    """Return the reason for a layer whose forward raises on chunks."""
+    """Return the reason, as text for `describe`, for a layer whose forward raises on chunks."""
     return f"its forward does not work on chunks ({type(error).__name__}: {error})"
 
 
 def _convolves(layer: nn.Module) -> bool:
-    """True if a convolution mixes neighbouring tokens. Its effect may be below half precision's
-    tolerance.
-    """
+    """True if the layer has an nn.Conv1d that mixes neighbouring tokens. A test could miss its
+    effect in half precision."""
     return any(
         isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in layer.modules()
     )
@@ -490,14 +521,13 @@ def _run(
     chunk_size: int | None = None,
     judged: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Run x [..., B, TOKENS, h] and return the output, and gradients for `upstream` if required.
-
-    The gradients are those of x and of the judged parameters.
+    """Run the layer with streambp's attention on x [..., B, t, h]. Return its output and, if a
+    graph is required, the gradients of x and of `judged`.
 
     Args:
-        call: the call.
-        x: [..., B, TOKENS, h], the input.
-        upstream: [..., B, TOKENS, h], the gradient of the output.
+        call: the call of the layer.
+        x: the input.
+        upstream: [..., B, t, h], the gradient of the output.
         chunk_size: run in chunks that pass on states; None: run unchunked, without a cache.
         judged: parameters whose gradients are returned.
     """

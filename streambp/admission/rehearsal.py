@@ -23,7 +23,7 @@ from streambp.device import RandomState
 from streambp.known_names import PICKED
 from streambp.layer.call import ChunkOutput, LayerCall
 from streambp.layer.products import TENSOR_TYPES
-from streambp.layer.shadows import Parameters, slots_of
+from streambp.layer.recompute import Parameters, slots_of
 from streambp.recurrent.states import States
 
 TOKENS = 12
@@ -40,19 +40,21 @@ def rehearsed(
     prefix: Prefix,
     start: Callable[[States], States | None] = lambda ended: ended,
 ) -> Iterator[tuple[States | None, ChunkOutput | None]]:
-    """Run the layer's own forward in a test run, over chunks of x [..., B, t, h], in order.
+    """Run the layer's own forward on chunks of x [..., B, t, h], in order, for a test.
 
     Args:
-        call: the call that is tested.
+        call: the call of the layer.
         x: [..., B, t, h], the input.
         chunks: the chunks.
-        stage: the pass to run: forward, refill of K and V, or recomputation with a graph.
+        stage: the pass to run: forward, recomputation of keys and values alone, or recomputation
+            with a graph.
         prefix: the keys and values that attention reads and appends to.
-        start: maps the previous chunk's end states to a chunk's start states; if it returns None,
-            the chunk gets no cache.
+        start: returns a chunk's start states for the previous chunk's end states; if it returns
+            None, the chunk gets no cache.
 
     Yields:
-        Each chunk's start states and output; the output is None in a refill.
+        Each chunk's start states and outputs; the outputs are None if only keys and values are
+        computed.
     """
     ended: States = {}
     for chunk in chunks:
@@ -63,17 +65,18 @@ def rehearsed(
 
 
 def causal_prefix(call: LayerCall, length: int) -> Prefix:
-    """Return a prefix of `length` tokens in each of the call's rows, with causal attention."""
+    """Return an empty store for keys and values of `length` tokens in each of the call's rows, with
+    causal attention."""
     return Prefix(Spans.causal(call.rows, length), length, call.carried.prefix.attention)
 
 
 @contextlib.contextmanager
 def rehearsing(call: LayerCall) -> Iterator[None]:
-    """Context manager for a test run: the call streams, random states are restored, autocast caches
-    nothing, and graphs save tensors by themselves.
+    """Context manager for a test run of a layer: it prepares the layer for chunks and restores
+    random states. Autocast's weight cache, and saved_tensors_hooks of a checkpoint around the
+    model, are disabled.
 
-    A checkpoint around the model would replace the saved tensors. Each chunk writes to the buffers
-    of K and V, and torch's check of versions would fail.
+    That checkpoint would raise: test chunks write to the same buffer of keys and values.
     """
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     restored = RandomState.capture(call.device).replayed()
@@ -82,7 +85,8 @@ def rehearsing(call: LayerCall) -> Iterator[None]:
 
 
 def random_like(hidden_states: Tensor) -> Tensor:
-    """Return random [..., B, TOKENS, h], at the scale of the given hidden states."""
+    """Return random hidden states [..., B, t, h] for a test, with t <= `TOKENS`, at the scale of
+    the given ones [..., B, T, h]."""
     some = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
     usual = some.float().abs().median()
     usual = torch.where(usual.isfinite() & (usual > 0), usual, 1.0)
@@ -92,10 +96,12 @@ def random_like(hidden_states: Tensor) -> Tensor:
 
 
 def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Return replacements for masks among the arguments: causal, without padding.
+    """Return arguments for a test that replace masks by causal ones without padding, by name. Keys
+    picked by an earlier layer's indexer are replaced by two keys that every query may read.
 
-    They are for a layer that attends itself; other layers get attention's mask from `_run`. Keys
-    picked by an earlier layer become two keys that every query may read.
+    Args:
+        named: the layer's arguments by name.
+        length: number of tokens of the test.
     """
     found = {name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")}
     if isinstance(named.get(PICKED), Tensor):
@@ -106,7 +112,8 @@ def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
 
 
 def _unmasked(mask: Any, length: int) -> Any:
-    """Return a causal mask without padding in place of `mask`, if its form is known."""
+    """Return a causal mask without padding in place of `mask`; `mask` itself if its form is
+    unknown."""
     if isinstance(mask, OwnMask):
         return mask.causal(length)
     if isinstance(mask, Mapping):
@@ -116,10 +123,8 @@ def _unmasked(mask: Any, length: int) -> Any:
 
 @contextlib.contextmanager
 def nothing_cached() -> Iterator[None]:
-    """Context manager that disables autocast's weight cache.
-
-    The cache would retain copies of the test weights until the model's forward ends.
-    """
+    """Context manager that disables autocast's weight cache, which would hold copies of a test's
+    random weights until the model's forward ends."""
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -131,19 +136,17 @@ def nothing_cached() -> Iterator[None]:
 def nothing_compiled() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager in which compiled modules and functions run eagerly.
 
-    A test run concerns the layer's computation. Compiled, its few tokens would add one more shape
-    to the eight after which torch stops compiling. The backward of compiled code also frees tensors
-    that a second backward reads.
+    A test concerns the layer's computation. Compiled, its few tokens would count as one more shape
+    towards torch's recompile limit.
     """
     return torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager
 def evaluated(call: LayerCall) -> Iterator[None]:
-    """Context manager that sets the layer's modules to eval mode, so that dropout cannot differ.
-
-    Modules with quantised weights do not change their mode: some repack these weights in eval mode.
-    """
+    """Context manager that sets the layer's modules to eval mode, so that two runs have no random
+    dropout. Modules with quantized weights keep their mode, because some repack weights in eval
+    mode."""
     modules = [module for module in call.site.of(_plain_modules) if module.training]
     try:
         for module in modules:
@@ -164,7 +167,7 @@ def _set_mode(module: nn.Module, training: bool) -> None:
 
 
 def _plain_modules(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules whose parameters are all plain floating-point tensors."""
+    """Return the modules inside a layer whose parameters are all plain floating-point tensors."""
     return [
         module
         for module in layer.modules()
@@ -176,16 +179,16 @@ def _plain_modules(layer: nn.Module) -> list[nn.Module]:
 
 
 def may_have_graphs(call: LayerCall) -> bool:
-    """True if autograd can run through the layer: no inference mode and no inference parameters."""
+    """True if autograd can differentiate the layer: neither inference mode nor a parameter made in
+    it."""
     return not torch.is_inference_mode_enabled() and not any(
         p.is_inference() for p in call.look.body.parameters
     )
 
 
 def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that replaces weights without effect (zeros, for example) by random
-    numbers, as after training. [Note: a trial]
-    """
+    """Return a context manager for a test that replaces zero weights by random numbers, as after
+    training. A gate that starts at zero would hide what the layer computes."""
     if not may_have_graphs(call):
         return contextlib.nullcontext()
     return Parameters(call.site.layer, call.device, call.site.of(slots_of)).shadowed(
@@ -194,11 +197,11 @@ def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
 
 
 def with_random_zeros(parameter: Tensor) -> Tensor:
-    """Return a parameter's value [...], detached, with zeros replaced by random numbers.
+    """Return a parameter's detached value [...] with zeros replaced by random numbers.
 
-    Vectors and scalars are changed everywhere. Gates start at values without effect. A matrix of
-    over LARGE elements is copied only if it is all zero. Integers, 8-bit floats and tensor
-    subclasses do not change, since they may be quantised weights.
+    Random numbers are added to all elements of vectors and scalars. A matrix of over `LARGE`
+    elements is changed only if it is all zero. Integers, 8-bit floats and tensor subclasses do not
+    change, because they may be quantized weights.
     """
     value = parameter.detach()
     if type(parameter) not in TENSOR_TYPES or not value.is_floating_point() or value.itemsize < 2:

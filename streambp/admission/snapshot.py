@@ -12,15 +12,20 @@ Every run of a trial starts from the first run's state (`Restored.rewind`), as t
 A value that a module takes from its first tokens therefore differs between an unchunked and a
 chunked run, and the layer runs unchunked.
 
-References are not followed into objects and functions of libraries, the position of an iterator,
-files, and other threads' values.
+References are not followed into objects and functions of libraries, files, and other threads'
+values. The position of an iterator cannot be restored: `Snapshot.iterators` names the iterators
+that the code may advance.
 """
 
 from __future__ import annotations
 
+import array
 import collections
 import functools
+import gc
+import io
 import itertools
+import os
 import sys
 import threading
 import types
@@ -34,6 +39,7 @@ from transformers import PreTrainedConfig
 
 from streambp.admission.tables import (
     ATTRIBUTES,
+    CALLS,
     CELL,
     CLASS,
     CONTAINERS,
@@ -42,6 +48,7 @@ from streambp.admission.tables import (
     SET,
     SLOTS,
     STRUCTURES,
+    TYPE,
     Kind,
     Table,
     bracketed,
@@ -78,7 +85,7 @@ ATOMS = frozenset(
 TORCHS = frozenset(nn.Module().__dict__) - {"training"}
 MODE = "training"  # an attribute that trials switch
 # standard modules whose objects store a program's values
-OPEN = ("collections", "types", "weakref")
+OPEN = ("collections", "types", "weakref", "queue", "functools", "contextlib")
 KNOWN = frozenset(
     (*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names)
 ).difference(OPEN)
@@ -88,11 +95,11 @@ OUTSIDE = 64  # largest number of modules in an outside tree that is followed
 
 
 class Change(NamedTuple):
-    """A changed value.
+    """A value that changed during a test of a layer.
 
     Attributes:
         value: the new value.
-        came_into: name of the dict in which the value is a new entry; empty: none.
+        came_into: name of the dict in which the value is a new entry; empty: it is none.
     """
 
     value: Any
@@ -102,13 +109,18 @@ class Change(NamedTuple):
 class Snapshot:
     """Saved Python state of a module and of the code that it runs, to restore after a test run.
     [Note: a trial leaves nothing]
+
+    Attributes:
+        large: tensors too large to be copied beforehand.
+        iterators: names of the iterators and generators that the code may advance.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.large: list[Tensor] = []
+        self.iterators: list[str] = []
         self._tables: list[Table] = []
         self._values: list[Values] = []
-        # by id; the object is held, so that no other object can reuse the id
+        # keys are ids; each value is the object, so that no other object can reuse the id
         self._seen: dict[int, Any] = {}
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
         self._classes: set[type] = set()
@@ -123,7 +135,7 @@ class Snapshot:
             self._follow(*self._waiting.popleft())
 
     def changes(self) -> dict[str, Change]:
-        """Return the values that have changed, by name."""
+        """Return the values that have changed since the snapshot, by name."""
         found: dict[str, Change] = {}
         for name, holder, kept, kind, structure in self._tables:
             now = {} if structure else kind.read(holder)
@@ -166,7 +178,7 @@ class Snapshot:
             put_back(values)
 
     def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
-        """Queue values that have not been visited yet."""
+        """Add the named values to the queue, without those already visited."""
         for name, value in found:
             if type(value) not in ATOMS and id(value) not in self._seen:
                 self._seen[id(value)] = value
@@ -176,7 +188,7 @@ class Snapshot:
         """Save the content of a container, and return it.
 
         Args:
-            name: the container's name in reports.
+            name: the container's name in messages.
             holder: the container.
             kind: functions that read and refill the container.
             structure: True if the container holds a module's hooks.
@@ -186,8 +198,16 @@ class Snapshot:
         return kept
 
     def _read_module(self, path: str, module: nn.Module, inside: bool) -> None:
-        """Save a module's attributes and tables, and queue the values in them."""
+        """Save a module's attributes, parameter dicts and hook dicts, and queue the values in them.
+
+        Args:
+            path: the module's name in messages.
+            module: the module.
+            inside: True for the module of the snapshot and its submodules; False for modules that
+                they refer to.
+        """
         own = self._note(path, module.__dict__, OWN)
+        self._note(f"{path}.__class__", module, TYPE)
         for name, value in own.items():
             if type(value) in ATOMS:
                 continue
@@ -232,10 +252,12 @@ class Snapshot:
             )
 
     def _follow(self, name: str, value: Any) -> None:
-        """Save one value, or queue its parts."""
+        """Save one value of any type, or queue its parts."""
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter):
                 self._copy(name, value)
+        elif isinstance(value, array.array | bytearray):
+            self._values.append(Values(name, value, value[:], None))
         elif isinstance(value, np.ndarray):
             if value.dtype != object and value.flags.writeable and value.size <= self._room:
                 self._room -= value.size
@@ -246,8 +268,15 @@ class Snapshot:
             self._follow_function(name, value)
         elif isinstance(value, types.MethodType):
             self._wait([(name, value.__func__), (name, value.__self__)])
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            if not isinstance(value.__self__, types.ModuleType):  # for example a list's `append`
+                self._wait([(name, value.__self__)])
         elif isinstance(value, functools.partial):
             self._wait((name, part) for part in (value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._follow_cached_function(name, value)
+        elif isinstance(value, functools.cached_property):
+            self._wait([(name, value.func)])
         elif isinstance(value, staticmethod | classmethod):
             self._wait([(name, value.__func__)])
         elif isinstance(value, property):
@@ -261,7 +290,8 @@ class Snapshot:
             self._follow_object(name, value)
 
     def _follow_object(self, name: str, value: Any) -> None:
-        """Save a container's or object's content, and queue the values in it."""
+        """Save the content of a container or the attributes of an object, and queue the values in
+        it."""
         for known, kind in CONTAINERS:
             if isinstance(value, known):
                 parts = self._note(name, value, kind)
@@ -269,6 +299,8 @@ class Snapshot:
                 break
         own = type(value)
         if not (is_foreign(own) or isinstance(value, PreTrainedConfig | threading.local)):
+            if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+                self.iterators.append(name)
             return
         if isinstance(getattr(value, "__dict__", None), dict):
             parts = self._note(name, value.__dict__, ATTRIBUTES)
@@ -280,8 +312,24 @@ class Snapshot:
         if own.__module__ not in OPEN:
             self._read_class(own)
 
+    def _follow_cached_function(
+        self, name: str, function: functools._lru_cache_wrapper[Any]
+    ) -> None:
+        """Save the results that a function decorated with `functools.lru_cache` stored, and queue
+        the function itself.
+        """
+        if not is_foreign(function.__wrapped__):
+            return
+        if function.cache_parameters()["maxsize"] is None:
+            # Among the referents are the dict of results and the function's attributes.
+            self._wait((name, part) for part in gc.get_referents(function) if type(part) is dict)
+        else:
+            self._note(name, function, CALLS)
+        self._wait([(name, function.__wrapped__)])
+
     def _follow_function(self, name: str, function: types.FunctionType) -> None:
-        """Save a function's closure, attributes and named globals, and queue the values in them."""
+        """Save a function's closure, attributes, and the globals that its code names, and queue the
+        values in them."""
         for variable, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
@@ -304,16 +352,19 @@ class Snapshot:
                 lambda _, key: key,
             )
             found = self._note(name, function.__globals__, kind)
-            self._wait(found.items())
+            # Global iterators number objects as a rule, and no forward advances them.
+            self._wait(item for item in found.items() if not isinstance(item[1], Iterator))
             for part in found.values():  # the names also include attributes of these modules
-                if (
-                    isinstance(part, types.ModuleType)
-                    and part.__name__.partition(".")[0] not in KNOWN
-                ):
-                    self._wait(self._note(part.__name__, vars(part), kind).items())
+                if isinstance(part, types.ModuleType):
+                    parts = self._note(part.__name__, vars(part), kind)
+                    if part.__name__.partition(".")[0] not in KNOWN:
+                        self._wait(parts.items())
+                    elif parts.get("environ") is os.environ:
+                        self._wait([("os.environ", os.environ)])
 
     def _copy(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor's values [...], or list the tensor as large."""
+        """Copy a tensor's values [...], or add the tensor to `large` if the copies would exceed
+        `SMALL` elements."""
         if not can_be_copied(tensor):
             return
         if tensor.numel() > self._room:
@@ -324,7 +375,7 @@ class Snapshot:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Generate the globals and attributes that a function's code and its inner functions name."""
+    """Yield the globals and attributes that a function's code and its inner functions name."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -344,9 +395,11 @@ def is_foreign(known: Any) -> bool:
 
 
 class Restored:
-    """Context manager that afterwards restores the state of a module and its code.
-
+    """Context manager that restores the Python state of a module and its code at the end of a test.
     [Note: a trial leaves nothing]
+
+    Between two runs of the module, the methods restore the state, or compare it with that of an
+    earlier run.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -362,23 +415,23 @@ class Restored:
         return self
 
     def changes(self) -> list[str]:
-        """Return the names of the values that differ from the beginning."""
+        """Return the names of the module's attributes and other values that differ from those at
+        the start of the test."""
         return list(self._snapshot.changes())
 
     def rewind(self) -> None:
-        """Restore the state of the first run, for the next run."""
+        """Restore the module's values at the start of the test, for the next run."""
         self._snapshot.restore(structure=False)
 
     def end_run(self) -> None:
-        """Save the changes at the end of a run."""
+        """Record the values that the module has changed in its first run, for `set_once` and
+        `set_otherwise`."""
         self._first = self._snapshot.changes()
         self._after = Snapshot(self.module) if self._first else None
 
     def set_once(self) -> list[str]:
-        """Return the names of the values that this run set and no later run changed.
-
-        Modules may have initialised themselves by such values.
-        """
+        """Return the names of the values that the first run changed and later runs did not. The
+        module may have initialized itself by them."""
         if self._after is None:
             return []
         later = self._after.changes()
@@ -387,9 +440,8 @@ class Restored:
         return [name for name in found if not _touched(name, later)]
 
     def set_otherwise(self) -> list[str]:
-        """Return the names that this run and a run on other tokens, after a `rewind`, set
-        differently.
-        """
+        """Return the names of the values that the first run set, and that a run on other tokens
+        after `rewind` has set to something else."""
         now = self._snapshot.changes()
         return [
             name
@@ -434,5 +486,5 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _touched(name: str, changed: Iterable[str]) -> bool:
-    """True if a value of that name, or a value inside it, has changed."""
+    """True if the value of this name, or a value inside it, is among the changed names."""
     return any(other == name or other.startswith((f"{name}.", f"{name}[")) for other in changed)

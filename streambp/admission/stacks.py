@@ -8,18 +8,19 @@ import inspect
 from typing import TypeGuard
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streambp.admission.third_party import refuse_opacus
-from streambp.attention.carriers import (
+from streambp.attention.indexers import indexers_of
+from streambp.attention.interface import (
     ForeignAttention,
     NoAttention,
     OverCache,
     Picking,
     ThroughInterface,
 )
-from streambp.attention.indexers import indexers_of
 from streambp.attention.self_attending import biases_positions
 from streambp.cache_arguments import cache_arguments, cache_parameters
 from streambp.errors import UnsupportedModelError
@@ -55,7 +56,7 @@ ATTENDING = frozenset((ATTENTION_TABLE, UPDATE))
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A backbone and the decoder layers that it runs in order.
+    """A transformers model without head, and the decoder layers that it runs in order.
 
     Attributes:
         backbone: the model that runs the layers.
@@ -68,11 +69,11 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The stacks of a model.
+    """The stacks of decoder layers in a model.
 
     Attributes:
-        stacks: stacks that can be streamed.
-        left_alone: why other stacks, such as a vision tower, are not streamed.
+        stacks: the stacks whose layers may run in chunks.
+        left_alone: class and reason of every stack that stays unpatched, such as a vision tower.
     """
 
     stacks: tuple[Stack, ...]
@@ -80,10 +81,11 @@ class Found:
 
 
 def find_stacks(model: nn.Module) -> Found:
-    """Return every stack of transformers decoder layers in a model.
+    """Return the stacks of decoder layers in a model that may run in chunks, and why others may
+    not.
 
     Raises:
-        UnsupportedModelError: no stack can be streamed exactly.
+        UnsupportedModelError: no stack may run in chunks, or a wrapper hides the layers.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
@@ -100,6 +102,12 @@ def find_stacks(model: nn.Module) -> Found:
         )
     if any(OPACUS_MODULE in base.__name__ for base in type(model).__mro__):
         refuse_opacus(type(model).__name__)
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise UnsupportedModelError(
+            f"{lazy[0]} gets its shape in the model's first call, as parameters of "
+            "torch.nn.LazyLinear do. Call the model on one batch before streambp.patch."
+        )
     _refuse_wrapped_layers(model)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     encoded = any(getattr(module.config, "is_encoder_decoder", False) for module in models)
@@ -134,20 +142,16 @@ def _is_stack(module: nn.Module) -> TypeGuard[nn.ModuleList]:
 
 
 def bare_layers(layers: nn.ModuleList) -> tuple[nn.Module, ...]:
-    """Return the layers without wrappers of `torch.compile`.
-
-    accelerate's regional compilation adds such wrappers. Streamed layers run eagerly.
-    """
+    """Return the layers in this list without the wrappers that `torch.compile` puts around
+    modules."""
     return tuple(layer._modules.get(COMPILED) or layer for layer in layers)
 
 
 def _deeper_stacks(
     models: list[PreTrainedModel],
 ) -> list[tuple[PreTrainedModel, tuple[nn.Module, ...]]]:
-    """Find stacks inside the models' modules, where no model contains a stack directly.
-
-    Layers that transformers does not checkpoint are found by the code of an inner module.
-    """
+    """Return (model, layers) of the layer lists that lie inside another module of their model. Used
+    if no model has a list of decoder layers as its direct child."""
     found: list[tuple[PreTrainedModel, tuple[nn.Module, ...]]] = []
     inside: set[int] = set()
     for model in reversed(models):  # innermost model first
@@ -163,9 +167,7 @@ def _deeper_stacks(
 
 
 def _refuse_wrapped_layers(model: nn.Module) -> None:
-    """Raise if a wrapper around a layer (torch's checkpoint_wrapper, for example) would pass for
-    the layer.
-    """
+    """Raise if a decoder layer is inside a wrapper module, such as torch's checkpoint_wrapper."""
     for layers in model.modules():
         for layer in layers if isinstance(layers, nn.ModuleList) else ():
             inner = _wrapped(layer)
@@ -179,7 +181,8 @@ def _refuse_wrapped_layers(model: nn.Module) -> None:
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    """Return the decoder layer inside a wrapper of a single one; None for other modules."""
+    """Return the decoder layer inside a module that wraps this one layer; None for other
+    modules."""
     if (
         isinstance(module, GradientCheckpointingLayer | nn.ModuleList)
         or COMPILED in module._modules
@@ -202,7 +205,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def _refuse_unsloth(*modules: nn.Module) -> None:
-    """Raise if Unsloth has replaced a forward by its own attention, cache and loss."""
+    """Raise if Unsloth has replaced the forward of one of these modules."""
     for module in modules:
         for home in map(home_of, wrapped_functions(type(module).forward)):
             if home.startswith(UNSLOTH):
@@ -215,16 +218,14 @@ def _refuse_unsloth(*modules: nn.Module) -> None:
 
 
 def attends(layer: nn.Module) -> bool:
-    """True if the layer attends through transformers' interface, and passes all that attention
-    needs.
-    """
+    """True if the layer calls transformers' attention functions (ALL_ATTENTION_FUNCTIONS) with all
+    arguments of attention. streambp can then replace these functions."""
     return bool(_attentions(layer)) and not any(map(_looks_at_keys, _attentions(layer)))
 
 
 def cache_argument(layer: nn.Module) -> str | None:
-    """Return the cache argument of a layer that attends itself, over its cache's result; None for
-    others.
-    """
+    """Return the name of the cache argument of a layer that computes attention itself, over the
+    keys and values that the cache returns; None for other layers."""
     if attends(layer) or not any(
         UPDATE in _names(m) and cache_parameters(type(m).forward) for m in layer.modules()
     ):
@@ -233,10 +234,8 @@ def cache_argument(layer: nn.Module) -> str | None:
 
 
 def replaced_attention(layer: nn.Module) -> str | None:
-    """Return the name of the function that replaces an attention class's forward; None without one.
-
-    Only layers count that neither attend in a known way nor have states.
-    """
+    """Return the full name of the third-party function that replaces an attention class's forward;
+    None if none does, and for layers whose attention or states streambp knows."""
     if attends(layer) or cache_argument(layer) or states_argument(layer):
         return None
     for module in layer.modules():
@@ -252,11 +251,8 @@ def replaced_attention(layer: nn.Module) -> str | None:
 
 
 def states_argument(layer: nn.Module) -> str | None:
-    """Return the argument with a layer's states, or with the cache that holds them; None without
-    one.
-
-    [Note: states]
-    """
+    """Return the name of the argument for a layer's recurrent states, or for the cache that holds
+    the states. None if the layer has no states, or writes in place to its states."""
     if any(set(STATE_PROTOCOL) & set(_names(module)) for module in layer.modules()):
         return next(iter(cache_arguments(layer)), None)
     # A module must not assign to items if it uses the states by the same name.
@@ -270,9 +266,8 @@ def states_argument(layer: nn.Module) -> str | None:
 
 
 def kind_of(layer: nn.Module) -> LayerKind:
-    """Return what passes between a layer's chunks, from the source of its forwards. [Note:
-    carriers]
-    """
+    """Return how a layer's chunks read keys, values and states of earlier chunks, found in the code
+    of its forwards. [Note: carriers]"""
     cache, states = cache_argument(layer), states_argument(layer)
     replaced = replaced_attention(layer)
     if cache is not None:
@@ -292,22 +287,16 @@ def kind_of(layer: nn.Module) -> LayerKind:
 
 
 def shares_through_cache(backbone: PreTrainedModel) -> bool:
-    """True if later layers read the keys and values of earlier layers from the cache.
-
-    A call without a cache then computes something else. Gemma 3n and 4 in transformers 5.5 share
-    this way: without a cache each layer uses its own keys, with checkpointing too.
-    """
+    """True if later layers read the keys and values of earlier layers from the cache, as in Gemma
+    3n and 4 of transformers 5.5. A call without a cache then computes something else."""
     if not getattr(backbone.config, SHARES_LAYERS, 0):
         return False
     return any(SHARED_LAYERS in _names(module) for module in backbone.modules())
 
 
 def position_cache(layer: nn.Module) -> str:
-    """Return the cache argument if an inner module asks the cache for the number of earlier tokens.
-
-    llama4's layers without rotary positions ask, and would count from 0 in every chunk. Empty if
-    none does.
-    """
+    """Return the name of the cache argument, if a module inside the layer asks the cache for the
+    number of earlier tokens; "" if none does. Such a module would count from 0 in every chunk."""
     asking = (
         module for module in layer.modules() if not getattr(module, "is_cross_attention", False)
     )
@@ -317,14 +306,13 @@ def position_cache(layer: nn.Module) -> str:
 
 
 def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: bool) -> str | None:
-    """Return why this stack's layers cannot be streamed exactly; None: the structure gives no
-    reason.
+    """Return why this stack's layers cannot run in chunks, as text for `describe`; None if their
+    code and config give no reason.
 
     Args:
         backbone: the model that runs the layers.
-        layers: the layers.
-        encoded: the stack is part of an encoder-decoder; its decoder reads the encoder's output
-            with a mask that cannot be cut.
+        layers: the decoder layers.
+        encoded: True if the stack is part of an encoder-decoder model.
     """
     if getattr(backbone.config, "is_encoder_decoder", False):
         return (
@@ -399,22 +387,22 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
 
 
 def _takes_states(layer: nn.Module) -> bool:
-    """True if the layer's forward has an argument for its states."""
+    """True if the layer's forward has an argument for recurrent states."""
     forward = written_forward(layer)
     return hasattr(forward, "__code__") and STATE in inspect.signature(forward).parameters
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:
-    """Return the inner modules that attend through transformers' interface."""
+    """Return the modules inside the layer whose forward names ALL_ATTENTION_FUNCTIONS."""
     return [module for module in layer.modules() if ATTENTION_TABLE in _names(module)]
 
 
 def _looks_at_keys(attention: nn.Module) -> bool:
-    """True if the attention itself selects or weights the keys, from all keys that its cache
-    returns.
+    """True if the attention module itself selects or weights keys, from all keys that its cache
+    returns. It may do so by an indexer (sparse attention), an earlier layer's picks, or a bias for
+    each pair of positions.
 
-    An indexer or an earlier layer picks the keys (sparse attention), or each pair of positions has
-    a bias. False if the attention passes picked keys on.
+    False if the module passes picked keys on to transformers' attention function.
     """
     if _hands_picks(attention):
         return False
@@ -425,11 +413,8 @@ def _looks_at_keys(attention: nn.Module) -> bool:
 
 
 def _hands_picks(attention: nn.Module) -> bool:
-    """True if the attention passes an indexer's picked keys to transformers' interface.
-
-    The picks are passed where the interface is neither eager attention nor sdpa. Its own indexer
-    must also accept a few queries. [Note: indexers]
-    """
+    """True if the attention module passes the keys that an indexer picked to transformers'
+    attention function, and the indexer accepts a few queries at a time. [Note: indexers]"""
     forward, indexers = written_forward(attention), indexers_of(attention)
     keywords = (const for const in forward.__code__.co_consts if isinstance(const, tuple))
     if (
@@ -447,12 +432,12 @@ def _hands_picks(attention: nn.Module) -> bool:
 
 
 def _locals(module: nn.Module) -> tuple[str, ...]:
-    """Return the arguments and variables of a module's forward."""
+    """Return the names of the arguments and local variables of a module's forward."""
     forward = written_forward(module)
     return forward.__code__.co_varnames if hasattr(forward, "__code__") else ()
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
-    """Return the global names and attributes in the source of a module's forward."""
+    """Return the names of globals and attributes in the code of a module's forward."""
     forward = written_forward(module)
     return forward.__code__.co_names if hasattr(forward, "__code__") else ()

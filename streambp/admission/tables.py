@@ -7,7 +7,9 @@ finds it empty in between.
 from __future__ import annotations
 
 import collections
+import functools
 import operator
+import os
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -19,14 +21,15 @@ OURS = (PATCH, WRAPPERS, REDUCES)  # attributes that `patch` sets on modules
 
 
 class Kind(NamedTuple):
-    """Functions that read and refill one kind of table.
+    """Functions that read and refill one type of container: a dict, a list, a closure's cell.
 
     Attributes:
-        read: returns the content.
-        refill: restores the content.
-        named: names an entry from the table's name and its key; None: the table's name alone.
-        grows: new entries may be records, as in a dict.
-        names_alone: compare names only, because trials change and restore the values themselves.
+        read: returns the content as a dict.
+        refill: restores this content.
+        named: returns an entry's name from the container's name and the key; None: entries have no
+            names.
+        grows: True if new entries may be mere records, as in a dict.
+        names_alone: True if only keys are compared, because tests replace and restore the values.
     """
 
     read: Callable[[Any], dict[Any, Any]]
@@ -41,7 +44,7 @@ class Table(NamedTuple):
     saved content.
 
     Attributes:
-        name: the container's name in reports.
+        name: the container's name in messages.
         holder: the container.
         kept: the saved content.
         kind: functions that read and refill the container.
@@ -119,6 +122,30 @@ def _refill_set(holder: set[Any], kept: dict[int, Any]) -> None:
     set.update(holder, kept.values())
 
 
+def _refill_environment(holder: os._Environ[str], kept: dict[str, str]) -> None:
+    for name in [name for name in holder if name not in kept]:
+        del holder[name]
+    holder.update({name: value for name, value in kept.items() if holder.get(name) != value})
+
+
+def _read_calls(holder: functools._lru_cache_wrapper[Any]) -> dict[str, bool]:
+    return {"filled": holder.cache_info().currsize > 0}
+
+
+def _refill_calls(holder: functools._lru_cache_wrapper[Any], kept: dict[str, bool]) -> None:
+    """Clear a cache that was empty. Single entries of a bounded cache cannot be removed."""
+    if not kept["filled"]:
+        holder.cache_clear()
+
+
+def _read_type(holder: Any) -> dict[None, type]:
+    return {None: type(holder)}
+
+
+def _refill_type(holder: Any, kept: dict[None, type]) -> None:
+    holder.__class__ = kept[None]
+
+
 def _read_cell(holder: types.CellType) -> dict[None, Any]:
     try:
         return {None: holder.cell_contents}
@@ -157,12 +184,12 @@ def _refill_slots(holder: Any, kept: dict[str, Any]) -> None:
 
 
 def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, Any]:
-    """Return the globals of these names."""
+    """Return those of the named globals that exist in the dict `holder`."""
     return {name: holder[name] for name in names if name in holder}
 
 
 def refill_globals(names: tuple[str, ...], holder: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Restore the globals of these names, and remove new ones."""
+    """Restore the named globals in the dict `holder`, and remove those that are new."""
     for name in names:
         if name in kept:
             holder[name] = kept[name]
@@ -171,12 +198,12 @@ def refill_globals(names: tuple[str, ...], holder: dict[str, Any], kept: dict[st
 
 
 def dotted(name: str, key: Any) -> str:
-    """Return an attribute's name: a.b."""
+    """Return the name of an attribute for messages, such as a.b."""
     return f"{name}.{key}" if name else str(key)
 
 
 def bracketed(name: str, key: Any) -> str:
-    """Return an entry's name: a['b']."""
+    """Return the name of a container's entry for messages, such as a['b']."""
     return f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[...]"
 
 
@@ -189,6 +216,8 @@ DEQUE = Kind(LIST.read, _refill_deque, None)
 SET = Kind(lambda holder: {value: value for value in holder}, _refill_set, None)
 CLASS = Kind(_read_own, _refill_class, dotted)
 CELL = Kind(_read_cell, _refill_cell, None)
+CALLS = Kind(_read_calls, _refill_calls, None)  # a bounded functools.lru_cache
+TYPE = Kind(_read_type, _refill_type, None)
 SLOTS = Kind(_read_slots, _refill_slots, dotted)
 STRUCTURES = dict(zip(MODULE_TABLES, (NAMES, NAMES, ATTRIBUTES), strict=True))  # tables of a module
 CONTAINERS: tuple[tuple[type, Kind], ...] = (
@@ -196,11 +225,12 @@ CONTAINERS: tuple[tuple[type, Kind], ...] = (
     (list, LIST),
     (collections.deque, DEQUE),
     (set, SET),
+    (os._Environ, Kind(dict, _refill_environment, bracketed)),
 )
 
 
 def same_entries(kept: dict[Any, Any], now: dict[Any, Any]) -> bool:
-    """True if both have the same keys, in the same order, with identical objects."""
+    """True if two dicts have the same keys in the same order, with identical objects."""
     if len(kept) != len(now):
         return False
     return all(map(operator.is_, kept, now)) and all(map(operator.is_, kept.values(), now.values()))

@@ -1,4 +1,4 @@
-"""Third-party modules, forwards and hooks inside a layer, which may depend on token positions.
+"""Third-party code: attention functions of a model; modules, forwards and hooks inside a layer.
 
 [Note: foreign insides] Outside of attention, modules of transformers, torch and adapter libraries
 treat every token alike. Third-party code may not: a hook that adds to positions 100 to 120, a mask
@@ -13,6 +13,14 @@ forwards of third parties then act differently: some add to a position, some sto
 the loss, some count tokens. No trial can tell the effect. All these cases therefore ask one
 function, `hooks_of_others`. Hooks of libraries in `known_names.HOOKS_ARE_HARMLESS` do not count,
 because they treat tokens alike and store nothing; all other hooks count.
+
+Streamed layers compute softmax attention themselves, with the masks that
+transformers describes. transformers' own functions compute the same. A third-party function under
+the same name would never be called, and another model would be trained. Such a function may be
+registered, or replace transformers' function or a modeling file's eager function. A few tokens may
+not show the difference: a local window is wider, a counter changes no number. Functions are
+therefore identified by the module that defines them. The check runs once in each forward of a
+model, because functions may be replaced at any time.
 """
 
 from __future__ import annotations
@@ -21,38 +29,207 @@ import contextlib
 import dis
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from streambp.attention.interface import NAME, own_implementation
+from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import short_name
 from streambp.fingerprint.observed_values import version_of
-from streambp.foreign import full_name, home_of, package_of, trls_head
+from streambp.foreign import full_name, home_of, package_of, trls_head, undecorated
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import (
+    ATTENTION_TABLE,
     BACKWARD_HOOKS,
+    EAGER,
+    EAGER_FORWARD,
+    FLASH_FORWARD,
     FORWARD_HOOKS,
     GLOBAL_HOOKS,
     HOOKS_ARE_HARMLESS,
+    HUB_KERNEL,
+    MASKING,
     MODULE_HOOKS,
     MODULES_ARE_HARMLESS,
     OPACUS,
+    SOFTMAX,
+    VERLS_SIZE,
 )
-from streambp.nested import tensors_in
+from streambp.source import written, written_forward
+from streambp.tensors import tensors_in
+
+
+def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
+    """Raise if the attention function or mask function of one of these modules is not transformers'
+    own.
+
+    Args:
+        attentions: attention modules; one of each class and config is enough.
+
+    Raises:
+        UnsupportedModelError: a third-party function computes attention or makes masks.
+    """
+    for module in attentions:
+        implementation = own_implementation(module.config)  # type: ignore[arg-type]
+        if implementation == NAME:
+            continue  # routed by another forward, which has checked already
+        found = foreign_function(module, implementation)
+        if found is not None:
+            raise UnsupportedModelError(
+                f"{found}. A streamed layer would not call it: streambp computes softmax attention "
+                "itself, with the masks that transformers describes, so another model would be "
+                "trained. Choose one of transformers' own "
+                "(model.set_attn_implementation('sdpa')), or run the model unpatched "
+                "(streambp.unpatch(model)). Sequences are split over ranks by DeepSpeed Ulysses "
+                "or torch's context parallelism (accelerate's sp_size with "
+                "sp_backend='deepspeed', or cp_size)."
+            )
+
+
+def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules in these layers that call transformers' attention functions, one of each
+    class and config."""
+    found: dict[tuple[int, type], nn.Module] = {}
+    for layer in layers:
+        for module in layer.modules():
+            config = getattr(module, "config", None)
+            if config is not None and ATTENTION_TABLE in getattr(
+                getattr(written_forward(module), "__code__", None), "co_names", ()
+            ):
+                found.setdefault((id(config), type(module)), module)
+    return list(found.values())
+
+
+def foreign_function(module: nn.Module, implementation: str | None) -> str | None:
+    """Return a text that names the third-party function behind an attention implementation, as the
+    start of a sentence. None if every function is transformers' own.
+
+    Args:
+        module: the attention module.
+        implementation: the config's `_attn_implementation`.
+    """
+    forward = written(type(module).forward)
+    names = forward.__globals__
+    table = names.get(ATTENTION_TABLE, ALL_ATTENTION_FUNCTIONS)
+    function = _inside(table.get(implementation)) if implementation else None
+    registered = function is not None
+    if not registered:
+        function = next(filter(callable, map(names.get, _eager_names(forward))), None)
+    inner = getattr(_inside(function), "__globals__", {}).get(FLASH_FORWARD)
+    if inner is not None:  # verl's function passes its tensors on where sequences are not split
+        size = getattr(inner, "__globals__", {}).get(VERLS_SIZE)
+        plain = home_of(inner).startswith("verl.") and callable(size) and size() == 1
+        inner = None if plain or home_of(inner).startswith("transformers.") else inner
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or EAGER)
+    return _why_foreign(
+        type(module).__name__, names["__name__"], implementation, function, registered, inner, mask
+    )
+
+
+def _remembered(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `ask` with a cache of its results, except for arguments that cannot be hashed."""
+    kept = functools.lru_cache(ask)
+
+    @functools.wraps(ask)
+    def answer(*args: Any) -> Any:
+        try:
+            return kept(*args)
+        except TypeError:  # the argument has no hash
+            return ask(*args)
+
+    return answer
+
+
+_inside = _remembered(undecorated)
+
+
+@functools.lru_cache
+def _eager_names(forward: Callable[..., Any]) -> list[str]:
+    """Return the names of the eager attention functions in the code of an attention module's
+    forward."""
+    return [name for name in forward.__code__.co_names if name.endswith(EAGER_FORWARD)]
+
+
+@_remembered
+def _why_foreign(
+    kind: str,
+    home: str,
+    implementation: str | None,
+    function: Any,
+    registered: bool,
+    inner: Any,
+    mask: Any,
+) -> str | None:
+    """Return the text of `foreign_function` for this attention function and mask function. The
+    result is cached, because the functions are the same in each call of a model.
+
+    Args:
+        kind: the attention module's class.
+        home: the Python module that defines the class.
+        implementation: the name of the attention implementation.
+        function: the attention function.
+        registered: True if the function is in transformers' ALL_ATTENTION_FUNCTIONS.
+        inner: a third-party function that `function` calls; None: none.
+        mask: the mask function.
+    """
+    function, mask = undecorated(function), undecorated(mask)
+    who = f"The attention function of {kind} (attn_implementation={implementation!r})"
+    if not registered:
+        # The expected place is its modeling file (transformers' or a user's), or elsewhere in
+        # transformers.
+        if (
+            function is not None
+            and home_of(function) != home
+            and not home_of(function).startswith("transformers.")
+        ):
+            return f"{who} is {full_name(function)}, where {home}.{EAGER_FORWARD} is expected"
+    elif not _is_softmax(function, implementation):
+        return f"{who} is {full_name(function)}, where a function of transformers is expected"
+    if inner is not None:
+        return (
+            f"{who} calls {full_name(inner)}, where transformers' own {FLASH_FORWARD} is expected"
+        )
+    if mask is None:
+        return (
+            f"{who} has no mask function registered by its name, so that the unpatched model "
+            "ignores padding and windows"
+        )
+    if home_of(mask) != MASKING:
+        return (
+            f"The mask function for attn_implementation={implementation!r} is {full_name(mask)}, "
+            "not transformers' own"
+        )
+    return None
+
+
+def _is_softmax(function: Callable[..., Any], implementation: str | None) -> bool:
+    """True if this function of ALL_ATTENTION_FUNCTIONS is known to compute softmax attention."""
+    if isinstance(function, functools.partial):
+        return False  # transformers registers no partial: its arguments would change the result
+    home, name = home_of(function), getattr(getattr(function, "__code__", None), "co_name", "")
+    if home.startswith("transformers.integrations."):
+        return name in SOFTMAX
+    if "/" in (implementation or "") and name == HUB_KERNEL[0]:
+        return all(known in getattr(function, "__globals__", {}) for known in HUB_KERNEL)
+    return find_ulysses(implementation) is not None
+
 
 NAMED_AT_MOST = 3  # hooks in a message
 
 
 def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) -> list[str]:
-    """Return the names of the third-party modules and instance forwards in a layer.
+    """Return the names of third-party code inside a layer: modules, and forwards set on modules.
 
     Args:
-        layer: the layer.
-        previous: the layer's own instance forward.
+        layer: the decoder layer.
+        previous: the forward that was set on the layer itself before `patch`; None: there was none.
     """
     found = [] if previous is None or _harmless(previous) else [full_name(previous)]
     for module in layer.modules():
@@ -72,12 +249,18 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) 
 
 
 def _harmless(forward: Any) -> bool:
-    """True if the forward comes from a library whose modules treat tokens alike."""
+    """True if the forward is from a library (torch, transformers, peft and others) whose modules
+    compute every token alike."""
     return package_of(forward) in MODULES_ARE_HARMLESS
 
 
 def refuse_opacus(where: str) -> NoReturn:
-    """Raise UnsupportedModelError: opacus' hooks would get chunks and batch gradients."""
+    """Raise UnsupportedModelError for hooks of opacus, which compute per-sample gradients and would
+    get those of chunks.
+
+    Args:
+        where: the class with the hooks, for the message.
+    """
     raise UnsupportedModelError(
         f"{where} has hooks of opacus, which compute the gradient of each sample from one forward "
         "and one backward of a module. A streamed layer calls the module once per chunk, so the "
@@ -87,11 +270,9 @@ def refuse_opacus(where: str) -> NoReturn:
 
 
 def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
-    """Return third-party hooks on inner modules, and torch's global ones, with the modules of each.
-
-    Hooks of libraries that treat tokens alike and store nothing are left out. [Note: who sees the
-    rows]
-    """
+    """Return the third-party hooks on modules inside `module` and those registered for all modules:
+    by the hook's name, the modules it is registered on. Hooks of libraries that treat all tokens
+    alike and store nothing are left out."""
     found: dict[str, list[str]] = {}
     everywhere = vars(torch.nn.modules.module)
     tables = [("all modules", everywhere[name]) for name in GLOBAL_HOOKS]
@@ -107,9 +288,8 @@ def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
 
 
 def named_hooks(found: dict[str, list[str]]) -> str:
-    """Describe the result of `hooks_of_others`: count (probe.py:12) on layers.0.mlp and 11 other
-    modules.
-    """
+    """Return the result of `hooks_of_others` as text: "count (probe.py:12) on layers.0.mlp and 11
+    other modules"."""
     told = []
     for hook, paths in list(found.items())[:NAMED_AT_MOST]:
         others = len(set(paths)) - 1
@@ -123,10 +303,9 @@ def named_hooks(found: dict[str, list[str]]) -> str:
 
 
 def why_rows(module: nn.Module) -> str | None:
-    """Return why a backbone's inside needs the batch's own rows; None if a packed row will do.
-
-    [Note: who sees the rows]
-    """
+    """Return why the modules inside a backbone must get the batch's own rows, as text for
+    `describe`. None if the rows may be replaced by a packed row, which third-party code would
+    notice."""
     hooks = hooks_of_others(module)
     if hooks:
         return f"hooks would see another row than the batch's: {named_hooks(hooks)}"
@@ -150,11 +329,15 @@ def why_rows(module: nn.Module) -> str | None:
 
 
 def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
-    """True if third-party code between backbone and loss may read values at padding positions.
+    """True if third-party code between backbone and loss may read values at padding positions: a
+    hook, a head, the model's forward or a loss function.
 
-    Such code is a hook, a head, the model's forward or a loss. `why_rows` covers the inside of the
-    backbones. Code around the model's call (its hooks, a forward outside of streambp's) gets the
-    caller's values and does not count.
+    Hooks on the model itself do not count, because they get the caller's values. `why_rows` covers
+    the inside of backbones.
+
+    Args:
+        model: the causal language model.
+        backbones: the models inside it that run the decoder layers.
     """
     home = {base.__module__ for backbone in backbones for base in type(backbone).__mro__}
     of_model = list(
@@ -187,20 +370,20 @@ def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
 
 
 def _is_known(function: Any, home: set[str]) -> bool:
-    """True if a function or class is from one of these modules or from a library that treats tokens
-    alike.
-    """
+    """True if a function or class is defined in one of the Python modules `home`, or in a library
+    that treats all tokens alike."""
     found = function.__module__ if isinstance(function, type) else home_of(_innermost(function))
     return found in home or found.partition(".")[0] in MODULES_ARE_HARMLESS
 
 
 @contextlib.contextmanager
 def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> Iterator[list[str]]:
-    """Context manager that yields the names of third-party hooks that modify values, or may.
+    """Context manager that yields a list of third-party hooks, by name, that modify values. A hook
+    is added when it modifies a value, or at once if a branch of its code could do so.
 
     Args:
-        layer: the layer; hooks on its inner modules and global hooks are checked.
-        names: names of the hook tables: hooks on values, or `BACKWARD_HOOKS`.
+        layer: the layer; hooks on its inner modules and hooks for all modules are watched.
+        names: names of the hook dicts: of forward hooks, or `BACKWARD_HOOKS`.
     """
     changing: list[str] = []
     everywhere = vars(torch.nn.modules.module)
@@ -224,7 +407,8 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
 
 
 def may_edit_gradients(layer: nn.Module) -> bool:
-    """True if the source of a third-party backward hook inside a layer returns a value."""
+    """True if a third-party backward hook inside the layer may return another gradient, by its
+    code."""
     hooks = (
         h
         for m in layer.modules()
@@ -241,7 +425,8 @@ def may_edit_gradients(layer: nn.Module) -> bool:
 
 
 def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwargs: Any) -> Any:
-    """Run a hook and add its name to `changing` if it modified or returned a value."""
+    """Run a hook, return its result, and add its name to `changing` if it modified or returned a
+    value."""
     tensors = tensors_in((args[1:], kwargs), Tensor)
     # version counters miss writes through `.data` or NumPy
     before = [x.detach().clone() for x in tensors]
@@ -258,7 +443,8 @@ def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwa
 
 
 def _may_change(hook: Callable[..., Any]) -> bool:
-    """True if the hook's source has branches, and returns a value or assigns to items."""
+    """True if the hook's code has branches, and returns a value or assigns to items: a test may
+    miss what it modifies."""
     code = getattr(_innermost(hook), "__code__", None)
     if code is None:
         return False
@@ -275,7 +461,7 @@ def _may_change(hook: Callable[..., Any]) -> bool:
 
 
 def _gives_back(code: CodeType) -> bool:
-    """True if the code can return anything but None."""
+    """True if the function's code can return anything but None."""
     nothing = False  # the previous instruction loads None
     for step in dis.get_instructions(code):
         if (step.opname == "RETURN_CONST" and step.argval is not None) or (
@@ -287,7 +473,7 @@ def _gives_back(code: CodeType) -> bool:
 
 
 def _innermost(function: Any) -> Any:
-    """Return the function that a partial or a callable object runs."""
+    """Return the plain function that a functools.partial or a callable object calls."""
     while isinstance(function, functools.partial):
         function = function.func
     if hasattr(function, "__code__"):

@@ -49,16 +49,16 @@ from streambp.layer.call import TRIAL_TOKENS, LayerCall
 from streambp.layer.data_flow import trace
 from streambp.layer.products import Labels, UnreadProducts, computed, left_out, tapped
 from streambp.layer.site import Overwritten
-from streambp.nested import rebuilt
 from streambp.recurrent.documents import in_one
 from streambp.recurrent.states import States, leaves_of
+from streambp.tensors import rebuilt
 
 
 def unread_products(
     call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool
 ) -> UnreadProducts:
-    """Return the Linears whose outputs no code reads in this layer's refill and recomputation, so
-    that both can skip their matrix products.
+    """Return the Linears of a layer whose outputs need not be computed again in backward, because
+    no code reads them. Found by tracing a few tokens, and tested by value.
 
     Args:
         call: the call of the layer.
@@ -67,20 +67,18 @@ def unread_products(
     """
     if not linears and not call.site.kind.states.carries:
         return UnreadProducts()
-    if call.site.tests.result(call.arguments.kind).adopted:  # [Note: hooks after a warm-up]
+    if call.site.tests.result(call.arguments.kind).adopted:
         return UnreadProducts(states=any(known.states for known in call.site.tests.unread.values()))
     with nothing_compiled():
         return _find_unread(call, linears, needs_input)
 
 
 def look_for_writes(call: LayerCall) -> Exception | None:
-    """Run a few random tokens, detect the tensors that the layer's forward overwrites in place, and
-    store the result in `tests.overwritten`.
-
-    The test runs once for each kind of call.
+    """Run the layer on a few random tokens, detect the tensors that its forward overwrites in
+    place, and store them in `tests.overwritten`. Runs once for each kind of call.
 
     Returns:
-        The layer's exception, if it raised: `can_stream` judges if the layer can be chunked.
+        The layer's exception, if it raised; None otherwise.
     """
     site, x = call.site, call.hidden_states.detach()
     findings = site.tests.result(call.arguments.kind)
@@ -115,9 +113,12 @@ def look_for_writes(call: LayerCall) -> Exception | None:
 
 
 def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
-    """Return the names if all can be skipped together; otherwise the names that pass one by one.
+    """Return the names for which `holds` is true: all names, or those that pass both separately and
+    together.
 
-    The latter must also pass together.
+    Args:
+        names: names of Linears that may be skipped.
+        holds: returns True if results are right without these Linears' outputs.
     """
     if not names or _holds(holds, names):
         return names
@@ -126,7 +127,7 @@ def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
 
 
 def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
-    """True if the check passes; False if it raises anything but out of memory."""
+    """True if `holds(names)` is true; False if it raises anything but an out-of-memory error."""
     try:
         return holds(names)
     except Exception as error:  # the layer needs one of the products
@@ -137,17 +138,17 @@ def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
 
 @contextlib.contextmanager
 def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) -> Iterator[Tensor]:
-    """Context manager that yields random tokens [..., B, length, h], at the scale of `like` [...,
-    B, T, h].
+    """Context manager for a test: it yields random tokens [..., B, length, h] at the scale of
+    `like` [..., B, T, h].
 
-    Inside, the call has one document without padding, parameters are as after training, and the
-    layer's stored values are restored afterwards. Without data, only the shape is yielded.
+    Meanwhile the call has one document without padding, and zero weights are random numbers. Values
+    that the layer stores are restored afterwards. Meta and fake tensors have only the shape.
 
     Args:
-        call: the call.
+        call: the call of the layer.
         like: [..., B, T, h].
         length: number of tokens.
-        turned: the tokens are at the highest positions of the call.
+        turned: True: the tokens get the highest positions of the call.
     """
     named = call.arguments.named
     if not has_data(like):
@@ -203,7 +204,7 @@ def _turned(call: LayerCall, length: int) -> dict[str, Any]:
 
 
 def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Tensor | None]:
-    """Return gradients of the leaves [...], for random upstream gradients of the outputs [...].
+    """Return gradients of the leaves [...], for random gradients of the outputs [...].
 
     A leaf without effect on the outputs gets None. Outputs and leaves that do not require a
     gradient are left out. The list is empty without any outputs or without any leaves.
@@ -218,11 +219,13 @@ def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Te
 def same_gradients(
     call: LayerCall, found: list[Tensor | None], expected: list[Tensor | None]
 ) -> bool:
-    """True if two lists of gradients [...] are equal to the bit, or nearly where kernels sum in any
-    order.
+    """True if two lists of gradients [...] are equal to the bit, or up to the rounding of kernels
+    that sum in any order. None equals None alone.
 
-    Nearly: the norm of the difference is at most max(eps of the `coarsest` dtype, 64 eps of
-    promote_types(dtype, float32)) times the gradient's. None equals None alone.
+    Args:
+        call: the call of the layer, which determines the tolerance.
+        found: gradients.
+        expected: gradients.
     """
     if len(found) != len(expected):
         return False
@@ -240,7 +243,8 @@ def same_gradients(
 
 
 class _Watched(PrefixChunkAttention):
-    """Records attention outputs together with copies of their values."""
+    """Attention of one chunk that also stores each attention output and a copy of its values, to
+    see later if the layer has written to the output."""
 
     def __init__(self, prefix: Prefix, chunk: Chunk) -> None:
         super().__init__(prefix, chunk, Stage.FORWARD)
@@ -253,10 +257,13 @@ class _Watched(PrefixChunkAttention):
 
 
 def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritten:
-    """Return which tensors the layer's forward over x [..., B, T, h] overwrites in place, together
-    with the results of earlier test runs.
+    """Return the tensors that the layer's forward over x [..., B, T, h] overwrites in place,
+    together with those of earlier test runs.
 
-    Writes to its input that autograd detects are judged elsewhere.
+    Args:
+        call: the call of the layer.
+        x: random tokens.
+        chunks: the chunks to run.
     """
     linears, known = call.site.linears, call.site.tests.overwritten
     products: list[tuple[str, Tensor, Tensor]] = []
@@ -290,14 +297,14 @@ def _changed(now: Tensor, before: Tensor) -> bool:
 
 @dataclasses.dataclass
 class Recomputed:
-    """Results of a recomputation.
+    """Results of recomputing a few test tokens with a graph.
 
     Attributes:
         kv: K and V of each attention call.
         outputs: the outputs of each chunk.
-        leaves: the input and the start states.
-        starts: the start states of each chunk.
-        goes_on: end states have a graph.
+        leaves: the leaves for the input and for the recurrent start states.
+        starts: the recurrent start states of each chunk.
+        goes_on: True if end states have a graph.
     """
 
     kv: list[Tensor]
@@ -309,8 +316,16 @@ class Recomputed:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Passes of a layer over x [..., B, T, h] in one or two chunks, each from the same random
-    state.
+    """Test runs of a layer over x [..., B, t, h] in one or two chunks, with and without some of its
+    Linears. Each run starts from the same random state.
+
+    Attributes:
+        call: the call of the layer.
+        linears: the layer's Linears by name.
+        x: random tokens.
+        chunks: the chunks.
+        needs_input: True if x needs a gradient.
+        random: the random state.
     """
 
     call: LayerCall
@@ -321,7 +336,7 @@ class Trial:
     random: RandomState
 
     def recompute(self) -> Recomputed:
-        """Run the chunks with a graph, as a recomputation does."""
+        """Run the chunks with a graph, as backward's recomputation does, and return the results."""
         prefix = causal_prefix(self.call, self.chunks[-1].stop)
         leaf = self.x.detach().requires_grad_(self.needs_input)
         found = Recomputed([], [], [leaf], [], False)
@@ -348,7 +363,14 @@ class Trial:
         return found
 
     def refill(self, calls: int, starts: list[States], names: Labels) -> list[Tensor]:
-        """Return K [B, t, H_kv, D] and V of attention calls from a refill without `names`."""
+        """Return K [B, t, H_kv, D] and V of each attention call, recomputed without the outputs of
+        some Linears.
+
+        Args:
+            calls: the number of attention calls.
+            starts: the recurrent start states of each chunk.
+            names: the Linears to skip.
+        """
         prefix, given = causal_prefix(self.call, self.chunks[-1].stop), iter(starts)
         prefix.calls, chunks = calls, self.chunks[: len(starts)]
         with torch.no_grad(), self.random.replayed(), left_out(self.linears, names):
@@ -359,15 +381,15 @@ class Trial:
         return _keys_and_values(prefix)
 
     def gradients(self, names: Labels) -> list[Tensor | None]:
-        """Return the gradients [...] of input, start states and parameters, when recomputed without
-        `names`.
-        """
+        """Return the gradients [...] of input, start states and parameters, recomputed without the
+        outputs of the named Linears."""
         others = [name for name in self.linears if name not in names]
         with computed(self.linears, others), left_out(self.linears, names):
             return self.gradients_of(self.recompute())
 
     def gradients_of(self, found: Recomputed) -> list[Tensor | None]:
-        """Return the same gradients [...] for a finished recomputation."""
+        """Return the gradients [...] of input, start states and parameters for a finished
+        recomputation."""
         parameters = [
             parameter for parameter in self.call.site.layer.parameters() if parameter.requires_grad
         ]
@@ -376,7 +398,7 @@ class Trial:
 
 
 def _keys_and_values(prefix: Prefix) -> list[Tensor]:
-    """Return the content of the prefix's buffers, [B, filled, H_kv, D]."""
+    """Return K and V [B, filled, H_kv, D] of each attention call, as a test run has stored them."""
     sites = [site for site in prefix.sites if isinstance(site, KVBuffer)]
     return [part[:, : prefix.filled_until] for site in sites for part in (site.k, site.v)]
 
@@ -384,8 +406,13 @@ def _keys_and_values(prefix: Prefix) -> list[Tensor]:
 def _find_unread(
     call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool
 ) -> UnreadProducts:
-    """Trace a recomputation of the layer to propose the Linears that can be skipped, and test if
-    results are equal without them.
+    """Return the Linears whose outputs backward need not compute again. A traced recomputation
+    proposes Linears, and a test compares results without these.
+
+    Args:
+        call: the call of the layer.
+        linears: the layer's Linears by name.
+        needs_input: True if hidden_states need a gradient.
     """
     like = call.kept.store.peek("x", 0)
     chunks = call.first_chunks(TRIAL_TOKENS)
@@ -395,7 +422,7 @@ def _find_unread(
         ran: list[Recomputed] = []
 
         def run() -> list[Tensor]:
-            # the same computation as a recomputation that skips products
+            # computes what a recomputation with skipped products computes
             with computed(linears, linears):
                 ran.append(trial.recompute())
             return ran[0].kv
@@ -429,7 +456,14 @@ def _find_unread(
 
 
 def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadProducts:
-    """Return `found` with the products that a refill can skip; `ran` is a recomputation."""
+    """Test the Linears in `found.refill`, and return `found` with those that can be skipped: K and
+    V stay equal to the bit.
+
+    Args:
+        found: the traced Linears.
+        trial: runs the test tokens.
+        ran: the results of a recomputation with all Linears.
+    """
     if not ran.kv or not found.refill:
         return dataclasses.replace(found, refill=frozenset())
     starts = ran.starts if trial.call.site.kind.states.carries else [{}]
@@ -441,7 +475,8 @@ def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadP
 
 
 def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """True if K and V are equal to the bit; without data, if they have the same shapes."""
+    """True if two lists of K and V are equal to the bit; without data, if they have the same
+    shapes."""
     if any(x.shape != y.shape for x, y in zip(found, expected, strict=True)):
         return False
     return not has_data(found[0]) or all(

@@ -1,10 +1,11 @@
 """Restore the values of tensors and arrays after a trial.
 
-Small tensors are copied before the trial, large ones before an operation writes to them.
+Small tensors are copied before the trial. Large tensors are copied before the first write.
 """
 
 from __future__ import annotations
 
+import array
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -13,14 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+ARRAYS = (np.ndarray, array.array, bytearray)  # mutable numbers outside of torch
+
 
 class Values(NamedTuple):
-    """A tensor or array [...] and its saved values.
+    """A tensor or NumPy array [...] and a copy of its values, to restore them.
 
     Attributes:
         name: the name for messages.
         holder: the tensor or array.
-        kept: the saved values.
+        kept: the copied values.
         version: the tensor's version counter; None: it has no counter.
     """
 
@@ -31,20 +34,24 @@ class Values(NamedTuple):
 
 
 def values_of(name: str, tensor: Tensor) -> Values:
-    """Copy a tensor's values [...] and its version counter."""
+    """Return a copy of a tensor's values [...] with its version counter."""
     with _disable_current_modes(), torch.no_grad():
         version = None if tensor.is_inference() else tensor._version
         return Values(name, tensor, tensor.detach().clone(), version)
 
 
 def put_back(values: Values) -> None:
-    """Write values [...] back, and restore the version counter.
+    """Write the copied values [...] back into their tensor or array, and restore the version
+    counter.
 
-    With the old counter the tensor counts as never written to, and graphs that saved it stay valid.
+    Autograd graphs that saved the tensor stay valid with the old counter.
     """
     now, kept = values.holder, values.kept
     if isinstance(now, np.ndarray):
         now[...] = kept
+        return
+    if isinstance(now, ARRAYS):
+        now[:] = kept
         return
     with _disable_current_modes(), torch.inference_mode(now.is_inference()), torch.no_grad():
         if now.shape != kept.shape or now.dtype != kept.dtype:
@@ -56,9 +63,7 @@ def put_back(values: Values) -> None:
 
 
 class Writes(TorchDispatchMode):
-    """Dispatch mode that copies tensors before an operation writes to them.
-
-    [Note: a trial leaves nothing]
+    """Torch dispatch mode that copies a tensor's values before an operation writes to it in place.
 
     Attributes:
         before: the copies.
@@ -90,14 +95,15 @@ class Writes(TorchDispatchMode):
 
 
 def written(known: Iterable[Values]) -> list[Values]:
-    """Return the entries whose values differ now. Synchronizes once with each device."""
+    """Return the entries whose tensors or arrays now have other values. Synchronizes once with each
+    device."""
     found: list[Values] = []
     asked: dict[torch.device, list[tuple[Values, Tensor]]] = {}
     with _disable_current_modes(), torch.no_grad():
         for values in known:
             now, kept = values.holder, values.kept
-            if isinstance(now, np.ndarray):
-                found += [values] if now.tobytes() != kept.tobytes() else []
+            if isinstance(now, ARRAYS):
+                found += [values] if bytes_of(now) != bytes_of(kept) else []
             elif now.shape != kept.shape or now.dtype != kept.dtype:  # replaced through `.data`
                 found.append(values)
             else:
@@ -110,13 +116,19 @@ def written(known: Iterable[Values]) -> list[Values]:
     return found
 
 
+def bytes_of(numbers: np.ndarray[Any, Any] | array.array[Any] | bytearray) -> bytes:
+    """Return the content of an array as bytes."""
+    return bytes(numbers) if isinstance(numbers, bytearray) else numbers.tobytes()
+
+
 def can_be_copied(tensor: Tensor) -> bool:
-    """True if a tensor [...] has values that a copy can restore."""
+    """True if a tensor [...] has values that a copy can restore: plain, strided and with memory of
+    its own for each element."""
     plain = (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
         and not tensor.is_quantized
     )
-    if not plain or tensor.is_meta or not tensor.numel():
+    if not plain or tensor.is_meta:
         return False
     return torch._debug_has_internal_overlap(tensor) != 1

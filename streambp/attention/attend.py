@@ -8,10 +8,25 @@ of this chunk's K and V.
 [Note: scores under autocast] q, k and v arrive in autocast's dtype. Attention then disables
 autocast: in forward by `interface.py`, in backward here. Autocast would round the scores of plain
 products and their logsumexp. Fused kernels receive the merged logsumexp and assume float32.
+
+Blocks are combined here too: outputs by their logsumexp, gradients by their sum (DESIGN.md 2,
+"Block attention").
+
+[Note: rounded outputs] Backward needs do . o of each query. If o is rounded to half precision, a
+query's score gradients no longer add up to zero. Sums over queries (biases, small projections) then
+show the error. FlashAttention's and cuDNN's backward take the rounded o. Plain products take o
+before rounding if it is available, as eager attention's softmax does; and a sink scales o before it
+is rounded.
+
+A chunk's first block is not added to zeros. Its output, if it covers the whole chunk, is the tensor
+to which the next blocks are added. With two blocks, as in a plain chunk, nothing is written in
+float32: both outputs are read, and their sum is rounded once. With more blocks, sums stay in
+promote_types(dtype, float32) up to the last block, which writes the final dtype.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -23,19 +38,215 @@ from streambp.attention.backend import Backend, BlockPlan, Use
 from streambp.attention.kernels import MATH, Task, cut, narrowed, upload, widened
 from streambp.attention.kv import KVBuffer, Site
 from streambp.attention.masks import DenseMask
-from streambp.attention.merge import Attended, MergedOutput, SummedQueries
 from streambp.attention.spans import Block, Kind, Spans
+from streambp.attention.triton_merge import fits_triton, merge_in_triton
 from streambp.chunks import Chunk
 from streambp.device import without_autocast
+
+
+@dataclasses.dataclass
+class Attended:
+    """Attention output of one chunk: o [B, C, H, D_v], contiguous, and its logsumexp lse [B, H, C]
+    over all keys.
+
+    [Note: one layout]
+
+    Attributes:
+        wide: o before rounding to the queries' dtype, for a backward that can use it. [Note:
+            rounded outputs]
+        version: o's version counter when the layer received o; None if no layer did, or if o counts
+            no versions.
+    """
+
+    o: Tensor
+    lse: Tensor
+    wide: Tensor | None = None
+    version: int | None = None
+
+    @property
+    def changed(self) -> bool:
+        """True if the layer has overwritten o in place after it received o."""
+        return self.version is not None and self.o._version != self.version
+
+
+class MergedOutput:
+    """Attention output and logsumexp of a chunk, merged step by step from the outputs over parts of
+    the keys.
+
+    Args:
+        q: the chunk's queries, [B, C, H, D].
+        value_size: D_v.
+        plan: the blocks (rectangles of queries and keys) that compute the chunk's attention.
+        chunk: the chunk's range of positions.
+        wide: True if o must not be rounded to q's dtype, because later operations change it.
+    """
+
+    def __init__(
+        self, q: Tensor, value_size: int, plan: BlockPlan, chunk: Chunk, wide: bool = False
+    ) -> None:
+        self._plan = plan
+        self._chunk = chunk
+        self._wide = torch.promote_types(q.dtype, torch.float32)
+        self._dtype = self._wide if wide else q.dtype
+        self._like = q
+        self._shape = (*q.shape[:3], value_size)
+        self._o: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, number: int, o: Tensor, lse: Tensor) -> None:
+        """Merge one block's output o [b, H, t, D_v] and logsumexp lse [b, H, t]. Both tensors may
+        be overwritten.
+
+        Args:
+            number: index of the block in the plan.
+            o: attention output over the block's keys alone.
+            lse: its logsumexp.
+        """
+        plan = self._plan
+        block = self._plan.blocks[number]
+        if plan.covers[number] and self._o is None:
+            self._o = o.transpose(1, 2)
+            self._lse = lse
+            return
+        last = number == len(plan.blocks) - 1
+        dtype = self._dtype if plan.depth <= 2 or (last and plan.covers[number]) else self._wide
+        if self._o is None:
+            self._o, self._lse = self._empty(dtype)
+        assert self._lse is not None
+        if plan.covers[number]:
+            out = self._o
+            if out.dtype != dtype:
+                out = out.new_empty(self._shape, dtype=dtype)
+            merge(self._o, self._lse, o.transpose(1, 2), lse, out, plan.all_read)
+            self._o = out
+            return
+        self._o = self._o.to(torch.promote_types(self._o.dtype, dtype))
+        rows = slice(block.b0, block.b1)
+        columns = slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
+        here = self._o[rows, columns]
+        merge(here, self._lse[rows, :, columns], o.transpose(1, 2), lse, here)
+
+    def result(self) -> Attended:
+        """Return the merged o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. The
+        object must not be used afterwards.
+
+        A query that is in no block has o = 0 and lse = -inf.
+        """
+        if self._o is None or self._lse is None:
+            self._o, self._lse = self._empty(self._dtype)
+        return Attended(self._o.to(self._dtype).contiguous(), self._lse.contiguous())
+
+    def _empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        batch, length, heads, _ = self._shape
+        make = self._like.new_empty if self._plan.complete else self._like.new_zeros
+        return make(self._shape, dtype=dtype), self._like.new_full(
+            (batch, heads, length), -torch.inf, dtype=self._wide
+        )
+
+
+def merge(
+    o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False
+) -> None:
+    """Merge two partial attention outputs, each over some of the keys, into the output over all
+    keys.
+
+    Args:
+        o: [b, t, H, D], not read where `lse` is -inf. [Note: empty rows]
+        lse: [b, H, t] in float32 or float64; replaced by the merged logsumexp.
+        part_o: [b, t, H, D], not read where `part_lse` is -inf.
+        part_lse: [b, H, t] in the dtype of `lse`.
+        out: [b, t, H, D], receives the result; may be `o`.
+        all_read: True if every query reads a key of both parts.
+    """
+    if not o.is_cpu and fits_triton(o, part_o, out):
+        merge_in_triton(o, lse, part_o, part_lse, out)
+    else:
+        merge_in_torch(o, lse, part_o, part_lse, out, o.is_cpu and all_read)
+
+
+def merge_in_torch(
+    o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False
+) -> None:
+    """Merge two partial attention outputs like `merge`, by torch's operators. Tests compare
+    `merge_in_triton` with this function.
+
+    Args:
+        o: [b, t, H, D].
+        lse: [b, H, t]; replaced by the merged logsumexp.
+        part_o: [b, t, H, D].
+        part_lse: [b, H, t].
+        out: [b, t, H, D], receives the result; may be `o`.
+        all_read: True if no logsumexp is -inf: the same bits in half the time.
+    """
+    merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
+    # [Note: empty rows]
+    safe = merged if all_read else merged.clamp(min=torch.finfo(merged.dtype).min)
+    weight = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)  # [b, t, H, 1]
+    part_weight = (part_lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
+    kept = o * weight  # [b, t, H, D]
+    if not all_read:
+        kept.masked_fill_(weight == 0.0, 0.0)
+    torch.add(kept, part_o * part_weight, out=out)
+    lse.copy_(merged)
+
+
+class SummedQueries:
+    """Gradient dq of a chunk's queries, summed over the blocks (rectangles of queries and keys) of
+    its attention.
+
+    Args:
+        q: the chunk's queries, [B, C, H, D].
+        plan: the blocks.
+        chunk: the chunk's range of positions.
+    """
+
+    def __init__(self, q: Tensor, plan: BlockPlan, chunk: Chunk) -> None:
+        self._q = q
+        self._plan = plan
+        self._chunk = chunk
+        self._dtype = q.dtype if plan.depth <= 2 else torch.promote_types(q.dtype, torch.float32)
+        self._sum: Tensor | None = None
+
+    def add(self, number: int, dq: Tensor) -> None:
+        """Add one block's dq [b, H, t, D], for the block with index `number` in the plan. The
+        tensor may be overwritten."""
+        block = self._plan.blocks[number]
+        dq = dq.transpose(1, 2)
+        if self._plan.covers[number]:
+            if self._sum is None:
+                self._sum = dq
+            else:
+                dtype = torch.promote_types(self._sum.dtype, self._dtype)
+                self._sum = self._sum.to(dtype).add_(dq)
+            return
+        rows = slice(block.b0, block.b1)
+        columns = slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
+        alone = self._plan.depth == 1 and self._plan.complete
+        if self._sum is None:
+            if alone:
+                self._sum = torch.empty_like(self._q)
+            else:
+                self._sum = torch.zeros_like(self._q, dtype=self._dtype)
+        if alone:
+            self._sum[rows, columns].copy_(dq)
+        else:
+            self._sum[rows, columns].add_(dq)
+
+    def result(self) -> Tensor:
+        """Return the sum, dq [B, H, C, D], in q's dtype."""
+        total = torch.zeros_like(self._q) if self._sum is None else self._sum
+        return total.to(self._q.dtype).transpose(1, 2)
+
 
 Layout = Spans | DenseMask
 
 
 class Params(NamedTuple):
-    """Settings of one attention call for a chunk.
+    """Settings of one attention call for a chunk of the sequence.
 
     Attributes:
-        backend: kernels that compute the blocks.
+        backend: the kernels that compute the attention, one rectangle of queries and keys (a block)
+            at a time.
         scale: factor of q @ k^T, applied before softcap * tanh(scores / softcap).
         softcap: limit of the scores; None: no tanh.
         dropout: probability to drop a weight.
@@ -49,13 +260,16 @@ class Params(NamedTuple):
     seed: int
 
     def tasks(self, plan: BlockPlan, layout: Layout, device: torch.device) -> Iterable[Task]:
-        """Return the kernel arguments (`Task`) of each block of a chunk, with tensors on `device`.
-        Tasks with mask tensors or document boundaries are generated when their block's turn comes.
+        """Return the kernel arguments (`Task`) of each block of a chunk. A block is a rectangle of
+        queries and keys, computed by one kernel call.
+
+        Tasks with mask tensors or document boundaries are generated one by one, so that few tensors
+        exist at a time.
 
         Args:
             plan: the chunk's blocks.
             layout: keys that each query may read.
-            device: device of the tensors.
+            device: device of the tasks' tensors.
         """
         if plan.by_place and self.dropout == 0.0:
             return list(
@@ -66,9 +280,9 @@ class Params(NamedTuple):
         )
 
     def _task(self, number: int, block: Block, layout: Layout, device: torch.device) -> Task:
-        """Return the kernel arguments of one block. A MASK block needs its part of the mask [B or
-        1, H or 1, q, k]; a VARLEN block needs cu_q and cu_k, [documents + 1] in int32.
-        """
+        """Return the kernel arguments of one block, a rectangle of queries and keys. A block of
+        kind MASK gets its part of the mask [B or 1, H or 1, q, k]. A block of kind VARLEN gets
+        cu_seqlens of its queries and keys, [documents + 1] each in int32."""
         tile = ends = None
         if block.kind is Kind.MASK:
             assert isinstance(layout, DenseMask)
@@ -92,18 +306,22 @@ def attend_blocks(
     keep_wide: bool = False,
     plan: BlockPlan | None = None,
 ) -> Attended:
-    """Attend with the queries of one chunk, block by block, and merge the blocks by logsumexp
-    (DESIGN.md section 2).
+    """Compute attention for the queries of one chunk. Keys are read block by block, and the blocks'
+    outputs are merged by their logsumexp (DESIGN.md section 2).
 
     Args:
-        q: [B, H, C, D], the chunk's queries.
+        q: [B, H, C, D], the queries of the chunk's C tokens.
         site: K and V of the chunk and of all earlier chunks.
         layout: keys that each query may read.
         chunk: the chunk's range of positions.
         params: the kernels, and the scale, softcap and dropout of the attention call.
-        sink: [H], the logits of one more key; None: no sink.
-        keep_wide: also return o before rounding, if backward can use it. [Note: rounded outputs]
+        sink: [H], the attention sink: logits of one more key without a value; None: no sink.
+        keep_wide: also return o before rounding to q's dtype, if backward can use it. [Note:
+            rounded outputs]
         plan: the blocks; None: plan them here.
+
+    Returns:
+        The output o [B, C, H, D_v] and its logsumexp.
     """
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     if plan is None:
@@ -134,7 +352,8 @@ def attend_blocks(
 
 
 def with_sink(attended: Attended, sink: Tensor) -> Attended:
-    """Merge one more key, read by every query, with logit sink [H] and value zero.
+    """Merge an attention sink into a chunk's attention output: one more key, read by every query,
+    with logit sink [H] and value zero.
 
     The blocks' backward needs the merged lse alone. The sink's own gradient is -sum over queries of
     exp(sink - lse) * (do . o), because each weight shrinks by its product with the sink's weight.
@@ -146,17 +365,23 @@ def with_sink(attended: Attended, sink: Tensor) -> Attended:
 
 
 class PrefixRead(torch.autograd.Function):
-    """Autograd function from one chunk's k and v to the keys and values of its prefix. Backward
-    adds the prefix's gradients to the accumulators, like `PrefixAttention`."""
+    """Autograd function from one chunk's k and v to the keys and values of all tokens up to the
+    chunk's end. Backward adds the gradients of all these keys and values to buffers that the chunks
+    share."""
 
     @staticmethod
     def forward(
         ctx: Any, k: Tensor, v: Tensor, site: KVBuffer, chunk: Chunk
     ) -> tuple[Tensor, Tensor]:
-        """Return K [B, H_kv, e, D] and V up to the chunk's end, as views of the buffers.
+        """Return K [B, H_kv, e, D] and V of the e tokens up to the chunk's end, as views of the
+        buffers.
 
-        The chunk's own k [B, H_kv, C, D] and v only connect the graph: `site` holds their values
-        already.
+        Args:
+            k: [B, H_kv, C, D], the chunk's keys, only to connect the graph: `site` holds their
+                values.
+            v: the chunk's values, only to connect the graph.
+            site: the buffers of K and V.
+            chunk: the chunk's range of positions.
         """
         ctx.site = site
         ctx.chunk = chunk
@@ -165,8 +390,8 @@ class PrefixRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Add dK [B, H_kv, e, D] and dV to the accumulators. Return the gradients of the chunk's
-        own k and v [B, H_kv, C, D], in the dtypes of K and V."""
+        """Add dK [B, H_kv, e, D] and dV of all tokens up to the chunk's end to the shared buffers.
+        Return the gradients of the chunk's own k and v [B, H_kv, C, D], in their dtypes."""
         own = slice(ctx.chunk.start, ctx.chunk.stop)
         parts = list[Tensor | None]()
         for total, grad, like in zip(
@@ -180,8 +405,8 @@ class PrefixRead(torch.autograd.Function):
 
 
 class PrefixAttention(torch.autograd.Function):
-    """Autograd function of one chunk's attention over its prefix, from q, k, v and a sink's logits
-    to [B, C, H, D_v]."""
+    """Autograd function of one chunk's attention to all tokens up to the chunk's end. The inputs
+    are q, k, v and the logits of an attention sink; the output is [B, C, H, D_v]."""
 
     @staticmethod
     def forward(
@@ -196,14 +421,18 @@ class PrefixAttention(torch.autograd.Function):
         params: Params,
         saved: Attended | None,
     ) -> Tensor:
-        """Return o [B, C, H, D_v] in q's dtype.
+        """Return the chunk's attention output o [B, C, H, D_v] in q's dtype.
 
         Args:
             q: [B, H, C, D].
-            k: [B, H_kv, C, D], only to connect the graph: `site` holds its values already.
+            k: [B, H_kv, C, D], only to connect the graph: `site` holds the values already.
             v: [B, H_kv, C, D_v], only to connect the graph.
-            sink: [H], the logits of one more key; None: no sink.
-            saved: result of the same chunk's attention in forward; None: attend again.
+            sink: [H], the attention sink: logits of one more key without a value; None: no sink.
+            site: K and V of the chunk and of all earlier chunks.
+            layout: keys that each query may read.
+            chunk: the chunk's range of positions.
+            params: the kernels, scale, softcap and dropout.
+            saved: output that the forward pass saved for this chunk; None: compute attention again.
         """
         attended = saved or attend_blocks(q, site, layout, chunk, params, sink, keep_wide=True)
         o = attended.o.contiguous()
@@ -220,10 +449,10 @@ class PrefixAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return dq [B, H, C, D], dk [B, H_kv, C, D] and dv in q's dtype, and the sink's gradient
-        [H], from do [B, C, H, D_v].
+        [H], from the output's gradient [B, C, H, D_v].
 
-        dK and dV of earlier chunks are added to the accumulators of `site`. [Note: prefix
-        accumulation order]
+        dK and dV of earlier chunks are added to buffers in `site`, from which these chunks'
+        backward reads them later. [Note: prefix accumulation order]
         """
         q, o, lse, sink = ctx.saved_tensors
         # [B, C, H, D]. [Note: one layout]

@@ -48,7 +48,7 @@ from streambp.errors import AttentionChoiceError
 
 
 class Use(enum.Enum):
-    """Purpose of blocks, which limits the number of keys in a block."""
+    """Purpose of a block (a rectangle of queries and keys), which limits the number of its keys."""
 
     FORWARD = "forward"  # keys and values lie in one buffer
     BACKWARD = "backward"  # limited, because dK and dV are returned, too
@@ -56,11 +56,12 @@ class Use(enum.Enum):
 
 
 class Used(NamedTuple):
-    """A kernel, and a kind of blocks that it attended.
+    """An attention kernel and the kind of blocks that it computed, for reports. A block is a
+    rectangle of queries and keys.
 
     Attributes:
         kernel: name of the kernel.
-        kind: kind of the blocks.
+        kind: rule by which pairs of a query and a key counted, such as CAUSAL or MASK.
         because: reason why no other kernel could be chosen; "" otherwise.
     """
 
@@ -71,15 +72,15 @@ class Used(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """The blocks (rectangles of queries and keys) that compute a chunk's attention, ordered by
-    their keys. [Note: tiles]
+    """Blocks that together compute a chunk's attention, in the order of their keys. A block is a
+    rectangle of queries and keys, computed by one kernel call. [Note: tiles]
 
     Attributes:
         blocks: the blocks.
         kernels: the attention kernel of each block.
         depth: largest number of blocks that contain the same query.
         complete: True if every query is in a block.
-        covers: for each block, whether the block contains all of the chunk's queries.
+        covers: True for each block that contains all of the chunk's queries.
         by_place: True if the positions of query and key alone decide which pairs count. No block
             then reads a mask tensor or document boundaries (cu_seqlens).
         all_read: True if each query reads a key in the first block, and in every other block that
@@ -99,13 +100,14 @@ class BlockPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """Kernels in order of preference. Each block goes to the first kernel that takes it. The first
-    kernel decides block sizes.
+    """Attention kernels in order of preference. Each block (a rectangle of queries and keys) is
+    computed by the first kernel that supports it. The preferred kernel decides block sizes.
 
     Attributes:
-        kernels: the kernels; the last one takes every block.
-        width: columns of V in its buffer, more than D_v; None: D_v columns. [Note: padded values]
-        because: reason why plain products are the only kernel; "" otherwise.
+        kernels: the kernels; the last one supports every block.
+        width: number of columns to which V is padded in its buffer, more than D_v; None: no
+            padding. [Note: padded values]
+        because: reason why plain matrix products are the only kernel; "" otherwise.
     """
 
     kernels: tuple[Kernel, ...]
@@ -114,21 +116,22 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """Return the name of the preferred kernel."""
+        """Return the name of the preferred kernel, such as "flash"."""
         return self.kernels[0].name
 
     def kernel(self, block: Block) -> Kernel:
-        """Return the first kernel that takes the block."""
+        """Return the first kernel that supports the block."""
         for kernel in self.kernels[:-1]:
             if kernel.takes(block):
                 return kernel
         return self.kernels[-1]  # plain products take every block that is left
 
     def tiling(self, use: Use) -> Tiling:
-        """Return the limits of blocks for this use, as the preferred kernel wants them.
+        """Return the largest and smallest sizes of blocks for this use, as the preferred kernel
+        requires them.
 
-        The field `tail` belongs to the next kernel, if the preferred kernel refuses short blocks.
-        The field `masked` belongs to the kernel for MASK blocks.
+        The field `tail` has the sizes for the next kernel, if the preferred kernel refuses short
+        blocks. The field `masked` has the sizes for the kernel that reads mask tensors.
         """
         limited = list[Tiling]()
         masked = None
@@ -161,8 +164,15 @@ class Backend:
         )
 
     def plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> BlockPlan:
-        """Return the blocks of `rows` rows of a chunk. The plan is made once for all layers that
-        share the layout."""
+        """Return the rectangles of queries and keys (blocks) that compute a chunk's attention, with
+        their kernels. All layers with the same mask share the cached plan.
+
+        Args:
+            layout: keys that each query may read.
+            chunk: the chunk's range of positions.
+            rows: number of rows of the batch.
+            use: purpose of the blocks.
+        """
         key = (self, chunk.start, chunk.stop, use)
         plan: BlockPlan | None = layout.derived.get(key)
         if plan is not None:
@@ -204,8 +214,8 @@ class Backend:
 
 
 def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
-    """Return the largest number of blocks that contain the same query, and the number of queries of
-    all rows that are in a block.
+    """Return two numbers: the largest number of blocks that contain the same query, and the number
+    of queries, over all rows, that are in some block.
 
     Groups of rows are counted one by one, because blocks of different groups never share a query.
     """
@@ -226,8 +236,8 @@ FLASH_4 = "flash-attn-4"  # the package of FlashAttention-4
 
 
 def platform_of(device: torch.device) -> Platform:
-    """Return the platform of a device in this process, read anew because switches change at any
-    time."""
+    """Return properties of a device and its software, by which attention kernels are chosen.
+    Switches such as torch's `enable_flash_sdp` are read anew in each call."""
     switches = torch.backends.cuda
     flash_on = switches.flash_sdp_enabled()
     version = _numbers(torch.__version__)[:2]
@@ -260,8 +270,8 @@ def platform_of(device: torch.device) -> Platform:
 
 @functools.lru_cache
 def _numbers(version: str) -> Version:
-    """Return the numbers of a version: (4, 0, 0, 18) for "4.0.0b18", (2, 13, 0) for "2.13.0+cu130".
-    A pre-release has one number more than its release."""
+    """Parse a version: (4, 0, 0, 18) for "4.0.0b18", (2, 13, 0) for "2.13.0+cu130". A pre-release
+    has one number more than its release."""
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
@@ -274,7 +284,8 @@ def choose_backend(
     sink: bool = False,
     platform: Platform | None = None,
 ) -> Backend:
-    """Return the backend for tensors like q [B, H, T, D] and v [B, H_kv, T, D_v].
+    """Return the attention kernels (`Backend`) for tensors like q [B, H, T, D] and v [B, H_kv, T,
+    D_v].
 
     "auto" takes only kernels that torch's own attention would take. cuDNN requires `prefers_cudnn`.
     FlashAttention and the CPU's fused kernel require `torch.backends.cuda.flash_sdp_enabled()`.
@@ -288,8 +299,14 @@ def choose_backend(
     does; "flash" pads there as on CUDA.
 
     Args:
-        platform: device and software that the rules examine; None: the result of `platform_of` for
-            q's device.
+        wanted: the kernel that the config names, or "auto".
+        q: a tensor with the shape, dtype and device of the queries.
+        v: a tensor like the values.
+        dropout: probability to drop a weight.
+        softcap: limit of the scores; None: no limit.
+        sink: True if there is an attention sink, one more key without a value.
+        platform: properties of device and software; None: the result of `platform_of` for q's
+            device.
 
     Raises:
         AttentionChoiceError: the wanted backend cannot attend this call. "auto" never raises;
@@ -356,21 +373,25 @@ def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Ba
 
 @dataclasses.dataclass(frozen=True)
 class AsSdpa:
-    """A layer's attention calls as the unpatched model would compute them with transformers' sdpa.
+    """Result of a check on a layer's attention calls: would transformers' "sdpa" implementation
+    compute the same, and in which memory?
 
     Attributes:
-        same: True if sdpa computes the same as streamed attention; sdpa knows no softcap and no
-            sinks.
+        same: True if sdpa computes the same numbers; sdpa supports no softcap and no sinks.
         heads: number of heads for which sdpa builds the scores [B, H, T, T], because no fused
-            kernel takes the call; 0: none.
+            kernel supports the call; 0: none.
     """
 
     same: bool = True
     heads: int = 0
 
     def with_call(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, same: bool) -> AsSdpa:
-        """Return a copy with one more call, of q [B, H, C, D], k [B, H_kv, C, D] and v [B, H_kv, C,
-        D_v]. The call has one key for each query."""
+        """Return a copy that includes one more attention call, of q [B, H, C, D], k [B, H_kv, C, D]
+        and v [B, H_kv, C, D_v].
+
+        Args:
+            same: True if sdpa computes this call's numbers.
+        """
         grouped = q.shape[1] != k.shape[1]
         fused = not has_data(q) or torch._fused_sdp_choice(
             q, k, v, None, dropout, True, enable_gqa=grouped

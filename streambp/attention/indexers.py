@@ -25,24 +25,24 @@ from streambp.attention.prefix import ChunkAttention, PrefixChunkAttention, Stag
 from streambp.cache import ChunkCache
 from streambp.cache_arguments import cache_parameters
 from streambp.known_names import INDEX_HEADS, INDEXER
-from streambp.nested import rebuilt
+from streambp.tensors import rebuilt
 
 SCORES = 2**28  # bytes of an indexer's scores in all of its heads; its operators hold a few copies
 
 
 def indexers_of(module: nn.Module) -> list[nn.Module]:
-    """Return the modules inside `module` that pick keys."""
+    """Return the modules inside `module` that pick the keys of each query, for sparse attention."""
     return [part for part in module.modules() if INDEXER in type(part).__name__]
 
 
 @contextlib.contextmanager
 def picking(indexers: Sequence[nn.Module], point: ChunkAttention) -> Iterator[None]:
-    """Context manager in which indexers pick keys for the queries of one chunk, or return the saved
-    picks of this chunk.
+    """Context manager in which indexers, modules that pick the keys of each query, compute their
+    picks for one chunk's queries. In backward they return the picks saved in forward.
 
     Args:
-        indexers: the layer's modules that pick keys (sparse attention).
-        point: the object that attends for the layer's chunk.
+        indexers: the layer's indexers.
+        point: the object that computes the chunk's attention.
     """
     assert isinstance(point, PrefixChunkAttention)
     before = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
@@ -67,7 +67,16 @@ def _pick(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Return the keys that the chunk's queries read, [B, C, k] in int32."""
+    """Return the indices of the keys that the chunk's queries read, [B, C, k] in int32.
+
+    Args:
+        indexer: module of sparse attention that picks keys.
+        forward: the indexer's own forward.
+        number: the indexer's index within the layer.
+        point: the object that computes the chunk's attention, and has the picks of forward.
+        args: positional arguments of the indexer's call.
+        kwargs: keyword arguments of the indexer's call.
+    """
     named = dict(inspect.signature(type(indexer).forward).bind(indexer, *args, **kwargs).arguments)
     named.pop(next(iter(named)))
     x: Tensor = next(value for value in named.values() if isinstance(value, Tensor))  # [B, C, h]
@@ -91,7 +100,8 @@ def _few_queries_at_a_time(
     named: dict[str, Any],
     x: Tensor,
 ) -> Tensor:
-    """Return the picks [B, C, k] for x [B, C, h], computed for a few queries at a time."""
+    """Return the keys [B, C, k] that an indexer picks for x [B, C, h]. A few queries are computed
+    at a time, because the scores of all pairs would be large."""
     chunk = point.chunk
     rows = x.shape[0]
     heads: int = getattr(indexer, INDEX_HEADS)
@@ -124,10 +134,17 @@ def _part(
     start: int,
     stop: int,
 ) -> dict[str, Any]:
-    """Return an indexer's arguments for queries [start, stop) of one row.
+    """Return the arguments of an indexer's call for queries [start, stop) of one row.
 
     Args:
+        named: arguments for all queries of the chunk, by name.
         caches: names of the arguments that take a cache.
+        number: the indexer's index within the layer.
+        point: the object that computes the chunk's attention.
+        row: index of the row.
+        rows: number of rows of the batch.
+        start: first query.
+        stop: end of the queries, exclusive.
     """
     prefix = point.prefix
     chunk = point.chunk
@@ -138,7 +155,8 @@ def _part(
         return _row(x, row)[:, start - chunk.start : stop - chunk.start]
 
     def read(k: Tensor, nothing: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k [1, 1, queries, D] and return all keys up to the last query, [1, 1, stop, D]."""
+        """Store an indexer's keys k [1, 1, queries, D], and return its keys of all tokens up to the
+        last query, [1, 1, stop, D]."""
         keys = prefix.index_keys.get(number)
         if keys is None:
             # [B, T, D]
@@ -160,5 +178,6 @@ def _part(
 
 
 def _row(x: Tensor, row: int) -> Tensor:
-    """Return one row of x, [1, ...] of [B or 1, ...]."""
+    """Return row number `row` of x [B, ...] as [1, ...]. An x [1, ...] that serves all rows is
+    returned unchanged."""
     return x if len(x) == 1 else x[row : row + 1]

@@ -1,14 +1,27 @@
-"""Register streambp in transformers' attention interface, and route a model's attention to it."""
+"""Register streambp in transformers' attention interface, route a model's attention to it, and
+connect a layer's chunks to the keys and values of earlier chunks.
+
+[Note: carriers] `admission/stacks.py` chooses a layer's kind once. A kind is two objects: an
+attention carrier from this module, and a state carrier (`recurrent/carriers.py`). The step asks the
+two carriers for a chunk's arguments, and never which kind a layer is. An attention carrier replaces
+the layer's mask and cache:
+
+    `NoAttention`        the layer reads no keys                             nothing is replaced
+    `ThroughInterface`   it attends through transformers' attention          a `ChunkAttention` for its mask
+    `Picking`            the same, over keys that an indexer picks           the point, and the indexer's forward
+    `OverCache`          it attends by itself over what its cache returns    a `ChunkCache`, and its mask cut
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +29,14 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from streambp.attention.masks import LazyMask, resolve
+from streambp.attention.masks import (
+    VALUE_TYPES,
+    DenseMask,
+    LazyMask,
+    attention_mask_of,
+    masks_replaced,
+    resolve,
+)
 from streambp.attention.prefix import (
     AttentionCall,
     ChunkAttention,
@@ -24,14 +44,24 @@ from streambp.attention.prefix import (
     PrefixChunkAttention,
     Stage,
 )
-from streambp.chunks import Chunk
+from streambp.attention.self_attending import (
+    OwnMask,
+    biases_positions,
+    own_mask,
+    why_picked_blocks_stay_whole,
+)
+from streambp.attention.spans import Spans
+from streambp.cache import ChunkCache
+from streambp.chunks import Barrier, Chunk
 from streambp.device import autocast_dtype, without_autocast
-from streambp.errors import UnsupportedModelError
+from streambp.errors import UnsupportedMaskError, UnsupportedModelError
 from streambp.known_names import (
     DOCUMENT_ENDS,
+    EAGER,
     EAGER_FORWARD,
     FOREIGN_ARGUMENTS,
     IMPLEMENTATION,
+    PER_KEY,
     PICKS,
     SINKS,
 )
@@ -58,12 +88,11 @@ def stream_attention(
     """Compute attention as a function of transformers' attention interface: query [B, H, C, D], key
     and value [B, H_kv, C, D] -> [B, C, H, D_v].
 
-    In a streamed layer `attention_mask` is the `ChunkAttention` that the layer was called with.
-    This object has K and V of earlier chunks and the keys that each query may read, so a
-    `sliding_window` argument is already included. In a layer that does not stream, `attention_mask`
-    is the model's own: a `LazyMask`, a 4-D tensor, or None for causal. The sequence is then
-    attended as one chunk. Keys from another sequence (cross-attention to an image) are attended by
-    the model's sdpa.
+    `attention_mask` is a `ChunkAttention` in a layer that is computed chunk by chunk. This object
+    has K and V of earlier chunks and the keys that each query may read, so a `sliding_window`
+    argument is already included. Any other layer passes the model's own mask: a `LazyMask`, a 4-D
+    tensor, or None for causal. The sequence is then attended as one chunk. Keys from another
+    sequence (cross-attention to an image) are attended by the model's sdpa.
 
     Raises:
         UnsupportedModelError: the module attends in a way that streambp does not support, such as
@@ -127,8 +156,8 @@ def stream_attention(
 
 
 def _own_function(module: nn.Module) -> Any:
-    """Return the attention function of the module's own implementation; None if the module must use
-    ours in this thread. [Note: routed configs]"""
+    """Return the attention function of the model's own implementation, "sdpa" for example. None if
+    the current thread must use `stream_attention` for this module. [Note: routed configs]"""
     own = _met_by_chance(getattr(module, "config", None))
     if own is None:
         return None
@@ -137,7 +166,12 @@ def _own_function(module: nn.Module) -> Any:
 
 
 def _unsupported(module: nn.Module, foreign: list[str]) -> UnsupportedModelError:
-    """Return the error for a module that attends with these arguments or properties."""
+    """Return the error for an attention module with arguments or properties that are not supported.
+
+    Args:
+        module: the attention module.
+        foreign: names of these arguments or properties.
+    """
     return UnsupportedModelError(
         f"{type(module).__name__} attends with {foreign}, which streambp does not support; "
         "ignoring it would give wrong numbers. Use gradient checkpointing for this model "
@@ -146,8 +180,14 @@ def _unsupported(module: nn.Module, foreign: list[str]) -> UnsupportedModelError
 
 
 def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
-    """Return a 4-D mask [B, 1, S, T], bool or additive, that excludes all keys but picks [B, S,
-    k]."""
+    """Return a 4-D attention mask [B, 1, S, T], bool or additive, in which each query reads only
+    the keys that an indexer picked for it.
+
+    Args:
+        mask: the model's mask.
+        picks: [B, S, k], indices of the picked keys.
+        length: T.
+    """
     if not isinstance(mask, Tensor):
         raise UnsupportedModelError(
             f"Attention is given keys that an indexer picked, and {type(mask).__name__} in place "
@@ -164,8 +204,8 @@ def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
 def _unusual(
     mask: Any, kwargs: Mapping[str, Any]
 ) -> tuple[list[str], Tensor | None, Tensor | None]:
-    """Return the names of a call's arguments that are refused, a sink's logits [H], and picks [B,
-    S, k]."""
+    """Return what is special about an attention call: the names of refused arguments, the logits
+    [H] of an attention sink, and the keys [B, S, k] that an indexer picked."""
     given = {name for name, value in kwargs.items() if value is not None}
     foreign = [name for name in FOREIGN_ARGUMENTS if name in given]
     picks = kwargs.get(PICKS)
@@ -175,8 +215,8 @@ def _unusual(
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
-    """Return a `LazyMask`: transformers' mask function for our attention. A config that is not
-    routed in this thread gets the mask of its own implementation."""
+    """Return a `LazyMask` with the arguments of transformers' mask functions. If the current thread
+    does not use `stream_attention` for the config, return its own implementation's mask."""
     own = _met_by_chance(config)
     function = LazyMask if own is None else AttentionMaskInterface().get(own, LazyMask)
     return function(config=config, **description)
@@ -203,12 +243,13 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Prefi
 
 
 class Routed(str):
-    """`NAME` in a config, in place of the config's own implementation. [Note: routed configs]
+    """Value of a config's `_attn_implementation` while layers with this config are chunked: a
+    string with the name of `stream_attention`. [Note: routed configs]
 
     Attributes:
         own: the config's own implementation, which a copied or pickled config gets back.
-        config: id of the config.
-        holders: one object for each `routed` that uses the name.
+        config: id() of the config.
+        holders: one object for each `routed` context manager that uses the name.
     """
 
     own: str | None
@@ -241,8 +282,8 @@ _plain = object.__getattribute__
 
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
-    """Return the attention implementation that the config names outside of `routed`, whether routed
-    now or not."""
+    """Return the attention implementation of a config outside of `routed`, "sdpa" for example, even
+    while `routed` has replaced it."""
     name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
     return name.own if isinstance(name, Routed) else name
 
@@ -251,17 +292,19 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
     """Context manager in which models with these configs use `stream_attention` and `LazyMask`.
     Sub-configs are unchanged.
 
-    Our name enters transformers' tables here, so a model unpickled in a process without `patch`
-    runs. No model outside of `routed` uses the name.
+    The name of `stream_attention` is registered in transformers' tables here, so a model unpickled
+    in a process without `patch` runs. No model outside of `routed` uses the name.
 
-    [Note: routed configs] Models share config objects, and threads run models. So a config has our
-    name from the first of its `routed` in any thread to the last one's end, and then its own again.
-    Another thread may find our name without a `routed` of its own. Its calls go on to the
-    implementation that the config names.
+    [Note: routed configs] Models share config objects, and threads run models. So a config has the
+    name from the first of its `routed` in any thread to the last one's end, and then its own
+    implementation again. Another thread may find the name without a `routed` of its own. The calls
+    of that thread go on to the implementation that the config names.
     """
-    if all(map(_is_here, configs)):
-        return contextlib.nullcontext()
-    return _routed(configs)
+    here = HERE.get()
+    for config in configs:
+        if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in here:
+            return _routed(configs)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -299,15 +342,15 @@ def _leave(config: PreTrainedConfig, name: Routed, holder: object) -> None:
             _plain(config, "__dict__")[IMPLEMENTATION] = name.own
 
 
-def _is_here(config: PreTrainedConfig) -> bool:
-    """True if this thread is within `routed` with the config."""
-    return id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get()
-
-
 @contextlib.contextmanager
 def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Iterator[None]:
-    """Context manager within `routed`: models with these configs attend with these implementations
-    in this thread."""
+    """Context manager inside of `routed`: models with these configs use other attention
+    implementations in this thread.
+
+    Args:
+        configs: the configs.
+        implementations: the implementation for each config, such as "sdpa".
+    """
     before = COMPARED.set(
         {id(config): name for config, name in zip(configs, implementations, strict=True)}
     )
@@ -318,13 +361,425 @@ def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Ite
 
 
 def _met_by_chance(config: object) -> str | None:
-    """Return the implementation that the config must use in this thread, or None if that is ours.
-    Within `unrouted` the caller has named it; outside of `routed` it is the config's own. [Note:
-    routed configs]"""
+    """Return the attention implementation that the current thread must use for a config. None if
+    that is `stream_attention`.
+
+    Inside of `unrouted` the caller has named the implementation. Outside of `routed` the config
+    has. [Note: routed configs]
+    """
     if not isinstance(config, PreTrainedConfig):
         return None
     compared = COMPARED.get().get(id(config))
-    if compared is not None or _is_here(config):
+    if compared is not None or id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get():
         return compared
     own = own_implementation(config)
     return None if own == NAME else own
+
+
+Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Layout(NamedTuple):
+    """Keys that the queries of a full sequence may read, and positions where no chunk may end.
+
+    Attributes:
+        spans: keys of each query.
+        barriers: positions where no chunk may end, because an earlier query would read a later key.
+            [Note: chunk ends]
+        told: name of the argument that marks the documents of packed rows, and the number of
+            documents; None: no argument marks documents.
+    """
+
+    spans: Spans | DenseMask
+    barriers: tuple[Barrier, ...] = ()
+    told: tuple[str, int] | None = None
+
+
+class NoAttention:
+    """Adapter between a decoder layer and chunked attention, for a layer that reads no keys (a
+    recurrence alone). Subclasses are the adapters for layers with attention.
+
+    Attributes:
+        costs: text of `describe` about the costs.
+        why_not_split: reason why the tokens cannot be sharded over ranks.
+        in_tiles: True if K and V may be stored chunk by chunk, some of them in host memory.
+        reads_a_mask: True if the layer passes attention_mask to attention only.
+        ours: True if the layer's attention is replaced while the layer is chunked, so that a test
+            run can hide the keys of other chunks from queries.
+        picks_keys: True if the keys of a query are selected by the contents of the keys.
+        returns_weights: True if floating tensors after the hidden states are attention weights that
+            nobody requested.
+    """
+
+    costs: str | None = None
+    why_not_split: str | None = None
+    in_tiles = True
+    reads_a_mask = False
+    ours = True
+    picks_keys = False
+    returns_weights = False
+
+    def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
+        """Return the configs of which `_attn_implementation` is replaced while the layer is
+        chunked; an empty list if the layer keeps its own attention."""
+        return attention_configs(layer) if self.ours else []
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """Check the arguments of a layer's call, and replace its mask in `named` where needed.
+        Return the reason why the layer cannot be chunked with these arguments, or None.
+
+        Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
+            x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark in packed rows; None: no
+                documents.
+        """
+        return None
+
+    def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
+        """Return the keys that each query of the sequence may read, from the layer's mask of any
+        type.
+
+        Args:
+            named: the layer's arguments by name.
+            x: hidden_states [..., B, T, h].
+        """
+        mask = attention_mask_of(named)
+        batch_size, length = x.shape[-3:-1]
+        barriers: tuple[Barrier, ...] = ()
+        # attention does not read the mask, or the layer reads it itself
+        if not self.reads_a_mask and not isinstance(mask, LazyMask):
+            if isinstance(mask, OwnMask):
+                barriers = mask.barriers
+            return Layout(Spans.causal(batch_size, length), barriers)
+        spans = resolve(
+            mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device
+        )
+        if isinstance(spans, DenseMask):
+            barriers = spans.barriers
+        told = mask.told if isinstance(mask, LazyMask) else None
+        return Layout(spans, barriers, told)
+
+    def hand(
+        self, named: dict[str, Any], point: ChunkAttention
+    ) -> tuple[dict[str, Any], Read | None]:
+        """Return the layer's arguments for one chunk, with mask and cache replaced. The second
+        result is the function that the replaced cache calls on new keys and values; None: no cache.
+
+        Args:
+            named: the layer's arguments by name.
+            point: the object that computes the chunk's attention.
+        """
+        return named, None
+
+    def whole(
+        self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
+    ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+        """Return the context manager and the arguments for running the layer unchunked, under
+        torch's checkpoint.
+
+        Args:
+            configs: the configs of which `_attn_implementation` is replaced otherwise.
+            args: the layer's positional arguments.
+            kwargs: the layer's keyword arguments.
+        """
+        return routed(configs), args, kwargs
+
+    def unpatched(
+        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+    ) -> dict[str, Any]:
+        """Return the layer's arguments for the first `length` tokens, with the masks that the
+        unpatched model would pass to the layer.
+
+        Args:
+            named: the layer's arguments by name.
+            length: number of tokens.
+            mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
+        """
+        return named
+
+
+class ThroughInterface(NoAttention):
+    """Adapter for a decoder layer that calls transformers' attention interface. The layer gets a
+    `ChunkAttention` as its attention_mask, and passes it to the attention function."""
+
+    reads_a_mask = True
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """Return the reason why the layer cannot be chunked with its attention_mask; None if it
+        can. Accepted are a `LazyMask`, a tensor [B or 1, H or 1, T, T] and None.
+
+        Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
+            x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark; not read here.
+
+        Raises:
+            UnsupportedMaskError: the mask is bool and the model's attention is eager, which would
+                add the values of the mask to the scores.
+        """
+        mask = attention_mask_of(named)
+        if mask is None or isinstance(mask, LazyMask):
+            return None
+        if not isinstance(mask, Tensor) or mask.dim() != 4:
+            return "its attention_mask is not for attention alone"
+        if mask.dtype == torch.bool:
+            _refuse_added_bools(self.configs(layer))
+        return None
+
+    def hand(
+        self, named: dict[str, Any], point: ChunkAttention
+    ) -> tuple[dict[str, Any], Read | None]:
+        """Return the layer's arguments for one chunk, in which `point` replaces the attention mask,
+        and None (no cache).
+
+        Args:
+            named: the layer's arguments by name.
+            point: the object that computes the chunk's attention.
+        """
+        point.takes_picks = self.picks_keys
+        found: dict[str, Any] = {}
+        for name, value in named.items():
+            if type(value) in VALUE_TYPES:
+                continue
+            if isinstance(value, LazyMask):
+                found[name] = point
+            elif isinstance(value, Mapping):
+                parts: dict[Any, Any] = {}
+                has_mask = False
+                for key, part in value.items():
+                    parts[key] = part
+                    if isinstance(part, LazyMask):
+                        parts[key] = point
+                        has_mask = True
+                if has_mask:
+                    found[name] = parts
+        return {**named, **(found or {"attention_mask": point})}, None
+
+    def unpatched(
+        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+    ) -> dict[str, Any]:
+        """Return the layer's arguments with the model's own mask in place of each `LazyMask`.
+        Arguments without a `LazyMask` get a causal mask.
+
+        Args:
+            named: the layer's arguments by name.
+            length: number of tokens.
+            mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
+        """
+        found = {name: masks_replaced(value, mask) for name, value in named.items()}
+        if not isinstance(attention_mask_of(named), LazyMask):
+            found["attention_mask"] = mask(LazyMask())
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignAttention(NoAttention):
+    """Adapter for a decoder layer whose attention forward was replaced by other code, Unsloth's for
+    example. The layer runs unchunked, with the model's own masks.
+
+    Attributes:
+        by: name of the function that replaces the forward.
+    """
+
+    by: str
+
+    ours = False
+
+    @property
+    def why_not_split(self) -> str:  # type: ignore[override]
+        """Return the reason why the tokens cannot be sharded over ranks: the replaced forward would
+        attend to this rank's part of the sequence alone."""
+        return f"{self.by} attends in its place, to this rank's shard"
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str:
+        """Return the reason why no chunk of the layer can be computed. The hidden states x [..., B,
+        T, h] do not matter."""
+        return (
+            f"{self.by} stands in the place of its attention's forward, and attends in its own way"
+        )
+
+
+# types of arguments that contain no `LazyMask`
+
+
+@dataclasses.dataclass(frozen=True)
+class Picking(ThroughInterface):
+    """Adapter for a decoder layer with sparse attention: an indexer module picks the keys that each
+    query reads. [Note: indexers]
+
+    Attributes:
+        kept: number of keys that the layer's own indexer picks for a query; None: the layer uses
+            the keys that an earlier layer's indexer picked.
+    """
+
+    kept: int | None = None
+
+    why_not_split = "its indexer compares all keys of the sequence, of which this rank has a shard"
+    picks_keys = True
+
+    @property
+    def costs(self) -> str:  # type: ignore[override]
+        """Return text for `describe` about what sparse attention costs in time and memory."""
+        found = (
+            "sparse attention: plain products with all keys before, which are masked if they are "
+            "not picked"
+        )
+        if self.kept is None:
+            return found
+        return f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
+
+    def whole(
+        self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
+    ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+        """Return the context manager and the arguments for running the layer unchunked, with the
+        model's own masks and indexer."""
+        own = [own_implementation(config) or EAGER for config in configs]
+
+        def mask(lazy: LazyMask) -> Any:
+            return AttentionMaskInterface()[own[0]](**lazy.description)
+
+        args = tuple(masks_replaced(value, mask) for value in args)
+        return (
+            unrouted(configs, own),
+            args,
+            {name: masks_replaced(value, mask) for name, value in kwargs.items()},
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OverCache(NoAttention):
+    """Adapter for a decoder layer that computes its own attention, without transformers' interface,
+    over keys and values that its KV cache returns. See `attention/self_attending.py`.
+
+    Attributes:
+        argument: name of the argument that takes the cache.
+    """
+
+    argument: str
+
+    costs = (
+        "its own attention: the model builds its [T, T] mask, and a chunk's scores against all "
+        "before exist"
+    )
+    why_not_split = "it attends by itself, to this rank's shard"
+    in_tiles = False  # the layer reads all keys at once
+    returns_weights = True
+    ours = False
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """Check the arguments of a layer's call, and replace its mask in `named` by an `OwnMask`.
+        Return the reason why the layer cannot be chunked, or None.
+
+        Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
+            x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark in packed rows; None: no
+                documents.
+
+        Raises:
+            UnsupportedModelError: position_ids mark packed documents, which the model's recurrent
+                layers separate and this layer's attention does not.
+        """
+        mask = attention_mask_of(named)
+        length = x.shape[-2]
+        by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
+        found: OwnMask | str
+        if mask is None and by_sdpa:
+            found = OwnMask(torch.empty(0, device=x.device))
+        else:
+            found = own_mask(mask, length, by_sdpa)
+        if isinstance(found, str):
+            return found
+        if documents is not None and found.mask.dim() < 4:
+            raise UnsupportedModelError(
+                f"position_ids mark {documents} documents of packed rows, but the attention of "
+                f"{type(layer).__name__} does not separate them: its mask marks padding alone. The "
+                "model's recurrent layers would separate the documents. Pass one document per "
+                "row, or set StreamConfig(documents='as_given') so that no layer separates "
+                "documents, as in the unpatched model."
+            )
+        because = why_picked_blocks_stay_whole(
+            layer, named.get("position_ids"), found, length, by_sdpa
+        )
+        if because is not None:
+            return because
+        # sdpa gives an empty query 0, in a chunk and in the sequence. A position bias gives
+        # sdpa another mask.
+        if by_sdpa and found.mask.dtype == torch.bool and not biases_positions(layer):
+            found = dataclasses.replace(found, empty=None)
+        named["attention_mask"] = found
+        return None
+
+    def hand(
+        self, named: dict[str, Any], point: ChunkAttention
+    ) -> tuple[dict[str, Any], Read | None]:
+        """Return the layer's arguments for one chunk, and the function that the replaced cache
+        calls on new keys and values. That function returns all keys and values up to the chunk's
+        end. The mask is cut to the chunk.
+
+        Args:
+            named: the layer's arguments by name.
+            point: the object that stores the chunk's keys and values.
+        """
+        assert isinstance(point, PrefixChunkAttention)
+        chunk = point.chunk
+        mask = named["attention_mask"]
+
+        def read(
+            k: Tensor, v: Tensor
+        ) -> tuple[Tensor, Tensor]:  # [B, H_kv, C, D] -> all up to the chunk's end
+            return point.read(k, mask.values(v, chunk))
+
+        changed: dict[str, Any] = {
+            self.argument: ChunkCache(chunk.start, read),
+            "attention_mask": mask.cut(chunk),
+        }
+        for name in PER_KEY:
+            if isinstance(named.get(name), Tensor):
+                changed[name] = named[name][..., : chunk.stop]
+        return {**named, **changed}, read
+
+    def unpatched(
+        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+    ) -> dict[str, Any]:
+        """Return the layer's arguments for the first `length` tokens, with the model's own mask."""
+        changed = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
+        for name in PER_KEY:
+            if isinstance(named.get(name), Tensor):
+                changed[name] = named[name][..., :length]
+        return {**named, **changed}
+
+
+def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
+    """Return every distinct config from which the layer's modules read their attention
+    implementation."""
+    found: dict[int, PreTrainedConfig] = {}
+    for module in layer.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            found[id(config)] = config
+    return list(found.values())
+
+
+def _refuse_added_bools(configs: list[PreTrainedConfig]) -> None:
+    """Raise `UnsupportedMaskError` for a bool mask under "eager", which adds it as 0 and 1."""
+    for config in configs:
+        if own_implementation(config) == EAGER:
+            raise UnsupportedMaskError(
+                "The 4-D attention mask is of torch.bool, and the model's attention is eager: it "
+                "adds the mask to the scores, True as 1, so that the unpatched model reads every "
+                "key. Pass an added mask (0 where a key is read, -inf elsewhere), or set sdpa "
+                "(model.set_attn_implementation('sdpa')), which reads bool masks."
+            )

@@ -42,7 +42,8 @@ CUDNN_FEW = 256
 
 
 class Task(NamedTuple):
-    """Arguments of a kernel beside the tensors."""
+    """Arguments of an attention kernel other than q, k and v, for one rectangle of queries and
+    keys."""
 
     block: Block
     scale: float
@@ -54,12 +55,13 @@ class Task(NamedTuple):
 
 
 class Kernel(Protocol):
-    """A stateless attention kernel for one block: a rectangle of queries and keys. The module's
-    docstring defines the shapes.
+    """Interface of an attention kernel, which computes one block: a rectangle of queries and keys.
+    Kernels are stateless. The module's docstring defines the shapes.
 
     Attributes:
         name: name of the kernel.
-        kinds: kinds of blocks (causal, full, window and so on) that the kernel can compute.
+        kinds: rules for pairs of a query and a key (CAUSAL, FULL, WINDOW and so on) that the kernel
+            supports.
         tiling: block sizes that the kernel prefers.
     """
 
@@ -68,9 +70,8 @@ class Kernel(Protocol):
     tiling: Tiling
 
     def takes(self, block: Block) -> bool:
-        """True if the kernel can compute a block: its kind, and its lengths if the kernel takes few
-        lengths. A causal block must lie on the diagonal, unless the kernel aligns queries to the
-        last keys."""
+        """True if the kernel supports a block: its kind, and the numbers of its queries and keys. A
+        causal block must be a square, unless the kernel aligns queries to the last keys."""
         kind = block.kind
         tiling = self.tiling
         if kind not in self.kinds:
@@ -83,8 +84,8 @@ class Kernel(Protocol):
         return tiling.takes(block.q1 - block.q0) and tiling.takes(block.k1 - block.k0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D_v] in q's dtype or wider, and lse [B, H, Tq], of the softmax over
-        this block's keys alone."""
+        """Return o [B, H, Tq, D_v] in q's dtype or wider, and lse [B, H, Tq]: attention output and
+        logsumexp over this block's keys alone."""
         ...
 
     def backward(
@@ -93,10 +94,13 @@ class Kernel(Protocol):
         """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] of this block.
 
         Args:
-            do: [B, H, Tq, D_v], the gradient of the merged o.
-            o: [B, H, Tq, D_v], merged over all blocks of these queries.
-            lse: [B, H, Tq], merged over all blocks of these queries.
-            task: the task of forward, with the same seed.
+            do: [B, H, Tq, D_v], the gradient of the attention output over all keys.
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D_v], the block's values.
+            o: [B, H, Tq, D_v], the attention output over all keys, not this block's alone.
+            lse: [B, H, Tq], its logsumexp over all keys.
+            task: the arguments of forward, with the same seed.
         """
         ...
 
@@ -107,6 +111,7 @@ def cut(here: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
 
     Args:
         here: (b0, b1, t0, t1).
+        whole: the tensors.
     """
     b0, b1, t0, t1 = here
     rows = b1 - b0
@@ -122,8 +127,8 @@ def cut(here: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
 
 
 def widened(x: Tensor, width: int) -> Tensor:
-    """Return x [..., D] with columns of zeros behind, [..., width]; x itself if D is `width`.
-    [Note: padded values]"""
+    """Pad x [..., D] with zeros to [..., width]; return x itself if D is `width`. [Note: padded
+    values]"""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
@@ -133,20 +138,22 @@ def narrowed(x: Tensor, size: int) -> Tensor:
 
 
 class MathKernel(Kernel):
-    """Plain matrix products in promote_types(dtype, float32), for every kind that needs no native
-    support, with dropout, softcap and any head size."""
+    """Attention by plain matrix products in promote_types(dtype, float32), with dropout, softcap
+    and any head size. Supports every kind of block, except kinds that need a kernel's own windows
+    or documents."""
 
     name = "math"
     kinds = frozenset(Kind) - {Kind.VARLEN, Kind.WINDOW}
     tiling = Tiling(q_block=512, k_block=2048, k_forward=2048)
 
     def takes(self, block: Block) -> bool:
-        """True if the block is of one of its kinds. Any size works, because causal tiles compare
-        positions."""
+        """True if the kernel supports the block's kind. The numbers of queries and keys do not
+        matter."""
         return block.kind in self.kinds
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D_v] and lse [B, H, Tq], both in promote_types(dtype, float32)."""
+        """Return the attention output o [B, H, Tq, D_v] and its logsumexp lse [B, H, Tq], both in
+        promote_types(dtype, float32)."""
         # [B, H_kv, G, Tq, Tk]
         scores = self._masked(self._scores(q, k, task), q, k, task)
         v = _wide(v)
@@ -164,7 +171,7 @@ class MathKernel(Kernel):
         """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in
         promote_types(dtype, float32).
 
-        The dropout mask is drawn again from the task's seed.
+        The dropout mask is drawn again from the seed in `task`.
         """
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         scores = self._scores(q, k, task)
@@ -207,14 +214,16 @@ class MathKernel(Kernel):
 
 
 class CpuFlashKernel(Kernel):
-    """torch's fused CPU kernel (online softmax, grouped queries); no dropout, D_v = D."""
+    """torch's fused attention kernel for CPUs (online softmax, grouped queries). No dropout is
+    supported, and D_v = D."""
 
     name = "cpu flash"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
     tiling = Tiling(k_block=K_BLOCK)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D] in q's dtype, and lse [B, H, Tq]."""
+        """Return the attention output o [B, H, Tq, D] in q's dtype, and its logsumexp lse [B, H,
+        Tq]."""
         causal = task.block.kind is Kind.CAUSAL
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=task.scale
@@ -232,11 +241,12 @@ class CpuFlashKernel(Kernel):
 
 
 class FlashKernel(Kernel):
-    """torch's FlashAttention on CUDA (grouped queries).
+    """torch's FlashAttention kernel on CUDA (grouped queries).
 
     Args:
-        bottom_right: True if causal blocks may have more keys than queries.
-        packs: True if the kernel knows windows and the documents of packed rows.
+        bottom_right: True if causal blocks may have more keys than queries, aligned at the last
+            key.
+        packs: True if the kernel supports sliding windows and packed documents (cu_seqlens).
     """
 
     name = "flash"
@@ -251,8 +261,8 @@ class FlashKernel(Kernel):
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D] in q's dtype, and lse [B, H, Tq]. The kernel receives VARLEN
-        blocks as one packed row [T, H, D]."""
+        """Return o [B, H, Tq, D] in q's dtype, and lse [B, H, Tq]. Blocks of packed documents (kind
+        VARLEN) are passed to the kernel as one packed row [T, H, D]."""
         assert q.shape[-1] == v.shape[-1], (
             "the operators need one head size; without data they do not notice"
         )
@@ -296,15 +306,16 @@ class FlashKernel(Kernel):
 
 
 class CudnnKernel(Kernel):
-    """cuDNN's fused attention on Hopper and later. Nearly twice FlashAttention-2's speed, but
-    causal blocks must be squares."""
+    """cuDNN's fused attention kernel on Hopper and later, with nearly twice FlashAttention-2's
+    speed. Causal blocks must be squares."""
 
     name = "cudnn"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
     tiling = Tiling(k_block=2 * K_BLOCK, k_forward=4 * K_BLOCK, few=CUDNN_FEW)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq]."""
+        """Return the attention output o [B, H, Tq, D_v] in q's dtype, and its logsumexp lse [B, H,
+        Tq]."""
         causal = task.block.kind is Kind.CAUSAL
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=task.scale
@@ -337,8 +348,8 @@ WINDOWLESS_FLASH = FlashKernel(packs=False)
 
 
 def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cu_seqlens of a VARLEN block's queries and keys on `device`, [documents + 1] each in
-    int32."""
+    """Return the document boundaries (cu_seqlens) of a VARLEN block's queries and keys as tensors
+    on `device`, [documents + 1] each in int32."""
     cu_q = torch.tensor(block.cu_q, dtype=torch.int32, device=device)
     if block.cu_k == block.cu_q:
         return cu_q, cu_q
@@ -350,14 +361,20 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(scores - lse). A query without any key has lse = -inf and weights 0, not NaN.
-    [Note: empty rows]"""
+    """Return the attention weights exp(scores - lse). A query without any key has lse = -inf, and
+    its weights are 0 instead of NaN. [Note: empty rows]
+
+    Args:
+        scores: [..., Tq, Tk].
+        lse: the logsumexp of each query over all keys.
+    """
     return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
 
 
 def _dropout_mask(weights: Tensor, task: Task) -> Tensor | None:
-    """Return the factors 0 or 1 / (1 - p) of the weights, or None without dropout. Forward,
-    recomputation and backward draw the same factors, because the task's seed decides alone."""
+    """Return the dropout factors of the weights, 0 or 1 / (1 - p), in the weights' shape; None
+    without dropout. The seed in `task` alone decides them, so recomputation and backward draw the
+    same factors."""
     if task.dropout == 0.0:
         return None
     generator = None
@@ -385,18 +402,19 @@ def _tile(task: Task, device: torch.device) -> Tensor | None:
 
 
 def _token_major(x: Tensor, kind: Kind) -> Tensor:
-    """Rearrange [B, H, T, D] to [B, T, H, D], or to [T, H, D] for the single packed row."""
+    """Rearrange x [B, H, T, D] to [B, T, H, D], or to [T, H, D] for a packed row (kind VARLEN)."""
     return x[0].transpose(0, 1) if kind is Kind.VARLEN else x.transpose(1, 2)
 
 
 def _head_major(x: Tensor, kind: Kind) -> Tensor:
-    """Reverse `_token_major`."""
+    """Rearrange x [B, T, H, D], or [T, H, D] of a packed row, to [B, H, T, D]."""
     return x.transpose(0, 1)[None] if kind is Kind.VARLEN else x.transpose(1, 2)
 
 
 def _lengths_and_window(task: Task, device: torch.device) -> tuple[list[Any], dict[str, int]]:
-    """Return FlashAttention's arguments: cu_seqlens of queries and keys (None unless packed), the
-    longest of each, and the window."""
+    """Return arguments of torch's FlashAttention operator for a block: first the cu_seqlens of
+    queries and keys (None unless packed) with the longest of each, then the window's sizes by
+    name."""
     block = task.block
     window: dict[str, int] = {}
     if block.window is not None:

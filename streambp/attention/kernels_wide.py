@@ -26,11 +26,12 @@ LSE_ALIGNMENT = 32  # the memory-efficient kernels' logsumexp has a multiple of 
 
 
 class PaddedKernel(Kernel):
-    """Another kernel, for q, k and v whose head sizes are padded to one. [Note: padded values]
+    """Attention kernel that pads q, k and v to one head size and calls another kernel. [Note:
+    padded values]
 
     Every block is padded anew, unlike V in a padded buffer. So this kernel serves blocks that
-    another kernel leaves over, and head sizes that need more than V padded. Its blocks have few
-    keys, because padding copies the keys.
+    another kernel refuses, and head sizes for which q and k need padding too. Blocks have few keys,
+    because padding copies the keys.
     """
 
     def __init__(self, inner: Kernel) -> None:
@@ -42,7 +43,7 @@ class PaddedKernel(Kernel):
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D_v], a view, and lse [B, H, Tq]."""
+        """Return o [B, H, Tq, D_v], a view of the padded output, and lse [B, H, Tq]."""
         width = _common(q, v)
         o, lse = self.inner.forward(_padded(q, width), _padded(k, width), _padded(v, width), task)
         return narrowed(o, v.shape[-1]), lse
@@ -50,7 +51,8 @@ class PaddedKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v], as views."""
+        """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v], as views of
+        padded tensors."""
         width = _common(q, v)
         size = q.shape[-1]
         do, q, k, wide_v, o = (_padded(x, width) for x in (do, q, k, v, o))
@@ -59,11 +61,11 @@ class PaddedKernel(Kernel):
 
 
 class EfficientKernel(Kernel):
-    """torch's memory-efficient attention on CUDA, for any D and D_v. The operator takes one key
-    head for each query head.
+    """torch's memory-efficient attention kernel on CUDA, for any D and D_v. The operator requires
+    one key head for each query head.
 
     The operator's backward computes the row sums of dO * o itself and uses the logsumexp of its
-    caller, so both may be merged over blocks.
+    caller. So both o and the logsumexp may be those over all keys.
     """
 
     name = "efficient"
@@ -72,8 +74,8 @@ class EfficientKernel(Kernel):
     tiling = Tiling(k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a view of a tensor with more
-        queries."""
+        """Return o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a view of the operator's
+        longer tensor."""
         causal = task.block.kind is Kind.CAUSAL
         groups = q.shape[1] // k.shape[1]
         o, lse, *_ = kernels.aten._scaled_dot_product_efficient_attention(
@@ -113,7 +115,7 @@ def _common(q: Tensor, v: Tensor) -> int:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Pad x [B, H, T, D] to [B, H, T, width], with tokens before heads in memory. [Note: one
+    """Pad x [B, H, T, D] with zeros to [B, H, T, width], contiguous as [B, T, H, width]. [Note: one
     layout]"""
     if x.shape[-1] == width:
         return x

@@ -44,14 +44,18 @@ Visit = Iterable[tuple[Block, Tensor, Tensor]]
 
 @dataclasses.dataclass
 class KVBuffer:
-    """Buffers of one attention call of the layer. B rows, T tokens of the whole sequence.
+    """Buffers for one attention call of a layer: keys and values of the whole sequence, and the
+    sums of their gradients over chunks.
 
     Attributes:
         columns: D_v if V is padded in its buffer, otherwise None. [Note: padded values]
-        packed: the width to which V is padded at its next read.
-        versions: version counters of K and V that are the layer's own tensors. [Note: one chunk]
-        added: number of added parts of the present chunk, dK and dV of each block.
-        again: number of these parts that a retry has not reached yet. [Note: once for each chunk]
+        packed: width to which V must be padded again before its next read, because the zeros were
+            freed; None: nothing to pad.
+        versions: version counters of K and V if these are the layer's own tensors; None: copies.
+            [Note: one chunk]
+        added: number of kernel calls whose dK and dV were added for the current chunk.
+        again: number of kernel calls that a retry of the chunk skips, because their dK and dV were
+            added before. [Note: once for each chunk]
     """
 
     k: Tensor  # [B, T, H_kv, D], contiguous
@@ -71,15 +75,18 @@ class KVBuffer:
 
     @property
     def lent(self) -> bool:
-        """True if K and V are the layer's own tensors. [Note: one chunk]"""
+        """True if the buffers are the layer's own k and v tensors, without a copy. [Note: one
+        chunk]"""
         return self.versions is not None
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, width: int | None) -> KVBuffer:
-        """Return the buffers for contiguous K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all
+        """Return buffers that hold contiguous K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all
         tokens.
 
         Args:
+            k: the keys.
+            v: the values.
             width: number of columns to which V is padded; None: no padding.
         """
         if width is None:
@@ -88,9 +95,12 @@ class KVBuffer:
 
     @classmethod
     def of_one_chunk(cls, k: Tensor, v: Tensor) -> KVBuffer | None:
-        """Use the layer's own K [B, H_kv, T, D] and V [B, H_kv, T, D_v] of all tokens as buffers.
+        """Return buffers that are the layer's own K [B, H_kv, T, D] and V [B, H_kv, T, D_v] of all
+        tokens, without a copy.
+
         Return None if their layout differs, their storage is larger, or they are inference tensors.
-        [Note: one chunk]"""
+        [Note: one chunk]
+        """
         own = k.transpose(1, 2), v.transpose(1, 2)
         for x in own:
             if not x.is_contiguous() or x.is_inference():
@@ -100,14 +110,14 @@ class KVBuffer:
         return cls(*own, versions=(k._version, v._version))
 
     def pack(self) -> None:
-        """Drop V's columns of zeros until V is read again."""
+        """Free the zero columns with which V is padded, until V is read again."""
         if self.columns is not None and self.packed is None:
             self.v = narrowed(self.v, self.columns).contiguous()
             self.packed = self.width
 
     def grow_accumulators(self) -> tuple[Tensor, Tensor]:
-        """Return dK [B, T, H_kv, D] and dV [B, T, H_kv, D_v] in promote_types(dtype, float32). The
-        first call creates the accumulators as zeros."""
+        """Return the gradient buffers dK [B, T, H_kv, D] and dV [B, T, H_kv, D_v] in
+        promote_types(dtype, float32). The first call creates the buffers, filled with zeros."""
         if self.dk is None or self.dv is None:
             dtype = torch.promote_types(self.k.dtype, torch.float32)
             self.dk = torch.zeros_like(self.k, dtype=dtype)
@@ -115,20 +125,20 @@ class KVBuffer:
         return self.dk, self.dv
 
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views. Their layout is
-        that of tiles, so backward may make tiles of them."""
+        """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views. The layout is the
+        layout in which single chunks are stored, so that backward may store them."""
         here = slice(chunk.start, chunk.stop)
         return self.k[:, here], narrowed(self.v[:, here], self.value_size)
 
     def read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of all tokens up to the chunk's end, as
-        views."""
+        """Return K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of the e tokens up to the chunk's end,
+        as views."""
         k = self.k[:, : chunk.stop]
         v = narrowed(self.v, self.value_size)[:, : chunk.stop]
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Copy a chunk's K [B, H_kv, C, D] and V to their place in the buffers."""
+        """Copy a chunk's K [B, H_kv, C, D] and V into the buffers of the whole sequence."""
         start = chunk.start
         length = chunk.stop - chunk.start
         self.k.narrow(1, start, length).copy_(k.transpose(1, 2))
@@ -139,7 +149,12 @@ class KVBuffer:
         own.copy_(v.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
-        """Return the blocks with views of the buffers.
+        """Return each block with its keys and values, as views of the buffers. A block is a
+        rectangle of queries and keys.
+
+        Args:
+            blocks: the blocks.
+            gradients: True in backward. K and V must then be unchanged since forward.
 
         Raises:
             BackwardError: the layer has written to K or V after attention read them. [Note: one
@@ -161,7 +176,8 @@ class KVBuffer:
         return found
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
-        """Add dk [b, H_kv, k, D] and dv to the accumulators, at the block's rows and keys."""
+        """Add a block's gradients dk [b, H_kv, k, D] and dv to the gradient buffers, at the block's
+        rows and keys."""
         batch, length = self.k.shape[:2]
         sizes = (block.b1 - block.b0, block.q1 - block.q0, block.k1 - block.k0)
         if self.dk is None and sizes == (batch, length, length):
@@ -176,8 +192,11 @@ class KVBuffer:
             self.add_once(total[rows, keys], part.transpose(1, 2))
 
     def add_once(self, total: Tensor, part: Tensor) -> None:
-        """Add a part [...] to accumulators [...], unless an earlier attempt has done so. An
-        addition counts from its end on, not from its beginning. [Note: once for each chunk]"""
+        """Add `part` [...] to `total` [...], unless an attempt that ran out of memory has already
+        done so.
+
+        A part counts only after its addition has ended. [Note: once for each chunk]
+        """
         if self.again:
             self.again -= 1
             return
@@ -185,18 +204,18 @@ class KVBuffer:
         self.added += 1
 
     def begin_backward(self, again: bool) -> None:
-        """Start the backward of a chunk.
+        """Start the backward of a chunk, which adds to the gradient buffers.
 
         Args:
-            again: True if the chunk is differentiated for the second time. [Note: once for each
-                chunk]
+            again: True if the chunk is differentiated for the second time, after running out of
+                memory. [Note: once for each chunk]
         """
         self.added *= again
         self.again = self.added
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return the chunk's part of the accumulators as views [B, H_kv, C, D]; the accumulators
-        stay."""
+        """Return the complete gradients dK and dV of a chunk's own tokens, as views [B, H_kv, C, D]
+        of the gradient buffers."""
         dk, dv = self.grow_accumulators()
         start = chunk.start
         length = chunk.stop - chunk.start
@@ -207,21 +226,21 @@ class KVBuffer:
 
 
 class KVTiles:
-    """Keys and values of one attention call in tiles: a tile is K and V of one chunk's tokens.
-    Tiles move between the device and stores in host memory; each tile on the device is a
+    """Keys and values of one attention call, stored chunk by chunk. A tile is K and V of one
+    chunk's tokens. Tiles move between the device and host memory; each tile on the device is a
     `KVBuffer`. [Note: tiles]
 
     Args:
         index: number of the attention call within the layer.
         plan: the chunks.
-        keys: store of K and V.
-        scratch: store of the accumulators of dK and dV between two chunks.
+        keys: storage of K and V on the host.
+        scratch: storage of the gradients dK and dV on the host between two chunks.
         resident: number of first tiles that stay on the device.
         keeps_all: True if `keys` also receives the resident tiles, because they are saved for
             backward.
         value_size: D_v.
-        width: columns of V in blocks; stored and moved tiles have D_v columns. [Note: padded
-            values]
+        width: columns to which V is padded for kernels; stored and moved tiles have D_v columns.
+            [Note: padded values]
     """
 
     streams = True
@@ -252,11 +271,11 @@ class KVTiles:
         self._here: dict[int, KVBuffer] = {}
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Store a chunk's K [B, H_kv, C, D] and V as a tile on the device. Tiles of other chunks
-        are removed from the device, except the resident tiles.
+        """Store a chunk's K [B, H_kv, C, D] and V on the device. K and V of other chunks leave the
+        device, except the first chunks that stay by plan (`resident`).
 
-        A store receives the tile as well if `keeps_all`, or if the tile is not resident and a later
-        chunk reads it.
+        K and V are also stored on the host if `keeps_all`, or if they will leave the device and a
+        later chunk reads them.
         """
         self._leave(list(self._here))
         k = k.transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -272,14 +291,15 @@ class KVTiles:
         self._here[chunk.index] = tile
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
-        """Yield each block of a chunk's attention with K and V of its keys. Tiles are loaded before
-        their block, and removed from the device after it.
+        """Yield each block of a chunk's attention with K and V of its keys. A tile, K and V of one
+        chunk, is loaded from the host before its block, and removed from the device after the
+        block.
 
         A tile stays if it is resident, the chunk's own, or needed by the next block.
 
         Args:
-            blocks: the chunk's blocks, ordered by their keys.
-            gradients: True to load the accumulators of dK and dV as well.
+            blocks: rectangles of the chunk's queries and of keys, ordered by their keys.
+            gradients: True to load the sums of dK and dV as well.
         """
         wanted = [self._tiles(block) for block in blocks]
         if not blocks:  # all queries are padding that reads nothing
@@ -309,17 +329,16 @@ class KVTiles:
             )
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
-        """Add a block's gradients dk [b, H_kv, k, D] and dv to the accumulators of the tiles that
-        contain the block's keys.
-        """
+        """Add a block's gradients dk [b, H_kv, k, D] and dv to the gradients of the tiles (one for
+        each chunk) that contain the block's keys."""
         rows = slice(block.b0, block.b1)
         for index, inside, of_block in self._overlaps(block):
             for total, part in zip(self._here[index].grow_accumulators(), (dk, dv), strict=True):
                 total[rows, inside].add_(part[:, :, of_block].transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return dK [B, H_kv, C, D] and dV of the chunk's tile, and remove the tile from the
-        device."""
+        """Return the complete gradients dK [B, H_kv, C, D] and dV of a chunk's own tokens, and
+        remove the chunk's K, V and gradients from the device."""
         self._enter(chunk.index, gradients=True)
         return self._here.pop(chunk.index).take_gradients(chunk)
 
@@ -353,8 +372,8 @@ class KVTiles:
         return range(self.plan.holding(block.k0), self.plan.holding(block.k1 - 1) + 1)
 
     def _overlaps(self, block: Block) -> Iterator[tuple[int, slice, slice]]:
-        """Yield, for each tile that holds keys of a block: its index, the slice of the tile's keys,
-        and the slice of the block's keys."""
+        """Yield the chunks that hold keys of a block: the chunk's index, the slice of these keys
+        within the chunk, and the slice of these keys within the block."""
         for index in self._tiles(block):
             chunk = self.plan[index]
             k0 = max(block.k0, chunk.start)
@@ -368,8 +387,14 @@ class KVTiles:
     def _part(
         self, block: Block, which: Callable[[KVBuffer], Tensor], width: int | None = None
     ) -> Tensor:
-        """Return K or V of a block, [b, H_kv, k, D], padded to `width` columns if a width is
-        passed."""
+        """Return K or V of a block's keys, [b, H_kv, k, D], padded with zeros to `width` columns if
+        `width` is passed.
+
+        Args:
+            block: the block.
+            which: function that returns K or V of a chunk's tile.
+            width: number of columns; None: no padding.
+        """
         tiles = [(which(self._here[index]), inside) for index, inside, _ in self._overlaps(block)]
         if width is not None and tiles[0][0].shape[3] != width:
             rows = block.b1 - block.b0
@@ -393,15 +418,15 @@ Site = KVBuffer | KVTiles
 
 @dataclasses.dataclass
 class PrefixMemory:
-    """Device memory for K and V of one call of a layer, and the stores for K and V beyond that
-    memory.
+    """Limit on the device memory for K and V of one layer's call, and the storage on the host for K
+    and V beyond that limit.
 
     Attributes:
         plan: the chunks.
         room: bytes on the device; None: no limit, so K and V of each attention call are one buffer.
-        scratch: returns a store for tensors that live for one pass over the chunks.
-        saved: the store with K and V for backward; None if K and V are not saved in a store.
-        tiles: the scratch store of the current pass; None: no tile was moved yet.
+        scratch: returns host storage for tensors that live for one pass over the chunks.
+        saved: host storage with K and V for backward; None if K and V are not saved on the host.
+        tiles: the scratch storage of the current pass; None: nothing was moved yet.
     """
 
     plan: ChunkPlan
@@ -411,7 +436,8 @@ class PrefixMemory:
     tiles: HostTensors | None = None
 
     def open_scratch(self) -> HostTensors:
-        """Return the scratch store of the current pass."""
+        """Return the host storage for K and V that are moved off the device during the current pass
+        over the chunks. The first call creates the storage."""
         if self.tiles is None:
             self.tiles = self.scratch()
         return self.tiles

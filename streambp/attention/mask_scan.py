@@ -29,9 +29,9 @@ ReadTile = Callable[[int, int, int, int], Tensor]
 
 
 def reads(tile: Tensor) -> Tensor:
-    """Return for each (query, key) of a part of the mask if the query may read the key, in bool.
+    """Return in bool which keys the queries may read, from a part of an attention mask.
 
-    A bool mask is its own result. An additive mask excludes a key by the lowest number of its
+    A bool mask is returned unchanged. An additive mask excludes a key by the lowest number of its
     dtype, or by -inf.
 
     Args:
@@ -52,10 +52,15 @@ def reads(tile: Tensor) -> Tensor:
 
 
 def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Barrier, ...]:
-    """Find the positions where no chunk may end, in any row or head; () for a causal mask. [Note:
-    chunk ends]
+    """Find the positions where no chunk may end, because in some row or head an earlier query reads
+    a later key; () for a causal mask. [Note: chunk ends]
 
     The scan costs T^2 / 2 mask elements, SCAN^2 at a time, and one synchronization with the device.
+
+    Args:
+        tile: function that returns a part of the mask.
+        length: T.
+        device: the device on which to scan.
     """
     position = torch.arange(length, device=device)
     furthest = position.clone()  # [T], last key that a query reads in any row and head
@@ -74,10 +79,11 @@ def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Ba
 
 
 def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
-    """Move the plan's chunk ends out of the barriers. A single chunk has no end to move.
+    """Return a plan whose chunks do not end at the positions that `barriers` forbid. A plan of a
+    single chunk is returned unchanged.
 
     Raises:
-        UnsupportedMaskError: no end is left for several chunks.
+        UnsupportedMaskError: only a single chunk would remain.
     """
     if not barriers or len(plan) == 1:
         return plan
@@ -93,12 +99,12 @@ def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
 
 
 def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tensor | None, bool]:
-    """Find the queries that read nothing, [B or 1, T]; None if every query reads a key. [Note:
-    empty queries]
+    """Find the queries that may read no key, [B or 1, T] in bool; None if every query reads a key.
+    [Note: empty queries]
 
-    The second result is True if the empty queries are harmless: all heads agree on them, and no
-    query reads their keys. The scan costs T^2 mask elements and one synchronization with the
-    device, or two if a query is empty.
+    The second result is True if these queries are harmless: all heads agree on them, and no query
+    reads their keys. The scan costs T^2 mask elements and one synchronization with the device, or
+    two if a query reads no key.
     """
     reading: list[Tensor] = []
     read: list[Tensor | None] = [None] * -(-length // SCAN)

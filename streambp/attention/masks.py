@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,9 +24,13 @@ from streambp.chunks import Barrier
 from streambp.errors import UnsharedError, UnsupportedMaskError
 from streambp.known_names import DOCUMENT_ENDS
 
+# types of arguments without masks
+VALUE_TYPES = frozenset({Tensor, tuple, list, bool, type(None)})
+
 
 class LazyMask:
-    """A mask as transformers describes it to its mask functions, `sdpa_mask` among them.
+    """Attention mask that is not built. It holds the arguments of transformers' mask functions, for
+    example of `sdpa_mask`.
 
     Attributes:
         description: arguments of transformers' mask function.
@@ -36,7 +40,7 @@ class LazyMask:
             documents; None: no documents.
         ends: end positions of the documents of each row, for models whose masks ignore documents;
             None: the mask decides.
-        tree: function of the sliding window (None: no window) that returns the keys of each query,
+        tree: function that returns the keys of each query for a sliding window (None: no window),
             if the batch's rows are computed as one packed row. None: no packed row is built. [Note:
             tree of rows]
     """
@@ -50,8 +54,8 @@ class LazyMask:
         self.tree: Callable[[int | None], Spans] | None = None
 
     def __getitem__(self, index: Any) -> LazyMask:
-        """Return the same mask, for models that cut their masks to the current queries. Here every
-        query of the sequence is current.
+        """Return the mask itself, for models that slice their masks to the current queries and
+        keys. Here the current queries are the whole sequence.
 
         Raises:
             UnsupportedMaskError: the index selects a part of the positions.
@@ -72,13 +76,13 @@ class LazyMask:
 
 @dataclasses.dataclass(frozen=True)
 class DenseMask:
-    """A mask that may allow any set of keys for a query. Kernels get tiles: parts [B or 1, H or 1,
-    q, k] of the mask, in bool (True is read), or added to the scores.
+    """Attention mask that may allow any set of keys for a query. Kernels receive parts [B or 1, H
+    or 1, q, k] of the mask: bool (True is read), or added to the scores.
 
     Attributes:
         batch_size: rows of the batch.
         length: tokens of a row.
-        source: the mask that tiles are cut or built from.
+        source: the mask tensor, or the `LazyMask` from which parts are built.
         barriers: positions where no chunk may end, because an earlier query would read a later key.
             [Note: chunk ends]
     """
@@ -91,8 +95,14 @@ class DenseMask:
     derived: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
-        """Return MASK blocks of queries [start, stop). Keys end at a block's last query if the mask
-        is causal, otherwise at `stop`."""
+        """Return rectangles (blocks) that cover queries [start, stop) and their keys. Keys end at a
+        block's last query if the mask is causal, otherwise at `stop`.
+
+        Args:
+            start: first query.
+            stop: end of the queries, exclusive.
+            tiling: sizes of the rectangles that the kernel prefers.
+        """
         tiling = tiling.masked or tiling
         found = list[Block]()
         q_step = tiling.q_block or SCAN
@@ -108,7 +118,7 @@ class DenseMask:
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
         """Return the mask of queries [q0, q1) and keys [k0, k1) on `device`, [B or 1, H or 1, q,
-        k], bool or additive."""
+        k]. The dtype is bool (True is read), or floating to be added to the scores."""
         if isinstance(self.source, Tensor):
             return self.source[:, :, q0:q1, k0:k1].to(device)
         known = self.source.description
@@ -134,13 +144,17 @@ def resolve(
     cu_seq_lens: Tensor | None,
     device: torch.device,
 ) -> Spans | DenseMask:
-    """Return the spans or the mask of this batch: the keys that its queries may read.
+    """Return the keys that each query of a batch may read: intervals of keys (`Spans`) if the mask
+    allows, otherwise a mask (`DenseMask`).
 
     Args:
         mask: a `LazyMask`, a 4-D mask tensor from the user, or None for plain causal.
+        batch_size: rows of the batch.
+        length: T.
         position_ids: [1 or B, T]; restarts mark packed documents, if there is no 2-D padding mask.
         cu_seq_lens: [documents + 1], document boundaries of a single packed row; these take
             precedence over plain position_ids.
+        device: the batch's device.
 
     Raises:
         UnsharedError: rows share a prefix, and the mask is more than causal within a window.
@@ -266,16 +280,18 @@ def _from_description(
 def spans_of_tokens(
     batch_size: int, length: int, padding: Tensor | None, position_ids: Tensor
 ) -> Spans:
-    """Return the spans of causal sequences without a window, from padding and positions of their
-    tokens.
+    """Return the keys that each query reads in causal sequences without a window, from the padding
+    and the positions of the tokens.
 
     Args:
+        batch_size: rows of the batch.
+        length: T.
         padding: [B, T], True for tokens; None: no padding. A mask rules out packing, as in
             transformers.
         position_ids: [1 or B, T]; restarts mark packed documents.
 
     Raises:
-        UnsupportedMaskError: the padding has holes.
+        UnsupportedMaskError: padding lies between the tokens of a row.
     """
     packed = None
     if padding is None:
@@ -304,7 +320,8 @@ def _dense(
 def rows_of(
     batch_size: int, length: int, padding: Tensor | None, packed: Tensor | None
 ) -> tuple[tuple[Run, ...], ...]:
-    """Return for each row its runs: consecutive queries that read keys by the same rule.
+    """Return the runs of each row. A run is a range of consecutive queries that read keys by the
+    same rule.
 
     Args:
         batch_size: number of rows.
@@ -335,7 +352,7 @@ def rows_of(
 
 
 def _remedy_of_ends(ends: list[int], batch_size: int, length: int) -> str:
-    """Return the remedy for document ends that do not fit a row."""
+    """Return the remedy, for an error message, if the given document ends do not fit a row."""
     if batch_size == 1 and ends[:1] == [0] and ends[-1] < length:
         return (
             f"Tokens {ends[-1]} to {length} are in no document: append {length}, so that they are "
@@ -351,8 +368,8 @@ def _documents(ends: list[int]) -> tuple[Run, ...]:
 def agrees(
     spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device
 ) -> bool:
-    """True if a mask function of transformers allows what `spans` says: each query reads the first
-    and the last key of its span, and neither neighbour outside.
+    """True if a mask function of transformers allows exactly the keys in `spans`. Checked for each
+    query: the first and last key of its interval are allowed, and the keys just outside are not.
 
     Args:
         spans: the expected keys of each query.
@@ -392,3 +409,28 @@ def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
             first[row, here] = start
             last[row, here] = query[here] if run.k1 is None else run.k1 - 1
     return first.to(device), last.to(device)
+
+
+def attention_mask_of(named: Mapping[str, Any]) -> Any:
+    """Return the mask among a layer's arguments that the layer will pass to its attention.
+
+    A second mask, of padding, may be for other modules that mix tokens. Attention's mask is the
+    `LazyMask` that streambp's mask function made.
+    """
+    for value in named.values():
+        if type(value) in VALUE_TYPES:
+            continue
+        if isinstance(value, LazyMask):
+            return value
+        if isinstance(value, Mapping):
+            for part in value.values():
+                if isinstance(part, LazyMask):
+                    return part
+    return named.get("attention_mask")
+
+
+def masks_replaced(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
+    """Return a layer's argument with `mask(found)` in place of each `LazyMask`."""
+    if isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
+        return {key: masks_replaced(part, mask) for key, part in value.items()}
+    return mask(value) if isinstance(value, LazyMask) else value

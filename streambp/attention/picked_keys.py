@@ -21,8 +21,8 @@ from streambp.chunks import Chunk
 def visible(
     layout: Spans | DenseMask, q0: int, q1: int, k0: int, k1: int, device: torch.device
 ) -> Tensor:
-    """Return which keys [k0, k1) each query of [q0, q1) may read, [B or 1, H or 1, q, k]. The dtype
-    is bool (True is read) or floating, to be added to the scores."""
+    """Return the attention mask of queries [q0, q1) and keys [k0, k1), [B or 1, H or 1, q, k]. The
+    dtype is bool (True is read) or floating, to be added to the scores."""
     if isinstance(layout, DenseMask):
         return layout.tile(q0, q1, k0, k1, device)
     key = ("edges", device)
@@ -35,11 +35,11 @@ def visible(
 
 @dataclasses.dataclass(frozen=True)
 class PickedMask(DenseMask):
-    """The mask of a chunk's queries, restricted to the keys that were picked for them. [Note:
-    picked keys]
+    """Attention mask of one chunk's queries, restricted to the keys that an indexer picked for each
+    query. [Note: picked keys]
 
     Attributes:
-        source: [B, C, k], the picks, in integers of any size.
+        source: [B, C, k], indices of the picked keys, in integers of any size.
         below: the mask of these queries without picks.
         start: the chunk's first position.
     """
@@ -51,8 +51,15 @@ class PickedMask(DenseMask):
     def of(
         cls, below: Spans | DenseMask, length: int, chunk: Chunk, picks: Tensor
     ) -> Spans | DenseMask:
-        """Return the mask for picks [B, C, k] of a chunk in a sequence of `length` positions;
-        `below` itself if all keys are picked."""
+        """Return the attention mask of one chunk's queries, restricted to the picked keys; `below`
+        itself if all keys are picked.
+
+        Args:
+            below: the keys that the queries may read without picks.
+            length: number of positions of the sequence.
+            chunk: the chunk's range of positions.
+            picks: [B, C, k], indices of the keys that an indexer picked.
+        """
         if picks.shape[-1] >= chunk.stop:
             return below
         barriers = below.barriers if isinstance(below, DenseMask) else ()

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from streambp.attention.attend import Params, PrefixAttention, PrefixRead, attend_blocks
+from streambp.attention.attend import Attended, Params, PrefixAttention, PrefixRead, attend_blocks
 from streambp.attention.backend import AsSdpa, Backend, BlockPlan, Use, Used, choose_backend
 from streambp.attention.kv import WORKING, KVBuffer, KVTiles, PrefixMemory, Site
 from streambp.attention.masks import DenseMask
-from streambp.attention.merge import Attended
 from streambp.attention.picked_keys import PickedMask
 from streambp.attention.spans import Kind, Spans, Tiling
 from streambp.chunks import Chunk
@@ -31,7 +30,11 @@ from streambp.offload.manager import Access, HostTensors
 
 
 class Stage(enum.Enum):
-    """Pass that computes a chunk. The module's docstring says how each pass treats K and V."""
+    """The pass over the chunks in which a chunk is computed.
+
+    FORWARD stores K and V. REFILL stores K and V again before backward, if forward did not keep
+    them. RECOMPUTE computes the chunk with an autograd graph.
+    """
 
     FORWARD = "forward"
     REFILL = "refill"
@@ -39,18 +42,18 @@ class Stage(enum.Enum):
 
 
 class RefillDone(Exception):  # noqa: N818 - control flow, never seen by users
-    """Raised inside the layer's forward once K and V are in the buffer, because a refill discards
-    the rest of the forward."""
+    """Raised inside a layer's forward to leave it early, in the pass that only recomputes K and V:
+    they are stored, and the rest of the forward is not needed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SiteSize:
-    """Bytes of one token of an attention call, in all rows.
+    """Bytes of one token, over all rows, in one attention call of a layer.
 
     Attributes:
         keys: K and V.
-        sums: accumulators of the gradients of K and V.
-        resident: K and V on the device, with the zeros behind a padded V. [Note: padded values]
+        sums: the gradients of K and V, which are summed over chunks.
+        resident: K and V on the device, with the zeros of a padded V. [Note: padded values]
         value_size: D_v.
     """
 
@@ -61,10 +64,13 @@ class SiteSize:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, width: int | None = None) -> SiteSize:
-        """Return the bytes for k [B, H_kv, C, D] and v [B, H_kv, C, D_v].
+        """Return the bytes of one token, over all rows, for tensors like k [B, H_kv, C, D] and v
+        [B, H_kv, C, D_v].
 
         Args:
-            width: columns of V in its buffer; None: D_v.
+            k: the keys.
+            v: the values.
+            width: number of columns to which V is padded in its buffer; None: no padding.
         """
         wide = torch.promote_types(k.dtype, torch.float32).itemsize
         elements = (k.numel() + v.numel()) // k.shape[2]
@@ -78,13 +84,13 @@ class SiteSize:
 
 
 class Prefix:
-    """State that the chunks of one layer share over one batch, for all of the layer's attention
-    calls.
+    """State that the chunks of one layer share over one batch: mainly K and V of all earlier
+    chunks, for each attention call of the layer.
 
     Attributes:
-        sites: K and V of each attention call, in call order within the layer, which every chunk
-            repeats.
-        memory: device memory that the sites may use; None: no limit.
+        sites: K and V of each attention call, in call order within the layer's forward. Every chunk
+            makes the same calls.
+        memory: limit on the device memory for K and V; None: no limit.
     """
 
     def __init__(self, layout: Spans | DenseMask, length: int, attention: str) -> None:
@@ -111,12 +117,14 @@ class Prefix:
     def restore(
         self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True
     ) -> None:
-        """Store K [B, H_kv, C, D] and V [B, H_kv, C, D_v] of a chunk, in attention call `index`,
-        for the chunks that follow.
+        """Store K [B, H_kv, C, D] and V [B, H_kv, C, D_v] of a chunk for the chunks behind it.
 
         Args:
-            backward: True if gradients of K and V will be needed, so the accumulators count as
-                memory, too.
+            index: number of the attention call within the layer's forward.
+            chunk: the chunk's range of positions.
+            k: the chunk's keys.
+            v: the chunk's values.
+            backward: True if gradients of K and V will be needed; they count as memory too.
         """
         if index < len(self.sites) and self.sites[index].lent:  # left by a failed attempt
             del self.sites[index:]
@@ -145,10 +153,11 @@ class Prefix:
         self.sites[index].write(chunk, k, v)
 
     def _buffer(self, like: Tensor, width: int | None = None) -> Tensor:
-        """Create a buffer [B, T, H_kv, D] of the sequence, for tensors like a chunk's [B, H_kv, C,
-        D].
+        """Create an uninitialized buffer [B, T, H_kv, D] for K or V of the whole sequence, for
+        tensors like a chunk's [B, H_kv, C, D].
 
         Args:
+            like: the chunk's K or V.
             width: number of columns, with zeros in the columns behind D; None: D.
         """
         rows, heads, _, size = like.shape
@@ -160,18 +169,19 @@ class Prefix:
         return buffer
 
     def _width(self, index: int) -> int | None:
-        """Return the columns of V in the buffer of an attention call; None: D_v."""
+        """Return the number of columns to which V of an attention call is padded in its buffer;
+        None: no padding."""
         backend = self.backends.get(index)
         return None if backend is None else backend.width
 
     def note(self, plan: BlockPlan) -> None:
-        """Record which kernels attended a chunk by this plan."""
+        """Add the kernels of a chunk's attention to the kernels that `describe` reports."""
         if not plan.used <= self.used:
             self.used |= plan.used
 
     def pack(self) -> None:
-        """Free the zeros behind V and the indexers' tensors, because K and V wait for a later
-        backward. [Note: padded values]"""
+        """Free memory that is not needed until backward: the zero columns of a padded V, and the
+        keys of indexers. [Note: padded values]"""
         self.index_keys = {}
         self.picked = []
         for site in self.sites:
@@ -180,12 +190,13 @@ class Prefix:
 
     @property
     def backward_bytes(self) -> int:
-        """Return the bytes of all attention calls on the device in backward."""
+        """Return the bytes that K, V and their gradients take on the device in backward, over all
+        attention calls of the layer."""
         return self.length * sum(size.resident + size.sums for size in self.sizes_seen)
 
     def flops(self, chunk: Chunk, attended: Attended) -> float:
-        """Return the FLOPs of attending a chunk once: two products for each pair of a query and a
-        key in the query's span."""
+        """Return the FLOPs of a chunk's attention in forward: two products for each pair of a query
+        and a key that the query reads."""
         _, _, heads, size = attended.o.shape
         pairs = sum(
             block.pairs * (block.b1 - block.b0) * (0.5 if block.kind is Kind.CAUSAL else 1.0)
@@ -194,12 +205,11 @@ class Prefix:
         return 4.0 * size * heads * pairs
 
     def resident_tiles(self, backward: bool) -> list[int | None]:
-        """Return for each attention call of the layer how many K/V tiles stay on the device,
-        counted from the sequence's start. A tile is K and V of one chunk's tokens. None: K and V of
-        all tokens are in one buffer on the device.
+        """Return for each attention call of the layer how many of the first chunks keep their K and
+        V on the device. None: K and V of all tokens are in one buffer on the device.
 
         Args:
-            backward: True if the accumulators of dK and dV need device memory as well.
+            backward: True if the gradients dK and dV need device memory as well.
         """
         room, found = None if self.memory is None else self.memory.room, list[int | None]()
         for size in self.sizes_seen:
@@ -217,15 +227,15 @@ class Prefix:
         return found
 
     def saved_reads(self, index: int) -> list[list[Access]]:
-        """Return the keys by which backward reads the saved K and V of one attention call from the
-        store. [Note: order of reads]
+        """Return the order in which backward loads the saved K and V of one attention call from
+        host storage. [Note: order of reads]
 
         Args:
             index: number of the attention call within the layer's forward.
 
         Returns:
-            A list for each chunk, first to last, with the store's key of K and the key of V. A key
-            is (tensor name, chunk index).
+            A list for each chunk, first to last, with the key of K and the key of V in the storage.
+                A key is (tensor name, chunk index).
         """
         assert self.memory is not None
         reads: list[list[Access]] = []
@@ -234,9 +244,8 @@ class Prefix:
         return reads
 
     def find_saved(self) -> None:
-        """Fill `sites` with K and V of every chunk and attention call, from the store of saved
-        tensors.
-        """
+        """Load K and V that forward saved, for all chunks, and append them to `sites`: one object
+        for each attention call of the layer."""
         assert self.memory is not None
         assert self.memory.saved is not None
         for index, resident in enumerate(self.resident_tiles(backward=True)):
@@ -269,18 +278,19 @@ class Prefix:
         )
 
     def begin_backward(self, again: bool) -> None:
-        """Start the backward of a chunk.
+        """Start the backward of a chunk, which adds to the gradients of K and V.
 
         Args:
-            again: True if the chunk is differentiated for the second time. [Note: once for each
-                chunk]
+            again: True if the chunk is differentiated for the second time, after running out of
+                memory. [Note: once for each chunk]
         """
         for site in self.sites:
             if isinstance(site, KVBuffer):
                 site.begin_backward(again)
 
     def drop_buffers(self) -> None:
-        """Free K, V and their accumulators. A refill or `find_saved` restores K and V."""
+        """Free K, V and their gradients on the device. Recomputation or `find_saved` restores K and
+        V."""
         self.sites = []
         self.filled_until = 0
         if self.memory is not None:
@@ -290,7 +300,7 @@ class Prefix:
 
 
 class AttentionCall(NamedTuple):
-    """Arguments of a layer's attention for one chunk.
+    """Tensors and settings of one call of attention, for one chunk.
 
     Attributes:
         q: [B, H, C, D].
@@ -299,8 +309,9 @@ class AttentionCall(NamedTuple):
         scale: factor of q @ k^T.
         dropout: probability to drop a weight.
         softcap: limit of the scores; None: no limit.
-        sink: [H], the logits of one more key; None: no sink.
-        picks: [B, C, k], keys that each query reads; None: all keys. [Note: picked keys]
+        sink: [H], the attention sink: logits of one more key without a value; None: no sink.
+        picks: [B, C, k], indices of the keys that each query reads; None: all keys. [Note: picked
+            keys]
     """
 
     q: Tensor
@@ -314,29 +325,36 @@ class AttentionCall(NamedTuple):
 
 
 class ChunkAttention:
-    """Object that travels through the layer as `attention_mask` and computes a chunk's attention.
+    """Object that computes a chunk's attention. The layer receives the object as `attention_mask`
+    and passes it to `stream_attention`.
 
     Attributes:
-        takes_picks: True if the layer's attention may name the keys that its queries read.
+        takes_picks: True for a layer with sparse attention, where an indexer picks each query's
+            keys.
     """
 
     takes_picks = False
 
     def attend(self, given: AttentionCall) -> Tensor:
-        """Return the output of attention, [B, C, H, D_v]."""
+        """Return the attention output of the chunk, [B, C, H, D_v]."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Close the chunk after the layer's forward."""
+        """Check and record the chunk's attention calls, after the layer's forward of the chunk."""
         raise NotImplementedError
 
 
 class PrefixChunkAttention(ChunkAttention):
-    """Attention of a chunk to its prefix, of which its own keys and values become a part.
+    """Computes a chunk's attention to all tokens up to the chunk's end, and stores the chunk's own
+    keys and values for later chunks.
 
     Args:
-        picks: [B, C, k] of each indexer, as picked in forward; None: the indexers pick now. [Note:
-            indexers]
+        prefix: K and V of all earlier chunks.
+        chunk: the chunk's range of positions.
+        stage: the pass over the chunks.
+        saved: attention outputs that forward saved for this chunk; None: compute attention.
+        picks: [B, C, k] of each indexer, the keys that it picked in forward; None: the indexers
+            pick now. [Note: indexers]
     """
 
     def __init__(
@@ -361,8 +379,8 @@ class PrefixChunkAttention(ChunkAttention):
     __iter__ = None  # `0.0 in mask` would never end
 
     def __getitem__(self, index: Any) -> PrefixChunkAttention:
-        """Return itself, for a layer that passes a part of its mask to its indexer, which does not
-        read it.
+        """Return the object itself, for a layer that slices its mask and passes the slice to an
+        indexer that does not read it.
 
         Raises:
             TypeError: the layer has no indexer, so the layer reads the mask itself.
@@ -372,13 +390,15 @@ class PrefixChunkAttention(ChunkAttention):
         return self
 
     def attend(self, given: AttentionCall) -> Tensor:
-        """Return o [B, C, H, D_v] in q's dtype, with a graph in RECOMPUTE alone.
+        """Return o [B, C, H, D_v] in q's dtype, with an autograd graph only if the stage is
+        RECOMPUTE.
 
         Raises:
-            RefillDone: K and V of the layer's last attention call are in the buffer, in REFILL.
+            RefillDone: the stage is REFILL, and K and V of the layer's last attention call are
+                stored.
             BackwardError: backward attends with another scale, dropout or softcap than forward.
-            AttentionChoiceError: the configuration names a backend that cannot attend here.
-            StreamBPError: the layer attends more than once to keys that an indexer picks.
+            AttentionChoiceError: the configuration names a kernel that cannot attend here.
+            StreamBPError: the layer has an indexer and attends more than once.
         """
         prefix = self.prefix
         chunk = self.chunk
@@ -431,8 +451,9 @@ class PrefixChunkAttention(ChunkAttention):
         return out.clone() if prefix.overwritten else out
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store this chunk's k and v [B, H_kv, C, D] and return all keys and values up to its end,
-        [B, H_kv, e, D]. Called for layers that attend by themselves."""
+        """Store this chunk's k and v [B, H_kv, C, D], and return the keys and values of the e
+        tokens up to the chunk's end, [B, H_kv, e, D]. Called for layers that compute attention
+        themselves."""
         self.call += 1
         self.prefix.heads_first = True
         site = self._site(self.call - 1, k, v)
@@ -446,11 +467,12 @@ class PrefixChunkAttention(ChunkAttention):
         return both
 
     def finish(self) -> None:
-        """Check that the layer attended the same number of times as on other chunks, and record the
-        results.
+        """Check the number of attention calls in this chunk, and store the attention outputs and
+        reports.
 
         Raises:
-            StreamBPError: the layer attended more or fewer times.
+            StreamBPError: the layer called attention more or fewer times than for the chunks
+                before.
         """
         prefix = self.prefix
         if prefix.calls is not None and self.call != prefix.calls:

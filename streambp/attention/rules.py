@@ -31,7 +31,7 @@ LAST_FLASH_4 = (4, 0, 0, 18)  # the last whose functions return what torch 2.11 
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """A device and its software, as far as kernels of attention depend on them.
+    """Properties of a device and its software that decide which attention kernels can run.
 
     Attributes:
         device: type of the device: "cuda" (ROCm's devices, too), "cpu", "meta" (a CUDA device
@@ -93,18 +93,19 @@ class AttentionShape:
 
     @property
     def padded(self) -> int:
-        """Return the head size of q, k and v after padding to one size, a multiple of 8. [Note:
-        padded values]"""
+        """Return the head size, a multiple of 8, to which q, k and v are padded for kernels that
+        require one size. [Note: padded values]"""
         return -(-max(self.size, self.value_size) // 8) * 8
 
     @property
     def pair(self) -> tuple[int, int]:
-        """Return (D, D_v)."""
+        """Return the head sizes (D, D_v)."""
         return self.size, self.value_size
 
 
 def why_not_fused(call: AttentionShape, here: Platform) -> Iterator[str]:
-    """Yield the reasons why no fused kernel can attend the call."""
+    """Yield the reasons why no fused kernel (FlashAttention, cuDNN and others) can compute the
+    attention call."""
     if call.dropout > 0.0:
         yield f"it has no dropout, and the model's is {call.dropout}"
     if call.softcap is not None:

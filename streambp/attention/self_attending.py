@@ -35,7 +35,8 @@ from streambp.source import written_forward
 
 @dataclasses.dataclass(frozen=True)
 class OwnMask:
-    """The mask of a layer that attends by itself, with the properties found by a scan.
+    """Attention mask of a layer that computes its own attention without transformers' interface,
+    and properties of the mask.
 
     A mask may be added to the scores. A bool mask may mark the keys that are read, or the keys that
     are not read (MPT). The first query of a causal mask does not read the last key, which shows the
@@ -45,9 +46,9 @@ class OwnMask:
         mask: [B or 1, H or 1, T, T]. Or [B, T], the real tokens, for a layer that makes its own
             mask of the tokens and of its indexer's picks (GLM 5 Next). The tokens of the prefix are
             stored with the indexer's cached keys. Or [0], if the call has no mask: sdpa assumes a
-            causal mask for a whole sequence, but needs a mask for a prefix.
+            causal mask for a whole sequence, but needs a mask for a chunk.
         barriers: positions where no chunk may end. [Note: chunk ends]
-        empty: [B or 1, T], queries that read nothing; None if every query reads a key.
+        empty: [B or 1, T], True for queries that read no key; None if every query reads a key.
     """
 
     mask: Tensor
@@ -55,15 +56,16 @@ class OwnMask:
     empty: Tensor | None = None
 
     def read(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
-        """Return whether queries [q0, q1) read keys [k0, k1), [B or 1, H or 1, q, k] in bool."""
+        """Return in bool which of keys [k0, k1) each of queries [q0, q1) reads, [B or 1, H or 1, q,
+        k]."""
         tile = self.mask[:, :, q0:q1, k0:k1]
         if tile.dtype == torch.bool:
             return tile != self.mask[:, :, :1, -1:]
         return reads(tile)
 
     def cut(self, chunk: Chunk) -> Tensor:
-        """Return the mask of a chunk, [B or 1, H or 1, C, e], in which empty queries read
-        themselves; [B, C] of a mask of tokens."""
+        """Return the mask of a chunk, [B or 1, H or 1, C, e], for the e keys up to the chunk's end.
+        A query that reads no key reads itself there. If the mask marks tokens, return [B, C]."""
         if self.mask.dim() == 2:
             return self.mask[:, chunk.start : chunk.stop]
         if self.mask.dim() == 1:
@@ -81,14 +83,14 @@ class OwnMask:
         return part
 
     def values(self, v: Tensor, chunk: Chunk) -> Tensor:
-        """Return v [B, H_kv, C, D] of a chunk, with zeros for empty queries."""
+        """Return the chunk's v [B, H_kv, C, D], with zeros for tokens whose query reads no key."""
         if self.empty is None:
             return v
         return v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
 
     def causal(self, length: int) -> OwnMask:
-        """Return a plain causal mask of the same kind for the first `length` tokens, without
-        padding."""
+        """Return a causal mask without padding for the first `length` tokens, of the same dtype and
+        meaning of True as this mask."""
         if self.mask.dim() == 2:
             return OwnMask(torch.ones_like(self.mask[:, :length]))
         if self.mask.dim() == 1:
@@ -104,11 +106,13 @@ class OwnMask:
 
 
 def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
-    """Return the `OwnMask` for chunking a layer with this mask, or the reason why the layer cannot
-    be chunked. A mask without data counts as causal.
+    """Return the `OwnMask` for computing a layer with this mask chunk by chunk, or the reason why
+    the layer cannot be chunked. A mask without data (on the meta device) counts as causal.
 
     Args:
-        by_sdpa: True if transformers' sdpa attends, which gives 0 for a query that reads nothing.
+        mask: the layer's attention_mask.
+        length: T.
+        by_sdpa: True if transformers' sdpa attends, which returns 0 for a query that reads no key.
     """
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[-1] == length:
         # Every query reads the first token if no row starts with padding.
@@ -156,11 +160,16 @@ def why_picked_blocks_stay_whole(
     the keys of later chunks.
 
     Args:
-        by_sdpa: as in `own_mask`; if False, the model's other layers, too, give such a mean to a
-            query that reads nothing.
+        layer: the decoder layer.
+        positions: position_ids.
+        mask: the layer's mask.
+        length: T.
+        by_sdpa: True if transformers' sdpa attends. Other implementations return the mean over all
+            keys for every query without keys, also in layers without an indexer.
 
     Raises:
-        UnsupportedMaskError: other layers give such a mean, and the indexer reads the mean.
+        UnsupportedMaskError: layers without an indexer return such a mean, and the indexer reads
+            it.
     """
     if not any(INDEX_UPDATE in _attributes(module) for module in layer.modules()) or not has_data(
         mask.mask
@@ -202,7 +211,8 @@ def _attributes(module: nn.Module) -> tuple[str, ...]:
 
 
 def _parameters(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of a module's forward; () if it is not Python's."""
+    """Return the names of the parameters of a module's forward; () if the forward is not a Python
+    function."""
     code = getattr(written_forward(module), "__code__", None)
     if code is None:
         return ()
@@ -210,10 +220,11 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def biases_positions(module: nn.Module) -> bool:
-    """True if an attention inside adds a bias for each pair of positions.
+    """True if an attention module inside adds a bias for each pair of positions, such as ALiBi.
 
-    Such an attention asks its cache where queries start, or receives the distances. The model's
-    sdpa then gets one finite mask of both, so an empty query reads the mean over all keys.
+    The attention asks its cache for the first query's position, or receives the distances. The
+    model's sdpa then gets one finite tensor with mask and bias, so a query that reads no key gets
+    the mean over all keys.
     """
     return any(
         QUERY_OFFSET in _attributes(part) or DISTANCES in _parameters(part)

@@ -42,7 +42,8 @@ MAX_JOINED_KEYS = 2048
 
 
 class Kind(enum.Enum):
-    """Rule by which pairs of a block count: the table in the module's docstring."""
+    """Rule, such as CAUSAL, for the pairs of a query and a key that count within a rectangle of the
+    attention matrix. The module's docstring has a table."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -54,8 +55,8 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Queries [q0, q1) that read keys from k0 on: up to themselves, or up to k1 (exclusive) if k1
-    is set.
+    """Consecutive queries [q0, q1) of one row that read keys by the same rule: from k0 up to the
+    query itself, or up to k1 (exclusive) if k1 is set.
 
     Attributes:
         q0: first query.
@@ -63,7 +64,7 @@ class Run:
         k0: first key.
         k1: end of the keys, exclusive; None: each query's own position is its last key.
         shift: number of tokens between these keys and the queries that belong to other rows; a
-            window does not count them.
+            sliding window does not count them.
     """
 
     q0: int
@@ -73,7 +74,7 @@ class Run:
     shift: int = 0
 
     def within(self, start: int, stop: int) -> Run:
-        """Return the run of the queries in [start, stop)."""
+        """Return the same run, limited to queries in [start, stop)."""
         if start <= self.q0 and self.q1 <= stop:
             return self
         return dataclasses.replace(self, q0=max(self.q0, start), q1=min(self.q1, stop))
@@ -81,15 +82,17 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Block sizes that a kernel prefers; None means no limit.
+    """Sizes of blocks that an attention kernel prefers. A block is a rectangle of queries and keys.
+    None means no limit.
 
     Attributes:
         q_block: most queries of a block.
         k_block: most keys of a block.
         k_forward: most keys of a block where no dK and dV are returned.
-        few: fewest queries and keys of a block, if lengths must be few. [Note: few shapes]
-        tail: tiling of pieces shorter than `few`.
-        masked: tiling of BAND and MASK blocks.
+        few: fewest queries and keys of a block, if the kernel must see few different lengths.
+            [Note: few shapes]
+        tail: sizes of blocks below `few`, for another kernel.
+        masked: sizes of blocks of kind BAND and MASK.
         bottom_right: True if CAUSAL blocks may have more keys than queries.
         native_window: True if WINDOW blocks are allowed.
         native_varlen: True if VARLEN blocks are allowed.
@@ -106,11 +109,12 @@ class Tiling:
     native_varlen: bool = False
 
     def takes(self, length: int) -> bool:
-        """True if a block may have `length` queries, or keys."""
+        """True if the kernel supports a block with `length` queries, or with `length` keys."""
         return self.few is None or next(few_lengths(length, self.few, None), None) == length
 
     def queries(self, q0: int, q1: int) -> list[tuple[int, int, Tiling]]:
-        """Cut queries [q0, q1) into pieces, each with the tiling of its blocks."""
+        """Cut queries [q0, q1) into ranges (start, stop) for the kernel, each with the sizes of its
+        blocks."""
         found = list[tuple[int, int, Tiling]]()
         if self.few is None:
             for start in range(q0, q1, self.q_block or max(1, q1 - q0)):
@@ -125,7 +129,7 @@ class Tiling:
         return found
 
     def keys(self, k0: int, k1: int) -> list[tuple[int, int]]:
-        """Cut keys [k0, k1) into pieces."""
+        """Cut keys [k0, k1) into ranges (start, stop) for the kernel."""
         found = list[tuple[int, int]]()
         if self.few is None:
             for start in range(k0, k1, self.k_block or max(1, k1 - k0)):
@@ -138,8 +142,11 @@ class Tiling:
 
 
 def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
-    """Yield the lengths of pieces of at least `few`, up to `most` (a multiple of `GRID`), until
-    less than `few` is left. [Note: few shapes]"""
+    """Yield the lengths into which `length` tokens are cut, so that few different lengths occur.
+
+    Each length is at least `few` and at most `most` (a multiple of `GRID`). A remainder of less
+    than `few` tokens is left. [Note: few shapes]
+    """
     while length >= few:
         piece = length - length % GRID or 1 << (length.bit_length() - 1)
         piece = min(piece, most or piece)
@@ -149,7 +156,8 @@ def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rows [b0, b1), queries [q0, q1) and keys [k0, k1), all absolute."""
+    """Rectangle of the attention matrices of some rows: rows [b0, b1), queries [q0, q1), keys [k0,
+    k1). All are absolute indices. One kernel call computes a block."""
 
     kind: Kind
     b0: int
@@ -164,8 +172,8 @@ class Block:
 
     @property
     def pairs(self) -> int:
-        """Return the number of pairs that a kernel computes for each row, including masked
-        pairs."""
+        """Return the number of (query, key) pairs that a kernel computes for each row, including
+        masked pairs."""
         if self.kind is Kind.VARLEN:
             steps = zip(self.cu_q, self.cu_q[1:], self.cu_k, self.cu_k[1:], strict=False)
             return sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in steps)
@@ -174,7 +182,8 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """The spans of a batch: the runs of each row, and the sliding window if the layer has one."""
+    """Keys that each query of a batch reads, stored as intervals: the runs (ranges of queries with
+    one rule) of each row, and the layer's sliding window."""
 
     length: int
     rows: tuple[tuple[Run, ...], ...]
@@ -195,7 +204,14 @@ class Spans:
         return cls(length, ((Run(0, length, 0),),) * batch_size, window)
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
-        """Return the blocks of queries [start, stop)."""
+        """Return rectangles (blocks) that cover queries [start, stop) of all rows and the keys that
+        they read.
+
+        Args:
+            start: first query.
+            stop: end of the queries, exclusive.
+            tiling: sizes of the rectangles that the kernel prefers.
+        """
         found = list[Block]()
         first = 0
         count = len(self.rows)
@@ -285,5 +301,6 @@ class Spans:
         return found
 
     def _first_key(self, run: Run) -> int:
-        """Return the first key that any query of a run reads."""
+        """Return the first key that the queries of a run read, with regard to the sliding
+        window."""
         return run.k0 if self.window is None else max(run.k0, run.q0 - self.window + 1)

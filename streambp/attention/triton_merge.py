@@ -1,7 +1,7 @@
 """Merge two blocks' attention outputs in Triton: every element is read and written once.
 
 torch would write the weights' products and read them again. The kernel computes the numbers of
-`merge.merge_in_torch`, with which tests compare it (in Triton's interpreter without a GPU).
+`attend.merge_in_torch`, with which tests compare it (in Triton's interpreter without a GPU).
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ if AVAILABLE:
 
 
 def fits_triton(*tensors: Tensor) -> bool:
-    """True if outputs like these [b, t, H, D] can be merged here."""
+    """True if `merge_in_triton` supports outputs like these, [b, t, H, D]: their device, dtypes and
+    layout."""
     if not AVAILABLE or not tensors[0].is_cuda:
         return False
     fit = all(x.is_cuda and x.dtype in DTYPES and x.stride(3) == 1 for x in tensors)
@@ -70,7 +71,7 @@ def fits_triton(*tensors: Tensor) -> bool:
 
 
 def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
-    """Merge like `merge.merge`, in one kernel that computes in float32.
+    """Merge like `attend.merge`, in one kernel that computes in float32.
 
     Args:
         o: [b, t, H, D] of `DTYPES`, the last dimension contiguous.

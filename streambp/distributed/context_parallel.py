@@ -25,10 +25,9 @@ from streambp.known_names import (
 
 
 def replaced_attention() -> Any:
-    """Return a key for the current `scaled_dot_product_attention`, to detect a replacement.
-
-    Context parallelism installs a new closure in each step; all these closures have the same key.
-    """
+    """Return a key for the function that is now `torch.nn.functional.scaled_dot_product_attention`,
+    to see if it was replaced. Context parallelism installs a new closure in each step; these have
+    one key."""
     function = F.scaled_dot_product_attention
     if (getattr(function, "__module__", None) or "").startswith(CONTEXT_PARALLEL):
         return CONTEXT_PARALLEL
@@ -38,11 +37,11 @@ def replaced_attention() -> Any:
 
 
 def find_context_parallel() -> SplitOver | None:
-    """Return the active context parallelism; None if it is not active.
+    """Return the process group of torch's `context_parallel`, if it is active now; else None.
 
     Raises:
-        UnsupportedModelError: context parallelism is active, but its mesh or its order is not where
-            torch 2.11 to 2.13 store them.
+        UnsupportedModelError: context parallelism is active, but its device mesh is not where torch
+            2.11 to 2.13 store it.
     """
     function = F.scaled_dot_product_attention
     if not (getattr(function, "__module__", None) or "").startswith(CONTEXT_PARALLEL):

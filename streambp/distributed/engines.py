@@ -8,20 +8,38 @@ not cached, because an engine may be set up after a forward.
 [Note: order of gradients] ZeRO-2, and ZeRO-1 with overlap_comm, put gradients into buckets in order
 of arrival, and sum the buckets of all ranks. If the order differs on one rank, parameters silently
 get the gradients of other parameters. A streamed layer delivers all its gradients together, after
-its backward. A layer may run unchunked on one rank alone, because of a mask or a hook there. Its
-input and its parameters then pass through one autograd node, which keeps the same order.
+its backward. A layer may run unchunked on one rank alone, because of a mask or a hook there. One
+autograd node then receives the input and the parameters of that layer, and keeps the order.
 
 [Note: inner leaves] DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is
 initialised. Only the block's full-backward hook reduces its gradients, and streaming silences this
 hook. If the layer was patched too late to be the leaf itself, the hook runs after the layer's
 backward, when all gradients exist.
+
+[Note: ZeRO-3 leaves] DeepSpeed gathers a module's parameters in its forward and backward hooks.
+Inside a streamed layer these hooks would run once for each chunk. The layer is therefore marked as
+a leaf. DeepSpeed gathers a leaf completely: once for its forward, once for its backward. A
+full-backward hook reduces a leaf's gradients. The hook runs too early unless hidden_states is a
+positional argument that requires a gradient. A hook before DeepSpeed's ensures this; a layer gets
+the hook once DeepSpeed was imported. The mark and the hook have no effect without ZeRO-3.
+
+[Note: what a rank decides alone] Ranks differ in their batch, their free memory and their hooks.
+Each rank therefore decides alone how to compute its micro-batch, and no collective may depend on
+the decision: a rank that is alone in a collective waits forever. Under DDP, ZeRO-1 and ZeRO-2 all
+collectives are in backward. Each gradient has one collective, however the gradient was computed.
+
+Under ZeRO-3 and FSDP2 each call of a unit is a collective, in forward and backward. No rank
+may repeat or add a forward, unless all ranks do. docs/explanation/distributed.md
+lists every decision. For split sequences, `sharded/shards.py` agrees on every value that decides an
+exchange.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,31 +47,65 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from streambp.distributed.zero import is_partitioned
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import (
     DROPS_MASKS,
     ENGINES,
     FLAT_PARAMETER,
+    FSDP_GATHERS,
+    FSDP_GROUPS,
+    FULL_SHAPE,
     GRADIENT_HOOKED,
     MODULE_HOOKS,
     MODULE_TABLES,
+    PARTITIONED,
     Z3_LEAF,
+    ZERO_GROUP,
 )
 
-T = TypeVar("T")
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """True if DeepSpeed's ZeRO-3 partitions this parameter [...], whether it is gathered now or
+    not."""
+    return hasattr(parameter, PARTITIONED)
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """Return a parameter's full shape, such as [V, h]. Between gathers, ZeRO-3 replaces the
+    parameter's data by a tensor of 0 elements."""
+    shape: torch.Size = getattr(parameter, FULL_SHAPE, parameter.shape)
+    return shape
+
+
+def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return the layer's arguments, changed so that hidden_states is positional and requires a
+    gradient. None if ZeRO-3 does not partition the layer. Registered as a forward pre-hook of
+    decoder layers."""
+    if ENGINES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
+        return None
+    kwargs = dict(kwargs)
+    hidden_states: Tensor
+    if args:
+        hidden_states = args[0]
+    else:
+        hidden_states = kwargs.pop("hidden_states")
+    if torch.is_grad_enabled() and not hidden_states.requires_grad:
+        hidden_states = hidden_states.detach().requires_grad_()
+    return (hidden_states, *args[1:]), kwargs
+
+
 DDP = "DDP"  # the names in errors
 FSDP2 = "FSDP2"
 
 
 class Hold(NamedTuple):
-    """How an engine manages a module's parameters.
+    """Flags for the parts of a module's training state that DeepSpeed ZeRO or FSDP2 manages.
 
     Attributes:
-        weights: parameters are on this rank only while a module runs, which makes its forward a
-            collective: ZeRO-3, FSDP2.
-        gradients: the engine's hooks wait for each gradient: ZeRO-1 to -3, FSDP2. DDP's hooks wait
-            for each backward, however its graph was built.
+        weights: True if parameters are on this rank only while a module runs, which makes its
+            forward a collective: ZeRO-3, FSDP2.
+        gradients: True if hooks wait for each parameter's gradient: ZeRO-1 to -3, FSDP2. DDP's
+            hooks wait for each backward, however its graph was built.
     """
 
     weights: bool
@@ -61,10 +113,10 @@ class Hold(NamedTuple):
 
 
 def engine_of(module: nn.Module) -> str | None:
-    """Return the name of the engine that manages a module's parameters or gradients; None: no
-    engine.
+    """Return the name, for messages, of what shards or reduces a module's parameters: "DDP",
+    "FSDP2", "FSDP1" or DeepSpeed's ZeRO; None if nothing does.
 
-    An engine around the module is detected by its marks on parameters. DDP sets none.
+    A wrapper around the module is found by marks on its parameters. DDP sets none.
     """
     modules, parameters = contents_of(module)
     if any(isinstance(inner, DistributedDataParallel) for inner in modules):
@@ -79,7 +131,8 @@ def engine_of(module: nn.Module) -> str | None:
 
 
 def engine_of_parameter(parameter: Tensor) -> str | None:
-    """Return the name of the engine that marked a parameter [...]; None: no engine did."""
+    """Return the name, for messages, of what shards or reduces a parameter [...]: FSDP1, FSDP2 or
+    DeepSpeed's ZeRO; None if nothing has marked it."""
     if is_partitioned(parameter):
         return "DeepSpeed's ZeRO-3"
     if hasattr(parameter, GRADIENT_HOOKED):
@@ -92,12 +145,11 @@ def engine_of_parameter(parameter: Tensor) -> str | None:
 
 
 def reduces_later(parameter: Tensor) -> str | None:
-    """Return the name of what changes a gradient [...] after autograd accumulated it; None: nothing
-    does.
+    """Return the name, for messages, of what reduces a gradient over ranks after autograd has
+    accumulated it [...] and run the parameter's hooks; None if nothing does.
 
-    FSDP2 reduces a gradient before it runs the parameter's hooks. Every other engine reduces after
-    these hooks. DDP, pipelines and split sequences leave no mark on a parameter. An unmarked
-    parameter in a group of several ranks is therefore assumed to be theirs.
+    FSDP2 reduces before these hooks. DDP, pipelines and split sequences leave no mark on a
+    parameter, so one of them is assumed for an unmarked parameter on several ranks.
     """
     name = engine_of_parameter(parameter)
     ranks = 1
@@ -114,41 +166,39 @@ def reduces_later(parameter: Tensor) -> str | None:
 
 
 def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Return a module with all inner modules, and their parameters; shared ones appear repeatedly.
-
-    Takes a third of the time of `modules()` and `parameters()`.
-    """
+    """Return a module with all inner modules, and their parameters, without removing duplicates.
+    Takes a third of the time of `modules()` and `parameters()`."""
     parameters_table, _, modules_table = MODULE_TABLES
-    modules: list[nn.Module | None] = [module]
-    parameters: list[nn.Parameter | None] = []
+    modules = [module]
+    parameters: list[nn.Parameter] = []
     for inner in modules:  # the loop appends to this list
-        if inner is not None:
-            own = inner.__dict__
-            if own[modules_table]:
-                modules += own[modules_table].values()
-            if own[parameters_table]:
-                parameters += own[parameters_table].values()
-    return _present(modules), _present(parameters)
-
-
-def _present(values: list[T | None]) -> list[T]:
-    """Return the values that are not None."""
-    return [value for value in values if value is not None]
+        own = inner.__dict__
+        for child in own[modules_table].values():
+            if child is not None:
+                modules.append(child)
+        for parameter in own[parameters_table].values():
+            if parameter is not None:
+                parameters.append(parameter)
+    return modules, parameters
 
 
 def held(module: nn.Module) -> Hold:
-    """Return how an engine manages the parameters of a module and its inner modules."""
+    """Return whether ZeRO or FSDP2 manages the weights and gradients of a module and its inner
+    modules."""
     modules, parameters = contents_of(module)
-    weights = any(map(is_fsdp_unit, {type(inner): inner for inner in modules}.values())) or any(
-        is_partitioned(parameter) or isinstance(parameter, DTensor) for parameter in parameters
-    )
-    return Hold(
-        weights, weights or any(hasattr(parameter, GRADIENT_HOOKED) for parameter in parameters)
-    )
+    one_of_each_class = dict(zip(map(type, modules), modules, strict=True))
+    weights = any(map(is_fsdp_unit, one_of_each_class.values()))
+    gradients = False
+    for parameter in parameters:
+        if hasattr(parameter, PARTITIONED) or isinstance(parameter, DTensor):
+            weights = True
+        gradients = gradients or hasattr(parameter, GRADIENT_HOOKED)
+    return Hold(weights, weights or gradients)
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
-    """Return the hook tables of the layer's inner modules that hold engine hooks."""
+    """Return the hook dicts of the modules inside a layer that contain hooks of DeepSpeed, or
+    accelerate's hook that removes masks."""
     tables = []
     for module in layer.modules():
         if module is not layer:
@@ -161,10 +211,8 @@ def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
 
 @contextlib.contextmanager
 def engine_hooks_silenced(tables: list[dict[int, Any]]) -> Iterator[None]:
-    """Context manager that disables engine hooks on the layer's inner modules.
-
-    These hooks would gather or reduce once for each chunk. The layer's own hooks still run around
-    the layer, and hooks of other code still run once for each chunk.
+    """Context manager that removes hooks of DeepSpeed and accelerate from modules inside a layer.
+    Otherwise these hooks would gather or reduce once for each chunk. Other hooks stay.
 
     Args:
         tables: the result of `engine_hooks`.
@@ -186,7 +234,8 @@ Reduction = tuple[nn.Module, Callable[..., Any]]
 
 
 def reductions_of(layer: nn.Module) -> list[Reduction]:
-    """Return the hooks that reduce gradients of the layer's leaves. [Note: inner leaves]"""
+    """Return (module, hook) of DeepSpeed's hooks that reduce the gradients of ZeRO-3 leaf modules
+    inside a layer."""
     reductions: list[Reduction] = []
     for module in layer.modules():
         if module is not layer and getattr(module, Z3_LEAF, False):
@@ -197,30 +246,32 @@ def reductions_of(layer: nn.Module) -> list[Reduction]:
 
 
 class EngineReduce(torch.autograd.Function):
-    """Identity whose backward reduces a layer's inner leaves. [Note: inner leaves]
-
-    Autograd accumulates the gradients of parameters before it continues to the graph of an input.
-    """
+    """Autograd Function that returns a layer's input. The Function's backward runs after the
+    layer's backward. It calls DeepSpeed's hooks for the gradients of ZeRO-3 leaf modules inside the
+    layer."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, reductions: list[Reduction]) -> Tensor:
-        """Return a view of hidden_states [..., B, T, h]."""
+        """Return a view of hidden_states [..., B, T, h].
+
+        Args:
+            hidden_states: the layer's input.
+            reductions: the result of `reductions_of`.
+        """
         ctx.reductions = reductions
         return hidden_states.view_as(hidden_states)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Reduce the inner leaves and return the gradient [..., B, T, h] unchanged."""
+        """Call DeepSpeed's hooks, and return the gradient [..., B, T, h] unchanged."""
         for module, hook in ctx.reductions:
             hook(module, (), ())
         return grad, None
 
 
 class JoinGradients(torch.autograd.Function):
-    """Identity for a layer's input [..., B, T, h] and its parameters [...].
-
-    One node passes on all their gradients, in this order. [Note: order of gradients]
-    """
+    """Autograd Function that returns a layer's input [..., B, T, h] and its parameters [...]. One
+    node passes on all their gradients together, in this order."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -231,9 +282,8 @@ class JoinGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients [...] unchanged, with zeros where the engine waits for a missing
-        gradient.
-        """
+        """Return the gradients [...] unchanged; zeros in place of None for parameters whose
+        gradient DeepSpeed waits for."""
         pairs = zip(grads, ctx.parameters, strict=True)
         return grad, *(
             zeros_for_engines(parameter) if found is None else found for found, parameter in pairs
@@ -241,7 +291,7 @@ class JoinGradients(torch.autograd.Function):
 
 
 def drops_masks(hook: Callable[..., Any]) -> bool:
-    """True for the hook that accelerate registers on attention under context parallelism.
+    """True if a hook is the one of accelerate on attention under context parallelism.
 
     The hook replaces the mask by None, because torch's ring attention supports causal masks alone.
     Streamed layers use the model's own mask.
@@ -250,9 +300,7 @@ def drops_masks(hook: Callable[..., Any]) -> bool:
 
 
 def belongs_to_engine(hook: Callable[..., Any]) -> bool:
-    """True if a module hook belongs to DeepSpeed, by the package of the hook or its class, or drops
-    masks.
-    """
+    """True if a module hook is DeepSpeed's, or accelerate's hook that removes masks."""
     owner = getattr(hook, "func", hook)
     return (
         drops_masks(hook)
@@ -261,9 +309,54 @@ def belongs_to_engine(hook: Callable[..., Any]) -> bool:
 
 
 def zeros_for_engines(parameter: Tensor) -> Tensor | None:
-    """Return the gradient of a parameter [...] that the loss does not use.
-
-    The gradient is None, or zeros [...] if DeepSpeed's hooks wait for one.
-    """
+    """Return a gradient for a parameter [...] that the loss does not use: zeros if DeepSpeed's
+    hooks wait for one, else None."""
     managed = is_partitioned(parameter) or hasattr(parameter, GRADIENT_HOOKED)
-    return torch.zeros_like(parameter) if managed else None
+    if managed:
+        return torch.zeros_like(parameter)
+    return None
+
+
+def must_agree(module: nn.Module) -> bool:
+    """True if the module's forward gathers parameters from several ranks (ZeRO-3, FSDP2), so that
+    all ranks must call it equally often."""
+    return (
+        dist.is_available()
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+        and held(module).weights
+    )
+
+
+def everyones_numbers(
+    module: nn.Module, mine: Sequence[int], device: torch.device
+) -> list[list[int]]:
+    """Return the numbers that each rank passes, one list for each rank. A collective: every rank of
+    the group calls this before each of its forwards.
+
+    The group is the one over which ZeRO-3 or FSDP2 has partitioned the module's parameters,
+    otherwise all ranks.
+
+    Args:
+        module: the module whose parameters are partitioned.
+        mine: this rank's numbers; their count is the same on all ranks.
+        device: the device of the model's inputs.
+    """
+    ranks = None
+    for parameter in module.parameters():
+        if hasattr(parameter, ZERO_GROUP):
+            ranks = getattr(parameter, ZERO_GROUP)
+            break
+    for unit in filter(is_fsdp_unit, () if ranks is not None else module.modules()):
+        state = unit._get_fsdp_state()  # type: ignore[operator]
+        for group in getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]:
+            found = getattr(getattr(group, FSDP_GATHERS[0], None), FSDP_GATHERS[1], None)
+            ranks = found if ranks is None else ranks
+    return [said.tolist() for said in all_gather(ranks, torch.tensor(mine, device=device))]
+
+
+def all_gather(group: Any, tensor: Tensor) -> list[Tensor]:
+    """Return the tensor [...] of each rank in the process group; all have the same shape."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return parts

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from streambp.distributed.zero import is_partitioned
+from streambp.distributed.engines import is_partitioned
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import (
     FSDP_GROUPS,
@@ -25,12 +25,12 @@ STATES = 2  # states of an optimizer that does not exist yet; Adam has two
 
 @dataclasses.dataclass(frozen=True)
 class HostUse:
-    """Bytes of host memory on this rank that an engine uses.
+    """Bytes of host memory on this rank that DeepSpeed's or FSDP2's CPU offloading uses.
 
     Attributes:
         parameters: offloaded parameters.
         optimizer: optimizer state that exists already.
-        to_come: allocations that are still expected.
+        to_come: gradients and optimizer state that are still to be allocated.
     """
 
     parameters: int = 0
@@ -42,9 +42,8 @@ def engine_host_use(model: nn.Module) -> HostUse:
     """Return the host memory that ZeRO-Offload or FSDP2's CPUOffloadPolicy uses; zeros without
     them.
 
-    DeepSpeed allocates everything when it is initialised. Under FSDP2 the gradients come with the
-    first backward, and the optimizer's state with its first step. The optimizer is not known
-    before, and Adam's two states are assumed.
+    DeepSpeed allocates everything when it is initialized. Under FSDP2 gradients are allocated in
+    the first backward, and the optimizer's state in its first step: Adam's two states are assumed.
     """
     shards: list[Tensor] = []  # shards that FSDP2 stores on the host
     for module in filter(is_fsdp_unit, model.modules()):
@@ -70,7 +69,8 @@ def engine_host_use(model: nn.Module) -> HostUse:
 
 
 def _zero_optimizer(model: nn.Module) -> Any:
-    """Return ZeRO's optimizer, which the parameters refer to; None without ZeRO."""
+    """Return DeepSpeed's ZeRO optimizer, found by its reference from the parameters; None without
+    ZeRO."""
     for parameter in model.parameters():
         for name in ZERO_OPTIMIZERS:
             if hasattr(parameter, name):
@@ -79,7 +79,7 @@ def _zero_optimizer(model: nn.Module) -> Any:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Sum the bytes of distinct storages; a DTensor counts this rank's part."""
+    """Return the bytes of the tensors' distinct storages. A DTensor counts as this rank's shard."""
     storages = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):

@@ -18,13 +18,14 @@ from streambp.known_names import ENGINES, ULYSSES_ATTENTION, ULYSSES_GROUP, ULYS
 
 @dataclasses.dataclass(frozen=True)
 class SplitOver:
-    """The process group over which sequences are split.
+    """The process group over which each sequence is split (DeepSpeed Ulysses, torch's context
+    parallelism).
 
     Attributes:
         group: the process group, of P ranks.
-        balanced: None under Ulysses. Under context parallelism, True: rank r holds parts r and
-            2 P - 1 - r of 2 P parts; False: part r of P.
-        disable_in_eval: sequences are not split while the model is in eval mode.
+        balanced: None under Ulysses. Under context parallelism, True: rank r holds parts r and 2 P
+            - 1 - r of 2 P parts; False: part r of P.
+        disable_in_eval: True if sequences are not split while the model is in eval mode.
     """
 
     group: Any
@@ -33,15 +34,15 @@ class SplitOver:
 
 
 def find_ulysses(implementation: str | None) -> SplitOver | None:
-    """Return the split that `UlyssesSPAttentionHF.register_with_transformers` set up; None without
-    it.
+    """Return the process group that DeepSpeed's `UlyssesSPAttentionHF.register_with_transformers`
+    set up; None if it was not called for this attention implementation.
 
     Args:
-        implementation: the attention implementation that the model's config names.
+        implementation: the config's `_attn_implementation`; None: "sdpa".
 
     Raises:
-        UnsupportedModelError: DeepSpeed's function is active, but its process group is not in the
-            expected place.
+        UnsupportedModelError: DeepSpeed's function is registered, but its process group is not
+            where DeepSpeed 0.19 stores it.
     """
     function = ALL_ATTENTION_FUNCTIONS.get(implementation or "sdpa")
     if not (getattr(function, "__module__", None) or "").startswith(ENGINES):

@@ -22,9 +22,12 @@ DEPTH = 2  # levels of called functions that are searched, below a module's meth
 
 
 def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
-    """Return the names that these hooks, and methods and attributes of these modules, may read.
+    """Return the names of attributes that the code of these modules and hooks may read. String
+    constants in the code count as names, because getattr takes strings.
 
-    String constants in the code count, since getattr takes strings.
+    Args:
+        modules: modules whose methods, and functions among whose attributes, are searched.
+        hooks: module hooks, searched as well.
     """
     found: set[str] = set(ALWAYS)
     seen: set[int] = set()
@@ -39,9 +42,14 @@ def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
 
 
 def _collect(values: Iterable[Any], found: set[str], seen: set[int], depth: int) -> None:
-    """Add the names that these functions and their closures read to `found`.
+    """Add the attribute names in the code of these functions, and of functions in their closures,
+    to `found`.
 
-    Functions called by name are searched down to `depth` levels.
+    Args:
+        values: functions, or objects that call functions.
+        found: the names.
+        seen: ids of the code objects that were searched already.
+        depth: levels of called functions to search as well.
     """
     for function in (function for value in values for function in _functions(value)):
         if id(function.__code__) in seen:
@@ -67,7 +75,8 @@ def _collect(values: Iterable[Any], found: set[str], seen: set[int], depth: int)
 
 
 def _functions(value: Any) -> list[FunctionType]:
-    """Return the functions that run on a call or read of a class member, hook or attribute."""
+    """Return the Python functions that run on a call or a read of this class member, hook or
+    attribute."""
     if isinstance(value, property):
         return [f for part in (value.fget, value.fset) for f in _functions(part)]
     if isinstance(value, staticmethod | classmethod | MethodType):

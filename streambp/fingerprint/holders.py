@@ -14,13 +14,17 @@ Content = dict[Any, Any]
 
 
 class Holder:
-    """A container of values, and its content when it was found.
+    """A Python object in which code can store values (a dict, a closure's cell, an object's
+    attributes), and a copy of its content to restore it.
 
     Args:
-        owner: the object in which values are stored.
-        read: returns the current content.
+        owner: the object.
+        read: returns its current content as a dict.
         write: sets one entry.
         delete: removes one entry.
+
+    Attributes:
+        content: the content when the holder was made.
     """
 
     def __init__(
@@ -37,9 +41,8 @@ class Holder:
         self.content = read()
 
     def restore(self) -> None:
-        """Restore the container's recorded entries: delete entries that were added, and write back
-        entries that were replaced or deleted.
-        """
+        """Restore the recorded content: delete entries that were added, and write back entries that
+        were replaced or deleted."""
         now = self._read()
         for key in now.keys() - self.content.keys():
             self._delete(key)
@@ -49,10 +52,8 @@ class Holder:
 
 
 class Entries(Holder):
-    """A list, a deque or a set. `restore` refills it if its entries changed.
-
-    A container of more than `WIDE` entries is only cut back to its recorded length.
-    """
+    """A list, a deque or a set, and a copy of its entries to restore them. A list or deque of more
+    than `WIDE` entries is only cut back to its recorded length."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -63,7 +64,7 @@ class Entries(Holder):
         self.content = {start + index: value for index, value in enumerate(tail)}
 
     def restore(self) -> None:
-        """Restore the recorded entries."""
+        """Restore the recorded entries, or the recorded length of a long list."""
         if not self.short:
             while len(self.owner) > self.length:
                 self.owner.pop()
@@ -83,7 +84,12 @@ def _is_not(one: Any, other: Any) -> bool:
 
 
 def attributes_of(owner: Any, left_out: Callable[[str], bool]) -> Holder:
-    """Return a holder for an object's attributes, except names for which `left_out` is true."""
+    """Return a `Holder` for an object's attributes.
+
+    Args:
+        owner: the object.
+        left_out: True for names of attributes to leave out.
+    """
     table = owner.__dict__
 
     def read() -> Content:
@@ -93,7 +99,7 @@ def attributes_of(owner: Any, left_out: Callable[[str], bool]) -> Holder:
 
 
 def value_of_context(variable: contextvars.ContextVar[Any]) -> Holder:
-    """Return a holder for the value of a context variable."""
+    """Return a `Holder` for the value of a context variable."""
 
     def read() -> Content:
         value = variable.get(GONE)
@@ -106,7 +112,12 @@ def value_of_context(variable: contextvars.ContextVar[Any]) -> Holder:
 
 
 def entries_of(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Holder:
-    """Return a holder for the entries of a dictionary: all, or the given names alone."""
+    """Return a `Holder` for the entries of a dictionary.
+
+    Args:
+        table: the dictionary.
+        names: the keys; None: all entries.
+    """
     wanted = None if names is None else list(names)
 
     def read() -> Content:
@@ -120,10 +131,8 @@ def entries_of(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Hol
 
 
 def attributes_of_class(owner: type) -> Holder:
-    """Return a holder for a class's own attributes and methods.
-
-    Names with two leading underscores are left out, except `__call__`.
-    """
+    """Return a `Holder` for the attributes and methods that a class itself defines. Names with two
+    leading underscores are left out, except `__call__`."""
 
     def read() -> Content:
         table = vars(owner).items()
@@ -135,7 +144,8 @@ def attributes_of_class(owner: type) -> Holder:
 
 
 def slots_of_class(base: type) -> list[str]:
-    """Return the slots that a class itself defines, without special names."""
+    """Return the names in a class's own `__slots__`, without those that begin with two
+    underscores."""
     own = vars(base).get("__slots__", ())
     names = (own,) if isinstance(own, str) else own
     return [name for name in names if not name.startswith("__")]

@@ -23,7 +23,7 @@ from streambp.device import has_data
 from streambp.distributed.engines import belongs_to_engine
 from streambp.fingerprint.observed_values import leaves, name_of, version_of
 from streambp.known_names import ALORA_OFFSETS, FOR_ONE_FORWARD, MODULE_HOOKS, UNSEEN_WRITES
-from streambp.nested import tensors_in
+from streambp.tensors import tensors_in
 
 # module name in the layer, kind of hook, hook name, number among equal ones
 HookKey = tuple[str, str, str, int]
@@ -38,15 +38,16 @@ SORTS = dict(
 
 @dataclasses.dataclass(eq=False)
 class Hooks:
-    """The hooks inside a layer in one snapshot, except the hooks of engines.
+    """Snapshot of the module hooks inside a layer. Hooks of DeepSpeed and accelerate are left out.
 
     Attributes:
-        ids: ids of all hooks.
-        exact: the exact side of each hook's leaves, see `leaves.py`.
-        kind: the kind of each hook's leaves.
-        places: the table and the id of each hook.
+        ids: registration numbers of all hooks.
+        exact: values in each hook's code and closure, equal if the hook would act the same.
+        kind: a coarser description of the same values, equal if test results about the layer still
+            hold.
+        places: the hook dict and the registration number of each hook.
         routing: hooks by which peft passes an argument to its modules for a single forward. The
-            other attributes leave these hooks out.
+            other attributes except `ids` leave these hooks out.
     """
 
     ids: list[int]
@@ -56,7 +57,8 @@ class Hooks:
     routing: list[tuple[nn.Module, Callable[..., Any]]] = dataclasses.field(default_factory=list)
 
     def why_whole(self) -> str | None:
-        """Return why these hooks forbid chunks, as far as no trial is needed; None: no reason."""
+        """Return why a layer with these hooks of peft must run unchunked, as text for `describe`;
+        None if it need not."""
         names = {name for _, hook in self.routing for name in hook.keywords}  # type: ignore[attr-defined]
         if ALORA_OFFSETS in names:
             return (
@@ -73,7 +75,14 @@ class Hooks:
     def differences(
         self, before: Hooks, acted: AbstractSet[HookKey], ignored: set[tuple[HookKey, str]]
     ) -> list[str]:
-        """Describe what changed in hooks that modify values since `before`."""
+        """Return one text for each change, since an earlier snapshot, of a hook that modifies
+        values.
+
+        Args:
+            before: the hooks in the earlier snapshot.
+            acted: the hooks that modified values since.
+            ignored: values in hooks that the layer's own forward changes.
+        """
         told = []
         for (key, leaf), exact in before.exact.items():
             if (key not in acted and "backward" not in key[1]) or (key, base_of(leaf)) in ignored:
@@ -93,7 +102,8 @@ class Hooks:
 
 
 def short_name(hook: Any) -> str:
-    """Return a hook's name for messages: its function, with file and line."""
+    """Return a hook's name for messages: its function, with file and line, such as "double
+    (model.py:12)"."""
     hook = getattr(hook, "func", hook)
     code = getattr(hook, "__code__", None)
     name = name_of(hook).rpartition(".")[2]
@@ -105,17 +115,13 @@ def short_name(hook: Any) -> str:
 
 
 def base_of(leaf: str) -> str:
-    """Return the name of the leaf whose entry this leaf is.
-
-    A value that is put into a container changes leaves of many names.
-    """
+    """Return the container's name from the name of an entry: "kept" for "kept[3]"."""
     return leaf.partition("[")[0]
 
 
 def described(key: HookKey) -> str:
-    """Describe a hook for error messages, such as: the forward hook double (model.py:12) of
-    self_attn.
-    """
+    """Return a hook's description for messages, such as "the forward hook double (model.py:12) of
+    self_attn"."""
     path, sort, name, number = key
     return f"the {sort} {name}" + (f" ({number + 1})" if number else "") + f" of {path}"
 
@@ -126,13 +132,13 @@ def hooks_of(
     ignored: set[tuple[HookKey, str]],
     latest: Hooks | None,
 ) -> Hooks:
-    """Return the hooks in these tables of a layer's inner modules; `latest` itself if nothing
+    """Return the hooks on the modules inside a layer; the object `latest` itself if no hook has
     changed.
 
     Args:
-        tables: the hook tables of each inner module, in the order of `MODULE_HOOKS`.
-        named: the layer's modules, the layer first.
-        ignored: leaves that the layer's own forward changes.
+        tables: the hook dicts of each inner module, in the order of `MODULE_HOOKS`.
+        named: the layer's modules by name, the layer first.
+        ignored: values in hooks that the layer's own forward changes.
         latest: the hooks of the previous snapshot; None: there is no previous snapshot.
     """
     if not any(tables):
@@ -178,7 +184,8 @@ def hooks_of(
 
 @contextlib.contextmanager
 def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
-    """Context manager that records which of these hooks modify their inputs or outputs."""
+    """Context manager that yields a set, to which forward hooks are added once they modify their
+    inputs or outputs."""
     acted: set[HookKey] = set()
     watched = []
     for key, (table, number) in hooks.places.items():
@@ -195,7 +202,8 @@ def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
 
 
 class _Watched:
-    """A hook in a wrapper that adds the hook's key to `acted` once the hook modifies a value."""
+    """Wrapper of a forward hook, which adds the hook's key to the set `acted` once the hook
+    modifies a value."""
 
     def __init__(self, key: HookKey, hook: Callable[..., Any], acted: set[HookKey]) -> None:
         self.key, self.hook, self.acted = key, hook, acted
@@ -221,12 +229,12 @@ class _Watched:
 
 
 def unwatched(hook: Any) -> Any:
-    """Return the hook itself, without the wrapper that `watching` adds."""
+    """Return the hook itself, for a hook inside the wrapper of `watching`."""
     return hook.hook if isinstance(hook, _Watched) else hook
 
 
 def _equal(x: Tensor, other: Tensor) -> bool:
-    """True if two tensors [...] are the same object or hold equal values."""
+    """True if two tensors [...] are the same object or have equal values."""
     if x is other:
         return True
     return (
@@ -236,7 +244,12 @@ def _equal(x: Tensor, other: Tensor) -> bool:
 
 @contextlib.contextmanager
 def again(routing: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Context manager that registers peft's hooks again, so its modules get forward's arguments."""
+    """Context manager for backward's recomputation, which registers peft's hooks for a single
+    forward again, so that peft's modules get the same arguments.
+
+    Args:
+        routing: each hook with its module.
+    """
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in routing]
     try:
         yield

@@ -48,7 +48,7 @@ from streambp.fingerprint.snapshots import THEIRS, TORCHS, Generator
 from streambp.foreign import home_of, wrapped_functions
 from streambp.instance_forward import InstanceForward, Unbound
 from streambp.known_names import MODULES_ARE_HARMLESS, OBJECTS_ARE_KNOWN
-from streambp.nested import tensors_in
+from streambp.tensors import tensors_in
 
 MOST = 4000
 PATIENCE = 0.2  # seconds before a live tensor counts as stored
@@ -63,7 +63,8 @@ KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdl
 
 
 def is_theirs(function: Any) -> bool:
-    """True if a callable or its wrapped function is third-party code that may store values."""
+    """True if a callable, or the function that it wraps, is third-party code that may store
+    values."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, types.BuiltinMethodType) and isinstance(function.__self__, CONTAINERS):
@@ -72,14 +73,16 @@ def is_theirs(function: Any) -> bool:
 
 
 class Memory:
-    """The values reachable from some roots at one time.
+    """The values that are reachable from some objects at one time, for example from a layer's
+    hooks.
 
     Args:
-        roots: values with their names for messages.
+        roots: the objects, as (name, object).
 
     Attributes:
-        values: plain values, tensors [...] and arrays [...] by path, and the lengths of containers.
-        holders: the containers found, each with its content.
+        values: plain values, tensors [...] and NumPy arrays [...] by path, such as "mlp.kept[3]",
+            and the lengths of containers.
+        holders: the containers on the way, each with a copy of its content.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
@@ -95,18 +98,18 @@ class Memory:
         del self._waiting
 
     def restore(self) -> None:
-        """Restore the content of the containers; writes into tensors stay."""
+        """Restore the content of the containers that were found: attributes, entries of lists and
+        dicts. Writes into tensors stay."""
         for holder in self.holders:
             holder.restore()
 
     def changed(self, before: Memory, written: Writes | None = None) -> dict[str, Any]:
-        """Return the values that changed since `before` or were written to, by path.
-
-        `GONE` marks a path that existed only before.
+        """Return the values that changed since an earlier time, by path. The value `GONE` stands
+        for a path that existed only before.
 
         Args:
             before: the values at the earlier time.
-            written: the recorded writes; None: writes were not recorded.
+            written: the recorded in-place writes; None: writes were not recorded.
         """
         found = {}
         for path, value in self.values.items():
@@ -275,9 +278,8 @@ class Memory:
 
 
 class Writes(TorchDispatchMode):
-    """Context manager that records writes to a memory's tensors and copies the values before the
-    write.
-    """
+    """Torch dispatch mode that records in-place writes to the tensors of a `Memory`, and copies the
+    values before a write. New tensors are listed as well."""
 
     supports_higher_order_operators = True
 
@@ -305,7 +307,8 @@ class Writes(TorchDispatchMode):
         return result
 
     def kept_elsewhere(self, memory: Memory) -> str:
-        """Return the shapes of new tensors that stay alive outside of `memory`; "" if none does."""
+        """Return the shapes, as text, of tensors made in this context that are still alive outside
+        of `memory`; "" if all were freed or are in `memory`."""
         found = self._alive(memory)
         if found:
             del found
@@ -317,27 +320,30 @@ class Writes(TorchDispatchMode):
         return ", ".join(sorted(str(tuple(x.shape)) for x in self._alive(memory)))
 
     def _alive(self, memory: Memory) -> list[Tensor]:
-        """Return the new tensors [...] that are alive and not among the memory's values."""
+        """Return the tensors [...] made in this context that are alive and not among the values of
+        `memory`."""
         there = {id(value) for value in memory.values.values()}
         return [x for x in (made() for made in self._made) if x is not None and id(x) not in there]
 
     def _note(self, given: Any) -> None:
-        """Copy the storages [...] of these tensors before their first write."""
+        """Copy the storage of a tensor [...] before the first in-place write to it."""
         for x in given if isinstance(given, (list, tuple)) else (given,):
             place = _storage(x)
             if place in self._known and place not in self._before:
                 self._before[place] = self._known[place].untyped_storage().clone()
 
     def to(self, value: Tensor | np.ndarray[Any, Any]) -> bool:
-        """True if a tensor or array [...] was written to."""
+        """True if this tensor or array [...] was written to in place."""
         if isinstance(value, np.ndarray):
             return any(x is value and x.tobytes() != before.tobytes() for x, before in self._arrays)
         return _storage(value) in self._before
 
     def restore(self) -> None:
-        """Restore the values before the recorded writes, and forget these writes."""
+        """Write back the values from before the recorded writes."""
         for place, before in self._before.items():
-            self._known[place].untyped_storage().copy_(before)
+            storage = self._known[place].untyped_storage()
+            if storage.nbytes() == before.nbytes():  # a resized tensor has other bytes
+                storage.copy_(before)
         for x, values in self._arrays:
             if x.flags.writeable and self.to(x):
                 x[...] = values
@@ -346,7 +352,12 @@ class Writes(TorchDispatchMode):
 
 @contextlib.contextmanager
 def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
-    """Context manager that afterwards undoes all changes to values reachable from the roots."""
+    """Context manager that afterwards restores all values reachable from these objects. The context
+    manager yields the earlier values and the recorded in-place writes.
+
+    Args:
+        roots: the objects, as (name, object).
+    """
     before = Memory(roots)
     writes = Writes(before)
     try:
@@ -359,7 +370,7 @@ def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that code and its inner functions use."""
+    """Return the global names and attributes in a function's code and its inner functions."""
     codes = [code]
     for one in codes:  # the loop appends to this list
         codes += [constant for constant in one.co_consts if isinstance(constant, types.CodeType)]
@@ -367,7 +378,7 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _key(key: Any) -> str:
-    """Return a dictionary key's label in a path."""
+    """Return the label of a dictionary key for a path."""
     return (
         repr(key)
         if isinstance(key, (str, int, float, tuple))
@@ -384,9 +395,8 @@ def _is_known(module: types.ModuleType) -> bool:
 
 
 def _storage(x: Any) -> Any:
-    """Return the identity of a tensor's [...] storage; None for tensor subclasses and tensors
-    without one.
-    """
+    """Return a number that identifies a tensor's [...] storage; None for meta and sparse tensors
+    and for tensor subclasses."""
     if (
         type(x) not in (Tensor, nn.Parameter)
         or x.layout != torch.strided

@@ -6,9 +6,9 @@ closures and code of functions, and attributes of objects outside torch. A leaf 
 exact side is equal if a forward would read the same value. The kind is equal if test results about
 the layer still hold.
 
-In the kind, a number is only zero or nonzero, a function is its code, and an object is its class.
-An annealed weight therefore keeps the kind, and so does a hook that a `with` block registers anew
-in every step.
+The kind of a number is zero or nonzero, that of a function is its code, and that of an object is
+its class. An annealed weight therefore keeps the kind, and so does a hook that a `with` block
+registers anew in every step.
 
 Leaves do not cover globals, deeply nested objects, and containers of more than `SMALL` entries.
 """
@@ -35,11 +35,8 @@ CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class ObjectIdentity:
-    """Identity of an object, by weak reference where the object allows one.
-
-    A mark keeps no object alive. A new object at the same address has another mark, unless its
-    class allows no weak references.
-    """
+    """Identity of an object, which compares equal for the same object only. A weak reference, if
+    the class allows weak references, lets the object be freed."""
 
     def __init__(self, value: Any) -> None:
         self.kind = name_of(type(value)).rpartition(".")[2]
@@ -63,12 +60,13 @@ class ObjectIdentity:
 
 @dataclasses.dataclass(frozen=True)
 class ObservedValue:
-    """One comparable part of a value.
+    """A comparable part of a value that a layer's forward may read, such as an entry of a list
+    attribute.
 
     Attributes:
         name: the value's name and the position inside the value.
-        exact: compares equal where a forward would read the same.
-        kind: its repr is the same for all values of one kind.
+        exact: compares equal if a forward would read the same.
+        kind: a coarser description, with an equal repr if test results about the layer still hold.
     """
 
     name: str
@@ -77,14 +75,13 @@ class ObservedValue:
 
 
 def name_of(known: Any) -> str:
-    """Return the module and qualified name of a function or class; of other objects, of their
-    class.
-    """
+    """Return the module and qualified name of a function or class, for other objects those of the
+    class."""
     return f"{getattr(known, '__module__', None)}.{getattr(known, '__qualname__', type(known).__qualname__)}"
 
 
 def plain_leaf(value: Any, name: str) -> ObservedValue | None:
-    """Return the single leaf of a None, bool, str, int or float; None for every other value."""
+    """Return the `ObservedValue` of a None, bool, str, int or float; None for every other value."""
     known = type(value)
     if value is None or known is bool or known is str:
         return ObservedValue(name, value, value)
@@ -96,7 +93,13 @@ def plain_leaf(value: Any, name: str) -> ObservedValue | None:
 
 
 def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[ObservedValue]:
-    """Generate all leaves of a value with that name."""
+    """Yield the comparable parts of a value: numbers, strings, tensors and objects inside it.
+
+    Args:
+        value: the value.
+        name: the value's name, with which the names of the parts begin.
+        depth: levels of containers, closures and objects to search.
+    """
     if value is None or isinstance(value, VALUE_TYPES):
         yield ObservedValue(name, value, value)
     elif isinstance(value, int | float | complex):
@@ -155,13 +158,13 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[ObservedValue]
 
 def version_of(tensor: Tensor) -> int | None:
     """Return the version counter of a tensor [...]; None for an inference tensor, which has no
-    counter.
-    """
+    counter."""
     return None if tensor.is_inference() else tensor._version
 
 
 def contents(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the entries of a small container with their labels; None for every other value."""
+    """Return the entries of a container of at most `SMALL` entries, with labels such as "[3]"; None
+    for every other value."""
     if isinstance(value, Mapping) and len(value) <= SMALL:
         return [
             (f"[{key!r}]" if isinstance(key, str | int) else "[...]", part)
@@ -174,7 +177,8 @@ def contents(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def holds_more(value: Any) -> bool:
-    """True if the value's leaves can change while its identity and its entries stay the same."""
+    """True if what a forward reads from this value can change while the object and its entries stay
+    the same: of functions and of objects with attributes."""
     if isinstance(value, CALLABLES):
         return True
     plain = value is None or isinstance(
@@ -184,5 +188,6 @@ def holds_more(value: Any) -> bool:
 
 
 def _is_known(own: type) -> bool:
-    """True if instances of this class are identified by their class alone."""
+    """True if objects of this class count as equal: the class is from a library whose objects do
+    not store a program's values."""
     return own.__module__.partition(".")[0] in OBJECTS_ARE_KNOWN

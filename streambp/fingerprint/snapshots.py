@@ -71,22 +71,22 @@ CLASSES = "~"  # replaces a module's name in keys that concern the modules' clas
 
 
 class ValueList:
-    """Reads the values of modules into a flat list. Two snapshots compare their lists.
-
-    The object holds references to tables. `read` takes the current values from the tables.
+    """The attributes, parameters and buffers of some modules as one flat list of values. Comparing
+    two such lists is a fast way to see if anything changed.
 
     Attributes:
         modules: the modules.
         types: the modules' classes.
-        dicts: the attributes of each module.
-        getters: a function that reads compared attributes, and the attributes of its module.
+        dicts: the `__dict__` of each module.
+        getters: functions that read the compared attributes of a module, each with the module's
+            `__dict__`.
         tables: dicts whose values are compared.
         tensor_tables: dicts of tensors that are all compared.
         tensor_names: dicts of tensors, each with the names of its compared tensors.
-        expected_empty: tables that are empty.
+        expected_empty: dicts that were empty.
         lists: containers whose elements are compared.
-        live: attributes that no comparison of containers covers. Each entry has a path, the
-            attributes of a module and the name of an attribute.
+        live: attributes whose content may change inside the same object, as (path, `__dict__`,
+            name).
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -102,7 +102,7 @@ class ValueList:
         self.live: list[tuple[str, dict[str, Any], str]] = []
 
     def read(self) -> list[Any]:
-        """Return the current values."""
+        """Return the current values: ids of tensors, and attributes."""
         found: list[Any] = list(map(len, self.dicts))
         extend = found.extend
         for getter, values in self.getters:
@@ -122,17 +122,22 @@ class ValueList:
 
 
 class ModuleSnapshot:
-    """Snapshot of a layer's modules and their content, without hooks, which change more often.
+    """Snapshot of a layer's modules with their attributes, parameters and buffers. Hooks are not
+    included, because they change more often.
+
+    Args:
+        layer: the layer.
+        ignored: attributes to leave out, as (module name, attribute name).
 
     Attributes:
         named: the modules by name.
-        hooks: the hook tables of the modules inside the layer.
-        exact: the exact side of each value's leaves.
+        hooks: the hook dicts of the modules inside the layer.
+        exact: values by (module, attribute, position); equal if a forward would read the same.
         generators: random generators among the attributes.
         parameters: the parameters.
-        tensors: tensors whose versions are compared.
-        keys: the keys of these tensors, in the same order.
-        kind: a digest of the kind side of each value's leaves.
+        tensors: tensors whose version counters are compared.
+        keys: (module name, tensor name) of these tensors, in the same order.
+        kind: a digest of a coarser description, equal if test results about the layer still hold.
     """
 
     def __init__(self, layer: nn.Module, ignored: set[Key]) -> None:
@@ -159,11 +164,11 @@ class ModuleSnapshot:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Return the modules."""
+        """Return the layer's modules."""
         return self._values.modules
 
     def unchanged(self) -> bool:
-        """True if nothing changed. Reads every attribute and describes none."""
+        """True if no attribute, parameter or buffer was replaced since the snapshot."""
         try:
             # identical objects are not compared by value
             return self._values.read() == self._flat
@@ -171,7 +176,14 @@ class ModuleSnapshot:
             return False
 
     def _read(self, path: str, module: nn.Module, ignored: set[Key], kinds: list[Any]) -> None:
-        """Add a module's attributes, parameters and buffers to the snapshot."""
+        """Add a module's attributes, parameters and buffers to the snapshot.
+
+        Args:
+            path: the module's name in the layer.
+            module: the module.
+            ignored: attributes to leave out, as (module name, attribute name).
+            kinds: the list for the coarser description.
+        """
         values = self._values
         own = module.__dict__
         counts = [
@@ -228,14 +240,20 @@ class ModuleSnapshot:
                     (values.tables if isinstance(inner, dict) else values.lists).append(inner)
 
     def _count_versions(self, key: Key, tensor: Tensor) -> None:
-        """Add a tensor [...] to the tensors whose versions are compared."""
+        """Add a tensor [...] to `tensors`, whose version counters are compared with later ones."""
         self._held.append(tensor)
         if not tensor.is_inference():
             self.tensors.append(tensor)
             self.keys.append(key)
 
     def _add(self, key: Key, found: Iterable[ObservedValue], kinds: list[Any]) -> None:
-        """Add leaves of a value to the exact fingerprint and to the kind."""
+        """Add the comparable parts of one attribute, parameter or buffer to the snapshot.
+
+        Args:
+            key: (module name, attribute name).
+            found: the parts.
+            kinds: the list that receives their description for `kind`.
+        """
         for leaf in found:
             self.exact[(*key, leaf.name)] = leaf.exact
             kinds.append((*key, leaf.name, leaf.kind))
@@ -246,9 +264,9 @@ class LayerSnapshot:
     """Snapshot of a layer's modules, attributes and hooks. [Note: fingerprint]
 
     Attributes:
-        body: the modules and their content.
+        body: the modules with their attributes, parameters and buffers.
         hooks: the hooks inside the layer.
-        answers: cached answers about the layer.
+        answers: cached results of functions of the layer.
     """
 
     body: ModuleSnapshot
@@ -257,26 +275,23 @@ class LayerSnapshot:
 
     @property
     def trained(self) -> bytes:
-        """Return a byte for each parameter: 1 if the parameter currently requires a gradient.
-
-        A change of `requires_grad` needs no new snapshot.
-        """
+        """Return the parameters' current requires_grad flags, one byte each."""
         return bytes(map(WANTS_GRADIENT, self.body.parameters))
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Return the key under which verdicts about the layer are stored."""
+        """Return a key that is equal for layers to which the same test results apply."""
         return self.body.kind, self.hooks.kind, self.trained
 
 
 @dataclasses.dataclass
 class ForwardSnapshot:
-    """Snapshot of a layer at the end of a forward.
+    """Snapshot of a layer at the end of a forward, to compare with the layer in backward.
 
     Attributes:
         look: the snapshot.
         versions: version counters of the snapshot's tensors.
-        acted: inner hooks that modified values.
+        acted: hooks inside the layer that modified values in the forward.
     """
 
     look: LayerSnapshot
@@ -286,15 +301,17 @@ class ForwardSnapshot:
 
 @dataclasses.dataclass(eq=False)
 class Fingerprint:
-    """A layer's snapshots. A copy starts empty, because snapshots hold the original's modules.
+    """The snapshots of one layer, to see what changes between calls, and between a forward and its
+    backward. [Note: fingerprint]
 
-    [Note: fingerprint] [Note: kept values]
+    A copied or pickled object is empty, because snapshots hold the modules of the original.
 
     Attributes:
-        last: the latest snapshot. Code that changes the layer takes a new one.
-        pending: forwards whose backward has not run yet.
-        in_cycles: graphs of the layer's recomputations are in reference cycles and are freed late.
-        kept: paths of values that third-party code stored inside the layer.
+        last: the latest snapshot.
+        pending: number of forwards whose backward has not run yet.
+        in_cycles: True if autograd graphs of the layer are in reference cycles and are freed late.
+        kept: paths of values that third-party code inside the layer stored in a test.
+            [Note: kept values]
     """
 
     last: LayerSnapshot | None = None
@@ -309,7 +326,7 @@ class Fingerprint:
         return Fingerprint, ()
 
     def look(self, layer: nn.Module) -> LayerSnapshot:
-        """Return a snapshot of the layer; the previous object if nothing changed."""
+        """Return a snapshot of the layer; the object `last` itself if nothing changed."""
         latest = self.last
         same = latest is not None and latest.body.unchanged()
         if same and latest is not None and not latest.hooks.ids and not any(latest.body.hooks):
@@ -324,9 +341,13 @@ class Fingerprint:
     def learn(
         self, layer: nn.Module, before: LayerSnapshot, versions: list[int] | None = None
     ) -> LayerSnapshot:
-        """Take a snapshot after the layer's own forward and return it.
+        """Return a snapshot of the layer after its own forward, and exclude the forward's changes
+        from later comparisons.
 
-        Changes since `before` are excluded from later comparisons, as the forward caused them.
+        Args:
+            layer: the layer.
+            before: snapshot before the forward.
+            versions: version counters of its tensors then; None: they are not compared.
         """
         now = self.look(layer)
         same = now.body is before.body
@@ -352,13 +373,25 @@ class Fingerprint:
         versions: list[int],
         acted: AbstractSet[HookKey],
     ) -> ForwardSnapshot:
-        """Return the snapshot of a finished forward; `before` and `versions` are from its start."""
+        """Return the snapshot of the layer at the end of a forward.
+
+        Args:
+            layer: the layer.
+            before: snapshot at the forward's start.
+            versions: version counters of its tensors at the forward's start.
+            acted: hooks inside the layer that modified values.
+        """
         look = self.learn(layer, before, versions)
         self.pending += 1
         return ForwardSnapshot(look, versions if look is before else versions_of(look), acted)
 
     def check(self, layer: nn.Module, seen: ForwardSnapshot, now: LayerSnapshot) -> None:
-        """Raise if the layer changed since the end of that forward.
+        """Raise if the layer changed between the end of its forward and its backward.
+
+        Args:
+            layer: the layer.
+            seen: snapshot at the end of the forward.
+            now: snapshot at the start of backward.
 
         Raises:
             BackwardError: the layer changed; the message names the changes.
@@ -404,7 +437,12 @@ class Fingerprint:
 
 
 def changed(layer: nn.Module, what: str) -> BackwardError:
-    """Return the error for a layer that differs between forward and backward."""
+    """Return the error for a layer that differs between forward and backward.
+
+    Args:
+        layer: the layer.
+        what: the changes, for the message.
+    """
     return BackwardError(
         f"{type(layer).__name__} is not in backward what it was in forward: {what}. Backward "
         "recomputes the layer, so it would give the gradient of another model. Call backward "
@@ -414,12 +452,12 @@ def changed(layer: nn.Module, what: str) -> BackwardError:
 
 
 def versions_of(look: LayerSnapshot) -> list[int]:
-    """Return the version counters of the snapshot's tensors, in `look.body.tensors`' order."""
+    """Return the current version counters of the snapshot's tensors."""
     return list(map(VERSION, look.body.tensors))
 
 
 def _differing(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
-    """Return the keys whose values differ, or that only one of the two has."""
+    """Return the keys whose values differ between two dicts or are missing in either."""
     missing = object()
     pairs = ((key, then, after.get(key, missing)) for key, then in before.items())
     return {key for key, then, now in pairs if then is not now and not bool(then == now)} | (

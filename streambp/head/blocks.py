@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from streambp.device import without_autocast
+from streambp.foreign import nn_own, torch_own
 from streambp.head.triton_fold import fold_rows, serves
 from streambp.head.triton_gradient import write_gradient
-from streambp.torchs_own import nn_own, torch_own
 
 LOGITS_PER_BLOCK = 2**25  # logits of a block for torch: 128 MiB in float32, several times
 BYTES_PER_BLOCK = 2**29  # bytes of a block for the kernels: 2**28 logits in half precision, once
@@ -32,8 +32,8 @@ TOKENS_IN_PLACE = 2048
 def block_size(
     vocabulary: int, dtype: torch.dtype, device: torch.device, whole: bool = False
 ) -> tuple[int, int]:
-    """Return the tokens of a block of hidden states, and the vocabulary entries of a block of
-    logits.
+    """Return two sizes for computing logits block by block: the number of tokens, and the number of
+    vocabulary entries.
 
     The result depends on shapes only, so that runs are bitwise reproducible. Each block of tokens
     reads and writes dW, 4 V h bytes each, so blocks need many tokens. Blocks of 2,048 tokens, less
@@ -58,7 +58,8 @@ def block_size(
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """Logits from normed hidden states: softcap(scale * (hidden @ W^T + bias)) / temperature.
+    """Map from the output projection's matrix product to logits: softcap(logit_scale * product) /
+    temperature, where product = hidden @ W^T + bias.
 
     Attributes:
         logit_scale: factor of the products.
@@ -73,7 +74,8 @@ class Projection:
     slope: float = 1.0
 
     def logits(self, product: Tensor) -> Tensor:
-        """Return logits [n, v] in promote_types(dtype, float32) for raw products [n, v]."""
+        """Return the logits [n, v] for matrix products [n, v] of the output projection, in
+        promote_types(dtype, float32)."""
         logits = product.to(torch.promote_types(product.dtype, torch.float32))
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
@@ -82,10 +84,10 @@ class Projection:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Return d loss / d product [n, v] from the logits [n, v] and d loss / d logits.
+        """Return the gradient [n, v] of the output projection's matrix products.
 
         Args:
-            grad: d loss / d logits [n, v]; overwritten.
+            grad: gradient of the logits [n, v]; overwritten.
             logits: [n, v].
         """
         if self.softcap is not None:
@@ -94,7 +96,8 @@ class Projection:
 
 
 class Products:
-    """Raw products of hidden states with a weight [V, h] and a bias [V] or None.
+    """Matrix products hidden @ W^T + bias of an output projection, with weight [V, h] and bias [V]
+    or None.
 
     Weight and bias are cast to the hidden states' dtype.
     """
@@ -105,7 +108,8 @@ class Products:
         self.vocabulary: int = weight.shape[0]
 
     def of(self, hidden: Tensor, columns: slice) -> Tensor:
-        """Return raw products [n, v] of hidden [n, h] with the vocabulary entries in `columns`."""
+        """Return the matrix products [n, v] of hidden [n, h] for the vocabulary entries in
+        `columns`."""
         weight = self.weight(hidden.dtype)
         bias = self._bias
         if bias is not None:
@@ -133,14 +137,15 @@ def token_blocks(count: int, tokens: int = TOKENS_PER_BLOCK) -> Iterator[slice]:
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Softmax statistics of n tokens over one or more vocabulary blocks, [n] each.
+    """Softmax statistics of n tokens over a part of the vocabulary, [n] each. The statistics of
+    several parts can be merged.
 
-    All but `best` are in the accumulation dtype.
+    All but `best` are in promote_types(dtype, float32).
 
     Attributes:
         max: the largest logit.
-        sum: sum of exp(z - max); lse = max + log(sum).
-        target: the label's logit, or 0 if the label is in another block.
+        sum: sum of exp(z - max) over the logits z; lse = max + log(sum).
+        target: the label's logit, or 0 if the label is in another part.
         mean: sum of exp(z - max) * z.
         squares: sum of exp(z - max)^2.
         total: sum of z.
@@ -156,14 +161,14 @@ class Fold:
     best: Tensor
 
     def lse(self) -> Tensor:
-        """Return [n], the log of the sum of exp(logit)."""
+        """Return the logsumexp of the logits, [n]."""
         return self.max + torch_own.log(self.sum)
 
     def results(
         self, labels: Tensor, wanted: Collection[str], entries: int
     ) -> tuple[Tensor | None, ...]:
-        """Return the fields of `TokenLogProbs` in order, [n] each; None for fields that are not
-        `wanted`.
+        """Return the values of the fields of `TokenLogProbs` in order, [n] each; None for optional
+        fields that are not `wanted`.
 
         Args:
             labels: [n].
@@ -194,8 +199,10 @@ class Fold:
         )
 
     def merge(self, other: Fold) -> Fold:
-        """Return the statistics of both sets of entries; the other's come later in the
-        vocabulary.
+        """Return the softmax statistics over two parts of the vocabulary together.
+
+        Args:
+            other: statistics of a part that comes later in the vocabulary.
         """
         top = torch_own.maximum(self.max, other.max)
         base = _finite(top)
@@ -213,15 +220,15 @@ class Fold:
 
 
 def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) -> Fold:
-    """Return the statistics of one block of raw products [n, v] for labels [n].
+    """Return the softmax statistics of n tokens over a block of vocabulary entries.
 
     Computed by one Triton kernel on CUDA and by torch elsewhere, with the same numbers.
 
     Args:
-        product: [n, v].
-        projection: the path from products to logits.
+        product: [n, v], matrix products of the output projection.
+        projection: the map from matrix products to logits.
         labels: [n].
-        block: vocabulary entries of the columns.
+        block: the vocabulary entries of the v columns.
     """
     if serves(product.device, product.dtype):
         values = fold_rows(
@@ -237,7 +244,14 @@ def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) 
 
 
 def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
-    """Compute `fold` of logits [n, v] by torch's operators, the reference in the kernel's tests."""
+    """Return the softmax statistics of logits [n, v] over a block of vocabulary entries, by torch's
+    operators. Tests compare the Triton kernel with this function.
+
+    Args:
+        logits: [n, v].
+        labels: [n].
+        block: the vocabulary entries of the v columns.
+    """
     top, best = logits.max(-1)
     weights = (logits - _finite(top)[:, None]).exp_()  # [n, v]
     here, column = locate(labels, block)
@@ -251,19 +265,21 @@ def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
 
 
 def _finite(top: Tensor) -> Tensor:
-    """Return the largest logits for subtraction, with 0 for -inf, because -inf - -inf is NaN."""
+    """Return the largest logits for subtraction from all logits, with 0 in place of -inf, because
+    -inf - -inf is NaN."""
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
 def fold_vocabulary(
     normed: Tensor, products: Products, projection: Projection, labels: Tensor, entries: int
 ) -> Fold:
-    """Return the statistics of n tokens over the full vocabulary, `entries` at a time.
+    """Return the softmax statistics of n tokens over the full vocabulary, computed for `entries`
+    vocabulary entries at a time.
 
     Args:
-        normed: [n, h].
-        products: the output projection.
-        projection: the path from products to logits.
+        normed: [n, h], the output projection's input.
+        products: computes the output projection's matrix products.
+        projection: the map from matrix products to logits.
         labels: [n].
         entries: vocabulary entries of a block.
     """
@@ -276,21 +292,21 @@ def fold_vocabulary(
 
 
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return a mask [n] of labels [n] in a vocabulary block, and their columns there [n]
-    (else 0).
-    """
+    """Return a mask [n] of the labels that are in a block of vocabulary entries, and the labels'
+    columns in the block [n] (0 outside of the mask)."""
     here = (labels >= block.start) & (labels < block.stop)
     return here, torch_own.where(here, labels - block.start, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenGradients:
-    """Values of n tokens for the gradient of a block of logits, [n] each.
+    """Inputs for the gradient of logits: softmax statistics of n tokens, and the gradients of their
+    results, [n] each.
 
     Attributes:
         labels: the labels.
         lse: log of the sum of exp(logit) over the full vocabulary.
-        entropy: entropy over the full vocabulary; None without a gradient of it.
+        entropy: entropy over the full vocabulary; None if no gradient flows to the entropy.
         vocabulary: V.
         d_log_probs: gradient of log_probs; None: unused.
         d_entropy: gradient of entropy; None: unused.
@@ -308,7 +324,7 @@ class TokenGradients:
     d_lse: Tensor | None = None
 
     def at(self, block: slice) -> TokenGradients:
-        """Return the values of the tokens in `block`."""
+        """Return the same values for the tokens in `block` alone."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return TokenGradients(*(x[block] if isinstance(x, Tensor) else x for x in values))  # type: ignore[arg-type]
 
@@ -316,10 +332,16 @@ class TokenGradients:
 def product_gradient(
     product: Tensor, projection: Projection, given: TokenGradients, block: slice
 ) -> Tensor:
-    """Return d loss / d product [n, v] of one vocabulary block, in the dtype of its raw products
-    [n, v].
+    """Return the gradient of the output projection's matrix products [n, v], for a block of
+    vocabulary entries, in the products' dtype.
 
     The kernels overwrite the products with the gradient. [Note: logits in place]
+
+    Args:
+        product: [n, v].
+        projection: the map from matrix products to logits.
+        given: softmax statistics and gradients of the n tokens.
+        block: the vocabulary entries of the v columns.
     """
     if not serves(product.device, product.dtype):
         return gradient_in_torch(product, projection, given, block)
@@ -334,16 +356,14 @@ def product_gradient(
 def gradient_in_torch(
     product: Tensor, projection: Projection, given: TokenGradients, block: slice
 ) -> Tensor:
-    """Compute `product_gradient` [n, v] by torch's operators, the reference in the kernel's tests.
-
-    The products are not changed.
-    """
+    """Compute `product_gradient` [n, v] by torch's operators, without a change of `product`. Tests
+    compare the Triton kernel with this function."""
     logits = projection.logits(product)
     return projection.backward(logits_gradient(logits, given, block), logits).to(product.dtype)
 
 
 def logits_gradient(logits: Tensor, given: TokenGradients, block: slice) -> Tensor:
-    """Return d loss / d logits [n, v] of one vocabulary block.
+    """Return the gradient of logits [n, v], for a block of vocabulary entries.
 
     The gradient of each statistic is:
 

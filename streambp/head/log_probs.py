@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from streambp.accumulate import GradientSum, add_product
 from streambp.device import has_data
 from streambp.errors import BackwardError, StreamBPError
+from streambp.foreign import torch_own
 from streambp.head.blocks import (
     Products,
     Projection,
@@ -30,13 +31,38 @@ from streambp.head.blocks import (
     product_gradient,
     token_blocks,
 )
-from streambp.head.labels import check_labels
 from streambp.head.version_check import VersionCheck
 from streambp.layer.oom import once_more
-from streambp.layer.recompute import Autocast
-from streambp.layer.shadows import Parameters
+from streambp.layer.recompute import Autocast, Parameters
 from streambp.tensors import check_tensors
-from streambp.torchs_own import torch_own
+
+
+def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
+    """Raise if a label is outside the vocabulary. Synchronizes with the device.
+
+    Such a label would select nothing, and the result would still look like a log-probability.
+
+    Args:
+        labels: [...] integers; labels without data are not checked.
+        vocabulary: V.
+        ignore_index: an additional valid label; None: there is none.
+
+    Raises:
+        StreamBPError: a label is negative, or not below `vocabulary`.
+    """
+    if not has_data(labels) or labels.numel() == 0:
+        return
+    wrong = (labels < 0) | (labels >= vocabulary)
+    ignored = ""
+    if ignore_index is not None:
+        wrong = wrong & (labels != ignore_index)
+        ignored = f" or be {ignore_index} (ignored)"
+    if bool(wrong.any()):
+        raise StreamBPError(
+            f"labels hold {int(labels[wrong][0])}; they must lie in [0, {vocabulary}){ignored}. "
+            "Check that the tokenizer belongs to this model."
+        )
+
 
 ROWS = 4096
 METRICS = ("is_top1", "mean_logits", "log_sum_sq_probs")
@@ -65,7 +91,7 @@ class TokenLogProbs:
     log_sum_sq_probs: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TokenLogProbs:
-        """Return the result of `change` on every value [...], with another shape for example."""
+        """Return a copy with `change` applied to every tensor [...], a reshape for example."""
         values: list[Any] = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -77,17 +103,19 @@ class TokenLogProbs:
 
 @dataclasses.dataclass
 class HeadInputs:
-    """The head's tensors and modules: hidden [N, h], weight [V, h], bias [V].
+    """Inputs of the output projection and the loss: besides hidden [N, h], weight [V, h] and bias
+    [V], these are labels, final norm and settings.
 
     Attributes:
         labels: [N].
-        projection: the path from products to logits.
+        projection: the map from matrix products to logits (scale, softcap, temperature).
         norm: the final norm, or an Identity.
         norm_parameters: parameters of the norm.
         ignore_index: label of positions without a label.
         autocast: autocast's state in forward.
         in_float32: True if products are computed in float32 or wider, also under autocast.
-        let_go: see `Pending.let_go`.
+        let_go: function that frees tensors saved by layers, after running out of memory; see
+            `Pending.let_go`.
     """
 
     labels: Tensor
@@ -101,10 +129,10 @@ class HeadInputs:
 
     @functools.cached_property
     def rows(self) -> Tensor | None:
-        """Return the positions [n] with a label, in order; None if all N have a label.
+        """Return the positions [n] that have a label, in order; None if all N positions have one.
 
-        Labels without data (in a count of bytes) are treated like most batches. The last position
-        of a row has no next token, so not all positions have a label.
+        Labels without data (on the meta device) are treated like most batches: the last position of
+        a row has no next token, so not all positions have a label.
         """
         if not has_data(self.labels):
             return torch.arange(self.labels.shape[0], device=self.labels.device)
@@ -115,7 +143,7 @@ class HeadInputs:
 
     @property
     def row_labels(self) -> Tensor:
-        """Return the labels [n] of `rows`."""
+        """Return the labels [n] of the positions that have a label."""
         return self.labels if self.rows is None else self.labels[self.rows]
 
     @property
@@ -125,13 +153,15 @@ class HeadInputs:
         return positions.shape[0]
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return the final norm of a token block [n, h], in the dtype of the projection."""
+        """Return the final norm of a block of hidden states [n, h], in the dtype in which they are
+        projected."""
         with self.autocast.restored():
             hidden = self.norm.forward(hidden)  # the norm's hooks run in the model's own call only
             return hidden.to(self.product_dtype(hidden.dtype, hidden.device))
 
     def product_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """Return the dtype in which normed hidden states in `dtype` are projected."""
+        """Return the dtype of the output projection's matrix product for normed hidden states of
+        `dtype`, with regard to autocast."""
         if self.in_float32:
             return torch.promote_types(dtype, torch.float32)
         kind, enabled, autocast_dtype = self.autocast.states[0]
@@ -140,7 +170,8 @@ class HeadInputs:
         return autocast_dtype if casts else dtype
 
     def block_size(self, hidden: Tensor, vocabulary: int, whole: bool = False) -> tuple[int, int]:
-        """Return the block sizes for the logits of `hidden` [N, h], as `blocks.block_size`."""
+        """Return two sizes for computing the logits of `hidden` [N, h] block by block: the number
+        of tokens, and the number of vocabulary entries."""
         # A norm in float32 returns float32.
         dtype = functools.reduce(
             torch.promote_types, (p.dtype for p in self.norm.parameters()), hidden.dtype
@@ -209,8 +240,11 @@ def token_log_probs(
         hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index
     )
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    further = (("entropy", entropy), ("mean_log_probs", mean_log_probs))
-    wanted = (*(name for name, asked in further if asked), *metrics)
+    wanted = tuple(metrics)
+    if mean_log_probs:
+        wanted = ("mean_log_probs", *wanted)
+    if entropy:
+        wanted = ("entropy", *wanted)
     values = BlockwiseLogProbs.apply(
         inputs, wanted, flat, weight, bias, *inputs.norm_parameters.current()
     )
@@ -224,9 +258,17 @@ def make_inputs(
     norm: nn.Module | None,
     ignore_index: int,
 ) -> HeadInputs:
-    """Return the head's inputs for hidden_states [..., h] and labels [...], which become [N].
+    """Return the inputs of the output projection for hidden_states [..., h] and labels [...],
+    flattened to [N].
 
     The autocast state is the current one.
+
+    Args:
+        hidden_states: [..., h].
+        labels: [...], already shifted.
+        projection: the map from matrix products to logits.
+        norm: the final norm; None: hidden_states are normed already.
+        ignore_index: label of positions without a label.
 
     Raises:
         UnsupportedModelError: a trainable parameter of the norm is a DTensor, or on meta although
@@ -240,7 +282,7 @@ def make_inputs(
 
 
 def refuse_second_derivatives() -> None:
-    """Raise BackwardError inside a backward pass with create_graph."""
+    """Raise `BackwardError` if backward runs with create_graph=True."""
     if torch.is_grad_enabled():
         raise BackwardError(
             "The blockwise head has no second derivatives; call backward without create_graph."
@@ -248,7 +290,8 @@ def refuse_second_derivatives() -> None:
 
 
 class BlockwiseLogProbs(torch.autograd.Function):
-    """Autograd Function from flat hidden [N, h] to the fields of TokenLogProbs, [N] each or None.
+    """Autograd function from hidden states [N, h] to the fields of `TokenLogProbs`, [N] each or
+    None. Logits exist block by block.
 
     Further inputs: weight [V, h], bias [V] or None, and the norm's parameters.
     """
@@ -263,10 +306,10 @@ class BlockwiseLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         *norm: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """Return the fields of TokenLogProbs, [N] each, with 0 at positions without a label.
+        """Return the fields of `TokenLogProbs`, [N] each, with 0 at positions without a label.
 
-        All fields but log_probs are None if not `wanted`. Saved for backward are hidden, weight,
-        bias, and the lse [n] of the n positions with a label.
+        Optional fields that are not `wanted` are None. Saved for backward are hidden, weight, bias,
+        and the logsumexp [n] of the n positions with a label.
         """
         rows = inputs.rows
         labels = inputs.row_labels
@@ -339,7 +382,8 @@ class BlockwiseLogProbs(torch.autograd.Function):
     def _gradients(
         ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Recompute the logits block by block and return the gradients."""
+        """Recompute the logits block by block, and return the gradients of hidden [N, h], weight
+        [V, h], bias [V] and the norm's parameters."""
         inputs = ctx.inputs
         rows = ctx.rows
         hidden, weight, bias, lse = saved
@@ -365,12 +409,14 @@ class BlockwiseLogProbs(torch.autograd.Function):
 
 
 class HeadGradients:
-    """Sums of the head's gradients over blocks.
+    """Gradients of hidden states, output projection and final norm, summed over blocks of tokens
+    and of vocabulary entries.
 
-    dW is in promote_types(dtype, float32), dhidden in the hidden dtype.
+    The weight's gradient is in promote_types(dtype, float32), that of the hidden states in their
+    dtype.
 
     Args:
-        inputs: the head's modules and labels.
+        inputs: norm, labels and settings.
         hidden: [N, h].
         weight: [V, h].
         bias: [V] or None.
@@ -403,7 +449,13 @@ class HeadGradients:
         self.d_normed: Tensor | None = None
 
     def recompute(self, rows: Tensor | None, block: slice) -> tuple[Tensor, Tensor]:
-        """Return a token block [n, h] as a leaf, and its norm with a graph from the leaf."""
+        """Return a block of hidden states [n, h] as a leaf tensor, and their final norm [n, h] with
+        a graph from the leaf.
+
+        Args:
+            rows: positions with a label; None: all positions.
+            block: the block's indices in `rows`.
+        """
         chosen = block if rows is None else rows[block]
         leaf = self.hidden[chosen].detach().requires_grad_(self.needs_hidden)
         with torch.enable_grad():
@@ -411,11 +463,13 @@ class HeadGradients:
         return leaf, normed
 
     def add_block(self, grad: Tensor, normed: Tensor, products: Products, columns: slice) -> None:
-        """Take in one vocabulary block.
+        """Add the gradient of one block of matrix products to the sums.
 
         Args:
             grad: d loss / d product [n, v], in the dtype of `normed`.
-            normed: [n, h], what the products were computed of.
+            normed: [n, h], the input of the matrix products.
+            products: computes the matrix products, and has the weight.
+            columns: the vocabulary entries of the v columns.
         """
         if self.d_bias is not None:
             self.d_bias[columns] += grad.sum(0, dtype=self.d_bias.dtype)
@@ -428,12 +482,16 @@ class HeadGradients:
     def finish_tokens(
         self, leaf: Tensor, normed: Tensor, shadows: list[Tensor], rows: Tensor | None, block: slice
     ) -> None:
-        """Differentiate the norm of a finished token block, and write its rows of dhidden [N, h].
+        """Differentiate the final norm of a block of tokens whose vocabulary entries are all added,
+        and write the block's rows of the gradient [N, h].
 
         Args:
             leaf: [n, h], from `recompute`.
             normed: [n, h], from `recompute`.
-            shadows: shadows of the norm's parameters. [Note: shadows]
+            shadows: detached aliases of the norm's parameters, in whose place gradients are
+                computed. [Note: shadows]
+            rows: positions with a label; None: all positions.
+            block: the block's indices in `rows`.
         """
         if self.d_normed is None:
             return
@@ -451,10 +509,10 @@ class HeadGradients:
         self.d_norm.add(parts)
 
     def places(self) -> tuple[Tensor | None, ...]:
-        """Return output buffers of `results` for gradients of hidden [N, h], weight [V, h] and bias
-        [V].
+        """Return the tensors into which `results` will write the gradients of hidden [N, h], weight
+        [V, h] and bias [V].
 
-        A sum in the tensor's dtype is its own buffer; for others a new tensor is created.
+        A sum that has its parameter's dtype is written in place. Other sums get a new tensor.
         """
         sums = (
             (self.d_hidden, self.hidden),
@@ -472,14 +530,14 @@ class HeadGradients:
     def results(
         self, upstream: Tensor | None = None, places: tuple[Tensor | None, ...] = (None, None, None)
     ) -> tuple[Tensor | None, ...]:
-        """Return gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters.
-
-        Each is in its tensor's dtype.
+        """Return the summed gradients of hidden [N, h], weight [V, h], bias [V] and the norm's
+        parameters, each in its tensor's dtype.
 
         Args:
             upstream: a scalar tensor that multiplies the gradients, in place if a sum has the right
                 dtype. None: no factor.
-            places: result of `places`; None entries are created here.
+            places: tensors for the results, from the method `places`; None entries are created
+                here.
         """
         values = self.inputs.norm_parameters.current()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set
@@ -505,9 +563,8 @@ class HeadGradients:
         )
 
     def _of_labelled_rows(self, factor: Tensor | None) -> Tensor | None:
-        """Return each row's factor of dhidden, [N, 1]: the scalar `factor` for labelled rows, 1
-        elsewhere.
-        """
+        """Return a factor for each row of the hidden states' gradient, [N, 1]: `factor` for rows
+        with a label, 1 elsewhere. If all rows have a label, return the scalar `factor`."""
         rows = self.inputs.rows
         if factor is None or rows is None or self.d_hidden is None:
             return factor
@@ -517,19 +574,22 @@ class HeadGradients:
 
 
 def _place(total: Tensor, like: Tensor) -> Tensor:
-    """Return `total` if its dtype is that of `like`, else an empty tensor in that dtype."""
+    """Return `total` itself if it has the dtype of `like`; otherwise an empty tensor of its shape
+    in that dtype."""
     return total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
 
 
 def _finished(
     total: Tensor | None, factor: Tensor | None, like: Tensor, place: Tensor | None = None
 ) -> Tensor | None:
-    """Return `total` times a factor in the dtype of `like`, in one pass and in place where the
-    dtype stays.
+    """Return a sum of gradients times a factor, in the dtype of `like`, in one pass over memory and
+    in place if the dtype stays.
 
     Args:
-        total: [N, ...], or a scalar.
+        total: [N, ...], or a scalar; None: no gradient.
         factor: a scalar tensor, or one factor for each row, [N, 1]. None: `total` is only cast.
+        like: a tensor with the result's dtype.
+        place: receives the result; None: `total` if its dtype fits, otherwise a new tensor.
     """
     if total is None:
         return None

@@ -32,21 +32,23 @@ from torch import Tensor
 
 from streambp.device import autocast_dtype
 from streambp.errors import BackwardError
+from streambp.foreign import torch_own
 from streambp.head.blocks import Products, TokenGradients, fold, product_gradient, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
 from streambp.layer.oom import explaining, once_more
-from streambp.torchs_own import torch_own
 
 SMALLEST = 2.0**-64
 
 
 class Pending:
-    """Gradients of a head's earlier forward that wait for backward, and the scale of the last loss.
+    """Gradients that the last loss computed in its forward and that wait for backward, and the
+    expected loss scale.
 
     Attributes:
         work: weak reference to these gradients.
-        factor: the last upstream gradient relative to that of an unscaled loss.
-        let_go: frees tensors that layers have saved automatically, and returns True if there were
+        factor: the loss scale, a GradScaler's for example: the last gradient that arrived at a
+            loss, over the gradient of an unscaled loss.
+        let_go: frees tensors that layers have saved by saves="auto", and returns True if it freed
             any; None: layers save nothing automatically.
     """
 
@@ -58,10 +60,12 @@ class Pending:
         return self.work is not None and self.work() is not None
 
     def learn(self, factor: Tensor) -> None:
-        """Expect this factor, a scalar, next time: the upstream gradient over the forward's
-        `scale`.
+        """Store the loss scale to expect in the next step.
 
         A factor of 0, or with a size outside of 2^-64 to 2^64, counts as 1. [Note: expected scale]
+
+        Args:
+            factor: a scalar, the gradient that arrived at the loss over the forward's `scale`.
         """
         # fake tensors must not outlive their mode
         if type(factor) is Tensor and not factor.is_meta:
@@ -72,16 +76,17 @@ class Pending:
 
 
 def _usual(scale: Tensor) -> Tensor:
-    """Return the scalar `scale`, or 1 where its size is not between 2^-64 and 2^64."""
+    """Return the scalar `scale`; 1 in its place if its absolute value is not between 2^-64 and
+    2^64."""
     size = scale.abs()
     return torch_own.where((size > SMALLEST) & (size < 1 / SMALLEST), scale, 1.0)
 
 
 def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
-    """True if the gradient for hidden [N, h] may be computed in forward.
+    """True if the loss may compute its gradient for hidden [N, h] already in forward.
 
-    False without gradients, in float16, under saved-tensor hooks, or while an earlier forward is
-    pending. The module's docstring gives the reasons.
+    False without gradients, in float16, under saved-tensor hooks, or while the gradients of an
+    earlier forward wait for backward. The module's docstring gives the reasons.
     """
     in_float16 = torch.float16 in (hidden.dtype, autocast_dtype(hidden.device.type))
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -89,7 +94,8 @@ def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
 
 
 class OnePassNLL(torch.autograd.Function):
-    """Autograd Function from flat hidden [N, h] to the sum of -log p, a scalar.
+    """Autograd function from hidden states [N, h] to the sum of -log p of the labels, a scalar.
+    Gradients are computed in forward, together with the loss.
 
     Further inputs: weight [V, h], bias [V] or None, and the norm's parameters. `scale` is the
     upstream gradient of an unscaled loss, a scalar in promote_types(hidden dtype, float32).
@@ -106,10 +112,11 @@ class OnePassNLL(torch.autograd.Function):
         bias: Tensor | None,
         *norm: Tensor,
     ) -> Tensor:
-        """Return the sum of -log p, a scalar in promote_types(hidden dtype, float32).
+        """Return the sum of -log p over all labels, a scalar in promote_types(hidden dtype,
+        float32).
 
-        The context stores the gradients of hidden [N, h], weight [V, h], bias [V] and the norm's
-        parameters.
+        The gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters are
+        computed too, and stored for backward.
         """
         rows = inputs.rows
         labels = inputs.row_labels
@@ -149,7 +156,8 @@ class OnePassNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return forward's gradients times `upstream`, a scalar, over its expected value.
+        """Return the gradients that forward computed, times `upstream` (a scalar) over the value
+        that forward expected for it.
 
         [Note: expected scale]
 

@@ -13,26 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from streambp.errors import StreamBPError
+from streambp.foreign import nn_own, torch_own
 from streambp.head.blocks import Projection
-from streambp.head.labels import check_labels
-from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, make_inputs
+from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
 from streambp.head.token_positions import LatePadding, taken
 from streambp.layer.oom import once_more
-from streambp.layer.recompute import Autocast
-from streambp.layer.shadows import Parameters
-from streambp.torchs_own import nn_own, torch_own
+from streambp.layer.recompute import Autocast, Parameters
 
 
 @dataclasses.dataclass(eq=False)
 class HeadOutcome:
-    """Result of one forward's deferred tensors.
+    """Facts, for `describe`, on how the logits of one forward were used.
 
     Attributes:
         used: True if a loss was computed block by block.
         empty: True if that loss had no labelled token.
-        computed: names of results that lazy logits returned without being built.
-        built_for: the operation that required real logits.
+        computed: names of results that were computed block by block from lazy logits.
+        built_for: the operation that required the complete logits.
         hidden_built_for: the operation that required the output projection's input.
     """
 
@@ -45,23 +43,25 @@ class HeadOutcome:
 
 @dataclasses.dataclass(eq=False)
 class HeadRequest:
-    """Options of one forward's output projection, and the state of its deferred tensors.
+    """Options of the output projection in one forward of the model, and the results of its logits,
+    which are computed later.
 
     Attributes:
-        pending: the head's pending gradients.
+        pending: gradients that a loss computes in forward, until backward.
         wanted: fields of `TokenLogProbs` besides log_probs; None: the loss suffices.
         temperature: divisor of the logits.
         in_float32: True if products are computed in float32.
-        norms: final norms of the decoder that ends in this head; other norms (an encoder's) are not
-            deferred to this head.
+        norms: final norms of the decoder that ends in this output projection; other norms (an
+            encoder's) are computed at once.
         num_items: the number by which the model's loss will divide a sum.
         beside_loss: True if these logits were returned together with a loss whose backward starts
             the model's backward for engines.
         handed_out: True if the caller gets the call's logits and may read padding.
         values: [N] each, values of the labels.
-        hidden_states: returns [N, h], the source of the values, before `norm` if there is one.
+        hidden_states: returns [N, h], the hidden states from which the values were computed, before
+            `norm` if there is one.
         norm: the final norm, or None.
-        outcome: result of the deferred tensors.
+        outcome: facts on how the logits were used.
         projecting: True while the output projection runs.
     """
 
@@ -82,11 +82,11 @@ class HeadRequest:
 
 
 class Seen(NamedTuple):
-    """Snapshot of a value's inputs.
+    """Snapshot of the tensors from which logits will be computed, to detect later changes.
 
     Attributes:
         autocast: the autocast state.
-        versions: shape and version of each input; -1: the input has no version.
+        versions: shape and version counter of each tensor; -1: the tensor counts no versions.
     """
 
     autocast: Autocast
@@ -95,12 +95,13 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogitsExpression:
-    """The steps from the stored hidden states to a deferred tensor's value.
+    """Recipe for a tensor that is computed later: the steps from stored hidden states to normed
+    hidden states or logits.
 
     Attributes:
-        request: the forward's request.
+        request: options of the output projection in this forward.
         norm: the final norm, or None.
-        weight: [V, h]; None for hidden states.
+        weight: [V, h]; None if the result is hidden states.
         bias: [V] or None.
         projection: scale and softcap of the product, or only the scale for hidden states; the
             temperature is in `request`.
@@ -120,19 +121,24 @@ class LogitsExpression:
     late: LatePadding | None = None
 
     def reaching(self, source: Tensor, places: Tensor) -> Tensor:
-        """Return hidden states [N, h], followed by the states of padding if `places` [...] include
-        padding.
+        """Return the stored hidden states [N, h]. If `places` [...] include padding tokens, the
+        hidden states of padding are appended.
+
+        Args:
+            source: [N, h].
+            places: index of each token in the stored hidden states.
         """
         if self.late is None or not self.late.reads(places):
             return source
         return self.late.completed()
 
     def projected(self) -> Projection:
-        """Return the projection with the request's temperature."""
+        """Return scale and softcap of the output projection, together with the request's
+        temperature."""
         return dataclasses.replace(self.projection, temperature=self.request.temperature)
 
     def inputs(self) -> list[Tensor]:
-        """Return the tensors that a value depends on besides its source.
+        """Return the tensors that the result depends on besides the hidden states.
 
         The tensors are weight [V, h], bias [V] and the norm's parameters.
         """
@@ -140,7 +146,8 @@ class LogitsExpression:
         return [tensor for tensor in (self.weight, self.bias, *norm) if tensor is not None]
 
     def build(self, source: Tensor) -> Tensor:
-        """Compute the value for `source` [..., h], at the recipe's places if it has any.
+        """Compute the tensor from stored hidden states `source` [..., h]. If the recipe has
+        `places`, only these tokens are computed.
 
         The result is [..., h], or [..., V] with a weight; differentiable.
         """
@@ -159,7 +166,8 @@ class LogitsExpression:
         return torch_own.mul(torch_own.tanh(value), softcap)
 
     def seen(self, source: Tensor) -> Seen:
-        """Return a snapshot of the inputs of source's [..., h] current value."""
+        """Return a snapshot of the tensors from which the result for `source` [..., h] would be
+        computed now."""
         inputs = (source, *self.inputs())
         versions = []
         for x in inputs:
@@ -170,11 +178,12 @@ class LogitsExpression:
     def gradients(
         self, source: Tensor, gradient: Tensor, autocast: Autocast
     ) -> list[Tensor | None]:
-        """Return the gradients of source [..., h] and of `inputs`, in this order.
+        """Return the gradients of source [..., h] and of the tensors in `inputs`, in this order.
 
-        None for an input that requires no gradient.
+        None for a tensor that requires no gradient.
 
         Args:
+            source: the stored hidden states.
             gradient: gradient of the result of `build`.
             autocast: autocast state of that result.
         """
@@ -208,9 +217,9 @@ class LogitsExpression:
 def blockwise_loss(
     source: Tensor, recipe: LogitsExpression, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """Compute F.cross_entropy of the recipe's logits with labels `target` [N], without the logits.
+    """Compute F.cross_entropy of logits with labels `target` [N], without building the logits.
 
-    A recipe with places [M] has M labels; only hidden states of labelled tokens are selected.
+    A recipe with `places` [M] has M labels; only hidden states of labelled tokens are selected.
 
     Args:
         source: hidden states [N, h].
@@ -249,7 +258,8 @@ def blockwise_loss(
 def _loss(
     source: Tensor, recipe: LogitsExpression, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """Compute `blockwise_loss` of all positions. A failed attempt leaves no state behind."""
+    """Compute `blockwise_loss` for hidden states [N, h] whose tokens are those of `target` [N], in
+    the same order. A failed attempt leaves no state behind."""
     assert recipe.weight is not None
     check_labels(target, recipe.weight.shape[0], ignore_index)
     request = recipe.request
@@ -296,10 +306,11 @@ def _loss_at_places(
     ignore_index: int,
     reduction: str,
 ) -> Tensor:
-    """Compute `blockwise_loss` at places. [Note: places]
+    """Compute `blockwise_loss` for tokens whose hidden states are at `places` [M] of `source` [N,
+    h]. [Note: places]
 
-    If rows share enough labelled tokens, each pair of place and label is computed once, in two
-    passes.
+    Several tokens may have the same hidden state. If many of them share the label too, each pair of
+    hidden state and label is computed once, in two passes.
     """
     chosen = (target != ignore_index).nonzero().squeeze(-1)
     plain = dataclasses.replace(recipe, places=None, late=None)
@@ -319,7 +330,8 @@ def _loss_at_places(
     if request.values is not None:
 
         def spread(values: Tensor) -> Tensor:
-            """Return values [M] for all labels, 0 (False) at positions without a label."""
+            """Return the values of all M tokens [M], from the values of the labelled tokens; 0
+            (False) at tokens without a label."""
             if repeats is not None:
                 values = values[repeats]
             return values.new_zeros(target.shape[0]).index_copy(0, chosen, values)

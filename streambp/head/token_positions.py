@@ -26,18 +26,19 @@ ROWS = 4096
 
 
 class AtPlaces(torch.autograd.Function):
-    """Autograd Function that selects rows: source [N, h] and places [M] -> [M, h]."""
+    """Autograd function that selects rows by index: source [N, h] and indices [M] -> [M, h]."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, places: Tensor) -> Tensor:
-        """Return a new tensor [M, h] in source's dtype."""
+        """Return the selected rows, a new tensor [M, h] in source's dtype."""
         ctx.save_for_backward(places)
         ctx.count = source.shape[0]
         return source.index_select(0, places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the sums [N, h] of grad [M, h], in its dtype. [Note: places]"""
+        """Return the gradient [N, h] of `source`: the sum of the rows of grad [M, h] that have the
+        same index. [Note: places]"""
         (places,) = ctx.saved_tensors
         total = grad.new_zeros(
             ctx.count, grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32)
@@ -48,17 +49,18 @@ class AtPlaces(torch.autograd.Function):
 
 
 def taken(source: Tensor, places: Tensor) -> Tensor:
-    """Return source [N, h] at places [...], [..., h] in source's dtype."""
+    """Return the rows of source [N, h] at indices `places` [...], as [..., h] in source's dtype."""
     flat: Tensor = AtPlaces.apply(source, places.reshape(-1))
     return flat.view(*places.shape, source.shape[-1])
 
 
 @dataclasses.dataclass(eq=False)
 class LatePadding:
-    """Hidden states of padding, computed if the program reads padding. [Note: padding that is read]
+    """Hidden states of padding tokens, which are computed only if the program reads logits there.
+    [Note: padding that is read]
 
     Attributes:
-        source: [N, h], hidden states of the packed row.
+        source: [N, h], hidden states of all tokens without padding, in one packed row.
         compute: returns hidden states of the batch, [B * T, h]; argument: True for a gradient.
         whole: results of `completed`; key: True for a gradient.
     """
@@ -68,15 +70,17 @@ class LatePadding:
     whole: dict[bool, Tensor] = dataclasses.field(default_factory=dict)
 
     def tokens(self, places: Tensor) -> Tensor:
-        """Return a bool mask of the places [...] that are tokens."""
+        """Return a bool mask [...]: True for indices of tokens, False for indices of padding."""
         return places < self.source.shape[0]
 
     def reads(self, places: Tensor) -> bool:
-        """True if one of the places [...] is padding; synchronizes with the device."""
+        """True if one of the indices `places` [...] is that of padding; synchronizes with the
+        device."""
         return has_data(places) and not bool(self.tokens(places).all())
 
     def completed(self) -> Tensor:
-        """Return the hidden states of all places, [N + B * T, h].
+        """Return the hidden states of all tokens and then of the batch with padding, [N + B * T,
+        h].
 
         The result is differentiable in grad mode if the packed row's hidden states are.
         """

@@ -29,7 +29,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @functools.lru_cache
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if the head's kernels compute blocks of this dtype on this device; otherwise torch does.
+    """True if the Triton kernels for logits support this device and dtype; otherwise torch's
+    operators compute.
 
     The kernels compute in float32 and do not support float64. Tensors on meta represent tensors on
     CUDA, without launches.
@@ -44,10 +45,7 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context manager for launches on this device.
-
-    Triton launches on the current device, whatever device its arguments are on.
-    """
+    """Context manager that makes `device` the current device, on which Triton launches kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -107,10 +105,12 @@ def fold_rows(
     softcap: float | None,
     temperature: float,
 ) -> tuple[Any, ...]:
-    """Return max, sum, target, mean, squares, total in float32 and best, [n] each.
+    """Return the softmax statistics of n tokens over v vocabulary entries: max, sum, target, mean,
+    squares and total in float32, and best, [n] each. `blocks.Fold` defines these.
 
     Args:
-        product: raw products [n, v] in float32 or half precision, read once.
+        product: [n, v] in float32 or half precision, matrix products of the output projection; read
+            once.
         labels: [n].
         first: vocabulary entry of the first column.
         scale: factor of the products.

@@ -74,7 +74,7 @@ def write_gradient(
     softcap: float | None,
     temperature: float,
 ) -> None:
-    """Overwrite raw products [n, v] with d loss / d product.
+    """Overwrite the output projection's matrix products [n, v] with their gradient.
 
     Args:
         product: [n, v] in float32 or half precision, with a contiguous last dimension; read and
@@ -84,7 +84,7 @@ def write_gradient(
         lse: [n] in float32, over the full vocabulary.
         upstream: gradients of log_probs, entropy, mean_log_probs and lse, [n] in float32 each; None
             for unused values.
-        entropy: [n] in float32; None without a gradient of it.
+        entropy: [n] in float32; None if no gradient flows to the entropy.
         vocabulary: V.
         scale: factor of the products.
         softcap: bound of the logits, or None.

@@ -18,7 +18,8 @@ SAMPLE = 256
 
 
 class VersionCheck:
-    """Versions of tensors now, and some entries of the `sampled` ones."""
+    """Snapshot by which in-place changes of tensors are detected: the version counters of all
+    `tensors`, and a few entries of the `sampled` ones."""
 
     def __init__(self, tensors: Sequence[Tensor], sampled: Sequence[Tensor]) -> None:
         self._versions = [
@@ -30,15 +31,15 @@ class VersionCheck:
         self._entries = [(tensor, tensor.shape, _entries(tensor)) for tensor in plain]
 
     def written(self) -> Tensor | None:
-        """Return a tensor [...] that torch wrote to; None if there is none."""
+        """Return a tensor [...] whose version counter has changed since the snapshot; None if there
+        is none."""
         return next(
             (tensor for tensor, version in self._versions if tensor._version != version), None
         )
 
     def changed(self) -> Tensor | None:
-        """Return a sampled tensor [...] with data that has other entries now; None if there is
-        none.
-        """
+        """Return a sampled tensor [...] whose entries have changed since the snapshot; None if
+        there is none."""
         for tensor, shape, before in self._entries:
             if not has_data(tensor):
                 continue
@@ -50,7 +51,7 @@ class VersionCheck:
 
 
 def _entries(tensor: Tensor) -> Tensor:
-    """Return at most SAMPLE entries [SAMPLE], spread over the tensor."""
+    """Return at most SAMPLE entries of a tensor, spread evenly, as a 1-D tensor [SAMPLE]."""
     with torch.no_grad():
         count = min(SAMPLE, tensor.numel())
         # [count]

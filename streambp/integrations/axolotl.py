@@ -27,24 +27,28 @@ SECTION = "The streambp section of axolotl's YAML"
 
 
 class StreamSection(BaseModel):  # type: ignore[misc]  # pydantic is not typed here
-    """The plugin's part of axolotl's schema."""
+    """Schema, for axolotl's config file, of the section "streambp"."""
 
     streambp: dict[str, Any] | None = None
 
     @field_validator("streambp")
     @classmethod
     def _check(cls, section: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Raise ConfigError, a ValueError, for an invalid section before a model is loaded."""
+        """Check the section's settings before a model is loaded.
+
+        Raises:
+            ConfigError: a setting is invalid. pydantic reports it, because it is a ValueError.
+        """
         if section is not None:
             config_from(section, SECTION)
         return section
 
 
 class StreamPlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not typed
-    """Patches the model and the reference model of an axolotl trainer."""
+    """axolotl plugin that patches the model and the reference model of a trainer."""
 
     def get_input_args(self) -> str:
-        """Return the import path of the section's schema."""
+        """Return the import path of the section's schema (`StreamSection`)."""
         return f"{__name__}.{StreamSection.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:

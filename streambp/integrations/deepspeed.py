@@ -36,12 +36,15 @@ SECTION = "streambp"
 def initialize(
     *args: Any, model: nn.Module | None = None, config: Any = None, **kwargs: Any
 ) -> Any:
-    """Call `deepspeed.initialize` after patching the model as the "streambp" section specifies.
+    """Call `deepspeed.initialize` after patching the model with the settings in the "streambp"
+    section of the DeepSpeed config.
 
     Args:
-        model: patched here, unless the config has no such section.
-        config: a dictionary, the path of a JSON file, JSON text, or base64 of JSON text. Without
-            `config`, `config_params` or `args.deepspeed_config` is read.
+        args: positional arguments of `deepspeed.initialize`.
+        model: the model; patched only if the config has a section "streambp".
+        config: a dictionary, the path of a JSON file, JSON text, or base64 of JSON text. If None,
+            `config_params` or `args.deepspeed_config` is read.
+        kwargs: keyword arguments of `deepspeed.initialize`.
 
     Returns:
         The result of `deepspeed.initialize`.
@@ -106,8 +109,11 @@ def read(source: Any) -> dict[str, Any]:
 
 
 def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
-    """Return the `StreamConfig` of a DeepSpeed config's "streambp" section; None without the
+    """Return the `StreamConfig` from the "streambp" section of a DeepSpeed config; None without the
     section.
+
+    Args:
+        settings: the DeepSpeed config.
 
     Raises:
         ConfigError: the section is invalid, or activation_checkpointing is set as well.
@@ -128,8 +134,8 @@ def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
 
 
 class DeepSpeedStreamCallback(LoggingCallback):
-    """Patches a Trainer's model before training, as its DeepSpeed config's "streambp" section
-    specifies.
+    """Trainer callback that patches the model before training, with the settings in the "streambp"
+    section of the Trainer's DeepSpeed config.
 
     The base class adds numbers of the last step to the logs
     (`streambp.integrations.StreamCallback`).
@@ -138,10 +144,10 @@ class DeepSpeedStreamCallback(LoggingCallback):
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        """Patch the model.
+        """Patch the Trainer's model with the settings of its DeepSpeed config.
 
         Raises:
-            ConfigError: `stream_config` does not accept the section.
+            ConfigError: the section "streambp" is invalid.
         """
         stream = stream_config(read(args.deepspeed))
         if stream is not None and model is not None:
@@ -149,7 +155,7 @@ class DeepSpeedStreamCallback(LoggingCallback):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class whose name was `StreamCallback` before, with a warning."""
+    """Return `DeepSpeedStreamCallback` for its former name `StreamCallback`, with a warning."""
     if name != "StreamCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(

@@ -30,11 +30,12 @@ MARK = "_streambp_in_backward"
 
 
 class InBackward:
-    """Handle of the hooks that `optimizer_in_backward` registered on a model's weights.
+    """Handle returned by `optimizer_in_backward`: the optimizers of a model's weights, each of
+    which steps during backward.
 
     Attributes:
         optimizers: name of a trained weight -> its optimizer.
-        on_host: True if weights on the device step on the host.
+        on_host: True if weights on the device are updated on the host.
     """
 
     def __init__(
@@ -59,9 +60,8 @@ class InBackward:
         self._handles.append(model.register_forward_pre_hook(Guard(trained)))
 
     def remove(self) -> None:
-        """Remove the hooks, so that weights accumulate gradients again; `optimizers` is
-        unchanged.
-        """
+        """Remove the hooks, so that weights accumulate gradients again. `optimizers` stays
+        unchanged."""
         for handle in self._handles:
             handle.remove()
         for weight in self._weights:
@@ -94,13 +94,14 @@ class InBackward:
 
 
 class Guard:
-    """Forward pre-hook that raises if an engine was added after `optimizer_in_backward`.
+    """Forward pre-hook that raises if the model was wrapped in an engine (DDP, DeepSpeed) after
+    `optimizer_in_backward` was called.
 
     An engine cannot recover from an error during backward; before forward nothing has started. A
     copy of the model has weights without hooks, so a copied or pickled guard checks nothing.
 
     Args:
-        weights: name -> weight that steps in backward.
+        weights: name -> weight that is updated in backward.
     """
 
     def __init__(self, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -127,7 +128,8 @@ class Guard:
 
 
 def _refuse_engine(weight: Tensor) -> None:
-    """Raise ConfigError if a weight's gradient [...] is incomplete when its hook runs."""
+    """Raise ConfigError if an engine (DDP, DeepSpeed) reduces the gradient [...] of `weight` after
+    this hook, so that the gradient is incomplete here."""
     name = reduces_later(weight)
     if name is not None:
         raise ConfigError(
@@ -139,10 +141,13 @@ def _refuse_engine(weight: Tensor) -> None:
 
 
 def _step(optimizer: Optimizer, on_host: bool, parameter: Tensor) -> None:
-    """Step with the complete gradient of `parameter` [...], and free the gradient.
+    """Run one optimizer step for a parameter [...] whose gradient is complete, and free the
+    gradient.
 
     Args:
-        on_host: True to step on the host, on whatever device the weight is.
+        optimizer: the parameter's optimizer.
+        on_host: True to compute the step on the host, whatever device the parameter is on.
+        parameter: the parameter.
     """
     _refuse_engine(parameter)  # calling a submodule skips the guard
     here = parameter.data
@@ -169,11 +174,13 @@ def optimizer_in_backward(
     on_host: bool = False,
     max_grad_norm: float | None = None,
 ) -> InBackward:
-    """Make each trained weight step during backward, when its gradient is complete.
+    """Make each trained weight's optimizer step during backward, when the weight's gradient is
+    complete.
 
     Every backward is then a step: gradients of several micro-batches are not accumulated.
 
     Args:
+        model: the model, patched or not.
         make: returns an optimizer for a list of weights, such as `lambda parameters:
             AdamW(parameters, lr=1e-5)`. Schedules set learning rates in
             `optimizers[name].param_groups`.
@@ -183,7 +190,7 @@ def optimizer_in_backward(
         max_grad_norm: must be None (in HF's TrainingArguments 0), see Raises.
 
     Returns:
-        a handle: `optimizers`, `state_dict`, `load_state_dict`, `remove`.
+        A handle: `optimizers`, `state_dict`, `load_state_dict`, `remove`.
 
     Raises:
         ConfigError: max_grad_norm requests clipping by the global norm, the model has an optimizer

@@ -33,9 +33,8 @@ if __name__.startswith(SWIFTS_PLUGIN):
 
 
 class SwiftStreamCallback(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed
-    """Patches the model and the reference model of an ms-swift trainer, which ms-swift passes to
-    the callback.
-    """
+    """Callback of an ms-swift trainer that patches the trainer's model and reference model.
+    ms-swift passes the trainer to the callback."""
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Patch the trainer's models.

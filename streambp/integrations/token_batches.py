@@ -123,7 +123,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         return self._count // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the row numbers of each batch."""
+        """Yield each batch as a list of row numbers."""
         first, step = (0, 1) if self.rank is None else (self.rank, self.num_replicas)
         epoch = self.epoch
         skipped = self._done
@@ -158,7 +158,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         return order
 
     def _in_windows(self, order: Sequence[int]) -> list[list[int]]:
-        """Return the batches of each window's rows."""
+        """Return the batches of an epoch: the rows in `order` are cut into windows, and each window
+        into batches."""
         starts = range(0, len(order), self.window)
         batches: list[list[int]] = []
         for start in starts:
@@ -167,9 +168,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         return batches
 
     def _filled(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return batches of these rows: the longest row first, each into the fullest batch with
-        enough room.
-        """
+        """Cut rows into batches: the longest row first, each row into the fullest batch with enough
+        room."""
         batches: list[list[int]] = []
         rooms: list[tuple[int, int]] = []  # sorted (tokens left, batch)
         for row in sorted(rows, key=lambda row: -self.lengths[row]):
@@ -183,7 +183,8 @@ class TokenBatchSampler(Sampler[list[int]]):
 
 
 def _whole_numbers(lengths: Any) -> list[int]:
-    """Return the lengths of rows from a list, a column of a data set, an array or a tensor [rows].
+    """Return the lengths of rows as ints, from a list, a column of a data set, an array or a tensor
+    [rows].
 
     Raises:
         ConfigError: `lengths` has another type.

@@ -30,7 +30,8 @@ with required("verl"):
 
 @functools.cache
 def launched() -> Launched:
-    """Return the object that patches the models of this process.
+    """Return the object that patches the models of this process, with the settings of the
+    environment.
 
     Raises:
         ConfigError: the settings are invalid.
@@ -39,10 +40,11 @@ def launched() -> Launched:
 
 
 def check(engine: Any) -> None:
-    """Check that streamed layers are exact with the settings of verl's engine.
+    """Check that a patched model computes the unpatched model's results with the settings of verl's
+    engine.
 
     Raises:
-        UnsupportedModelError: a setting makes streamed layers inexact or is untested.
+        UnsupportedModelError: a setting would change the results, or is untested.
     """
     config = engine.engine_config
     if config.strategy != VERLS_STRATEGY:
@@ -65,7 +67,8 @@ def check(engine: Any) -> None:
 
 
 def patch_engines(engine_class: Any) -> None:
-    """Make an engine class patch its models from now on, and `check` each new engine."""
+    """Make a class of verl's engines patch the models of its instances from now on, after
+    `check`."""
     make = engine_class.__init__
     wrap = engine_class._build_fsdp_module
 

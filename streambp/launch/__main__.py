@@ -46,9 +46,8 @@ def command(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a script as `python` would and return its exit code, or the code for "no model was
-    patched".
-    """
+    """Run a script like `python SCRIPT` does, with its models patched. Return the script's exit
+    code, or the code for "no model was patched"."""
     try:
         given = parsed(app, sys.argv[1:] if argv is None else argv, "python -m streambp.launch")
         if isinstance(given, int):

@@ -33,7 +33,8 @@ FROM_TERMINAL = ("SIGINT", "SIGQUIT")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split `launch ... -- COMMAND ...` into `streambp launch`'s arguments and the program."""
+    """Split the command line `launch ... -- COMMAND ...` into the options of `streambp launch` and
+    the program with its arguments."""
     if list(argv[:1]) != ["launch"] or "--" not in argv:
         return list(argv), []
     at = list(argv).index("--")
@@ -41,11 +42,11 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(arguments: Any) -> int:
-    """Run `streambp launch` with these arguments and return the exit code.
+    """Run the command `streambp launch` with parsed arguments, and return the exit code.
 
     Raises:
         ConfigError: the flags do not make a `StreamConfig`, or there is no command.
-        StreamBPError: the file cannot be placed or removed.
+        StreamBPError: the .pth file cannot be written or removed.
     """
     settings = from_flags(arguments)
     program = arguments.program
@@ -101,8 +102,13 @@ def run(arguments: Any) -> int:
 
 
 def judge(code: int, patched: int, allowed: bool) -> int:
-    """Return a program's exit code, or `UNPATCHED` for a successful program without a patched
-    model.
+    """Return the exit code of `streambp launch`: the program's, or `UNPATCHED` if the program
+    succeeded without a patched model.
+
+    Args:
+        code: the program's exit code.
+        patched: number of patched models.
+        allowed: True if a program without a patched model is no error.
     """
     if patched:
         return code
@@ -119,7 +125,13 @@ def judge(code: int, patched: int, allowed: bool) -> int:
 
 
 def environment(settings: Settings, folder: str) -> dict[str, str]:
-    """Return the environment variables of this process plus those of the hook."""
+    """Return this process's environment variables, with those that pass the settings to the
+    program's processes.
+
+    Args:
+        settings: the settings.
+        folder: folder for the processes' reports.
+    """
     paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
@@ -130,7 +142,8 @@ def environment(settings: Settings, folder: str) -> dict[str, str]:
 
 
 def call(program: Sequence[str], variables: dict[str, str]) -> int:
-    """Run a program to its end, forward signals, and return the exit code in a shell's form."""
+    """Run a program to its end, and return its exit code in a shell's form. Signals are forwarded
+    to the program."""
     came: queue.SimpleQueue[int] = queue.SimpleQueue()
     with _signals_to(came.put):
         try:
@@ -149,13 +162,14 @@ def call(program: Sequence[str], variables: dict[str, str]) -> int:
 
 @contextlib.contextmanager
 def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
-    """Context manager that forwards signals to `receive`.
+    """Context manager in which signals that this process receives are passed to `receive`.
 
-    Signals from a terminal's keys have reached the program already and are not forwarded.
+    Signals from a terminal's keys have reached the program already and are not passed.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        """Forward a signal unless the terminal has sent it to the program as well."""
+        """Forward a signal to the program, unless the terminal has sent it to the program as
+        well."""
         if signal.Signals(number).name in FROM_TERMINAL:
             with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no terminal
                 if os.tcgetpgrp(sys.__stdin__.fileno()) == os.getpgrp():  # type: ignore[union-attr]

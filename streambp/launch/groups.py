@@ -25,21 +25,22 @@ Batch = dict[str, Any]
 
 
 def keep_groups(trainer: Any) -> None:
-    """Make a generating TRL trainer (GRPO, RLOO) keep a prompt's rows together.
+    """Make a TRL trainer that generates completions (GRPO, RLOO) keep all completions of a prompt
+    in one micro-batch.
 
     [Note: whole groups]
 
-    Effective only while the trainer's model has rows="packed". Trainers that do not buffer rollouts
-    do not change. `StreamGRPOTrainer` and `streambp launch` call this function themselves.
+    The change has an effect only while the trainer's model has rows="packed". Trainers that do not
+    buffer generated batches do not change. `StreamGRPOTrainer` and `streambp launch` call this
+    function themselves.
     """
     if PREPARES not in vars(trainer):  # only once, and never over a function that the user has set
         setattr(trainer, PREPARES, functools.partial(prepare_groups, trainer))
 
 
 def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
-    """Return the result of a trainer's `_prepare_inputs`, with micro-batches that hold complete
-    groups.
-    """
+    """Return the result of a TRL trainer's `_prepare_inputs`, after regrouping the generated rows
+    so that a micro-batch holds complete groups of one prompt's completions."""
     before = getattr(trainer, ROLLOUTS, None)
     inputs = getattr(type(trainer), PREPARES)(trainer, generation_batch)
     cut = getattr(trainer, ROLLOUTS, None)
@@ -60,7 +61,8 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
 
 
 def grouped(batches: list[Batch]) -> list[Batch]:
-    """Return micro-batches of the same sizes with the same rows, each prompt's rows adjacent.
+    """Return the same rows in micro-batches of the same sizes, in which the completions of each
+    prompt are adjacent.
 
     A prompt is identified by its ids and its mask. Micro-batches stay unchanged if they have no
     prompts, or if some value is not row by row (images).

@@ -26,7 +26,8 @@ WITH_TRLS_HEAD = ("sft", "dpo", "grpo", "rloo", "kto")
 
 
 class Hook:
-    """Import finder that changes certain modules after their import. [Note: launch hook]"""
+    """Import finder (`sys.meta_path`) that changes modules of transformers and TRL right after
+    their import, so that they patch models. [Note: launch hook]"""
 
     streambp_launch = True  # marks the finder for other copies of this file
 
@@ -39,7 +40,8 @@ class Hook:
         self._launched: Launched | None = None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the spec of the other finders, with a loader that changes the module afterwards.
+        """Return the spec that other finders return for one of these modules, with a loader that
+        also changes the module.
 
         The loader keeps its class and its interface.
         """
@@ -56,7 +58,7 @@ class Hook:
         if load is not None:
 
             def exec_module(module: ModuleType) -> None:
-                """Load the module, then change it."""
+                """Run the code of the imported module, then change the module."""
                 load(module)
                 action(module)
 
@@ -101,9 +103,8 @@ class Hook:
         module.Trainer.__init__ = __init__  # type: ignore[attr-defined]
 
     def change_trls_head(self, module: ModuleType) -> None:
-        """Replace the function by which TRL's trainers add a fused head to models and
-        references.
-        """
+        """Replace TRL's `add_fused_lm_head` by a function that adds streambp's fused head to a
+        patched model."""
         from functools import wraps
 
         original = getattr(module, "add_fused_lm_head", None)
@@ -117,7 +118,7 @@ class Hook:
         module.add_fused_lm_head = add_fused_lm_head  # type: ignore[attr-defined]
 
     def change_models(self, module: ModuleType) -> None:
-        """Make `train()` of a transformers model patch the model, for at="train".
+        """Make `train()` of every transformers model patch the model, for the setting at="train".
 
         A call on a parent module counts as well.
         """
@@ -137,7 +138,7 @@ class Hook:
 
 
 def read() -> dict[str, Any]:
-    """Return the settings in the environment.
+    """Return the settings of `streambp launch` from the environment variable, parsed as JSON.
 
     Raises:
         ValueError: the variable is no JSON object.
@@ -158,7 +159,7 @@ def read() -> dict[str, Any]:
 
 
 def install() -> Any:
-    """Return the hook of this process, installed first if necessary.
+    """Return the import finder (`Hook`) of this process; the first call installs it.
 
     Modules that are already imported are changed immediately.
     """

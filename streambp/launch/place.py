@@ -11,7 +11,8 @@ NAME = "streambp_launch.pth"
 
 
 def place(folder: Path | None = None) -> Path:
-    """Write the .pth file, over an existing one if necessary.
+    """Write the .pth file with which Python loads the launch hook at its start, and return the
+    file's path.
 
     Args:
         folder: a folder whose .pth files Python reads; None: this interpreter's site-packages.
@@ -35,7 +36,8 @@ def place(folder: Path | None = None) -> Path:
 
 
 def remove(folder: Path | None = None) -> Path | None:
-    """Delete the .pth file and return its path; None if there was none.
+    """Delete the .pth file with which Python loads the launch hook, and return its path; None if
+    there was none.
 
     Raises:
         StreamBPError: the file cannot be removed.

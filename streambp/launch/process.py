@@ -27,7 +27,7 @@ from streambp.reporting import reason, told
 
 
 class Launched:
-    """Patches the models of one process and records the results.
+    """Patches the models of one process under `streambp launch`, and records which were patched.
 
     Args:
         config: settings for all models.
@@ -42,24 +42,25 @@ class Launched:
         atexit.register(self.tell, at_end=True)
 
     def __reduce__(self) -> tuple[type[Launched], tuple[StreamConfig]]:
-        """Return a new object with the same config for pickle.
+        """Return a new object with the same config and without records, for pickle.
 
         Hyperparameter sweeps send a Trainer to other processes, which record their own results.
         """
         return Launched, (self.config,)
 
     def trainer_made(self, trainer: Any) -> None:
-        """Patch the model of a newly created HF Trainer, and add callbacks for its later models."""
+        """Patch the model of an HF Trainer at the end of its `__init__`, and add callbacks that
+        patch models it creates later."""
         self.streams(trainer.model, self.for_trainer(trainer))
         trainer.add_callback(Watcher(self, trainer))
         StreamCallback.add_to(trainer)
         keep_groups(trainer)
 
     def for_trainer(self, trainer: Any) -> StreamConfig:
-        """Return the config for a trainer.
+        """Return the `StreamConfig` for a trainer's model.
 
-        Evaluation returns logits if the trainer passes them to user functions. The trainer's own
-        streaming arguments, as in our trainers, take precedence over the launch settings.
+        Evaluation returns logits if the trainer passes logits to user functions. The `stream_*`
+        arguments of streambp's own trainers take precedence over the launch settings.
         """
         own = getattr(trainer.args, "stream_config", None)
         config = self.config if own is None else own()
@@ -73,8 +74,14 @@ class Launched:
     def head_wanted(
         self, theirs: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        """Add our head in place of TRL's fused head (`theirs`) if the model streams and has
-        a head.
+        """Add streambp's fused head to a model that is patched; otherwise call TRL's
+        `add_fused_lm_head`.
+
+        Args:
+            theirs: TRL's function.
+            model: the model.
+            args: further arguments of TRL's function.
+            kwargs: keyword arguments of TRL's function.
         """
         if self.streams(model) and self.config.head:
             causal = streamed_head(model)
@@ -86,7 +93,7 @@ class Launched:
         add_head(causal, *args, **kwargs)
 
     def training(self, model: nn.Module) -> None:
-        """Patch a model on which `train()` was called."""
+        """Patch a model whose `train()` was just called (the setting at="train")."""
         if (
             not self._busy
             and not self._knows(model)
@@ -96,12 +103,12 @@ class Launched:
             model.register_forward_hook(Watcher(self), with_kwargs=False)
 
     def streams(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
-        """Patch a model, unless the user has patched it already; return False if it cannot be
-        patched.
+        """Patch a model, unless the user has patched it already. True if the model is patched
+        afterwards.
 
         Args:
             model: the model of a trainer or of a loop.
-            config: None: the model's present config, or the launch config.
+            config: settings; None: those of the model's existing patch, or of `streambp launch`.
 
         Raises:
             ConfigError: the settings do not fit the model.
@@ -132,7 +139,7 @@ class Launched:
         return True
 
     def _note(self, model: nn.Module) -> None:
-        """Add a patched model to the record once, unless it is part of a recorded model."""
+        """Record a patched model for the report, unless it or a model around it is recorded."""
         if self._knows(model):
             return
         self._seen[model] = Model(type(model).__name__)
@@ -140,11 +147,12 @@ class Launched:
         self.account()
 
     def _knows(self, model: nn.Module) -> bool:
-        """True if the model is recorded, or is part of a recorded model."""
+        """True if a model, or a model around it, is recorded."""
         return any(part is model for seen in self._seen for part in seen.modules())
 
     def account(self) -> Account:
-        """Return the record so far and write it for the parent command. [Note: reports]
+        """Return the record of this process's models, and write it to a file for the `streambp
+        launch` command. [Note: reports]
 
         Deleted models keep their last description.
         """
@@ -173,11 +181,12 @@ class Launched:
             return Account(os.getpid(), None, reason(error), self._models)
 
     def tell(self, at_end: bool = False) -> None:
-        """Print the present record: the layers that stream and the state of the head.
+        """Print a report on the models of this process: which layers are computed chunk by chunk,
+        and how the loss is computed.
 
         Args:
-            at_end: True at process exit. The record is then printed only if no parent command reads
-                it.
+            at_end: True at process exit. The report is then printed only if no `streambp launch`
+                command reads it.
         """
         account = self.account()
         if at_end and (self._left or not account.models):
@@ -193,11 +202,12 @@ class Launched:
 
 
 class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Trainer callback that patches models created after `Trainer.__init__`, and reports once.
+    """Trainer callback that patches models created after `Trainer.__init__`, and prints one report
+    after the first step.
 
-    The report follows the first step. As a forward hook (trainer: None), for a model in the
-    program's own loop, it reports after the first training forward. Copies of the model copy the
-    hook with its state, so they do not report again.
+    The object can also be a forward hook of a model in a program's own loop (then without a
+    trainer); it then reports after the first training forward. Copies of the model copy the hook
+    with its state, so they do not report again.
     """
 
     def __init__(self, launched: Launched, trainer: Any = None) -> None:
@@ -206,7 +216,8 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
         self.told = False
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Patch the model that `model_init` has created anew, and a reference model.
+        """Patch models that did not exist before: the model that `model_init` has created anew, and
+        a reference model.
 
         Other libraries create the reference after or outside of `Trainer.__init__`.
         """
@@ -216,17 +227,18 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
             self.launched.streams(reference)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Print the report after the first step only."""
+        """Print the report after the first step; later steps print nothing."""
         if not self.told:
             self.told = True
             self.launched.tell()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Write the record, because the process may be killed before its normal exit."""
+        """Write this process's record to a file, because the process may be killed before its
+        normal exit."""
         self.launched.account()
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Print the report after the first training forward."""
+        """Print the report after the first training forward, as a forward hook."""
         if model.training:
             self.on_step_end()

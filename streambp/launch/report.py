@@ -20,7 +20,7 @@ DIGITS = 10  # a longer number is no rank
 
 @dataclasses.dataclass
 class Model:
-    """One model of a process.
+    """One model of a process in the report of `streambp launch`.
 
     Attributes:
         kind: class name.
@@ -35,11 +35,11 @@ class Model:
 
 @dataclasses.dataclass
 class Account:
-    """Record of one process.
+    """Record of one process and its models, for the report of `streambp launch`.
 
     Attributes:
         process: process id.
-        rank: the variable RANK.
+        rank: value of the environment variable RANK.
         program: path of the program.
         models: its models.
         peak: bytes of peak device memory; None: no device was used.
@@ -58,7 +58,8 @@ class Account:
 
 
 def leave(account: Account) -> bool:
-    """Write a record into the parent command's folder; return False if there is no such folder."""
+    """Write the record of this process into the folder where the `streambp launch` command reads
+    it. Return False if there is no such folder."""
     folder = os.environ.get(FOLDER, "")
     file = Path(folder, f"{account.process}.json")
     try:
@@ -73,7 +74,8 @@ def leave(account: Account) -> bool:
 
 
 def collect(folder: Path) -> tuple[list[Account], list[str]]:
-    """Return the records in a folder by rank, and messages about missing records.
+    """Return the records of all processes in a folder, sorted by rank, and messages about records
+    that are missing or cannot be read.
 
     [Note: reports]
     """
@@ -98,7 +100,7 @@ def collect(folder: Path) -> tuple[list[Account], list[str]]:
 
 
 def _place(rank: str | None) -> tuple[bool, int, str]:
-    """Return a sort key: numeric ranks first, then other names ("worker-0")."""
+    """Return a key that sorts ranks: numbers first, then other names ("worker-0")."""
     text = rank or ""
     if text.isdecimal() and len(text) < DIGITS:
         number = int(text)
@@ -108,12 +110,13 @@ def _place(rank: str | None) -> tuple[bool, int, str]:
 
 
 def streamed(accounts: Iterable[Account]) -> int:
-    """Return the number of patched models."""
+    """Return the number of patched models over all processes."""
     return sum(model.description is not None for account in accounts for model in account.models)
 
 
 def table(accounts: list[Account]) -> str:
-    """Return the report; processes with the same results share an entry."""
+    """Return the report of `streambp launch` as text; processes with the same results share an
+    entry."""
     if not accounts:
         return (
             "no process made a Trainer or trained a model that streambp launch could have patched"
@@ -147,7 +150,7 @@ def table(accounts: list[Account]) -> str:
 
 
 def say(text: str) -> None:
-    """Print to stderr, beside the program's output; ignore a closed stderr. [Note: reports]"""
+    """Print text to stderr, and ignore a closed stderr. [Note: reports]"""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(
             "\n".join(f"streambp: {line}" for line in text.splitlines()),

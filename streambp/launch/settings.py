@@ -22,7 +22,7 @@ DEFAULTS = StreamConfig(lazy_logits=True)  # unchanged programs read logits
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings for streaming the models of a program.
+    """Settings of `streambp launch`: how models are patched, and when.
 
     Attributes:
         config: settings of every model.
@@ -40,7 +40,8 @@ class Settings:
         check_fields(self)
 
     def to_json(self) -> str:
-        """Return the differences from the defaults as JSON, for an environment variable."""
+        """Return the settings that differ from the defaults as JSON, for an environment
+        variable."""
         given = {name: getattr(self.config, name) for name in FIELDS}
         changed: dict[str, Any] = {}
         for name, value in given.items():
@@ -50,7 +51,8 @@ class Settings:
 
 
 def from_fields(found: dict[str, Any]) -> Settings:
-    """Return settings from `StreamConfig`'s fields and "at", as parsed from JSON.
+    """Return the `Settings` of `streambp launch` from a dict with `StreamConfig`'s fields and "at",
+    parsed from JSON.
 
     Raises:
         ConfigError: a name is unknown, or a value is invalid.
@@ -63,9 +65,9 @@ def from_fields(found: dict[str, Any]) -> Settings:
 
 
 def config_from(found: dict[str, Any], source: str) -> StreamConfig:
-    """Return a `StreamConfig` from fields by name.
+    """Return a `StreamConfig` from a dict of its fields.
 
-    Logits are lazy unless `lazy_logits` is passed or the head is switched off.
+    `lazy_logits` is True unless the dict contains it, or head=False.
 
     Args:
         found: fields by name.
@@ -84,9 +86,10 @@ Allowed = Annotated[
 
 
 def with_flags(function: Callable[..., T]) -> Callable[..., T]:
-    """Return the function with a typer signature: `**settings` becomes one flag for each field.
+    """Return a command function with a signature for typer, in which `**settings` becomes one flag
+    for each setting.
 
-    The fields are `StreamConfig`'s and --at. Flags absent from the command line are None.
+    The flags are `StreamConfig`'s fields and --at. Flags absent from the command line are None.
     """
     signature = inspect.signature(function, eval_str=True)
     own = []
@@ -126,7 +129,7 @@ def with_flags(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def from_flags(arguments: Any) -> Settings:
-    """Return settings from a command line's arguments.
+    """Return the `Settings` from a command line's parsed arguments.
 
     Raises:
         ConfigError: `StreamConfig` rejects a value.

@@ -10,7 +10,7 @@ chunk's.
         arguments          by name              those of tokens are cut, the others are handed to each chunk whole; one that
                                                 wants a gradient becomes a leaf of each chunk
                                                 (`arguments.py`)
-        parameters         in their slots       shadows stand in for them while chunks are differentiated (`shadows.py`)
+        parameters         in their slots       shadows stand in for them while chunks are differentiated (`recompute.py`)
     handed from chunk to chunk (`carried.py`)
         K, V               [B, T, H_kv, D]      of all tokens so far; in one buffer, or in a tile for each chunk
         dK, dV             the same, wide       sums over the chunks that read them, complete after their own chunk's

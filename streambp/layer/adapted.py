@@ -1,14 +1,14 @@
 """A Linear with low-rank adapters as one operation: y = x W^T + b + s (x A^T) B^T.
 
-[Note: one product] peft computes the adapters beside the base's product. It casts x to the
-adapters' dtype, writes three tensors [..., out] and casts their sum back. These passes over memory
-take as long as the base's product itself. Here the skinny products are first, and the large product
-is added to their result (beta = 1), in forward and for dx. Only matrix products then read or write
+peft computes the adapters beside the base's product. peft casts x to the adapters' dtype, writes
+three tensors [..., out] and casts the sum back. The time for reading and writing these tensors
+equals that of the base's product. Here the skinny products are first, and the large product is
+added to their result (beta = 1), in forward and for dx. Only matrix products then read or write
 tensors of the size of x or y, and y is rounded once less than in peft.
 
-[Note: two parts] Adapters are often float32 beside a half-precision base. Rounding trained adapters
-to bfloat16 would add an error that peft does not have. Each float32 factor is therefore split into
-two bfloat16 parts; tensor cores compute exact products of these parts and add them in float32:
+Adapters are often float32 beside a half-precision base. Rounding trained adapters to bfloat16 would
+add an error that peft does not have. Each float32 factor is therefore split into two bfloat16
+parts; tensor cores compute exact products of these parts and add them in float32:
 
     x A^T                   x [A_hi; A_lo]^T, both halves added
     u B^T                   [u_hi, u_lo, u_hi] [B_hi, B_hi, B_lo]^T
@@ -38,13 +38,17 @@ HIGH_AGAIN = 2  # every other part of [hi, lo, hi] is the high one
 
 
 class Factor(NamedTuple):
-    """A matrix [rank, m] in parts of the product's dtype. [Note: two parts]
+    """A LoRA matrix [rank, m], split into matrices in the dtype of the matrix products.
+
+    A float32 matrix becomes two bfloat16 matrices: hi, the rounded values, and lo, the rounding
+    errors.
 
     Attributes:
-        stack: [parts * rank + more, m], the parts one below the other, then rows of biases.
+        stack: [parts * rank + bias rows, m], the parts one below the other, then rows of biases.
         rank: the adapter's rank.
-        parts: 1 if the dtype represents the matrix and the sums of its products; 2 if only left
-            factors have a low part; 3 for [hi; hi; lo].
+        parts: 1: [hi], no lo is needed, in the matrix or in values multiplied by it. 2: [hi; hi],
+            the values multiplied by the matrix have a lo part. 3: [hi; hi; lo], the matrix has one
+            too.
     """
 
     stack: Tensor
@@ -53,16 +57,19 @@ class Factor(NamedTuple):
 
     @property
     def wide(self) -> Tensor:
-        """Return [rank or 2 rank, m], each part once."""
+        """Return the rows of `stack` that contain hi once, and lo if there is one: [rank, m] or [2
+        * rank, m]."""
         first = self.rank if self.parts > 1 else 0
         return self.stack[first : self.parts * self.rank]
 
 
 def factor_of(matrix: Tensor, dtype: torch.dtype, rows: tuple[Tensor, ...] = ()) -> Factor:
-    """Return the matrix [rank, m] in parts of `dtype`.
+    """Split a LoRA matrix [rank, m] into parts of the dtype of the matrix products.
 
     Args:
-        rows: biases [m], each split into parts if needed.
+        matrix: [rank, m].
+        dtype: the dtype of the parts.
+        rows: biases [m] to append below the matrix, each split into parts if needed.
     """
     rank, size = matrix.shape
     parts = _parts(matrix.dtype, dtype)
@@ -93,13 +100,13 @@ def _rows(own: torch.dtype, dtype: torch.dtype) -> int:
 
 
 class Group(NamedTuple):
-    """Adapters that read the same input.
+    """LoRA adapters of one Linear that read the same tensor: x, or x after their dropout.
 
     Attributes:
-        factor: rows [rank, in] of A.
-        start: first index among all ranks.
-        stop: end index among all ranks.
-        mask: [n, in], the dropout mask of x; None: no dropout. [Note: dropout]
+        factor: their A matrices, one below the other.
+        start: index of the group's first row among the rows of all A of the Linear.
+        stop: index behind the group's last row.
+        mask: [n, in], the dropout mask of x; None: no dropout.
     """
 
     factor: Factor
@@ -108,17 +115,17 @@ class Group(NamedTuple):
     mask: Tensor | None = None
 
     def read(self, rows: Tensor) -> Tensor:
-        """Return the adapters' input [n, in] for rows [n, in] of x."""
+        """Return x [n, in] with this group's dropout mask applied."""
         return rows if self.mask is None else rows * self.mask
 
 
 class Scale(NamedTuple):
-    """Scales of one adapter.
+    """Scales of one LoRA adapter.
 
     Attributes:
         rank: the adapter's rank.
-        b: factor of its B.
-        bias: factor of the bias of its B.
+        b: multiplies the matrix B; includes the scale of dropout.
+        bias: multiplies the bias of B.
     """
 
     rank: int
@@ -128,18 +135,19 @@ class Scale(NamedTuple):
 
 @dataclasses.dataclass
 class Work:
-    """Description of one call's computation, beside its tensors.
+    """Arguments of one call of `AdaptedLinear` that are not tensors for autograd.
 
     Attributes:
-        groups: A of all adapters.
-        b: B of all adapters, [rank, out], scaled.
+        groups: the A matrices of all adapters.
+        b: the B matrices of all adapters, [rank, out], scaled.
         scales: scales of each adapter.
-        value: [..., out], the known y; None: compute y; `UNREAD` or a slice: only these rows are
-            read.
-        add: accumulates the factors of the base weight's gradient, which is None then.
-        decode: returns the base's weight for backward, which then saves no weight; for packed
-            weights.
-        shared: shared values of several Linears with the same x; None: there are none.
+        value: [..., out], the saved output y; None: compute y; `UNREAD`: no code reads y; another
+            slice: only these rows of y are read.
+        add: called in backward with both factors of the base weight's gradient, which it
+            accumulates; None: autograd returns this gradient.
+        decode: returns a quantized base weight in the compute dtype; backward calls it instead of
+            saving the weight.
+        shared: x A^T of several Linears with the same x; None: this Linear computes its own.
         place: the Linear's index in `shared`.
     """
 
@@ -154,9 +162,8 @@ class Work:
 
 
 def thin(left: Tensor, factor: Factor) -> Tensor:
-    """Compute left [n, m] times the factor's transpose: [n, rank] in promote_types(dtype, float32).
-    left is read once.
-    """
+    """Return left [n, m] times the transpose of the LoRA matrix: [n, rank] in promote_types(dtype,
+    float32)."""
     found = add_product(None, left, factor.wide.mT)
     if factor.parts < 3:
         return found
@@ -164,9 +171,8 @@ def thin(left: Tensor, factor: Factor) -> Tensor:
 
 
 def spread(found: Tensor, factor: Factor) -> Tensor:
-    """Split found [n, rank] into the parts [hi, lo, hi] for a factor's stack, and append ones for
-    its biases.
-    """
+    """Split x A^T (found [n, rank], float32) into the columns [hi, lo, hi] of rounded values and
+    rounding errors, and append ones for the bias rows. The result multiplies `factor.stack`."""
     rank, width = found.shape[1], factor.stack.shape[0]
     if factor.parts == 1 and width == rank:
         return found
@@ -183,13 +189,14 @@ def spread(found: Tensor, factor: Factor) -> Tensor:
 
 
 def summed_parts(found: Tensor, dim: int) -> Tensor:
-    """Return the sum of both halves [...] of a product with two parts."""
+    """Return the sum of the two halves of a product [...] along `dim`: one was computed from
+    rounded values, the other from their rounding errors."""
     first, second = found.chunk(2, dim)
     return first.add_(second)
 
 
 def joined_factor(factors: list[Factor]) -> Factor:
-    """Return the A of several Linears as one factor for `thin`."""
+    """Return the A matrices of several Linears, concatenated to one `Factor` for `thin`."""
     high = [factor.wide[: factor.rank] for factor in factors]
     low = [factor.wide[factor.rank :] for factor in factors if factor.parts == 3]
     ranks = sum(factor.rank for factor in factors)
@@ -198,21 +205,21 @@ def joined_factor(factors: list[Factor]) -> Factor:
 
 @dataclasses.dataclass
 class Shared:
-    """Shared values of the Linears with the same x [..., in], in one call. [Note: one x]
+    """Values of one call that several LoRA Linears with the same input x [..., in] share.
 
-    [Note: one x] Queries, keys and values read the same x, and so do gate and up. One product reads
-    x for the A of all Linears, in forward and for the gradients of A. The gradient dx is a single
-    sum. Each Linear's backward adds its large product to that sum. The autograd node before the Linears (`SharedInput`)
-    runs after all Linears' backward, and adds the skinny product of all.
+    Query, key and value projections read the same x, and so do gate and up projections. One product
+    computes x A^T for all Linears, and another one the gradients of all A. Each Linear's backward
+    adds its dx to one sum; the backward of `SharedInput` runs last and returns this sum.
 
     Attributes:
         factors: A of each Linear, all with the same number of parts.
         joined: the A of all Linears as one factor.
         needs_x: True if x needs a gradient.
-        found: x A^T of all Linears [n, ranks]; None: not computed, or read by each Linear.
-        readers: the number of Linears that still read `found`.
+        found: x A^T of all Linears, [n, sum of ranks]; None: not computed, or every Linear has read
+            it.
+        readers: the number of Linears that have not yet read `found`.
         total: the sum for dx.
-        left: skinny factors of the Linears whose backward ran, by index.
+        left: gradient of x A^T of the Linears whose backward ran, by index.
     """
 
     factors: list[Factor]
@@ -224,9 +231,11 @@ class Shared:
     left: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
     def of(self, place: int) -> Tensor:
-        """Return x A^T of one Linear [n, rank], to be read once.
+        """Return the columns of x A^T that belong to one Linear, [n, rank]. Each Linear calls this
+        once; the last call frees the product.
 
-        The last Linear frees the product, which would otherwise stay alive with the graph.
+        Args:
+            place: the Linear's index.
         """
         found = self.found
         assert found is not None
@@ -237,13 +246,19 @@ class Shared:
         return found[:, start : start + self.factors[place].rank]
 
     def read(self, rows: Tensor) -> None:
-        """Compute x A^T of all Linears for rows [n, in] of x."""
+        """Compute x A^T for all Linears from x [n, in], and store it in `found`."""
         self.readers = len(self.factors)
         self.found = thin(rows, self.joined)
 
     def collect(self, place: int, left: Tensor, flat: Tensor, weight: Tensor | None) -> None:
-        """Store one Linear's skinny factor in backward, and add its large product flat [n, out] @
-        weight to dx.
+        """Add one Linear's product flat [n, out] @ weight to dx, and store this Linear's gradient
+        of x A^T for `SharedInput.backward`. Called by the Linear's backward.
+
+        Args:
+            place: the Linear's index.
+            left: gradient of x A^T, split into parts.
+            flat: gradient of the Linear's output, [n, out].
+            weight: the Linear's weight [out, in]; None: x needs no gradient.
         """
         self.left[place] = left
         if self.needs_x and weight is not None:
@@ -251,16 +266,20 @@ class Shared:
 
 
 class SharedInput(torch.autograd.Function):
-    """Identity of x [..., in] for several Linears. [Note: one x]
-
-    Args:
-        counts: the number of adapters of each Linear.
-        a: A of each adapter, [r, in].
-    """
+    """Autograd Function that returns x [..., in] for several LoRA Linears and computes x A^T for
+    all of them. The backward runs after that of the Linears and returns the gradients of x and of
+    every A."""
 
     @staticmethod
     def forward(ctx: Any, shared: Shared, counts: list[int], x: Tensor, *a: Tensor) -> Tensor:
-        """Return x [..., in] as a view."""
+        """Compute x A^T for all Linears into `shared`, and return x [..., in] as a view.
+
+        Args:
+            shared: the values that the Linears share.
+            counts: the number of adapters of each Linear.
+            x: [..., in].
+            a: A [r, in] of each adapter.
+        """
         ctx.set_materialize_grads(False)
         ctx.shared, ctx.counts = shared, counts
         ctx.ranks = [one.shape[0] for one in a]
@@ -271,11 +290,11 @@ class SharedInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of x [..., in] and of each A, from the values that the Linears have
-        stored.
+        """Return the gradients of x [..., in] and of each A [r, in], from the values that the
+        Linears' backward stored in `shared`.
 
         Args:
-            grad: the gradient from other readers of x; None: there are none.
+            grad: gradient of x from code other than these Linears; None: there is none.
         """
         (x,) = ctx.saved_tensors
         with without_autocast(x.device.type):
@@ -324,13 +343,7 @@ def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor |
 
 
 class AdaptedLinear(torch.autograd.Function):
-    """Autograd Function for x [..., in] through a Linear and its adapters. [Note: one product]
-
-    Args:
-        weight: [out, in].
-        bias: [out]; `work.b` contains its values.
-        adapters: for each adapter A [r, in], B [out, r], and the bias [out] of B or None.
-    """
+    """Autograd Function of a Linear with LoRA adapters: y [..., out] = x W^T + b + s (x A^T) B^T."""
 
     @staticmethod
     def forward(
@@ -341,16 +354,16 @@ class AdaptedLinear(torch.autograd.Function):
         bias: Tensor | None,
         *adapters: Tensor | None,
     ) -> Tensor:
-        """Return y [..., out] of a Linear with adapters: computed, or the saved output as a view,
-        or NaN in rows that no code reads.
+        """Return y [..., out]: computed, or the saved output as a view, or NaN in rows that no code
+        reads.
 
         Args:
-            work: the adapters' factors and scales, and the saved output.
+            work: the adapters' matrices and scales, and the saved output.
             x: [..., in].
-            weight: [out, in].
-            bias: [out]; its values are in `work.b`.
-            adapters: A [r, in], B [out, r] and the bias [out] of B or None, of each adapter, for
-                autograd.
+            weight: the Linear's weight [out, in].
+            bias: the Linear's bias [out], for autograd; its values are in `work.b`.
+            adapters: A [r, in], B [out, r] and the bias [out] of B or None, of each adapter; for
+                autograd, their values are in `work`.
         """
         with without_autocast(x.device.type):
             return _forward(ctx, work, x, weight)
@@ -358,8 +371,7 @@ class AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x [..., in], weight [out, in], bias [out] and each adapter's
-        tensors, from grad [..., out].
-        """
+        tensors, from grad [..., out]."""
         with without_autocast(grad.device.type):
             return _backward(ctx, grad)
 
@@ -391,7 +403,8 @@ def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _left(work: Work, rows: Tensor) -> Tensor:
-    """Return the left factor of B's stack [n, parts * rank + biases], for rows [n, in] of x."""
+    """Return x A^T for x [n, in], split into rounded values and rounding errors, and ones for the
+    bias rows: [n, parts * rank + bias rows]. The result multiplies `work.b.stack`."""
     if work.shared is not None:
         return spread(work.shared.of(work.place), work.b)
     found = [thin(group.read(rows), group.factor) for group in work.groups]
@@ -399,7 +412,8 @@ def _left(work: Work, rows: Tensor) -> Tensor:
 
 
 def _product(rows: Tensor, weight: Tensor, left: Tensor, b: Factor) -> Tensor:
-    """Compute y [n, out] for rows [n, in] of x and left [n, parts * rank + biases]."""
+    """Return y [n, out]: the product of x (rows [n, in]) with the Linear's weight, plus the product
+    of x A^T (left, from `_left`) with `b.stack`."""
     return (left @ b.stack).addmm_(rows, weight.mT)
 
 
@@ -430,7 +444,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> Tensor:
-    """Compute dx [n, in]: the adapters' products first, then the base's product is added."""
+    """Return dx [n, in].
+
+    Args:
+        work: the adapters' matrices.
+        lefts: gradient of x A^T for each group, split into parts.
+        flat: gradient of y, [n, out].
+        weight: the Linear's weight [out, in].
+    """
     total: Tensor | None = None
     for group, left in zip(work.groups, lefts, strict=True):
         found = left @ group.factor.stack
@@ -442,7 +463,13 @@ def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> 
 
 
 def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
-    """Compute the gradients of the A of all adapters [rank, in], in float32 or wider."""
+    """Return the gradients of all A matrices, one below the other, [rank, in], in float32 or wider.
+
+    Args:
+        work: the adapters' matrices.
+        lefts: gradient of x A^T for each group, split into parts.
+        rows: x, [n, in].
+    """
     found = []
     for group, left in zip(work.groups, lefts, strict=True):
         rank, parts = group.factor.rank, min(group.factor.parts, 2)
@@ -454,17 +481,18 @@ def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
 def _of_adapters(
     work: Work, needs: tuple[bool, ...], of_a: Tensor | None, flat: Tensor, left: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of all adapters' tensors as a flat list: A [r, in], B [out, r] and B's
-    bias [out] of the first adapter, then of the second. None where none is needed.
+    """Return the gradients of the adapters' tensors as a flat list: A [r, in], B [out, r] and B's
+    bias [out] of the first adapter, then of the second. The entry is None where no gradient is
+    needed.
 
     Gradients are in float32 or wider.
 
     Args:
-        work: description of the computation.
+        work: the adapters' matrices and scales.
         needs: True for each tensor that needs a gradient, in the order of the result.
         of_a: gradient of the adapters' A, one below the other, [rank, in]; None: not computed here.
         flat: gradient of the Linear's output, [n, out].
-        left: the inputs' products with A, in parts, [n, parts * rank + biases].
+        left: x A^T in parts, [n, parts * rank + bias rows].
     """
     of_b: Tensor | None = None
     if any(needs[1::3]):

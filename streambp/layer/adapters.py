@@ -1,20 +1,21 @@
-"""peft's adapted Linears inside a layer: the ones computed as a single operation, and the reasons
-against it for the rest.
+"""peft's LoRA Linears inside a layer. Most are computed as one operation; for others the reason
+against it is stored.
 
 [Note: adapters] While a streamed layer runs, an `Adaptation` replaces the forward of each LoRA
-Linear inside. It computes the result of peft's forward as one operation (`adapted.py`). At all
-other times the modules are unchanged, so peft can switch, merge, save or add adapters as usual. A
-module's factors are read again after the layer has changed. If peft's forward does more than the
-two skinny products, the module keeps peft's forward, bit for bit, and `describe` prints the reason.
+Linear inside. The replacement computes the result of peft's forward as one operation
+(`adapted.py`). At all other times the modules are unchanged, so peft can switch, merge, save or add
+adapters as usual. A module's factors are read again after the layer has changed. If peft's forward
+does more than the two skinny products, the module keeps peft's forward, bit for bit, and `describe`
+prints the reason.
 
 Factors are computed from the adapters' values once for each call of the layer, and are freed when
 its backward ends. The values are read from the parameters' slots: shadows in a backward, gathered
 parameters under an engine. Backward computes the factors again if a parameter has changed, if an
 engine or the host holds parameters between the passes, or if the factors are large (`call.py`).
 
-[Note: dropout] Each adapter has its own dropout module. peft calls it on x in the adapters' dtype.
-Here the module is called on ones of the same shape and dtype, so it draws the same random numbers.
-The nonzero entries of its output are the mask, and its scale is multiplied into the factors.
+Each adapter has its own dropout module. peft calls it on x in the adapters' dtype. Here the module
+is called on ones of the same shape and dtype, so it draws the same random numbers. The nonzero
+entries of its output are the mask, and its scale is multiplied into the factors.
 """
 
 from __future__ import annotations
@@ -57,15 +58,21 @@ from streambp.layer.products import (
     computes_plainly,
     hooked_everywhere,
 )
-from streambp.offload.decoded import FORWARD, DecodedLinear, decoded_weight, is_packed
+from streambp.offload.decoded import (
+    FORWARD,
+    CountedPackedLinear,
+    DecodedLinear,
+    decoded_weight,
+    has_packed_weight,
+)
 
 PARAMETERS = MODULE_TABLES[0]
-# float16 has no room for low parts. [Note: two parts]
+# float16 is left out: rounding errors of its parts would underflow
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 class Adapter(NamedTuple):
-    """One adapter of a Linear: A [r, in], B [out, r], its dropout and its scale."""
+    """One LoRA adapter of a Linear: A [r, in], B [out, r], its dropout and its scale."""
 
     a: nn.Linear
     b: nn.Linear
@@ -84,14 +91,15 @@ class Adapter(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Reading:
-    """The parts of an adapted Linear.
+    """A LoRA Linear of peft, and whether streambp computes it with `AdaptedLinear`.
 
     Attributes:
         module: peft's module.
         base: the module's base Linear.
         adapters: the active adapters.
-        why: the reason for peft's forward; None: the operation runs.
-        why_in_call: the reason for peft's forward in the last call; None: the operation ran.
+        why: the reason why peft's own forward runs in every call; None: `AdaptedLinear` may run.
+        why_in_call: the reason why peft's own forward ran in the last call; None: `AdaptedLinear`
+            ran.
     """
 
     module: Any
@@ -102,14 +110,13 @@ class Reading:
 
     @property
     def is_one(self) -> bool:
-        """True if the last call ran the operation."""
+        """True if the last call ran `AdaptedLinear` instead of peft's forward."""
         return self.why is None and self.why_in_call is None
 
 
 def readings(layer: nn.Module) -> dict[str, Reading]:
-    """Return peft's LoRA Linears inside a layer, by name. Linears that peft computes without
-    adapters are left out: merged, disabled, or without an active adapter.
-    """
+    """Return the LoRA Linears of peft inside a layer, by name. Linears with merged, disabled or no
+    active adapters are left out."""
     kinds = _kinds()
     if not kinds:
         return {}
@@ -123,6 +130,19 @@ def readings(layer: nn.Module) -> dict[str, Reading]:
             if reading.why is not None or reading.adapters:
                 found[name] = reading
     return found
+
+
+def keep_reasons(before: dict[str, Reading], found: dict[str, Reading]) -> None:
+    """Copy the last call's reasons for peft's forward to new readings of the same modules.
+
+    Args:
+        before: the earlier readings, by name.
+        found: the new readings, by name.
+    """
+    for name, reading in found.items():
+        known = before.get(name)
+        if known is not None and known.module is reading.module:
+            reading.why_in_call = known.why_in_call
 
 
 def _kinds() -> tuple[Any, ...]:
@@ -156,8 +176,14 @@ def _read(module: Any) -> Reading:
 def _why_not(
     module: Any, base: Any, names: list[str], parts: list[tuple[Any, Any, Any]]
 ) -> str | None:
-    """Return why peft's forward stays; None if it computes the base's product and two skinny
-    products for each adapter.
+    """Return why streambp must run peft's own forward of this LoRA Linear, as text for `describe`.
+    Return None if that forward computes x W^T and the products with A and B, and no more.
+
+    Args:
+        module: peft's module.
+        base: the module's base Linear.
+        names: names of the active adapters.
+        parts: A, B and dropout of each active adapter.
     """
     if home_of(type(module).forward) not in (LORA_LAYERS, LORA_OF_PACKED) or FORWARD in vars(
         module
@@ -178,7 +204,7 @@ def _why_not(
         forward = vars(inner).get(FORWARD)
         if forward is not None and not isinstance(forward, DecodedLinear):
             return "the forward of a module inside it is another's"
-    packed = is_packed(base)
+    packed = has_packed_weight(base)
     if not packed and not (computes_plainly(base) and type(base.weight) in TENSOR_TYPES):
         return f"its base is a {type(base).__name__}"
     if not packed and base.weight.dtype not in DTYPES:
@@ -196,11 +222,11 @@ def _why_not(
 
 
 class Made(NamedTuple):
-    """A cached factor.
+    """A cached `Factor` and the tensors it was computed from.
 
     Attributes:
-        sources: the tensors it was computed from, whose storages must not be used again.
-        state: `_state` of each tensor, and () for a missing bias.
+        sources: the tensors. A reference keeps their memory from being reused for other tensors.
+        state: memory address and version counter of each tensor when the factor was computed.
         factor: the factor.
     """
 
@@ -213,7 +239,7 @@ Factors = dict[Any, Made]
 
 
 def bytes_of(factors: Iterable[Factors]) -> int:
-    """Return the bytes of the cached factors of several Linears."""
+    """Return the bytes of the cached LoRA factors of several Linears."""
     total = 0
     for some in factors:
         for made in some.values():
@@ -222,7 +248,8 @@ def bytes_of(factors: Iterable[Factors]) -> int:
 
 
 def _state(tensor: Tensor | None) -> tuple[Any, ...]:
-    """Return the memory and version of a tensor. A parameter and its shadow share both."""
+    """Return values that change if a tensor [...] gets other memory or is written to in place. A
+    parameter and a detached alias of it have the same values."""
     if tensor is None:
         return ()
     version = None if tensor.is_inference() else tensor._version
@@ -230,20 +257,30 @@ def _state(tensor: Tensor | None) -> tuple[Any, ...]:
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
 
 
+def _decodes(base: Any, x: Tensor) -> bool:
+    """True if the forward of a Linear with a 4-bit weight multiplies x [..., in] in the dtype of
+    its decoded weight.
+    """
+    if isinstance(base, CountedPackedLinear):
+        return x.dtype == base.compute_dtype
+    return has_data(x) and DecodedLinear(base).decodes(x)
+
+
 def _word(dtype: torch.dtype | None) -> str:
-    """Return a dtype's name without its module."""
+    """Return a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclasses.dataclass(eq=False)
 class Adaptation:
-    """Replacement for an adapted Linear's forward while its layer runs. [Note: adapters]
+    """Replacement for the forward of one of peft's LoRA Linears while its decoder layer runs. The
+    result is that of peft's forward, computed as one operation. [Note: adapters]
 
     Attributes:
-        reading: the parts of the adapted Linear.
+        reading: the Linear's parts.
         own: peft's forward, called with (module, x, ...).
-        factors: cached factors.
-        siblings: the Linears with the same x; None: there are none.
+        factors: cached LoRA matrices in the compute dtype.
+        siblings: the Linears that read the same x; None: there are none.
     """
 
     reading: Reading
@@ -252,7 +289,8 @@ class Adaptation:
     siblings: Siblings | None = None
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute [..., out] for x [..., in]. Calls with more arguments go to peft's forward."""
+        """Return the LoRA Linear's output [..., out] for x [..., in]. Calls with more arguments go
+        to peft's forward."""
         if args or kwargs:
             return self.own(self.reading.module, x, *args, **kwargs)
         return self.product(x)
@@ -264,9 +302,10 @@ class Adaptation:
         add: Add | None = None,
         cast: Cast | None = None,
     ) -> Tensor:
-        """Compute the adapted Linear's output [..., out] for x [..., in].
+        """Return the LoRA Linear's output [..., out] for x [..., in].
 
         Args:
+            x: [..., in].
             value: the saved output; `UNREAD`: no code reads the output, so return NaN; None:
                 compute the output.
             add: called in backward with both factors of the base weight's gradient, which it
@@ -282,17 +321,26 @@ class Adaptation:
         if value is UNREAD and not torch.is_grad_enabled():
             return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan, dtype=dtype or x.dtype)
         x = x if dtype is None else x.to(dtype)
-        work, tensors = self._work(x.dtype, masks, value, add)
+        shared = None
         if self.siblings is not None and all(mask is None for mask in masks):
             shared = self.siblings.shared(given, x, self)
-            if shared is not None:
-                x, work.shared, work.place = shared
+        if shared is None:
+            work, tensors = self._work(x.dtype, masks, value, add)
+        else:
+            x, values, place = shared
+            work, tensors = self._work(x.dtype, masks, value, add, values.factors[place])
+            work.shared = values
+            work.place = place
         out: Tensor = AdaptedLinear.apply(work, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
         return out
 
     def why_not(self, x: Tensor, dtype: torch.dtype) -> str | None:
-        """Return the reason for peft's forward of x [..., in]; None if the operation is as precise.
-        A narrower adapter rounds x in peft, and a wider adapter rounds y.
+        """Return why peft's forward must compute this x [..., in], as text for `describe`; None if
+        `AdaptedLinear` is at least as precise.
+
+        Args:
+            x: the Linear's input.
+            dtype: the dtype of the matrix products.
         """
         module, base = self.reading.module, self.reading.base
         if type(x) not in TENSOR_TYPES or x.dim() < 2 or not x.numel():
@@ -311,8 +359,8 @@ class Adaptation:
             getattr(module, "cast_input_dtype_enabled", True) or own == {dtype}
         ):
             return "peft's casts of inputs are switched off"
-        if is_packed(base):
-            if not has_data(x) or x.dtype != dtype or not DecodedLinear(base).decodes(x):
+        if has_packed_weight(base):
+            if x.dtype != dtype or not _decodes(base, x):
                 return (
                     f"its 4-bit base computes in {_word(base.compute_dtype)}, and its input is "
                     f"{_word(x.dtype)}"
@@ -324,11 +372,12 @@ class Adaptation:
     def _base(
         self, x: Tensor, dtype: torch.dtype | None, cast: Cast | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the base's weight [out, in] and bias [out] in the compute dtype."""
+        """Return the base Linear's weight [out, in] and bias [out] in the dtype of the matrix
+        products."""
         base = self.reading.base
         slots = vars(base)[PARAMETERS]
         bias = slots["bias"]
-        if is_packed(base):
+        if has_packed_weight(base):
             return decoded_weight(base), bias
         weight = slots["weight"]
         if dtype is None:
@@ -337,11 +386,14 @@ class Adaptation:
         return weight, None if bias is None else bias.to(dtype)
 
     def _mask(self, x: Tensor, adapter: Adapter) -> Tensor | None:
-        """Return the mask [n, in] of the adapter's dropout; None without dropout. [Note:
-        dropout]"""
+        """Return the mask [n, in] that the adapter's dropout applies to x [..., in]; None without
+        dropout.
+
+        The dropout is called on ones, so it draws the same random numbers as in peft's forward.
+        """
         if not adapter.drops:
             return None
-        packed = is_packed(self.reading.base) and torch.is_autocast_enabled()
+        packed = has_packed_weight(self.reading.base) and torch.is_autocast_enabled()
         dtype = x.dtype if packed else _slot(adapter.a).dtype
         with torch.no_grad():
             left: Tensor = adapter.dropout(torch.ones_like(x, dtype=dtype))
@@ -353,17 +405,17 @@ class Adaptation:
         masks: list[Tensor | None],
         value: Tensor | Unread | None,
         add: Add | None,
+        factor: Factor | None = None,
     ) -> tuple[Work, list[Tensor | None]]:
-        """Return the inputs of `AdaptedLinear.apply` beside x and the base's tensors: the
-        description of the computation, and a flat list of each adapter's A, B and B's bias.
+        """Return the arguments of `AdaptedLinear.apply` beside x and the base Linear's tensors:
+        `Work`, and a flat list of each adapter's A, B and B's bias.
 
         Args:
             dtype: dtype of the matrix products.
             masks: dropout mask of each adapter's input, shaped like x; None: no dropout.
-            value: the saved output [..., out]; `UNREAD`: no code reads the output; None: compute
-                the output.
-            add: called in backward with both factors of the base weight's gradient, which it
-                accumulates; None: autograd returns the gradient.
+            value: the saved output, or what replaces it; see `product`.
+            add: accumulates the gradient of the base weight; see `product`.
+            factor: the factor of the A of all adapters; None: it is looked up.
         """
         adapters, base = self.reading.adapters, self.reading.base
         scales = []
@@ -372,23 +424,24 @@ class Adaptation:
             scales.append(Scale(_slot(adapter.a).shape[0], adapter.scale / kept, adapter.scale))
         groups, start = [], 0
         if all(mask is None for mask in masks):
-            groups.append(Group(self.a(dtype), 0, sum(scale.rank for scale in scales)))
+            factor = self.a(dtype) if factor is None else factor
+            groups.append(Group(factor, 0, sum(scale.rank for scale in scales)))
         else:
             for adapter, scale, mask in zip(adapters, scales, masks, strict=True):
                 groups.append(Group(self.a(dtype, adapter), start, start + scale.rank, mask))
                 start += scale.rank
-        decode = functools.partial(decoded_weight, base) if is_packed(base) else None
+        decode = functools.partial(decoded_weight, base) if has_packed_weight(base) else None
         work = Work(groups, self._b(dtype, scales), scales, value, add, decode)
         return work, [tensor for adapter in adapters for tensor in _tensors(adapter)]
 
     def a(self, dtype: torch.dtype, adapter: Adapter | None = None) -> Factor:
-        """Return A of one adapter; for None, A of all adapters stacked."""
+        """Return the matrix A of one adapter; for None, the A of all adapters one below the other."""
         adapters = self.reading.adapters if adapter is None else (adapter,)
         held = [_slot(one.a) for one in adapters]
         return self._made((dtype, adapter), held, lambda: factor_of(_joined(held), dtype))
 
     def _b(self, dtype: torch.dtype, scales: list[Scale]) -> Factor:
-        """Return B of all adapters, transposed and scaled, with the biases."""
+        """Return the matrices B of all adapters, transposed and scaled, with the biases below."""
         bias = vars(self.reading.base)[PARAMETERS]["bias"]
         held = [
             *itertools.chain(*(_tensors(adapter)[1:] for adapter in self.reading.adapters)),
@@ -408,7 +461,7 @@ class Adaptation:
         return self._made((dtype, *(scale.b for scale in scales)), held, make)
 
     def _made(self, key: Any, held: list[Any], make: Callable[[], Factor]) -> Factor:
-        """Return the factor of these tensors, cached until a tensor changes."""
+        """Return `make()`, cached until one of the tensors `held` is replaced or written to."""
         state = list(map(_state, held))
         known = self.factors.get(key)
         if known is not None and known.state == state:
@@ -421,7 +474,7 @@ class Adaptation:
 
 @dataclasses.dataclass(eq=False)
 class Siblings:
-    """Linears of one module that may read the same x. [Note: one x]
+    """LoRA Linears of one module that may read the same x, as query, key and value projections do.
 
     Attributes:
         members: the Linears' replacements.
@@ -438,11 +491,12 @@ class Siblings:
     def shared(
         self, given: Tensor, x: Tensor, member: Adaptation
     ) -> tuple[Tensor, Shared, int] | None:
-        """Return x [..., in] for this member, the shared values, and the member's index. None if
-        the members cannot share.
+        """Return x [..., in] for one of the Linears, the values shared by all of them, and the
+        Linear's index in these values. None if the Linears cannot share: other inputs, dropout, or
+        peft's forward runs.
 
         Args:
-            given: the member's input.
+            given: the Linear's input.
             x: the input in the compute dtype.
             member: the Linear's replacement.
         """
@@ -488,26 +542,26 @@ def _joined(matrices: list[Tensor]) -> Tensor:
 
 
 def _slot(linear: nn.Linear) -> Tensor:
-    """Return the Linear's current weight, directly from `_parameters`."""
+    """Return a Linear's current weight [out, in], directly from `_parameters`."""
     weight: Tensor = vars(linear)[PARAMETERS]["weight"]
     return weight
 
 
 def _tensors(adapter: Adapter) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the current A [r, in], B [out, r] and B's bias [out], directly from `_parameters`."""
+    """Return the adapter's current A [r, in], B [out, r] and B's bias [out], directly from
+    `_parameters`."""
     return _slot(adapter.a), _slot(adapter.b), vars(adapter.b)[PARAMETERS]["bias"]
 
 
 @contextlib.contextmanager
 def adapted(found: dict[str, Reading], factors: dict[str, Factors] | None = None) -> Iterator[None]:
-    """Context manager in which these modules compute as one operation, unless torch's global module
-    hooks are set. [Note: adapters]
-
-    Modules that are replaced already stay so: a test may have skipped some of their products.
+    """Context manager in which peft's LoRA Linears compute as one operation (`AdaptedLinear`).
+    Nothing changes while hooks for all modules are registered.
 
     Args:
-        found: the adapted Linears by name.
-        factors: cached factors by name, read and written; None: a cache that ends with the context.
+        found: the LoRA Linears by name.
+        factors: cached LoRA matrices by name, read and written; None: a cache that ends with the
+            context.
     """
     factors = {} if factors is None else factors
     here: list[dict[str, Any]] = []

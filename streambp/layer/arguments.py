@@ -19,21 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from streambp.cache import ChunkCache
-from streambp.cache_arguments import is_cache
+from streambp.cache_arguments import is_cache_class
 from streambp.chunks import Chunk, Forks
 from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS, PICKED, TOKEN_DIMS
-from streambp.nested import Slot, rebuilt
 from streambp.recurrent.documents import Documents, PackedRows
+from streambp.tensors import Slot, rebuilt
 
 
 @dataclasses.dataclass
 class Differentiable:
-    """A differentiable argument.
+    """An argument of a layer call that requires a gradient, beside hidden_states.
 
     Attributes:
-        tensor: the argument without its history.
-        dim: the dimension of its tokens; None: it has no tokens.
+        tensor: the argument, detached.
+        dim: the dimension that counts tokens; None: no dimension does.
     """
 
     tensor: Tensor
@@ -44,8 +44,11 @@ Seen = list[tuple[str, Tensor, int]]  # (name, argument of any shape, version), 
 
 
 def refuse_written(seen: Seen) -> None:
-    """Raise BackwardError if one of the arguments, such as the batch, was written to since
-    forward."""
+    """Raise BackwardError if one of the arguments of a layer call was written to since forward.
+
+    Args:
+        seen: name, tensor [...] and version counter in forward, of each argument.
+    """
     for name, tensor, version in seen:
         if tensor._version != version:
             raise BackwardError(
@@ -68,8 +71,8 @@ class Arguments:
             no such argument.
         packed_rows: document boundaries of packed rows, if the modules with recurrent states run
             once for each document; None: they run once. [Note: segments]
-        state: key of the layer's modules, hooks and requires_grad flags. A new key makes a new
-            `kind`, for which the layer is tested again. [Note: fingerprint]
+        state: key of the layer's modules, hooks and requires_grad flags. The layer is tested again
+            when this key changes, because it is part of `kind`. [Note: fingerprint]
     """
 
     def __init__(
@@ -136,15 +139,15 @@ class Arguments:
         self._documents: Documents | None = None
 
     def tell(self, documents: Documents) -> None:
-        """Add document boundaries of packed rows to the arguments; the caller passed none to the
-        layer's kernels.
-        """
+        """Add document boundaries of packed rows to the layer's arguments, if the caller passed
+        none. The layer's attention and state kernels then keep the documents apart."""
         self.named.update(documents.arguments)
         self.kind |= {("told", tuple(documents.arguments))}
         self._documents, self.tells = documents, True
 
     def renamed(self, state: tuple[Any, ...]) -> None:
-        """Replace the key of the layer's modules, hooks and requires_grad flags in `kind`.
+        """Replace the part of `kind` that stands for the layer's modules, hooks and requires_grad
+        flags.
 
         Args:
             state: the new key, as in `Arguments`.
@@ -154,15 +157,14 @@ class Arguments:
         )
 
     def as_given(self, hidden_states: Tensor) -> Tensor:
-        """Reshape [..., T, h] to [..., T, *token_shape], the shape of the layer's input and
-        output."""
+        """Reshape hidden states [..., T, h] to the shape of the layer's input: [..., T, M, h / M]
+        for a layer with M residual streams, unchanged for others."""
         return hidden_states.unflatten(-1, self.token_shape) if self.folds else hidden_states
 
     @property
     def documents(self) -> Documents | None:
-        """Return the documents of packed rows if kernels get their boundaries. Reads cu_seq_lens_q,
-        which synchronizes with the device.
-        """
+        """Return the documents of packed rows if boundaries are among the arguments (`seq_idx` or
+        `cu_seq_lens_q`), else None. Reads the boundaries, which synchronizes with the device."""
         if self._documents is None:
             ids, ends = self.named.get(DOCUMENT_IDS), self.named.get(DOCUMENT_ENDS)
             self._documents = None if ids is None and ends is None else Documents(ids, ends)
@@ -181,12 +183,12 @@ class Arguments:
         return Slot(len(self.inputs) - 1)
 
     def leaves(self, chunk: Chunk, wanted: list[bool]) -> list[Tensor]:
-        """Return the differentiable arguments of this chunk [..., C, ...] as leaves. A tensor
-        without tokens is passed completely.
+        """Return the differentiable arguments of this chunk [..., C, ...] as new autograd leaves. A
+        tensor without a dimension of tokens is not cut.
 
         Args:
             chunk: the chunk.
-            wanted: True for each argument that requires a gradient.
+            wanted: True for each differentiable argument whose gradient is needed.
         """
         return [
             (d.tensor if d.dim is None else chunk.part(d.tensor, d.dim))
@@ -215,10 +217,11 @@ class Arguments:
         return cut.clamp(max=chunk.stop - 1) if name == PICKED else cut
 
     def cut(self, chunk: Chunk, leaves: list[Tensor] | None = None) -> dict[str, Any]:
-        """Return the arguments of the layer's forward for this chunk, by name. Tensors of tokens
-        [..., T, ...] are cut to [..., C, ...].
+        """Return the arguments of the layer's forward for one chunk, by name. Tensors with a
+        dimension of tokens [..., T, ...] are cut to [..., C, ...].
 
         Args:
+            chunk: the chunk.
             leaves: the chunk's differentiable arguments, from `leaves`; None: the same values
                 without a gradient.
 
@@ -262,10 +265,10 @@ class Arguments:
     def replaced(
         self, changes: dict[str, Any], packed_rows: PackedRows | None = None
     ) -> Iterator[None]:
-        """Context manager in which the call has other arguments and other documents.
+        """Context manager in which some arguments, and the documents of packed rows, are replaced.
 
         Args:
-            changes: new values by name.
+            changes: new values by argument name.
             packed_rows: the documents; None: each row is one document.
         """
         before = self.named, self._parts, self._documents, self.packed_rows
@@ -286,11 +289,11 @@ class Arguments:
 
 
 def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
-    """Return the shape of one token's hidden states.
+    """Return the shape of one token's hidden states: (h,) in [B, T, h] and in [M, B, T, h] (Gemma
+    3n), and (M, h) in [B, T, M, h] (hyper-connections).
 
-    The shape is (h,) in [B, T, h] and in [M, B, T, h] (Gemma 3n's streams), and (M, h) in [B, T, M,
-    h] (hyper-connections). The number of positions decides between the two. If the number of
-    positions equals M, the test run finds that the layer cannot be split along its streams.
+    The number of positions tells [M, B, T, h] from [B, T, M, h]. If it equals M, the layer's test
+    run fails later, and the layer is not chunked.
     """
     behind = (
         hidden_states.dim() == 4
@@ -301,14 +304,15 @@ def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
 
 
 def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the call's arguments by name, without a cache."""
+    """Return the call's arguments by name. Caches are replaced by None, and use_cache by False."""
     signature, rest = _signature(forward)
     named = signature.bind(layer, *args, **kwargs).arguments
     del named[next(iter(named))]
     if rest is not None:
         named.update(named.pop(rest, {}))
     for name, value in named.items():
-        if is_cache(value):
+        kind: Any = type(value)
+        if value is not None and is_cache_class(kind):
             named[name] = None
     if "use_cache" in named:
         named["use_cache"] = False
@@ -318,8 +322,7 @@ def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any)
 @functools.lru_cache
 def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | None]:
     """Return the signature of a class's forward, and the name of its `**kwargs` parameter; None
-    without one.
-    """
+    without one."""
     signature = inspect.signature(forward)
     rest = (
         p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD
@@ -328,9 +331,8 @@ def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | No
 
 
 def _is_constant(value: Any) -> bool:
-    """True if all passes over a chunk may share the same part of the value: no gradient is wanted,
-    and no pass modifies it.
-    """
+    """True if all passes over a chunk may share one cut of this argument: no gradient is wanted,
+    and no pass modifies it."""
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
     return not isinstance(value, Slot | list | Mapping)

@@ -25,11 +25,11 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
+from streambp.attention.attend import Attended
 from streambp.attention.indexers import indexers_of, picking
 from streambp.attention.interface import routed
 from streambp.attention.kv import PrefixMemory
 from streambp.attention.mask_scan import move_ends
-from streambp.attention.merge import Attended
 from streambp.attention.prefix import (
     ChunkAttention,
     Prefix,
@@ -49,9 +49,8 @@ from streambp.layer.chunk_states import Carried
 from streambp.layer.oom import RUN_ONCE, with_memory
 from streambp.layer.packing import ONE_DOCUMENT, Packing
 from streambp.layer.products import See, tapped
-from streambp.layer.recompute import NULL_CONTEXT, Autocast, computed_as_written
+from streambp.layer.recompute import NULL_CONTEXT, Autocast, Parameters, computed_as_written
 from streambp.layer.saved import InMemory, SavedForBackward
-from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
 from streambp.layer.witness import Witness
 from streambp.offload.gradients import Leave
@@ -64,16 +63,16 @@ RETURNED = "returned"  # name of the return values behind hidden_states
 
 @dataclasses.dataclass(frozen=True)
 class OutputSlot:
-    """Destination of an extra output: a recorded tensor, a part of a mapping's entry, or a return
-    value.
+    """Name of an output of a layer beside its hidden states. It is a tensor that a transformers
+    hook records, a tensor in a dict argument, or a further return value.
 
     Attributes:
-        name: the key of the recording, the mapping's argument name, or `RETURNED`.
-        index: the index among the recorded tensors, the entry's parts or the return values behind
-            hidden_states.
-        key: the key of the mapping's entry; None: no mapping.
-        flat: True if the recorded tensor merges rows and tokens, [B * C, ...]; internally it is [B,
-            C, ...].
+        name: the key under which the hook records, the dict's argument name, or `RETURNED`.
+        index: the index among the recorded tensors, the tensors of the dict's entry, or the return
+            values behind hidden_states.
+        key: the key in the dict; None: no dict.
+        flat: True if the recorded tensor has shape [B * C, ...]; `ChunkOutput` has it as [B, C,
+            ...].
     """
 
     name: str
@@ -83,20 +82,18 @@ class OutputSlot:
 
     @property
     def dim(self) -> int:
-        """Return the dimension of tokens: -2 in a mapping's tensors, 1 in recorded or returned
-        tensors.
-        """
+        """Return the dimension that counts tokens: -2 for tensors in a dict argument, else 1."""
         return 1 if self.key is None else -2
 
 
 @dataclasses.dataclass
 class ChunkOutput:
-    """The outputs of one chunk.
+    """Outputs of a layer's forward for one chunk.
 
     Attributes:
         hidden_states: [..., C, h].
-        extras: the extra outputs.
-        states: the states that the chunk ends with.
+        extras: outputs beside hidden_states, [B, C, ...] or [..., C, D].
+        states: the recurrent states at the chunk's end.
     """
 
     hidden_states: Tensor
@@ -110,13 +107,13 @@ def collect(
     recorded: Collected,
     mappings: dict[str, tuple[Any, Any]],
 ) -> ChunkOutput:
-    """Return the output of a chunk.
+    """Return a chunk's outputs as one `ChunkOutput`.
 
     Args:
         hidden_states: the layer's hidden states, [..., C, h].
         returned: the return values behind hidden_states, [B, C, ...], by index.
-        recorded: the tensors that hooks recorded, by key.
-        mappings: the mappings among the arguments, before the chunk and now.
+        recorded: the tensors that transformers' hooks recorded, by key.
+        mappings: content of each dict argument, before the layer ran and after.
 
     Raises:
         UnsupportedModelError: a recorded tensor is neither [B * C, ...] nor [B, C, ...].
@@ -153,8 +150,14 @@ Whole = dict[OutputSlot | None, Tensor]
 
 
 def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
-    """Copy a chunk's outputs into the outputs of the full sequence. A part with all `length`
-    positions is stored without a copy.
+    """Copy a chunk's outputs into the outputs of the full sequence, and return `output`. A tensor
+    with all `length` positions is stored without a copy.
+
+    Args:
+        whole: the outputs of the full sequence, [..., T, h] under None and others by `OutputSlot`.
+        output: the chunk's outputs.
+        chunk: the chunk's range of positions.
+        length: T.
     """
     for place, part in ((None, output.hidden_states), *output.extras.items()):
         dim = -2 if place is None else place.dim
@@ -176,15 +179,17 @@ def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOu
 
 
 def deliver(extras: dict[OutputSlot, Tensor], mappings: Mapping[str, Any]) -> None:
-    """Pass extra outputs of the full sequence to transformers' collector and to the caller's
-    mappings.
+    """Write a layer's outputs beside its hidden states to where callers read them. Tensors recorded
+    by hooks go to transformers' output collector, and tensors of dict arguments to the caller's
+    dicts.
 
-    Return values are left out: `LayerCall.wrap` returns them.
+    Values that the layer returns behind its hidden states are left out: `LayerCall.wrap` returns
+    them.
 
     Args:
-        extras: recordings [B, T, ...], which the collector gets as [B * T, ...] if `flat`; mapping
-            entries [..., T, D].
-        mappings: the caller's mappings, by argument name.
+        extras: recorded tensors [B, T, ...], which the collector gets as [B * T, ...] if `flat`,
+            and tensors [..., T, D] of dict arguments.
+        mappings: the caller's dicts, by argument name.
     """
     collector = output_capturing._active_collector.get()
     entries: dict[tuple[str, str], list[Tensor]] = {}
@@ -202,8 +207,11 @@ def deliver(extras: dict[OutputSlot, Tensor], mappings: Mapping[str, Any]) -> No
 
 @contextlib.contextmanager
 def recording(keys: tuple[str, ...]) -> Iterator[Collected]:
-    """Context manager in which hooks record these keys here: in the model's own collector, chunks
-    would count as layers.
+    """Context manager in which transformers' output hooks record into the yielded dict. Each chunk
+    would count as a layer in the model's own collector.
+
+    Args:
+        keys: the keys to record.
     """
     collected: Collected = {key: [] for key in keys}
     token = output_capturing._active_collector.set(collected)
@@ -225,14 +233,16 @@ LONG_STATES = "its states are handed on from {} tokens or more, and the rest of 
 
 @dataclasses.dataclass(frozen=True)
 class LayerParts:
-    """Facts about a layer's modules that each call needs.
+    """Facts about a decoder layer's modules that each call needs.
 
     Attributes:
         forward: the unpatched forward.
-        configs: the configs whose attention is routed to streambp.
-        indexers: the modules that pick keys. [Note: indexers]
+        configs: the transformers configs whose `_attn_implementation` is replaced while the layer
+            runs.
+        indexers: the modules that pick keys for each query (DeepSeek sparse attention).
+            [Note: indexers]
         runs_compiled: True if a module inside is compiled.
-        engine_hooks: the hook tables that hold engine hooks.
+        engine_hooks: the modules' hook dicts that contain hooks of DeepSpeed or accelerate.
         checkpointed: the modules with a `gradient_checkpointing` flag.
     """
 
@@ -244,31 +254,27 @@ class LayerParts:
     checkpointed: list[nn.Module]
 
     @classmethod
-    def of_site(cls, site: LayerSite) -> LayerParts:
-        """Return the facts, cached until the layer's structure changes."""
-
-        def find(layer: nn.Module) -> LayerParts:
-            hooks, checkpointed = switched_off(layer)
-            return cls(
-                site.forward,
-                site.of(site.kind.attention.configs),
-                site.of(indexers_of),
-                bool(site.of(compiled_inside)),
-                hooks,
-                checkpointed,
-            )
-
-        return site.of(find, "parts")
+    def find(cls, site: LayerSite, layer: nn.Module) -> LayerParts:
+        """Return the facts about the site's layer."""
+        hooks, checkpointed = switched_off(layer)
+        return cls(
+            site.forward,
+            site.of(site.kind.attention.configs),
+            site.of(indexers_of),
+            bool(site.of(compiled_inside)),
+            hooks,
+            checkpointed,
+        )
 
 
 @dataclasses.dataclass
 class ResultForm:
-    """Form of a layer's result.
+    """Form in which a decoder layer returns its outputs.
 
     Attributes:
         recorded: keys that transformers' output collector records inside the layer.
-        collected: tensors that hooks recorded in the current chunk.
-        extras: the extra outputs, in the order of the Function's outputs.
+        collected: tensors that transformers' hooks recorded in the current chunk.
+        extras: outputs beside hidden_states, in the order of the autograd Function's outputs.
         is_tuple: True if the layer returns a tuple.
         width: the number of return values behind the hidden states.
     """
@@ -282,20 +288,22 @@ class ResultForm:
 
 @dataclasses.dataclass
 class BackwardState:
-    """Data that a call's backward needs beside the saved tensors.
+    """Data that a layer call's backward needs beside the saved tensors.
 
     Attributes:
         training: True if the layer was in training mode in forward.
-        gradients_of_a_parameter: number of gradients for each parameter in a backward pass.
-        parameters: the parameters in the layer's slots at the start of the call.
-        wanted: True for the input, and for each differentiable argument, that needs a gradient; set
-            when the Function runs.
-        seen: record of the layer at the end of forward. [Note: fingerprint]
-        witness: compares backward with forward; None: no comparison. [Note: witness]
-        send_gradients: moves the gradients of weights stored on the host; None: weights are on the
-            device.
-        factors: cached factors of the layer's adapters, by Linear. [Note: adapters]
-        situation: the arguments and the result of `LayerCall.situation`.
+        gradients_of_a_parameter: number of gradients of each parameter that backward sums up: one
+            for each chunk.
+        parameters: the layer's parameters at the start of the call.
+        wanted: True if the input needs a gradient, and the same for each argument with
+            requires_grad; set when the autograd Function runs.
+        seen: snapshot of the layer at the end of forward. [Note: fingerprint]
+        witness: compares recomputed values with those of forward; None: no comparison.
+            [Note: witness]
+        send_gradients: moves gradients of weights that are stored on the host; None: weights are on
+            the device.
+        factors: cached LoRA matrices in the compute dtype, by Linear. [Note: adapters]
+        situation: last arguments and last result of `LayerCall.situation`.
     """
 
     training: bool
@@ -310,22 +318,24 @@ class BackwardState:
 
 
 class LayerCall:
-    """Arguments, chunk plan, values passed between chunks and saved tensors of one call of a
-    decoder layer. hidden_states is [..., B, T, h].
+    """One call of one decoder layer: its arguments, its chunks, the values passed between chunks
+    and the tensors saved for backward. hidden_states is [..., B, T, h].
 
     Attributes:
+        site: settings and test results of the layer.
+        arguments: the layer's arguments beside hidden_states.
         rows: the number of rows B.
         plan: the chunks.
-        why_longer: why a chunk exceeds the requested length; empty: none does.
+        why_longer: the reason why a chunk is longer than requested; empty: no chunk is.
         parts: facts about the layer's modules.
         packing: the documents of packed rows.
         autocast: the autocast state at the start of the call.
         look: snapshot of the layer's modules, attributes and hooks at the start of the call.
-        carried: K, V and recurrent states that pass from chunk to chunk.
+        carried: keys, values and recurrent states that pass from chunk to chunk.
         kept: tensors saved for backward.
-        attempt: runs a function and returns its result. After out of memory, it frees saved tensors
-            and retries, if the policy chose tensors to save (`oom.py`).
-        form: form of the layer's result (a tensor or a tuple, and extra outputs).
+        attempt: runs a function and returns its result. After running out of memory it frees saved
+            tensors and retries once, if `saves="auto"` chose them (`oom.py`).
+        form: form of the layer's result: a tensor or a tuple, and which other outputs.
         backward: data that backward needs beside the saved tensors.
     """
 
@@ -342,12 +352,13 @@ class LayerCall:
             )
         self.plan = plan_of(site, self.rows, length, self.device)
         self.why_longer = ""
-        self.parts = LayerParts.of_site(site)
+        self.parts = site.of(functools.partial(LayerParts.find, site), "parts")
         self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
         self.autocast = Autocast.capture(self.device)
         self.look: LayerSnapshot
         self.carried = self._carry()
-        self._move_ends(arguments, site.kind.states.least)
+        if self.carried.layout.barriers or site.kind.states.carries:
+            self._move_ends(arguments, site.kind.states.least)
         self.kept = self._keep()
         self.attempt = RUN_ONCE
         if site.saves_policy is not None and site.repeats:
@@ -362,11 +373,12 @@ class LayerCall:
         self.backward = BackwardState(site.layer.training, len(self.plan.ends))
 
     def _move_ends(self, arguments: Arguments, least: int) -> None:
-        """Move chunk ends to positions where the layer can be split, and store why a chunk exceeds
-        the requested length. [Note: chunk ends]
+        """Move chunk ends to positions where the layer can be split, and store why a chunk is
+        longer than requested. [Note: chunk ends]
 
         Args:
-            least: minimum length of a chunk.
+            arguments: the layer's arguments, which may forbid positions.
+            least: minimum length of a chunk in tokens.
         """
         barriers = self.carried.layout.barriers
         if barriers:
@@ -399,9 +411,9 @@ class LayerCall:
         return SavedForBackward(self.site, self.plan, self.carried, self.device, self.autocast)
 
     def limit_prefix(self, offloader: OffloadManager) -> None:
-        """Limit the device memory of keys, values and their gradients to the offloader's budget, if
-        keys and values are in tiles.
-        """
+        """Limit the device memory of keys, values and their gradients to the `gpu_memory` setting;
+        the rest is stored on the host. Does nothing for a layer whose keys cannot be split into
+        tiles, one for each chunk."""
         saved = self.kept.store if self.kept.moves_kv else None
         assert not isinstance(saved, InMemory)  # offloaded keys are in a host store
         if self.carried.in_tiles:
@@ -411,9 +423,8 @@ class LayerCall:
             )
 
     def first_chunks(self, tokens: int) -> tuple[Chunk, ...]:
-        """Return one test chunk of at most `tokens` tokens. Layers with states get a second chunk
-        behind it if the sequence is long enough.
-        """
+        """Return the chunks for a test of the layer: one of at most `tokens` tokens. A layer with
+        recurrent states gets a second chunk behind it if the sequence is long enough."""
         length = self.arguments.length
         if not self.site.kind.states.carries or len(self.plan.ends) == 1:
             return (Chunk(0, 0, min(tokens, length)),)
@@ -425,7 +436,7 @@ class LayerCall:
         return pieces if stop - first >= LEAST_TOKENS else pieces[:1]
 
     def situation(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
-        """Return the cache key for the set of Linear outputs that backward can skip.
+        """Return a dict key for calls in which backward can skip the same Linear outputs.
 
         Args:
             linears: names of the layer's Linears.
@@ -442,8 +453,8 @@ class LayerCall:
         return known[1]
 
     def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
-        """Start recording values of this chunk, for the comparison of backward's recomputation with
-        forward. [Note: witness]
+        """Start recording values of this chunk in forward, or comparing them in backward.
+        [Note: witness]
 
         Args:
             chunk: the chunk.
@@ -452,8 +463,8 @@ class LayerCall:
                 layer.
 
         Returns:
-            A function that records the input of a saved tensor, for the last chunk. None for other
-            chunks, and if the comparison is disabled.
+            For the last chunk, a callback (name, tensor) for the inputs of saved tensors, such as
+            q, k and v. None for other chunks, and if the comparison is disabled.
         """
         witness = self.backward.witness
         if witness is None:
@@ -463,8 +474,8 @@ class LayerCall:
 
     def inputs_seen(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for forward that records the inputs of the Linears whose outputs backward
-        will skip. The layer's first backward skips no Linear. [Note: witness]
-        """
+        will skip, to compare them in backward. The layer's first backward skips no Linear.
+        [Note: witness]"""
         witness = self.backward.witness
         linears = self.site.linears
         unread = self.site.tests.unread.get(self.situation(linears, self.backward.wanted[0]))
@@ -475,14 +486,14 @@ class LayerCall:
 
     @contextlib.contextmanager
     def streaming(self, keeps_factors: bool = False) -> Iterator[None]:
-        """Context manager that prepares the layer for its chunks.
+        """Context manager that prepares the layer for running chunk by chunk.
 
-        Attention calls are routed to streambp. Transformers' checkpointing and engine hooks are
-        disabled inside the layer. Outputs recorded by hooks go to `collected`: in the model's own
-        collector, chunks would count as layers.
+        streambp's attention function replaces the configured one. Transformers' checkpointing, and
+        hooks of DeepSpeed and accelerate, are disabled inside the layer. Tensors recorded by
+        transformers' hooks go to `form.collected`.
 
         Args:
-            keeps_factors: True if backward may use the adapters' factors again.
+            keeps_factors: True if backward may use the cached LoRA matrices again.
         """
         before = self.form.collected
         hooks = self.parts.engine_hooks
@@ -507,16 +518,16 @@ class LayerCall:
                     self.backward.factors.clear()
 
     def _can_keep_factors(self) -> bool:
-        """True if the adapters' factors may stay from forward to backward: nobody changes or frees
-        parameters in between without a trace, and the factors are small beside the layer's input.
-        """
+        """True if the cached LoRA matrices may stay from forward to backward. The matrices must be
+        small beside the layer's input, and parameters neither gathered by ZeRO-3 or FSDP nor stored
+        on the host."""
         most = self.hidden_states.nbytes // MIN_INPUT_TO_FACTORS
         managed = self.site.on_host or held(self.site.layer).weights
         return not managed and bytes_of(self.backward.factors.values()) <= most
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the hidden states of a layer's result, and the tensors [B, C, ...] behind them by
-        index.
+        """Split a layer's result into its hidden states [..., B, C, h] and the tensors [B, C, ...]
+        returned behind them, by index. `form` stores whether the result was a tuple.
 
         Raises:
             UnsupportedModelError: the layer returned another type.
@@ -547,10 +558,13 @@ class LayerCall:
         return hidden_states, found
 
     def wrap(self, hidden_states: Tensor, extras: dict[OutputSlot, Tensor]) -> Any:
-        """Return hidden_states [..., B, T, h] and the tensors [B, T, ...] behind them in the form
-        of the layer's result.
+        """Return hidden_states [..., B, T, h] and the tensors [B, T, ...] returned behind them as
+        the layer itself would: a tensor or a tuple. The inverse of `unwrap`.
 
-        The inverse of `unwrap`.
+        Args:
+            hidden_states: [..., B, T, h].
+            extras: the outputs beside hidden_states. Recorded tensors and tensors of dict arguments
+                among them are ignored.
         """
         rest = [extras.get(OutputSlot(RETURNED, index)) for index in range(self.form.width)]
         hidden_states = self.arguments.as_given(hidden_states)
@@ -565,13 +579,19 @@ class LayerCall:
         leaves: list[Tensor] | None = None,
         states: States | None = None,
     ) -> tuple[ChunkOutput | None, list[Attended]]:
-        """Run the layer's own forward on hidden_chunk [..., B, C, h]. Return its output and the
-        results of its attention calls.
+        """Run the layer's own forward on one chunk of its input. Return the chunk's outputs, and
+        the output and logsumexp of each attention call.
+
+        The outputs are None if the forward was ended at its last attention call, as in a
+        recomputation of keys and values alone.
 
         Args:
-            prefix: keys and values for a test; None: the call's own.
+            hidden_chunk: [..., B, C, h].
+            chunk: the chunk's range of positions.
+            stage: forward, recomputation of keys and values, or recomputation for gradients.
+            prefix: keys and values of earlier chunks, for a test; None: the call's own.
             leaves: this chunk's differentiable arguments with gradients; None: no gradients.
-            states: the states that the chunk starts from; None: no cache is passed, as in the
+            states: the recurrent states at the chunk's start; None: no cache is passed, as in the
                 unpatched model.
         """
         own = prefix is None
@@ -605,15 +625,17 @@ class LayerCall:
         leaves: list[Tensor] | None = None,
         states: States | None = None,
     ) -> ChunkOutput | None:
-        """Run the layer's own forward on hidden_chunk [..., B, C, h]. Return None if its attention
-        ended the forward early, as in a refill of K and V.
+        """Run the layer's own forward on one chunk of its input. Return the chunk's outputs; None
+        if the forward was ended at its last attention call, as in a recomputation of keys and
+        values alone.
 
         Args:
-            hidden_chunk: hidden_states of the chunk.
+            hidden_chunk: [..., B, C, h].
             chunk: the chunk's range of positions.
-            point: attends in place of the layer's attention, and is passed as its mask.
-            leaves: as in `compute`.
-            states: as in `compute`.
+            point: computes attention in place of the layer's own function; it is passed as the
+                mask.
+            leaves: the argument `leaves` of `compute`.
+            states: the argument `states` of `compute`.
         """
         kind = self.site.kind
         named, read = kind.attention.hand(self.arguments.cut(chunk, leaves), point)
@@ -666,13 +688,20 @@ class LayerCall:
 
 
 def recorded_keys(collector: Iterable[str]) -> tuple[str, ...]:
-    """Return the keys that transformers' output collector records inside layers."""
+    """Return the keys that transformers' output collector records inside layers: all except
+    hidden_states and private keys."""
     return tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
 
 
 def plan_of(site: LayerSite, rows: int, length: int, device: torch.device) -> ChunkPlan:
-    """Return the chunks for `length` positions, before their ends are moved to positions where the
-    layer can be split.
+    """Return the chunks of a sequence with `length` positions. The chunks have equal lengths;
+    `LayerCall` then moves chunk ends to positions where the layer can be split.
+
+    Args:
+        site: settings of the layer.
+        rows: batch size.
+        length: number of positions T.
+        device: device of the hidden states.
     """
     rule = site.chunk_rule
     size = site.config.chunk_size if rule is None else rule(site.index, rows, length, device)
@@ -680,9 +709,8 @@ def plan_of(site: LayerSite, rows: int, length: int, device: torch.device) -> Ch
 
 
 def switched_off(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:
-    """Return the parts to disable while the layer streams: the hook tables that hold engine hooks,
-    and the modules with a `gradient_checkpointing` flag.
-    """
+    """Return what to disable while the layer runs in chunks: the hook dicts that contain hooks of
+    DeepSpeed or accelerate, and the modules with a `gradient_checkpointing` flag."""
     return engine_hooks(layer), [
         module for module in layer.modules() if CHECKPOINTING[0] in module.__dict__
     ]

@@ -26,13 +26,14 @@ CHOOSING = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "argmin": 1, "max":
 
 
 class ReplayedChoices(TorchFunctionMode):
-    """Recorder of one layer's choices by token: recorded in a token's first run, replayed in later
-    runs. [Note: choices]
+    """Torch function mode that records the experts that a layer's routers choose for each token in
+    the first run. Later runs use the same choices. [Note: choices]
 
     Attributes:
-        far: of the latest run, [B, C] by chunk start: squared distance of the scores from the first
-            run's scores, relative to their usual spread.
-        differing: of the latest run, the number of tokens with different choices.
+        far: how far router scores of the latest run are from those of the first run: by the chunk's
+            start, the squared distance [B, C] of each token, relative to the spread of scores.
+        differing: the number of tokens whose choices differed in the latest run before they were
+            replaced.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class ReplayedChoices(TorchFunctionMode):
 
     @contextlib.contextmanager
     def at(self, chunk: Chunk, rows: int) -> Iterator[None]:
-        """Context manager for the layer's forward on one chunk.
+        """Context manager for the layer's forward on one chunk: record or replace its choices.
 
         Args:
             chunk: the current chunk.
@@ -57,10 +58,10 @@ class ReplayedChoices(TorchFunctionMode):
             yield
 
     def rearranged(self, change: Callable[[Tensor], Tensor]) -> ReplayedChoices:
-        """Return a copy of the recorded choices for reordered tokens.
+        """Return a copy of the recorded choices for the same tokens in other rows and positions.
 
         Args:
-            change: maps [B, T, ...] to [B', T', ...], the same tokens.
+            change: maps a recorded tensor [B, T, ...] to the new arrangement [B', T', ...].
         """
         found = ReplayedChoices()
         for call, made in self._made.items():
@@ -71,11 +72,13 @@ class ReplayedChoices(TorchFunctionMode):
         return found
 
     def furthest(self) -> float:
-        """Return the largest relative distance of a token; 0 if no choice was replayed."""
+        """Return the largest relative distance, over all tokens, of a token's router scores from
+        those of the first run; 0 if no choice was replayed."""
         return max((float(far.max()) for far in self.far.values()), default=0.0) ** 0.5
 
     def typical(self) -> float:
-        """Return the relative distance of all tokens together; 0 if no choice was replayed."""
+        """Return the root mean square, over all tokens, of the relative distance of router scores
+        from those of the first run; 0 if no choice was replayed."""
         return (
             float(torch.cat([far.flatten() for far in self.far.values()]).mean()) ** 0.5
             if self.far
@@ -136,7 +139,16 @@ class ReplayedChoices(TorchFunctionMode):
     def _note(
         self, then: Tensor, now: Tensor, chosen_then: Tensor, chosen_now: Tensor, in_any_order: bool
     ) -> None:
-        """Store how scores [B, C, ..., n] and choices [B, C, ...] differ from the first run's."""
+        """Add to `far` and `differing` how this run's scores and choices differ from the first
+        run's.
+
+        Args:
+            then: scores of the first run, [B, C, ..., n].
+            now: scores of this run, [B, C, ..., n].
+            chosen_then: choices of the first run, [B, C, ...].
+            chosen_now: choices of this run, [B, C, ...].
+            in_any_order: True for topk, whose indices are a set.
+        """
         # a mask's -inf may be among them
         finite, eps = (then.isfinite() & now.isfinite(), torch.finfo(now.dtype).eps)
         then, now = (torch.where(finite, x, 0.0).double().flatten(2) for x in (then, now))

@@ -7,10 +7,10 @@
 A chunk gets both through arguments of the layer's own forward; the layer's carriers define the
 arguments. [Note: carriers]
 
-[Note: states of branches] In a tree of rows several chunks may continue one chunk, named by
-`ChunkPlan.before`. Its end states stay until the last of the later chunks has started. In backward
-the gradients of these end states are summed in promote_types(dtype, float32), and rounded once when
-the chunk is differentiated.
+Several chunks may continue one chunk in a tree of rows, which `ChunkPlan.before` names. The one
+chunk's end states stay until the last of the later chunks has started. Backward sums the gradients
+of these end states in promote_types(dtype, float32), and rounds once when the chunk is
+differentiated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import dataclasses
 
 import torch
 
-from streambp.attention.carriers import Layout
+from streambp.attention.interface import Layout
 from streambp.attention.prefix import Prefix
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.recurrent.states import States
@@ -27,16 +27,17 @@ from streambp.recurrent.states import States
 
 @dataclasses.dataclass
 class Carried:
-    """Values that the chunks of one layer call pass on.
+    """Values that one chunk of a layer call passes to later chunks.
 
     Attributes:
         layout: the keys that each query of the full sequence may read, and the positions where no
             chunk may end.
-        prefix: keys and values.
-        in_tiles: True if the prefix may be split into tiles, some of which are offloaded.
-        states: end states by chunk index, until no later chunk needs them; empty in a layer without
-            states.
-        upstream: in backward, the gradients of the end states; empty in a layer without states.
+        prefix: keys and values of all tokens so far.
+        in_tiles: True if keys and values may be split into one tensor for each chunk, of which some
+            are moved to the host.
+        states: the recurrent states at each chunk's end, by chunk index, until no later chunk needs
+            them; empty in a layer without states.
+        upstream: in backward, the gradients of these states; empty in a layer without states.
     """
 
     layout: Layout
@@ -46,8 +47,12 @@ class Carried:
     upstream: dict[int, States] = dataclasses.field(default_factory=dict)
 
     def start(self, plan: ChunkPlan, chunk: Chunk) -> States:
-        """Return a chunk's start states in forward; {} if the chunk has none. [Note: states of
-        branches]
+        """Return the recurrent states that a chunk starts from in forward; {} for a chunk without a
+        predecessor. States that no later chunk needs are freed.
+
+        Args:
+            plan: the chunks; in a tree of rows several chunks may follow the same one.
+            chunk: the chunk.
         """
         if not self.states:
             return {}
@@ -58,7 +63,17 @@ class Carried:
         return found
 
     def went_on(self, plan: ChunkPlan, chunk: Chunk, grads: States) -> None:
-        """Accumulate the gradients of a chunk's start states. [Note: states of branches]"""
+        """Add the gradients of a chunk's start states to the gradients of its predecessor's end
+        states.
+
+        Several chunks may have the same predecessor; their gradients are summed in
+        promote_types(dtype, float32).
+
+        Args:
+            plan: the chunks.
+            chunk: the chunk.
+            grads: gradients of the chunk's start states.
+        """
         before = plan.before[chunk.index] if grads else None
         if before is None:
             return

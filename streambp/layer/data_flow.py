@@ -23,12 +23,13 @@ from streambp.layer.products import Labels
 
 
 class DataFlow(TorchDispatchMode):
-    """Dispatch mode that labels storages by the Linears that their contents depend on.
+    """Torch dispatch mode that labels each storage with the names of the Linears on whose outputs
+    its content depends.
 
     Attributes:
         called: Linears that ran.
         reached: Linears whose outputs the results depend on.
-        read: Linears whose outputs autograd saved.
+        read: Linears on whose outputs a tensor depends that autograd saved.
     """
 
     def __init__(self) -> None:
@@ -40,15 +41,14 @@ class DataFlow(TorchDispatchMode):
         self._alive: list[Any] = []  # the allocator would reuse a freed storage's address
 
     def of(self, tensor: Tensor) -> Labels:
-        """Return the labels of the storage of a tensor [...]."""
+        """Return the names of the Linears that a tensor [...] depends on."""
         if tensor.layout != torch.strided:  # sparse adapters' weights have no storage and no label
             return frozenset()
         return self._labels.get(tensor.untyped_storage()._cdata, frozenset())
 
     def add(self, tensor: Tensor, labels: Labels) -> None:
-        """Add labels to the storage of a tensor [...] and keep the storage alive; sparse tensors
-        get no labels.
-        """
+        """Add names of Linears to the labels of a tensor [...], and keep its storage alive. Sparse
+        tensors get no labels."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -71,8 +71,7 @@ class DataFlow(TorchDispatchMode):
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among an operator's arguments or results, and inside their lists and
-    tuples.
-    """
+    tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -81,10 +80,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) -> DataFlow:
-    """Run a few tokens through the layer and return the labels.
+    """Run a few tokens through the layer and return which results and saved tensors depend on which
+    Linears.
 
     Args:
-        linears: as returned by `plain_linears`.
+        linears: the layer's Linears by name, as returned by `plain_linears`.
         run: computes the layer, or a part of it, with a graph; returns the results [...].
     """
     flow = DataFlow()

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.attention.merge import Attended
+from streambp.accumulate import GradientSum
+from streambp.attention.attend import Attended
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.device import MEMORY_ERRORS, RandomState, is_out_of_memory
@@ -21,13 +22,17 @@ from streambp.distributed.engines import zeros_for_engines
 from streambp.fingerprint.hooks import watching
 from streambp.fingerprint.snapshots import versions_of
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import ChunkOutput, LayerCall, Whole, put
+from streambp.layer.call import ChunkOutput, LayerCall, OutputSlot, Whole, put
 from streambp.layer.gradients import (
     NO_HOOKS,
-    BackwardPass,
+    Counts,
+    Graph,
+    GraphMarker,
+    MarkGraphStart,
     begin_backward,
-    computed_with_graph,
     counting,
+    mark,
+    may_overwrite,
     recomputing,
     reference_counts,
     refuse_kept,
@@ -35,22 +40,21 @@ from streambp.layer.gradients import (
 )
 from streambp.layer.oom import RUN_ONCE, explained
 from streambp.layer.products import UnreadProducts, left_out, summed
-from streambp.layer.recompute import NULL_CONTEXT
-from streambp.layer.shadows import Parameters
+from streambp.layer.recompute import NULL_CONTEXT, Parameters
 from streambp.layer.site import CallReport, LayerSite, remember
 from streambp.recurrent.states import States, leaves_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """The functions that compute a layer.
+    """The functions that compute a decoder layer, on one rank or with a sequence split over ranks.
 
     Attributes:
-        make: creates a call from the layer's site and arguments.
-        forward: takes a call and a flag for saving; returns hidden_states of the full sequence,
-            then the extra outputs in the order of `call.form.extras`.
-        backward: accumulates the gradients.
-        whole: runs a layer that cannot be chunked.
+        make: creates a `LayerCall` from the layer's settings and arguments.
+        forward: takes a call and a flag: save tensors for backward. Returns hidden_states of the
+            full sequence, then the other outputs in the order of `call.form.extras`.
+        backward: computes the gradients and adds them to a `BackwardPass`.
+        whole: runs a layer that cannot be split into chunks.
     """
 
     make: Callable[[LayerSite, Arguments], Any]
@@ -60,8 +64,12 @@ class Strategy:
 
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
-    """Compute hidden_states [..., B, T, h] and the extra outputs, chunk by chunk and without a
-    graph.
+    """Compute a decoder layer chunk by chunk, without a graph. Return hidden_states [..., B, T, h]
+    and then its other outputs.
+
+    Args:
+        call: the layer call.
+        keep: True: save the tensors that backward needs.
     """
     site = call.site
     kept = call.kept
@@ -129,8 +137,9 @@ def _forward_chunk(
     original: Tensor,
     again: bool,
 ) -> tuple[ChunkOutput, list[Attended]]:
-    """Compute a chunk's output and attention results without a graph, and capture the outputs of
-    Linears that are saved for backward.
+    """Compute one chunk of a layer call without a graph, copy its outputs into `whole`, and return
+    them with the output and logsumexp of each attention call. Linear outputs named by `saves` are
+    collected.
 
     Args:
         call: the call of the layer.
@@ -140,7 +149,7 @@ def _forward_chunk(
         states: the recurrent states at the chunk's start.
         original: the chunk's input as before the layer's forward, which may overwrite
             `hidden_chunk`.
-        again: True if the chunk is computed a second time, after out of memory.
+        again: True if the chunk is computed a second time, after running out of memory.
     """
     kept = call.kept
     witness = call.backward.witness
@@ -170,19 +179,135 @@ def _forward_chunk(
 
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
-    """Return hidden_states [..., B, T, h], then the extra outputs, and store their order in the
-    call.
-    """
+    """Return hidden_states [..., B, T, h], then the layer's other outputs; store the order of the
+    others in `call.form.extras`."""
     result = whole.pop(None)
     call.form.extras = [place for place in whole if place is not None]
     return result, *(whole[place] for place in call.form.extras)
 
 
-class StreamedLayer(torch.autograd.Function):
-    """Autograd Function of a streamed layer.
+class BackwardPass:
+    """Gradients of one layer call in backward: those of the outputs, which came in, and the sums
+    over chunks of those of the inputs.
 
-    Its inputs are hidden_states [..., B, T, h], the differentiable arguments and the layer's
-    trainable parameters. Its outputs are hidden_states and the extra outputs.
+    Args:
+        call: the layer call.
+        parameters: the number of distinct trainable parameters.
+        of_output: gradient of hidden_states [..., B, T, h]; None: hidden_states were not used.
+        of_extras: gradients of the layer's other outputs.
+
+    Attributes:
+        needs_input: True if hidden_states need a gradient.
+        wanted: True for each argument with requires_grad that needs a gradient.
+        hidden_states: the buffer [..., B, T, h] for dx; None: no gradient is wanted. The buffer may
+            be the incoming gradient's: a chunk's part is written after the last read.
+        sums: sums of the parameters' gradients.
+        shadows: detached aliases that replace the layer's parameters. [Note: shadows]
+    """
+
+    def __init__(
+        self,
+        call: LayerCall,
+        parameters: int,
+        of_output: Tensor | None,
+        of_extras: dict[OutputSlot, Tensor | None],
+    ) -> None:
+        self.of_output, self.of_extras = of_output, of_extras
+        self.needs_input, self.wanted = call.backward.wanted
+        self.hidden_states: Tensor | None = None
+        self.sums = GradientSum(parameters, call.backward.gradients_of_a_parameter)
+        self.shadows: list[Tensor] = []
+        self._arguments = [
+            d for d, needs in zip(call.arguments.differentiable, self.wanted, strict=True) if needs
+        ]
+        self._buffers = [
+            None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments
+        ]
+        self._argument_sums = GradientSum(
+            len(self._arguments), call.backward.gradients_of_a_parameter
+        )
+
+    def choose_buffer(self, call: LayerCall, grad: Tensor | None, counts: Counts | None) -> None:
+        """Choose the buffer for dx: the incoming gradient's if no other code needs that, or a new
+        buffer.
+
+        Args:
+            call: the layer call.
+            grad: gradient of the layer's output [..., B, T, h]; None: there is none.
+            counts: the reference counts of `grad`.
+        """
+        like = call.hidden_states
+        if grad is not None and counts is not None and may_overwrite(grad, counts, like):
+            self.hidden_states = grad
+            return
+        buffer = call.attempt(
+            lambda _: torch.empty_like(
+                like, device=call.device, memory_format=torch.contiguous_format
+            )
+        )
+        self.hidden_states = mark(buffer)
+
+    def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the chunk's outputs that have a graph, hidden_states [..., B, C, h] first, and a
+        list with the gradient of each."""
+        tensors, gradients = [], []
+        for place, grad in ((None, self.of_output), *self.of_extras.items()):
+            tensor = output.hidden_states if place is None else output.extras[place]
+            if grad is not None and tensor.requires_grad:
+                tensors.append(tensor)
+                dim = -2 if place is None else place.dim
+                gradients.append(chunk.part(grad, dim))
+        return tensors, gradients
+
+    def add(self, chunk: Chunk, gradients: list[Tensor | None], again: bool = False) -> None:
+        """Add the gradients of one chunk's inputs to those of the full sequence.
+
+        Args:
+            chunk: the chunk's range of positions.
+            gradients: gradient of hidden_states [..., B, C, h] first, if needed, then of the
+                arguments.
+            again: True: add to earlier gradients of the same chunk; False: overwrite.
+        """
+        first, *gradients = gradients if self.needs_input else (None, *gradients)
+        if self.needs_input and self.sums.alone:
+            self.hidden_states = first
+        elif self.hidden_states is not None:
+            part = chunk.part(self.hidden_states, -2)
+            if first is not None:
+                part.add_(first) if again else part.copy_(first)
+            elif not again:
+                part.zero_()
+        summed: list[Tensor | None] = [None] * len(self._arguments)
+        for index, (argument, gradient) in enumerate(zip(self._arguments, gradients, strict=True)):
+            buffer = self._buffers[index]
+            if buffer is None:
+                summed[index] = gradient
+            elif gradient is not None:
+                assert argument.dim is not None
+                chunk.part(buffer, argument.dim).add_(gradient)
+        self._argument_sums.add(summed)
+
+    def of_arguments(self) -> list[Tensor | None]:
+        """Return one gradient for each argument with requires_grad, in the argument's shape [...];
+        None where no gradient is wanted."""
+        if not self._arguments:
+            return [None] * len(self.wanted)
+        sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
+        found = iter(
+            [
+                total if buffer is None else buffer
+                for buffer, total in zip(self._buffers, sums, strict=True)
+            ]
+        )
+        return [next(found) if needs else None for needs in self.wanted]
+
+
+class StreamedLayer(torch.autograd.Function):
+    """Autograd Function that computes a decoder layer chunk by chunk in forward, and recomputes and
+    differentiates it chunk by chunk in backward.
+
+    Inputs are hidden_states [..., B, T, h], the layer's arguments with requires_grad, and the
+    layer's trainable parameters. Outputs are hidden_states and the layer's other outputs.
     """
 
     @staticmethod
@@ -194,7 +319,7 @@ class StreamedLayer(torch.autograd.Function):
         hidden_states: Tensor,
         *rest: Tensor,
     ) -> Any:
-        """Return hidden_states [..., B, T, h] of the layer, then the extra outputs. Tensors for
+        """Return hidden_states [..., B, T, h] of the layer, then its other outputs. Tensors for
         backward are saved in `call.kept`.
 
         Args:
@@ -202,8 +327,8 @@ class StreamedLayer(torch.autograd.Function):
             call: the call of the layer.
             parameters: the layer's trainable parameters.
             hidden_states: [..., B, T, h].
-            rest: the differentiable arguments and the parameters, for autograd only. The values are
-                read from `call` and from the layer's modules.
+            rest: the arguments with requires_grad, then the parameters, for autograd only. The
+                values are read from `call` and from the layer's modules.
         """
         ctx.strategy = strategy
         ctx.call = call
@@ -238,17 +363,18 @@ class StreamedLayer(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, *extra_grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden_states [..., B, T, h], the differentiable arguments and
-        the parameters, in their own dtypes.
+        """Return the gradients of hidden_states [..., B, T, h], of the arguments with requires_grad
+        and of the parameters, in their own dtypes.
 
         Args:
-            grad: of hidden_states [..., B, T, h]; its buffer may be overwritten by the first
-                result. [Note: gradient reuse]
-            extra_grads: of the extra outputs, each in its output's shape; None for unused outputs.
+            grad: gradient of hidden_states [..., B, T, h]; its buffer may be overwritten by the
+                first result.
+            extra_grads: gradients of the layer's other outputs, each in its output's shape; None
+                for unused outputs.
 
         Raises:
-            BackwardError: it is the second backward, second derivatives are wanted, or the layer or
-                its inputs changed since forward.
+            BackwardError: this is the second backward, second derivatives are wanted, or the layer
+                or its inputs changed since forward.
             StreamBPError: another thread is computing with the model. [Note: owner of a step]
         """
         counts = None if grad is None else reference_counts(grad)
@@ -316,11 +442,14 @@ FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
 
 
 def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -> None:
-    """Differentiate the chunks, last to first. [Note: prefix accumulation order]
+    """Recompute and differentiate the chunks of a layer call, last chunk first.
+    [Note: prefix accumulation order]
 
     Args:
-        find_unread: returns the Linear outputs to skip, from the call, its Linears and a flag: the
-            input needs a gradient.
+        find_unread: returns the Linears whose outputs backward never reads, from the call, the
+            layer's Linears by name, and True if the input needs a gradient.
+        call: the layer call.
+        work: receives the gradients.
     """
     if call.kept.graph is not None:  # [Note: kept graphs]
         (chunk,) = call.plan
@@ -356,6 +485,40 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
             _chunk_backward(call, chunk, work, unread.states or any(work.wanted))
 
 
+def computed_with_graph(
+    call: LayerCall,
+    x: Tensor,
+    chunk: Chunk,
+    wanted: tuple[bool, list[bool]],
+    shadows: list[Tensor],
+    states: States,
+) -> Graph:
+    """Run the layer's own forward on one chunk x [..., B, C, h] with an autograd graph, and return
+    both.
+
+    Args:
+        call: the call of the layer.
+        x: hidden_states of the chunk.
+        chunk: the chunk's range of positions.
+        wanted: True if x needs a gradient, and the same for each argument with requires_grad.
+        shadows: the detached aliases that now replace the layer's parameters.
+        states: the recurrent states at the chunk's start.
+    """
+    needs_input, arguments = wanted
+    hidden_chunk = x.detach().requires_grad_(needs_input)
+    leaves = call.arguments.leaves(chunk, arguments)
+    origin = GraphMarker()
+    with torch.enable_grad():
+        given = (
+            MarkGraphStart.apply(hidden_chunk, origin, False)
+            if chunk.stop == call.plan.length
+            else hidden_chunk
+        )
+        output, _ = call.compute(given, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
+    assert output is not None
+    return Graph(output, origin, hidden_chunk, leaves, shadows)
+
+
 def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:
     with call.kept.random[chunk.index].replayed():
         states = call.kept.states() if call.site.kind.states.carries else None
@@ -365,11 +528,14 @@ def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:
 def _chunk_backward(
     call: LayerCall, chunk: Chunk, work: BackwardPass, through_states: bool
 ) -> None:
-    """Recompute one chunk with a graph, differentiate it and accumulate. [Note: once for each
-    chunk]
+    """Recompute one chunk with a graph, differentiate it, and add its gradients to `work`.
+    [Note: once for each chunk]
 
     Args:
-        through_states: True if the chunk's start states depend on a differentiated tensor.
+        call: the layer call.
+        chunk: the chunk's range of positions.
+        work: receives the gradients.
+        through_states: True if the chunk's start states depend on a tensor that needs a gradient.
     """
     kept = call.kept
     carries = call.site.kind.states.carries
@@ -400,14 +566,17 @@ def _differentiated(
     of_states: States,
     again: bool,
 ) -> tuple[list[Tensor | None], States, list[Tensor | None]]:
-    """Return the gradients of one chunk: of x and the differentiable arguments, of the start
-    states, and of the parameters.
+    """Return the gradients of one chunk: of x and the arguments with requires_grad, of the chunk's
+    start states, and of the parameters.
 
     Args:
+        call: the layer call.
+        chunk: the chunk's range of positions.
+        work: has the gradients of the layer's outputs.
         x: [..., B, C, h], the chunk's hidden_states.
-        states: the states that the chunk starts from.
+        states: the recurrent states that the chunk starts from.
         of_states: the gradients of the chunk's end states.
-        again: True in a retry; terms that the first attempt accumulated are not added again.
+        again: True in a retry; terms that the first attempt added to sums are not added again.
     """
     if call.attempt is not RUN_ONCE:
         work.sums.begin(again)
@@ -436,7 +605,7 @@ def _differentiated(
             call.backward.witness.see_output(x, graph.output.hidden_states)
     last, origin, output = chunk.stop == call.plan.length, graph.origin, graph.output
     outputs, upstream = work.upstream(output, chunk)
-    for key, grad in of_states.items():  # [Note: states]
+    for key, grad in of_states.items():  # a chunk's end states are outputs as well
         if output.states[key].requires_grad:
             outputs.append(output.states[key])
             upstream.append(grad.to(output.states[key].dtype))

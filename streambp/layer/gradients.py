@@ -1,6 +1,5 @@
-"""Gradients of one layer call, chunk by chunk: the checks before and during the recomputation, a
-chunk's output with its autograd graph, incoming gradients of the outputs and accumulated gradients
-of the inputs.
+"""Checks of one layer call's backward: of the layer before and after the recomputation, of a chunk's
+autograd graph, and of the incoming gradient's buffer.
 
 The recomputation's results are compared as well. [Note: witness]
 
@@ -46,22 +45,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.accumulate import GradientSum
-from streambp.attention.prefix import Stage
-from streambp.chunks import Chunk
 from streambp.distributed.engines import engine_hooks, held
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.hooks import HookKey, described, watching
 from streambp.fingerprint.snapshots import changed
 from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER, USE_COUNT
 from streambp.layer.arguments import refuse_written
-from streambp.layer.call import ChunkOutput, LayerCall, OutputSlot
+from streambp.layer.call import ChunkOutput, LayerCall
 from streambp.layer.oom import RUN_ONCE
-from streambp.layer.recompute import check_mode
-from streambp.layer.shadows import Parameters, slots_of
+from streambp.layer.recompute import Parameters, check_mode, slots_of
 from streambp.layer.side_effects import KEEPS
 from streambp.offload.costs import ObservedCosts
-from streambp.recurrent.states import States
 
 NO_HOOKS: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(
     frozenset()
@@ -69,11 +63,15 @@ NO_HOOKS: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.n
 
 
 def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
-    """Remove the call from the context and return it: a backward pass uses up the saved tensors.
+    """Check that backward may run, and return the layer call and its parameters. The call is
+    removed from the autograd context: backward uses up its saved tensors.
+
+    Args:
+        ctx: the context of `StreamedLayer`.
 
     Raises:
-        BackwardError: it is the second backward, second derivatives are wanted, or a value changed
-            since forward.
+        BackwardError: this is the second backward, second derivatives are wanted, or a value
+            changed since forward.
     """
     call, ctx.call = ctx.call, None
     if call is None:
@@ -105,10 +103,11 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
 
 @contextlib.contextmanager
 def recomputing(call: LayerCall) -> Iterator[None]:
-    """Context manager for the layer's recomputation.
+    """Context manager for a layer's recomputation in backward. The layer's module hooks are
+    checked.
 
     Raises:
-        BackwardError: a hook inside modifies values in backward only, or in forward only.
+        BackwardError: a hook inside the layer modifies values in backward only, or in forward only.
     """
     assert call.backward.seen is not None
     site = call.site
@@ -128,24 +127,30 @@ LEAF_NODE = getattr(torch._C._functions, ACCUMULATE_GRAD)
 
 
 class GraphMarker:
-    """Object that the first node of a layer's autograd graph references. The object stays alive
-    while other code keeps a part of the graph.
-
-    A gradient that arrives at the node of a test run after the test run raises.
+    """Object that the first node of an autograd graph references. The object is alive while any
+    code holds a part of the graph.
 
     Attributes:
-        trying: False once the test run is over.
+        trying: True while the layer is tested on random tokens. A gradient that arrives at a test's
+            graph later raises.
     """
 
     trying = True
 
 
 class MarkGraphStart(torch.autograd.Function):
-    """Identity of x whose autograd node references a `GraphMarker`."""
+    """Autograd Function that returns its input. Its graph node references a `GraphMarker`, which
+    shows later if any code still holds the graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, origin: GraphMarker, may_be_written: bool) -> Tensor:
-        """Return x [..., B, C, h] as a view, or as a copy if the layer may write to it."""
+        """Return x [..., B, C, h] as a view, or as a copy if the layer may write to it.
+
+        Args:
+            x: the layer's input.
+            origin: the marker.
+            may_be_written: True: return a copy.
+        """
         ctx.origin = origin
         return x.clone() if may_be_written else x.view_as(x)
 
@@ -154,7 +159,7 @@ class MarkGraphStart(torch.autograd.Function):
         """Return the gradient [..., B, C, h] unchanged.
 
         Raises:
-            BackwardError: the trial is over.
+            BackwardError: the graph belongs to a test of the layer that is over.
         """
         if not ctx.origin.trying:
             raise BackwardError(
@@ -167,8 +172,7 @@ class MarkGraphStart(torch.autograd.Function):
 
 
 def is_kept(origin: weakref.ref[GraphMarker]) -> bool:
-    """True if other code still holds a test run's autograd graph after the test run has dropped its
-    own references.
+    """True if other code still holds part of an autograd graph that its owner has dropped.
 
     Args:
         origin: weak reference to the marker of the graph's first node.
@@ -180,14 +184,14 @@ def is_kept(origin: weakref.ref[GraphMarker]) -> bool:
 
 @dataclasses.dataclass
 class Graph:
-    """A chunk's output and the leaves of its graph.
+    """A chunk's outputs with their autograd graph, and the leaves of this graph.
 
     Attributes:
         output: the outputs of the chunk.
         origin: the marker of the graph's start.
         hidden_chunk: [..., B, C, h], the leaf for hidden_states.
-        leaves: the differentiable arguments.
-        shadows: the parameters' shadows, as views of the current memory.
+        leaves: the arguments with requires_grad.
+        shadows: detached aliases of the layer's parameters. [Note: shadows]
     """
 
     output: ChunkOutput
@@ -198,7 +202,8 @@ class Graph:
 
 
 def can_keep_graph(call: LayerCall) -> bool:
-    """True if the graph of this call may be kept from forward to backward. [Note: kept graphs]"""
+    """True if the autograd graph of this call may stay from forward to backward, so that nothing is
+    recomputed. [Note: kept graphs]"""
     site = call.site
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return not (
@@ -215,47 +220,13 @@ def can_keep_graph(call: LayerCall) -> bool:
     )
 
 
-def computed_with_graph(
-    call: LayerCall,
-    x: Tensor,
-    chunk: Chunk,
-    wanted: tuple[bool, list[bool]],
-    shadows: list[Tensor],
-    states: States,
-) -> Graph:
-    """Run the layer's own forward on one chunk x [..., B, C, h] with an autograd graph.
-
-    Args:
-        call: the call of the layer.
-        x: hidden_states of the chunk.
-        chunk: the chunk's range of positions.
-        wanted: True if x needs a gradient, and a list with the same flag for each differentiable
-            argument.
-        shadows: the detached aliases in the place of the layer's parameters.
-        states: the recurrent states at the chunk's start.
-    """
-    needs_input, arguments = wanted
-    hidden_chunk = x.detach().requires_grad_(needs_input)
-    leaves = call.arguments.leaves(chunk, arguments)
-    origin = GraphMarker()
-    with torch.enable_grad():
-        given = (
-            MarkGraphStart.apply(hidden_chunk, origin, False)
-            if chunk.stop == call.plan.length
-            else hidden_chunk
-        )
-        output, _ = call.compute(given, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
-    assert output is not None
-    return Graph(output, origin, hidden_chunk, leaves, shadows)
-
-
 @contextlib.contextmanager
 def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager that adds the bytes of the tensors in the layer's autograd graph to
-    `watch.graph`.
+    """Context manager that counts the bytes of the tensors that autograd saves for a chunk, and
+    adds them to `watch.graph`.
 
-    Tensors that exist without the graph are not counted: `known`, frozen weights and the call's
-    arguments, such as cosines and sines.
+    Tensors that are alive anyway are not counted: `known`, frozen weights and the call's arguments,
+    such as cosines and sines.
 
     Args:
         call: the call of the layer.
@@ -286,15 +257,16 @@ def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> 
 def refuse_other_leaves(
     layer: nn.Module, outputs: Iterable[Tensor], differentiated: Iterable[Tensor]
 ) -> None:
-    """Search the graph of a chunk's outputs for leaves that are not differentiated. A typical layer
-    takes 0.2 ms.
+    """Raise if the graph of a chunk's outputs has a leaf whose gradient is not computed: a tensor
+    that is neither a parameter nor an argument of the layer. The search takes about 0.2 ms.
 
     Args:
-        outputs: hidden_states [..., B, C, h], extra outputs and end states.
+        layer: the decoder layer.
+        outputs: hidden_states [..., B, C, h], other outputs and end states.
         differentiated: the leaves that receive gradients.
 
     Raises:
-        UnsupportedModelError: the graph ends at another leaf.
+        UnsupportedModelError: there is such a leaf.
     """
     leaf = leaf_besides(outputs, differentiated)
     if leaf is not None:
@@ -322,9 +294,8 @@ def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
 
 
 def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
-    """Return a leaf [...] of these outputs' graph that is not differentiated; None if there is
-    none.
-    """
+    """Return a leaf [...] of these outputs' autograd graph that is not among `differentiated`; None
+    if all leaves are."""
     known = {id(tensor) for tensor in differentiated}
     for node in nodes_behind(outputs):
         if type(node) is LEAF_NODE and id(node.variable) not in known:
@@ -334,9 +305,8 @@ def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) ->
 
 
 def depends(leaf: Tensor) -> str:
-    """Return the error text for a layer that depends on an unregistered tensor `leaf` [...]. For
-    FSDP1's flat parameter the text includes the remedy.
-    """
+    """Return the message for a layer that depends on a tensor [...] that is neither its parameter
+    nor its argument. The message includes the remedy for FSDP1's flat parameter."""
     flat = (
         ": FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; fsdp_version: 2 in "
         "accelerate's config), DeepSpeed ZeRO or DDP."
@@ -349,12 +319,17 @@ def depends(leaf: Tensor) -> str:
 
 
 def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
-    """Raise if other code still holds part of a finished chunk's graph, for an auxiliary loss for
-    example. Forward gave that loss tensors without a graph, so its gradient would be lost. [Note:
-    side effects]
+    """Raise if other code still holds part of the graph of a differentiated chunk, for an auxiliary
+    loss for example. Forward gave that code tensors without a graph, so its gradient would be lost.
+
+    Later calls of this kind run unchunked.
+
+    Args:
+        call: the layer call.
+        origin: weak reference to the marker of the graph's first node.
 
     Raises:
-        BackwardError: the graph is still held. Later calls of this kind run unchunked.
+        BackwardError: the graph is still held.
     """
     if origin() is None or call.site.fingerprint.in_cycles:
         return
@@ -374,127 +349,13 @@ def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
     )
 
 
-class BackwardPass:
-    """One backward pass through a layer: its incoming gradients and its accumulators.
-
-    Args:
-        of_output: gradient of hidden_states [..., B, T, h]; None: hidden_states were not used.
-        of_extras: gradients of the extra outputs.
-
-    Attributes:
-        needs_input: True if hidden_states need a gradient.
-        wanted: True for each differentiable argument that needs a gradient.
-        hidden_states: the buffer [..., B, T, h] for dx; None: no gradient is wanted. It may be the
-            incoming gradient itself: a chunk's part is written after the last read. [Note: gradient
-            reuse]
-        sums: accumulators of the parameters' gradients.
-        shadows: the tensors in the parameters' slots. [Note: shadows]
-    """
-
-    def __init__(
-        self,
-        call: LayerCall,
-        parameters: int,
-        of_output: Tensor | None,
-        of_extras: dict[OutputSlot, Tensor | None],
-    ) -> None:
-        self.of_output, self.of_extras = of_output, of_extras
-        self.needs_input, self.wanted = call.backward.wanted
-        self.hidden_states: Tensor | None = None
-        self.sums = GradientSum(parameters, call.backward.gradients_of_a_parameter)
-        self.shadows: list[Tensor] = []
-        self._arguments = [
-            d for d, needs in zip(call.arguments.differentiable, self.wanted, strict=True) if needs
-        ]
-        self._buffers = [
-            None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments
-        ]
-        self._argument_sums = GradientSum(
-            len(self._arguments), call.backward.gradients_of_a_parameter
-        )
-
-    def choose_buffer(self, call: LayerCall, grad: Tensor | None, counts: Counts | None) -> None:
-        """Use the incoming gradient's buffer for dx if no other code needs it, or a new buffer.
-        [Note: gradient reuse]
-
-        Args:
-            grad: of hidden_states [..., B, T, h]; None: there is none.
-            counts: the reference counts of `grad`.
-        """
-        like = call.hidden_states
-        if grad is not None and counts is not None and may_overwrite(grad, counts, like):
-            self.hidden_states = grad
-            return
-        buffer = call.attempt(
-            lambda _: torch.empty_like(
-                like, device=call.device, memory_format=torch.contiguous_format
-            )
-        )
-        self.hidden_states = mark(buffer)
-
-    def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the chunk's outputs that have a graph, hidden_states [..., B, C, h] first, and
-        their incoming gradients.
-        """
-        tensors, gradients = [], []
-        for place, grad in ((None, self.of_output), *self.of_extras.items()):
-            tensor = output.hidden_states if place is None else output.extras[place]
-            if grad is not None and tensor.requires_grad:
-                tensors.append(tensor)
-                dim = -2 if place is None else place.dim
-                gradients.append(chunk.part(grad, dim))
-        return tensors, gradients
-
-    def add(self, chunk: Chunk, gradients: list[Tensor | None], again: bool = False) -> None:
-        """Accumulate a chunk's gradients.
-
-        Args:
-            gradients: of hidden_states [..., B, C, h] first, if wanted, then of the wanted
-                arguments.
-            again: add to the chunk's earlier gradients instead of overwriting.
-        """
-        first, *gradients = gradients if self.needs_input else (None, *gradients)
-        if self.needs_input and self.sums.alone:
-            self.hidden_states = first
-        elif self.hidden_states is not None:
-            part = chunk.part(self.hidden_states, -2)
-            if first is not None:
-                part.add_(first) if again else part.copy_(first)
-            elif not again:
-                part.zero_()
-        summed: list[Tensor | None] = [None] * len(self._arguments)
-        for index, (argument, gradient) in enumerate(zip(self._arguments, gradients, strict=True)):
-            buffer = self._buffers[index]
-            if buffer is None:
-                summed[index] = gradient
-            elif gradient is not None:
-                assert argument.dim is not None
-                chunk.part(buffer, argument.dim).add_(gradient)
-        self._argument_sums.add(summed)
-
-    def of_arguments(self) -> list[Tensor | None]:
-        """Return one gradient for each differentiable argument, in its shape [...]; None for an
-        unwanted gradient.
-        """
-        if not self._arguments:
-            return [None] * len(self.wanted)
-        sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
-        found = iter(
-            [
-                total if buffer is None else buffer
-                for buffer, total in zip(self._buffers, sums, strict=True)
-            ]
-        )
-        return [next(found) if needs else None for needs in self.wanted]
-
-
 Counts = tuple[int, int, int]
 UNKNOWN = 0
 
 
 def reference_counts(gradient: Tensor) -> Counts:
-    """Return the reference counts of the tensor, its Python object and its storage. Must be called
-    directly in a Function's `backward(ctx, gradient)`.
+    """Return three reference counts of a gradient: of the C++ tensor, of its Python object and of
+    its storage. Must be called directly in an autograd Function's `backward(ctx, gradient)`.
 
     Args:
         gradient: [..., B, T, h] in a layer's backward.
@@ -507,14 +368,20 @@ def reference_counts(gradient: Tensor) -> Counts:
 
 
 def mark(gradient: Tensor) -> Tensor:
-    """Mark this buffer [..., B, T, h] as allocated by streambp for a returned gradient."""
+    """Mark this buffer [..., B, T, h] by an attribute, as allocated by streambp for a gradient, and
+    return it."""
     gradient._streambp_buffer = True  # type: ignore[attr-defined]
     return gradient
 
 
 def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
-    """True if `gradient` [...] may be reused as a buffer with the shape and dtype of `like`. [Note:
-    gradient reuse]
+    """True if `gradient` [...] may be reused as a buffer with the shape and dtype of `like`,
+    because no other code holds it.
+
+    Args:
+        gradient: the incoming gradient.
+        counts: reference counts of `gradient`.
+        like: a tensor [...] with the needed shape and dtype.
     """
     return (
         getattr(gradient, "_streambp_buffer", False)
@@ -529,9 +396,8 @@ def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
 
 @functools.cache
 def counts_when_alone() -> Counts:
-    """Return the reference counts of a Function's gradient that only the engine holds. The counts
-    are constant for a process.
-    """
+    """Return the `reference_counts` of a gradient that only autograd's engine holds. The counts are
+    measured once in a process."""
     seen: list[Counts] = []
 
     class Probe(torch.autograd.Function):

@@ -33,14 +33,14 @@ def with_memory(
     let_go: Callable[[], bool] | None,
     check_room: Callable[[], None] | None = None,
 ) -> T:
-    """Call `compute`. If it runs out of memory, free the automatic saves and call it once more.
-    [Note: once for each chunk]
+    """Return the result of `compute`. If it runs out of device memory, free saved tensors that
+    backward can recompute, and call it once more. [Note: once for each chunk]
 
     Args:
-        compute: takes one argument, True in a retry.
+        compute: takes one argument, True in the retry.
         device: the device whose memory is freed.
-        let_go: frees saves and returns True if there were any; None: no saves exist.
-        check_room: frees saves before the first attempt if memory is short.
+        let_go: frees saved tensors and returns True if there were any; None: there are none.
+        check_room: called before the first attempt; frees saved tensors if memory is short.
     """
     if check_room is not None:
         check_room()
@@ -59,8 +59,13 @@ RUN_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call
 
 
 def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:
-    """Return the error to raise in place of this error, with the next lever in its message. An
-    error that has a lever already is returned unchanged.
+    """Return the error to raise in place of an out-of-memory error of a decoder layer: the message
+    names the setting to change. An error with such a message is returned unchanged.
+
+    Args:
+        error: the out-of-memory error.
+        site: settings of the layer.
+        plan: the chunks of the call.
     """
     if isinstance(error, DeviceMemoryError):
         return error
@@ -76,7 +81,13 @@ def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceM
 
 
 def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
-    """Return the least costly change that lowers the peak, as a sentence."""
+    """Return one sentence that names the setting to change: the least costly one that lowers peak
+    memory.
+
+    Args:
+        config: the user's settings.
+        plan: the chunks of the call.
+    """
     if config.offload == "none":
         saved = f" and saves={config.named_saves!r}" if config.named_saves else ""
         return f"Set offload='cpu' in StreamConfig: it moves layer inputs{saved} to host memory."
@@ -96,12 +107,13 @@ def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
 
 
 def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan] | None) -> str:
-    """Return advice for running out of memory in torch's own part of a backward. [Note: bare
-    errors]
+    """Return advice, as a message, for running out of memory in a part of backward that is torch's
+    own. [Note: bare errors]
 
     Args:
         tokens: the token count over all rows.
-        streamed: the config and the chunks of the layers; None: the micro-batch ran as unpatched.
+        streamed: the settings and the chunks of the decoder layers; None: the micro-batch ran
+            unpatched.
     """
     if streamed is not None:
         where = "outside of streamed layers"
@@ -120,8 +132,8 @@ def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan] | None) ->
 
 @contextlib.contextmanager
 def explaining(where: str) -> Iterator[None]:
-    """Context manager for code outside of layers: an out-of-memory error is replaced by an error
-    with the next lever.
+    """Context manager for code outside of decoder layers: an out-of-memory error is replaced by an
+    error that names the setting to change.
 
     Args:
         where: the place for the message, "in ...".
@@ -145,11 +157,14 @@ def explaining(where: str) -> Iterator[None]:
 def once_more(
     device: torch.device, let_go: Callable[[], bool] | None, compute: Callable[[], T], where: str
 ) -> T:
-    """Return the result of `compute`, outside of layers. It runs once more if memory was short and
-    layers had saves to free.
+    """Return the result of `compute`, for code outside of decoder layers. If it runs out of memory,
+    free tensors that the layers saved and call it once more.
 
     Args:
+        device: the device whose memory is freed.
+        let_go: frees saved tensors and returns True if there were any; None: there are none.
         compute: must change no state before it ends.
+        where: the place for the message, "in ...".
 
     Raises:
         DeviceMemoryError: the device ran out of memory in the retry as well.

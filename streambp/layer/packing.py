@@ -18,15 +18,17 @@ from streambp.recurrent.states import StateCache
 
 
 class Packing:
-    """Start states and document boundaries for the mixers of a layer, in each chunk.
+    """The documents of packed rows in one call of a layer with recurrent states: the layer's states
+    begin anew with each document.
 
     Attributes:
-        arguments: the call's arguments; None for a layer without states, because attention's mask
-            contains the documents.
-        told: the arguments that pass document boundaries to its kernels; () for none. [Note:
-            documents], [Note: segments]
-        rows: the documents that position_ids mark; None: position_ids mark none.
-        marks_documents: True if rows contain several documents that this layer distinguishes.
+        arguments: the call's arguments; None for a layer without states, whose attention mask
+            separates the documents.
+        told: names of the arguments that pass document boundaries to the layer's kernels; () for
+            none.
+        rows: the documents that position_ids mark, for modules that must run once for each
+            document; None: position_ids mark none. [Note: segments]
+        marks_documents: True if this layer separates several documents in a row.
     """
 
     def __init__(self, site: LayerSite | None = None, arguments: Arguments | None = None) -> None:
@@ -43,17 +45,17 @@ class Packing:
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """Return the positions where packed documents forbid a chunk end. The positions are read
-        from the arguments each time, because a test replaces the arguments. [Note: chunk ends]
-        """
+        """Return the positions where a chunk may not end because of packed documents. The positions
+        are read from the arguments each time, because a test of the layer replaces the arguments.
+        [Note: chunk ends]"""
         rows = None if self.arguments is None else self.arguments.packed_rows
         return () if rows is None else rows.barriers
 
     def entered(
         self, named: dict[str, Any], chunk: Chunk, cache: StateCache | None
     ) -> tuple[dict[str, Any], contextlib.AbstractContextManager[None]]:
-        """Return a chunk's arguments, and the context manager for the layer's forward in which its
-        mixers use the right start states.
+        """Return a chunk's arguments, and a context manager for the layer's forward, in which its
+        convolutions and recurrences start from the right states.
 
         Args:
             named: the chunk's arguments, by name.

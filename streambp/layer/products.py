@@ -1,11 +1,10 @@
 """Linear outputs that a recomputation can skip because no operation reads their values.
 
 The refill of K and V needs no queries. The recomputation of a chunk needs no output of the layer's
-last Linear, because the Linear's backward reads its input and weight only. On a Qwen3-8B layer
-these are 2.3 % and 6.5 % of a step's Linear FLOPs. The set of unread outputs follows from the
+last Linear, because the Linear's backward reads its input and weight only. A Qwen3-8B layer saves
+2.3 % and 6.5 % of a step's Linear FLOPs this way. The set of unread outputs follows from the
 layer's own data flow, so it is traced, not listed (`data_flow.py`). A skipped output is filled with
-NaN, so that a wrong trace is noticed. A trace's result is tested before use (`trials.py`). [Note:
-writes through pointers]
+NaN, so that a wrong trace is noticed. A trace's result is tested before use (`trials.py`).
 """
 
 from __future__ import annotations
@@ -39,12 +38,13 @@ Labels = frozenset[str]
 
 @dataclasses.dataclass(frozen=True)
 class UnreadProducts:
-    """Names, relative to the layer, of the Linears whose outputs are never read.
+    """The Linears of a layer whose outputs backward never reads, so that a recomputation can skip
+    them. Names are relative to the layer.
 
     Attributes:
-        refill: outputs that a refill of K and V does not read.
-        recompute: outputs that a recomputation with backward does not read.
-        states: True if a chunk's end states depend on a differentiated tensor. [Note: states]
+        refill: Linears to skip when only keys and values are recomputed.
+        recompute: Linears to skip when a chunk is recomputed and differentiated.
+        states: True if a chunk's recurrent end states depend on a tensor that needs a gradient.
     """
 
     refill: Labels = frozenset()
@@ -54,14 +54,16 @@ class UnreadProducts:
 
 @dataclasses.dataclass(frozen=True)
 class UnreadInHalves:
-    """Names of the Linears whose outputs are never read, for a layer that is split at its
-    attention. [Note: halves]
+    """The Linears whose outputs are never read, for a layer that is computed in two halves: up to
+    its attention and behind it.
 
     Attributes:
-        for_queries: outputs that the queries do not need.
-        for_output: outputs that the layer's result does not need.
-        to_differentiate_before: outputs that the backward of the first half does not need.
-        to_differentiate_after: outputs that the backward of the second half does not need.
+        for_queries: Linears to skip when only the queries are computed.
+        for_output: Linears to skip when only the layer's output is computed.
+        to_differentiate_before: Linears to skip when the first half is recomputed and
+            differentiated.
+        to_differentiate_after: Linears to skip when the second half is recomputed and
+            differentiated.
     """
 
     for_queries: Labels = frozenset()
@@ -74,12 +76,13 @@ def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn
     """Return the layer's Linears that compute x @ W^T + b and nothing else, by name.
 
     Linears of indexers are left out, because indexers are called for a few queries at a time.
-    [Note: indexers] Linears inside compiled modules are left out, because replacing a forward
-    between passes would recompile. The result is {} if the layer has inner hooks: a forward hook
-    must get true values in recomputations too.
+    [Note: indexers] Linears inside compiled modules are left out, because replacing a forward would
+    recompile them. The result is {} if the layer has inner hooks: a forward hook must get true
+    values in recomputations too.
 
     Args:
-        adapted: names of Linears with adapters to include; modules inside them are left out.
+        layer: the decoder layer.
+        adapted: names of LoRA Linears to include; the modules inside them are left out.
     """
     inner = [module for module in layer.modules() if module is not layer]
     if any(
@@ -111,10 +114,8 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def computes_plainly(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """True for a Linear, or for a subclass that keeps a Linear's forward, weight and bias. A
-    subclass with its own computation (torchao's quantized training) has gradients that differ from
-    its product's.
-    """
+    """True if the module is an nn.Linear, or of a subclass with the same forward, weight and bias.
+    Other subclasses, such as torchao's, have other gradients than x @ W^T + b."""
     kind = type(module)
     if kind is nn.Linear or not isinstance(module, nn.Linear):
         return kind is nn.Linear
@@ -126,7 +127,8 @@ def computes_plainly(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def hooked_everywhere() -> bool:
-    """True if torch's global module hooks are set."""
+    """True if hooks are registered with torch's `register_module_forward_hook` and its like, which
+    apply to all modules."""
     return any(map(vars(torch.nn.modules.module).__getitem__, GLOBAL_HOOKS))
 
 
@@ -134,16 +136,14 @@ TENSOR_TYPES = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: a model that is
 
 
 def is_factor(name: str) -> bool:
-    """True if the name is a Linear of an adapter, whose output takes as long to read as to
-    recompute.
-    """
+    """True if this is the name of a Linear inside a LoRA adapter (`lora_A`, `lora_B`). Reading its
+    saved output would take as long as computing it."""
     return not set(name.split(".")).isdisjoint(LORA_FACTORS)
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """Return the names, in order, that a glob pattern matches. An adapter's base layer is matched
-    by the name of the adapted module.
-    """
+    """Return the names that one of the glob patterns matches, in order. The base layer of a LoRA
+    Linear is matched by the name of the LoRA Linear."""
     return [
         name
         for name in names
@@ -158,7 +158,7 @@ See = Callable[[str, Tensor], None]
 
 @dataclasses.dataclass(eq=False)
 class SwappedForwards:
-    """Context manager that replaces the forwards of modules and restores them."""
+    """Context manager that sets another `forward` on these Linears, and removes it at the end."""
 
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]
 
@@ -179,15 +179,15 @@ class SwappedForwards:
 def summed(
     linears: dict[str, nn.Linear], sums: GradientSum, unread: Labels, witness: Witness | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which the backward of these Linears adds weight gradients directly to
-    their sums over chunks. [Note: sums inside products]
+    """Context manager in which the backward of these Linears adds each chunk's weight gradient
+    directly to the sum over chunks. [Note: sums inside products]
 
     Args:
         linears: the layer's Linears by name.
         sums: the sums of the parameters' gradients over the chunks.
         unread: names of the Linears whose outputs no code reads in this recomputation; these return
             NaN, as in `left_out`.
-        witness: records the inputs of these Linears, to compare them with forward. [Note: witness]
+        witness: gets the inputs of these Linears, to compare them with forward. [Note: witness]
     """
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
     for name in unread.intersection(linears) if sums.alone else linears:
@@ -206,10 +206,8 @@ def summed(
 
 
 def weights_of(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return a Linear's weight [out, in] and bias [out], directly from `_parameters`:
-    `module.weight` is slower, and each chunk reads both. For a module with adapters, return its
-    base's tensors.
-    """
+    """Return a Linear's weight [out, in] and bias [out], for a LoRA Linear those of its base. Both
+    are read from `_parameters`, because `module.weight` is slower and each chunk reads both."""
     if ADAPTED in module.__dict__:
         module = module.base_layer  # type: ignore[assignment]
     slots = module.__dict__[PARAMETERS]
@@ -228,15 +226,16 @@ def _adding(
     witness: Witness | None,
     name: str,
 ) -> Callable[[Tensor], Tensor]:
-    """Return a forward that computes `_product` for this Linear, to set on the module. The forward
-    is valid while the module keeps its weight.
+    """Return a replacement for this Linear's forward: it computes `_product` and passes the input
+    to the witness. The replacement is valid while the module keeps its weight.
 
     Args:
         module: the Linear.
         value: `UNREAD`: no code reads the output; None: compute the output.
         add: accumulates the factors of the weight's gradient; None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype; None: cast here.
-        witness: records the Linear's inputs; None: nothing is recorded.
+        witness: gets the Linear's inputs, to compare them with forward; None: there is no
+            comparison.
         name: name of the Linear in the layer.
     """
     weight, bias = weights_of(module)
@@ -260,7 +259,13 @@ def _adding(
 def left_out(
     linears: dict[str, nn.Linear], names: Labels
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which these Linears return NaN, with a correct backward."""
+    """Context manager in which these Linears return NaN, because no code reads their output. Their
+    backward computes the usual gradients.
+
+    Args:
+        linears: the layer's Linears by name.
+        names: names of the Linears to skip.
+    """
     chosen = [linears[name] for name in names if name in linears]
     return SwappedForwards(
         {module: functools.partial(_product, module, UNREAD, None, None) for module in chosen}
@@ -270,8 +275,12 @@ def left_out(
 def computed(
     linears: dict[str, nn.Linear], names: Iterable[str]
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which these Linears compute their output, but with the backward of skipped
-    Linears, so that the two can be compared.
+    """Context manager for a test, in which these Linears compute their output, but with the same
+    backward as in `left_out`, so that gradients can be compared to the bit.
+
+    Args:
+        linears: the layer's Linears by name.
+        names: names of the Linears.
     """
     modules = [linears[name] for name in names if name in linears]
     return SwappedForwards(
@@ -291,6 +300,8 @@ def tapped(
     their outputs by saved ones.
 
     Args:
+        linears: the layer's Linears by name.
+        names: names of the Linears.
         sink: callback for a Linear's name and its output [..., out].
         see: callback for a Linear's name and its input [..., in].
         source: returns the saved output for a name; None: the Linear computes its output.
@@ -339,7 +350,16 @@ UNREAD = Unread(0)  # none
 def _product(
     module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast | None, x: Tensor
 ) -> Tensor:
-    """Return the module's output for x [..., in], or `value` if it is a tensor."""
+    """Return the Linear's output [..., out] for x [..., in], or `value` if that is a tensor.
+
+    Args:
+        module: the Linear, or a LoRA Linear.
+        value: the saved output; `UNREAD`: return NaN; another slice: compute these rows, NaN in
+            others; None: compute the output.
+        add: accumulates the factors of the weight's gradient; None: autograd returns the gradient.
+        cast: function of a dtype that returns the weight in this dtype; None: cast here.
+        x: [..., in].
+    """
     if (adaptation := module.__dict__.get(ADAPTED)) is not None:
         found: Tensor = adaptation.product(x, value, add, cast)
         return found
@@ -361,15 +381,8 @@ def cast_to(x: Tensor) -> torch.dtype | None:
 
 
 class LinearWithKnownOutput(torch.autograd.Function):
-    """Autograd Function for x [..., in] @ W^T + b with a Linear's gradients. Forward computes the
-    product or returns a saved output.
-
-    Args:
-        value: [..., out], the saved output; None: compute the output; `UNREAD`: no code reads the
-            output, so fill it with NaN.
-        add: accumulates the factors of the weight's gradient, which is None then. The weight stays
-            an input: otherwise the output would have no graph if x requires no gradient.
-    """
+    """Autograd Function of a Linear, x [..., in] @ W^T + b, which may return a saved output instead
+    of computing it. The gradients are a Linear's."""
 
     @staticmethod
     def forward(
@@ -380,14 +393,25 @@ class LinearWithKnownOutput(torch.autograd.Function):
         value: Tensor | Unread | None,
         add: Any,
     ) -> Tensor:
-        """Return the output [..., out]: the saved `value` as a view, NaN for `UNREAD`, the computed
-        product for None.
+        """Return the output [..., out].
+
+        Args:
+            x: [..., in].
+            weight: [out, in]. The weight is an input even if `add` is given: otherwise the output
+                would have no graph if x requires no gradient.
+            bias: [out].
+            value: the saved output [..., out], returned as a view; None: compute the output;
+                `UNREAD`: no code reads the output, so return NaN; another slice: compute these
+                rows, NaN in others.
+            add: called in backward with both factors of the weight's gradient, which it
+                accumulates; None: backward returns this gradient.
         """
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         ctx.add = add
         if value is None:
-            return unviewed(torch.nn.functional.linear(x, weight, bias))
+            computed = torch.nn.functional.linear(x, weight, bias)
+            return unviewed(computed) if computed._is_view() else computed
         if isinstance(value, Unread):
             out = x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
             if value is not UNREAD:
@@ -399,7 +423,8 @@ class LinearWithKnownOutput(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x [..., in], weight [out, in] and bias [out] for grad [..., out].
 
-        The weight's gradient is None if there is an `add`, which receives its factors.
+        The weight's gradient is None if forward got `add`, which receives the gradient's two
+        factors.
         """
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)

@@ -1,5 +1,5 @@
-"""State that a recomputation must share with the forward: autocast, training mode, and disabled
-checkpointing.
+"""State that a recomputation must share with the forward: parameters, autocast, training mode, and
+disabled checkpointing.
 
 [Note: autocast] A program's autocast applies to its model's computation only. `Autocast.off`
 therefore surrounds a layer's call, its tests and its backward pass, also if the program calls
@@ -9,32 +9,41 @@ keep their dtypes: a join of float16 raises under bfloat16's autocast. Gradients
 autograd returns each gradient in its value's dtype, and autocast would round the factors of a
 float32 region's gradients to half precision. The outer context keeps autocast's weight copies for
 all chunks, because torch drops the copies at the end of the outermost autocast.
+
+[Note: shadows] Every chunk's nested backward would fire the hooks that DDP, ZeRO, FSDP or the user
+hung on the real parameters, once per chunk. So the chunk loop differentiates with respect to
+detached aliases that share the parameters' memory. They sit in the parameters' slots during the
+loop and the sums go out through the layer's autograd Function, which fires each hook once. A
+parameter in several slots (tied) has one shadow; frozen parameters keep their place, because
+quantised ones carry attributes that a detached alias would lose.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import NamedTuple
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from streambp.errors import BackwardError
+from streambp.errors import BackwardError, UnsupportedModelError
+from streambp.fingerprint.snapshots import VERSION, LayerSnapshot
 from streambp.known_names import CHECKPOINTING
 
 NULL_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # reusable
 
 
 class Autocast(NamedTuple):
-    """Autocast's state for a device and for the CPU. [Note: autocast]
+    """The state of torch's autocast, for a device and for the CPU. [Note: autocast]
 
     Attributes:
         states: (device type, enabled, dtype) for each device type.
         cache: True if autocast caches weight copies.
-        on: True if autocast casts on one of the devices; otherwise a backward pass needs no
-            restoring.
+        on: True if autocast is enabled for one of the device types.
     """
 
     states: tuple[tuple[str, bool, torch.dtype], ...]
@@ -43,7 +52,7 @@ class Autocast(NamedTuple):
 
     @classmethod
     def capture(cls, device: torch.device) -> Autocast:
-        """Return the current state."""
+        """Return the current state of autocast for this device and the CPU."""
         states, on = [], False
         for kind in ("cpu",) if device.type == "cpu" else (device.type, "cpu"):
             if torch.amp.is_autocast_available(kind):
@@ -57,7 +66,7 @@ class Autocast(NamedTuple):
         return self.restored(enabled=False)
 
     def restored(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Context manager that restores the captured state.
+        """Context manager that restores autocast's captured state.
 
         Args:
             enabled: False: disable autocast instead.
@@ -81,7 +90,13 @@ class Autocast(NamedTuple):
 
 
 def check_mode(layer: nn.Module, training: bool) -> None:
-    """Raise BackwardError if the layer is in another mode than it was in forward."""
+    """Raise BackwardError if the layer is in train mode and was in eval mode in forward, or the
+    reverse.
+
+    Args:
+        layer: the layer.
+        training: `layer.training` in forward.
+    """
     if layer.training != training:
         raise BackwardError(
             f"The layer was in {'train' if training else 'eval'} mode in forward and is in the "
@@ -92,16 +107,16 @@ def check_mode(layer: nn.Module, training: bool) -> None:
 
 @contextlib.contextmanager
 def computed_as_written(modules: list[nn.Module]) -> Iterator[None]:
-    """Context manager that disables transformers' checkpointing and `parametrize.cached()` for this
+    """Context manager that disables transformers' checkpointing and `parametrize.cached()` for a
     layer.
 
-    From transformers 5.23 on a class's forward would wrap itself in a checkpoint. Cached
-    parametrized weights have no graph, or a graph that ends elsewhere, so weights are recomputed at
-    each read. Recomputations need this context manager too, because TRL sets the flag again between
-    forward and backward.
+    From transformers 5.23 on a layer's forward would wrap itself in a checkpoint. Cached
+    parametrized weights have no graph, or a graph that ends elsewhere. Recomputations need this
+    context manager too, because TRL sets `gradient_checkpointing` again between forward and
+    backward.
 
     Args:
-        modules: the layer's modules with transformers' flag.
+        modules: the layer's modules that have a `gradient_checkpointing` flag.
     """
     flagged, cached = (
         [module for module in modules if module.__dict__.get(CHECKPOINTING[0])],
@@ -118,3 +133,169 @@ def computed_as_written(modules: list[nn.Module]) -> Iterator[None]:
             parametrize._cache_enabled = cached
         for module in flagged:
             module.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+ParameterSlot = tuple[nn.Module, str]  # a place that holds a parameter: `module._parameters[name]`
+
+
+def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
+    """Return all parameters inside a module as (full name, (submodule, name in the submodule's
+    `_parameters`)). Entries that are None are left out.
+    """
+    return [
+        (f"{path}.{name}", (owner, name))
+        for path, owner in module.named_modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+
+
+class Parameters:
+    """The trainable parameters of a module, stored as places: (submodule, name) for
+    `submodule._parameters[name]`.
+
+    A tied parameter has several places. The parameters themselves are not stored, because DDP, ZeRO
+    or FSDP may replace them between forward and backward.
+
+    Args:
+        module: the module.
+        device: device on which the module computes.
+        slots: `slots_of` the module; None: search the module.
+
+    Attributes:
+        look: snapshot of the module's structure, attributes and hooks; None: no snapshot was taken.
+        trained: the parameters' requires_grad flags at the snapshot, one byte each.
+    """
+
+    look: LayerSnapshot | None = None
+    trained: bytes = b""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        slots: list[tuple[str, ParameterSlot]] | None = None,
+    ) -> None:
+        groups: dict[int, list[ParameterSlot]] = {}
+        self.names: list[str] = []
+        self._identities: list[int] = []  # of each distinct parameter
+        self._versions: list[int] = []
+        for path, slot in slots_of(module) if slots is None else slots:
+            parameter = slot[0]._parameters[slot[1]]
+            if isinstance(parameter, DTensor):  # frozen DTensors are refused as well
+                raise UnsupportedModelError(
+                    f"{path} is a DTensor while the layer computes, as under tensor or expert "
+                    "parallelism. streambp streams plain parameters: use DDP, ZeRO or FSDP2 around "
+                    "whole decoder layers."
+                )
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if parameter.is_meta and device.type != "meta":
+                raise UnsupportedModelError(
+                    f"{path} is on the meta device while the layer computes on {device.type}, as "
+                    "under device_map with weights offloaded to disk or CPU; its gradient would be "
+                    "lost. Load the model without offloaded weights to train it."
+                )
+            if id(parameter) in groups:
+                groups[id(parameter)].append(slot)
+                continue
+            self.names.append(path)
+            self._identities.append(id(parameter))
+            self._versions.append(parameter._version)
+            groups[id(parameter)] = [slot]
+        self.groups = list(groups.values())
+        self._module = module
+
+    def renewed(self, look: LayerSnapshot, trained: bytes) -> Parameters:
+        """Return a copy for a new forward of the layer: it stores the parameters' ids and version
+        counters of now, for `check_unchanged` in backward.
+
+        Args:
+            look: snapshot of the layer's modules, attributes and hooks at this forward.
+            trained: the parameters' requires_grad flags at this forward, one byte each.
+        """
+        found = copy.copy(self)
+        held = found.current()
+        found._identities = list(map(id, held))
+        found._versions = list(map(VERSION, held))
+        found.look = look
+        found.trained = trained
+        return found
+
+    def current(self) -> list[Tensor]:
+        """Return the module's current parameters [...], one for each distinct parameter."""
+        found: list[Any] = []
+        for (owner, name), *_ in self.groups:
+            found.append(owner._parameters[name])
+        return found
+
+    def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
+        """Raise BackwardError if a parameter was written to or replaced since forward, or if
+        another parameter requires a gradient.
+
+        Args:
+            slots: `slots_of` the module now; None: search the module; []: requires_grad flags are
+                known to be unchanged.
+        """
+        held = self.current()
+        if list(map(id, held)) != self._identities or list(map(VERSION, held)) != self._versions:
+            known_as = zip(self.names, held, self._identities, self._versions, strict=True)
+            for name, parameter, identity, version in known_as:
+                if id(parameter) != identity:
+                    raise BackwardError(
+                        f"{name} is another tensor in backward than it was in forward, so "
+                        "recomputing the layer would give the gradient of another model. "
+                        "torch.func.functional_call replaces parameters during forward alone. "
+                        "Load the values into the model's own parameters, or run the model "
+                        "unpatched (streambp.unpatch(model))."
+                    )
+                if parameter._version != version:
+                    raise BackwardError(
+                        f"{name} was changed in place between forward and backward, so recomputing "
+                        "the layer would give the gradient of another model. Call backward before "
+                        "optimizer.step() or any other update."
+                    )
+        slots = slots_of(self._module) if slots is None else slots
+        known = set(self._identities) if slots else ()
+        for _, (owner, name) in slots:
+            now = owner._parameters[name]
+            if now is not None and now.requires_grad and id(now) not in known:
+                raise BackwardError(
+                    f"{type(owner).__name__}.{name} {list(now.shape)} wants a gradient in backward "
+                    "and wanted none in forward (another adapter is active?), so recomputing the "
+                    "layer would give the gradient of another model. Call backward before "
+                    "set_adapter or requires_grad_."
+                )
+
+    def shadowed(
+        self, change: Callable[[Tensor], Tensor] = Tensor.detach
+    ) -> contextlib.AbstractContextManager[list[Tensor]]:
+        """Context manager that replaces the parameters in their modules by shadows [...], detached
+        aliases that require gradients. The shadows are yielded in the order of `current`.
+        [Note: shadows]
+
+        Args:
+            change: returns a shadow's value for a parameter's value.
+        """
+        return self.replaced([change(parameter).requires_grad_() for parameter in self.current()])
+
+    @contextlib.contextmanager
+    def replaced(self, others: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Context manager that replaces the parameters in their modules by other tensors [...].
+
+        Args:
+            others: the tensors, in the order of `current`.
+        """
+        together = zip(self.groups, others, self.current(), strict=True)
+        places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
+            (owner._parameters, name, other, own)
+            for slots, other, own in together
+            for owner, name in slots
+        ]
+        try:
+            for table, name, other, _ in places:
+                table[name] = other
+            yield others
+        finally:
+            for table, name, _, own in places:
+                table[name] = own

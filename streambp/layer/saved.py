@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from streambp.accumulate import GradientSum
+from streambp.attention.attend import Attended
 from streambp.attention.kv import KVBuffer
-from streambp.attention.merge import Attended
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
 from streambp.device import RandomState
@@ -48,50 +48,50 @@ from streambp.recurrent.states import Key, States
 
 @dataclasses.dataclass(eq=False)
 class InMemory:
-    """Store that keeps references to tensors, each from `put` to `take`. `HostTensors` is the
-    counterpart for offloading.
-    """
+    """Store for the tensors that a layer call saves for backward, on the device. The store keeps
+    references, each from `put` to `take`. `HostTensors` has the same methods for host memory."""
 
     copies = False
     tensors: dict[Access, Tensor] = dataclasses.field(default_factory=dict)
 
     def put(self, name: str, chunk: int, tensor: Tensor) -> None:
-        """Store a reference to the tensor [...]."""
+        """Store a reference to a chunk's tensor [...]."""
         self.tensors[name, chunk] = tensor
 
     def has(self, name: str, chunk: int) -> bool:
-        """True if the tensor is stored."""
+        """True if this tensor of this chunk is stored."""
         return (name, chunk) in self.tensors
 
     def reserve(self, size: int) -> None:
-        """Do nothing: a reference needs no memory of its own."""
+        """Reserve no memory: references need none."""
 
     def load(self, name: str, chunk: int) -> None:
-        """Do nothing: the tensor never left the device."""
+        """Load nothing: the tensor never left the device."""
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """Return the tensor [...], which stays stored."""
+        """Return a chunk's tensor [...], which stays stored."""
         return self.tensors[name, chunk]
 
     borrow = peek  # in-place changes need no copy back
 
     def read_ahead(self) -> None:
-        """Do nothing: no tensor needs a copy."""
+        """Read nothing ahead: no tensor needs a copy."""
 
     def take(self, name: str, chunk: int) -> Tensor:
-        """Remove the tensor [...] from the store and return it."""
+        """Remove a chunk's tensor [...] from the store and return it."""
         return self.tensors.pop((name, chunk))
 
 
 @dataclasses.dataclass(eq=False)
 class SavedProducts:
-    """The outputs of Linears that one layer call saves.
+    """The outputs of Linears that one layer call saves for backward.
 
     Attributes:
         linears: the Linears that may be saved, by name.
         names: the names of the Linears whose outputs are saved.
-        keys: the names of the saved outputs in the store.
-        captured: the outputs captured in the current chunk: key, output and version.
+        keys: the names of these outputs in the store, such as "product.mlp.up_proj#0".
+        captured: the outputs of the current chunk that are not yet in the store: key, output, and
+            its version counter.
     """
 
     linears: dict[str, nn.Linear] = dataclasses.field(default_factory=dict)
@@ -102,11 +102,12 @@ class SavedProducts:
     def capture_outputs(
         self, names: list[str] | None = None, see: See | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Context manager that collects Linear outputs for `SavedForBackward.keep`.
+        """Context manager that collects the outputs of Linears in `captured`, until
+        `SavedForBackward.keep_products` stores them.
 
         Args:
-            names: the Linears; None: the Linears that `saves` names.
-            see: callback for the Linears' inputs.
+            names: the Linears; None: those whose outputs are saved.
+            see: callback for a Linear's name and its input [..., in].
         """
         if names is None:
             names = self.names
@@ -134,10 +135,11 @@ class SavedProducts:
         output once.
 
         Args:
-            brought: the tensors [B, C, ...] of the current chunk, by name; used outputs are removed.
-            names: the Linears; None: the Linears that `saves` names.
+            brought: the saved tensors [B, C, ...] of the current chunk, by name; used outputs are
+                removed.
+            names: the Linears; None: those whose outputs are saved.
             sums: as in `products.summed`.
-            see: callback for the Linears' inputs.
+            see: callback for a Linear's name and its input [..., in].
         """
         if names is None:
             names = self.names
@@ -154,19 +156,22 @@ class SavedProducts:
 
 
 class SavedForBackward:
-    """The tensors that one layer call saves for its backward, chunk by chunk, and the order of
-    backward's reads.
+    """The tensors that one layer call saves for its backward, chunk by chunk, and the order in
+    which backward reads them.
 
     Attributes:
-        saves: the names to save, by the user's config or by the policy.
-        named: True if the user's config names the saves.
-        watch: records costs for the policy; None: nothing is recorded.
+        saves: names of what is saved beside each chunk's input: "attn_out", "kv" or names of
+            Linears.
+        named: True if the user's config names `saves`; False: the policy for `saves="auto"` did.
+        watch: records the costs of saving, for the policy; None: nothing is recorded.
         autocast: the forward's autocast state; Linears return its dtype. [Note: autocast]
-        products: the outputs of Linears among the saves.
-        keeps_graph: True if the autograd graph is kept from forward to backward. [Note: kept
-            graphs]
-        graph: a `layer.gradients.Graph`; None: backward recomputes.
-        brought: the tensors that the current chunk reads, by name. [Note: order of reads]
+        store: holds the tensors, on the device or on the host.
+        random: the random state at each chunk's start.
+        products: the outputs of Linears that are saved.
+        keeps_graph: True if the autograd graph stays from forward to backward. [Note: kept graphs]
+        graph: this graph, a `layer.gradients.Graph`; None: backward recomputes.
+        brought: the saved tensors of the chunk that backward is computing, by name.
+            [Note: order of reads]
     """
 
     lends_attended = True  # the layer receives the saved attention output itself, not a copy
@@ -198,7 +203,12 @@ class SavedForBackward:
         self._indexers = 0
 
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
-        """Let the policy choose the saves by available memory, unless the config names them."""
+        """Let the policy for `saves="auto"` choose what to save, by the available memory.
+
+        Args:
+            rows: batch size.
+            can_keep_graph: returns True if the autograd graph may stay until backward.
+        """
         if self.site.saves_policy is not None and self.chosen_here:
             names, self.keeps_graph, self.watch = self.site.saves_policy.saves(
                 self, rows, can_keep_graph
@@ -211,7 +221,7 @@ class SavedForBackward:
         """Free every saved tensor that backward can recompute.
 
         Args:
-            at_work: the layer's forward is running and still needs its K/V buffers.
+            at_work: True if the layer is running and still needs its buffers of keys and values.
         """
         self.saves = ()
         self.keeps_graph = False
@@ -230,36 +240,34 @@ class SavedForBackward:
 
     @property
     def moves_kv(self) -> bool:
-        """True if saved keys and values are offloaded. Otherwise saved keys and values stay in the
-        prefix's buffers.
-        """
+        """True if saved keys and values are moved to the host. False: keys and values stay in
+        attention's buffers."""
         return "kv" in self.saves and self.store.copies
 
     def seal(self, backward_bytes: int) -> None:
-        """End the forward and pass the order of reads to a store on the host.
+        """End forward: give a store on the host the order in which backward will read.
 
         Args:
-            backward_bytes: device memory for keys, values and their gradients in backward.
+            backward_bytes: device memory that backward needs for keys, values and their gradients.
         """
         if not isinstance(self.store, InMemory):
             self.store.seal(self.order(), backward_bytes)
 
     def keep_states(self, chunk: Chunk, states: States) -> None:
-        """Save the states that a chunk starts from."""
+        """Save the recurrent states that a chunk starts from."""
         self._state_keys = list(states) or self._state_keys
         if states and self._state_chunk(chunk.index) == chunk.index:
             for number, state in enumerate(states.values()):
                 self.store.put(f"state.{number}", chunk.index, state)
 
     def _state_chunk(self, index: int) -> int | None:
-        """Return the index under which a chunk's start states are stored: the first chunk that
-        starts from them. None if the chunk starts without states.
-        """
+        """Return the chunk index under which a chunk's start states are stored: that of the first
+        chunk with the same predecessor. None if the chunk starts without states."""
         before = self.plan.before[index] if self._state_keys else None
         return None if before is None else self.plan.behind[before][0]
 
     def states(self) -> States:
-        """Return the states that the current chunk starts from."""
+        """Return the start states of the chunk that backward is computing."""
         found = (self.brought.get(f"state.{number}") for number in range(len(self._state_keys)))
         return {
             key: state
@@ -268,14 +276,15 @@ class SavedForBackward:
         }
 
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
-        """Save the tensors that backward needs of this chunk.
+        """Save what backward needs of a chunk: its input, indexers' picks, and what `saves` names.
 
         Args:
-            hidden_chunk: [..., B, C, h], without a graph.
-            attended: the results of the chunk's attention calls.
+            chunk: the chunk.
+            hidden_chunk: the chunk's input [..., B, C, h], without a graph.
+            attended: output and logsumexp of each attention call in the chunk.
 
         Raises:
-            UnsupportedModelError: the layer has written to a tensor that must be saved.
+            UnsupportedModelError: the layer has written in place to a tensor that must be saved.
         """
         self.store.put("x", chunk.index, hidden_chunk)
         self._indexers = len(self.carried.prefix.picked)
@@ -324,10 +333,10 @@ class SavedForBackward:
         self.watch.mark(cost)
 
     def keep_products(self, chunk: Chunk) -> None:
-        """Save the Linear outputs captured since the last call.
+        """Save the Linear outputs collected since the last call.
 
         Raises:
-            UnsupportedModelError: the layer has written to one of the outputs.
+            UnsupportedModelError: the layer has written in place to one of the outputs.
         """
         for name, product, version in self.products.captured:
             if product._version != version:
@@ -336,11 +345,11 @@ class SavedForBackward:
         self.products.captured.clear()
 
     def find_products(self) -> None:
-        """Find the Linears that `saves` names.
+        """Find the Linears that `saves` names. Outputs that the layer overwrites in place are not
+        saved, nor are outputs that backward never reads.
 
-        Must be called inside `LayerCall.streaming`, where engine hooks are disabled. Outputs that
-        the layer overwrites are not saved, nor are outputs that its backward never reads. [Note:
-        writes through pointers]
+        Must be called inside `LayerCall.streaming`, where hooks of DeepSpeed and accelerate are
+        disabled.
 
         Raises:
             UnsupportedModelError: the user has named an output that the layer overwrites.
@@ -368,9 +377,8 @@ class SavedForBackward:
             self.products.names = [name for name in kept if name not in never_read]
 
     def _overwritten(self, *names: str) -> UnsupportedModelError:
-        """Return the error for Linears whose outputs the layer overwrites; without names, for the
-        output of attention.
-        """
+        """Return the error for saved Linear outputs that the layer overwrites in place; without
+        names, for the output of attention."""
         kind = type(self.site.layer).__name__
         if not names:
             return UnsupportedModelError(
@@ -389,9 +397,8 @@ class SavedForBackward:
         )
 
     def order(self) -> list[list[Access]]:
-        """Return the accesses of backward to the store, in order; each list is read together.
-        [Note: order of reads]
-        """
+        """Return the tensors that backward reads from the store, as (name, chunk index) in the
+        order of reading. The tensors of one inner list are read together. [Note: order of reads]"""
         prefix = self.carried.prefix
         order = list[list[Access]]()
         tiled: list[
@@ -414,8 +421,7 @@ class SavedForBackward:
     @property
     def keys_are_stored(self) -> bool:
         """True if backward reads the keys and values of all chunks from the store instead of
-        recomputing them.
-        """
+        recomputing them."""
         sites = range(self.carried.prefix.calls or 0)
         wanted = [
             (f"{part}.{site}", chunk.index)
@@ -427,13 +433,13 @@ class SavedForBackward:
 
     @property
     def refilled(self) -> tuple[Chunk, ...]:
-        """Return the chunks whose keys and values may be recomputed before backward: all chunks
-        except the last, which writes its own keys and values.
-        """
+        """Return the chunks whose keys and values are recomputed at the start of backward if not
+        saved: all but the last chunk, whose own recomputation writes its keys and values."""
         return self.plan.chunks[:-1]
 
     def starts(self, index: int) -> list[Access]:
-        """Return the accesses for a chunk's input and start states."""
+        """Return (name, chunk index) of what a chunk's recomputation starts from: its input and
+        recurrent states."""
         reads = [("x", index)]
         kept = self._state_chunk(index)
         if kept is not None:
@@ -442,9 +448,7 @@ class SavedForBackward:
         return reads
 
     def reads(self, index: int) -> list[Access]:
-        """Return the accesses for differentiating a chunk: its start values, the indexers' picks
-        and the saved outputs.
-        """
+        """Return (name, chunk index) of all saved tensors that differentiating this chunk needs."""
         reads = self.starts(index)
         reads += self.attended_reads(index)
         for indexer in range(self._indexers):
@@ -455,8 +459,8 @@ class SavedForBackward:
         return reads
 
     def attended_reads(self, index: int) -> list[Access]:
-        """Return the accesses for the chunk's attention results; [] unless all results were
-        saved."""
+        """Return (name, chunk index) of a chunk's attention outputs and logsumexps; [] unless all
+        are saved."""
         reads: list[Access] = []
         if "attn_out" not in self.saves:
             return reads
@@ -468,11 +472,13 @@ class SavedForBackward:
         return reads
 
     def bring(self, chunk: Chunk, reads: list[Access], again: Container[str] = ()) -> None:
-        """Read a chunk's tensors from the store to the device. Each read is the last, except for
-        states that another chunk also starts from.
+        """Read a chunk's saved tensors from the store into `brought`, on the device, and remove
+        from the store what no other chunk reads.
 
         Args:
-            again: names that will be read again.
+            chunk: the chunk.
+            reads: (name, chunk index) of the tensors.
+            again: names of tensors that stay in the store for a later read.
         """
         self.brought.clear()
         for name, index in reads:
@@ -481,15 +487,13 @@ class SavedForBackward:
         self.store.read_ahead()
 
     def picks(self) -> list[Tensor]:
-        """Return the keys [B, C, k] that each indexer picked for the current chunk. The keys stay
-        available for a retry.
-        """
+        """Return the keys [B, C, k] that each indexer picked for the queries of the current chunk.
+        The keys stay in `brought` for a retry."""
         return [self.brought[f"picks.{indexer}"] for indexer in range(self._indexers)]
 
     def attended(self) -> list[Attended] | None:
-        """Remove and return the attention results of the current chunk; None if the results were
-        not saved.
-        """
+        """Remove the attention outputs and logsumexps of the current chunk from `brought` and
+        return both; None if not saved."""
         sites = range(self.carried.prefix.calls or 0)
         if "attn_out" not in self.saves:
             return None
@@ -504,17 +508,16 @@ class SavedForBackward:
 
 
 def _is_needed(name: str) -> bool:
-    """True if backward cannot recompute the tensor of this name."""
+    """True if backward cannot recompute a saved tensor of this name."""
     return name.split(".")[0] in ("x", "state", "picks")
 
 
 def _computes_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
-    """Return the dtype of the output for x [..., h]. Packed weights have an integer dtype, so x
-    decides.
-    """
+    """Return the dtype of a Linear's output for x [..., h]: that of its weight, or that of x if the
+    weight is quantized."""
     return linear.weight.dtype if linear.weight.is_floating_point() else x.dtype
 
 
 def linear_of(product: str) -> str:
-    """Return the Linear's name from its output's name in the store."""
+    """Return the name of the Linear whose saved output has this name in the store."""
     return product.removeprefix("product.").split("#")[0]

@@ -1,12 +1,11 @@
 """Side effects of a layer's forward.
 
-[Note: side effects] Chunks compute the layer's output and the extra outputs of `outputs.py` only.
-In the unpatched model a gradient also flows through tensors that the forward stores with their
-graph: an auxiliary loss in an attribute, or an activation that a hook appends to a list. A layer
-with such side effects runs unchunked under a checkpoint, which keeps that graph. A layer that
-writes to its buffers (power iterations, running statistics, token counters) runs unchunked too. In
-chunks it would write once for each chunk, in tests and in recomputations, partly from skipped
-products.
+Chunks compute the layer's output and the other outputs that `LayerCall` returns. In the unpatched model a gradient also
+flows through tensors that the forward stores with their graph: an auxiliary loss in an attribute,
+or an activation that a hook appends to a list. A layer with such side effects runs unchunked under
+a checkpoint, which keeps that graph. A layer that writes to its buffers (power iterations, running
+statistics, token counters) runs unchunked too. A layer in chunks would write once for each chunk,
+in tests and in recomputations, partly from skipped products.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ Buffers = dict[tuple[nn.Module, str], Tensor]
 
 
 def buffers_of(layer: nn.Module) -> Buffers:
-    """Return the buffers inside a layer by module and name, without meta tensors and tensor
-    subclasses.
-    """
+    """Return the buffers inside a layer by (module, buffer name), without meta tensors and tensor
+    subclasses."""
     return {
         (module, name): buffer
         for module in layer.modules()
@@ -38,9 +36,9 @@ def buffers_of(layer: nn.Module) -> Buffers:
 
 @contextlib.contextmanager
 def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
-    """Context manager that replaces these buffers by copies without a graph. The original tensors
-    are restored and never written to, because graphs may have saved them.
-    """
+    """Context manager that replaces these buffers in their modules by detached copies, and puts the
+    original tensors back. The originals are not written to, because autograd graphs may have saved
+    them."""
     own = {(module, name): module._buffers[name] for module, name in buffers}
     try:
         for (module, name), buffer in buffers.items():
@@ -52,7 +50,8 @@ def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
 
 
 def written_since(before: Buffers) -> Buffers:
-    """Return the earlier values of the buffers that have changed."""
+    """Return the buffers that have changed since `before` was recorded, with their values [...] of
+    then."""
     written: Buffers = {}
     for (module, name), old in before.items():
         now = module._buffers[name]

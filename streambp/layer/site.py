@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.attention.backend import AsSdpa, Used
-from streambp.attention.carriers import NoAttention, ThroughInterface
+from streambp.attention.interface import NoAttention, ThroughInterface
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.device import has_data, products_rounded_to
@@ -22,7 +22,7 @@ from streambp.fingerprint.hooks import HookKey, described
 from streambp.fingerprint.snapshots import Fingerprint, LayerSnapshot
 from streambp.foreign import has_compiled_parts
 from streambp.instance_forward import StepOwner
-from streambp.layer.adapters import Reading, readings
+from streambp.layer.adapters import Reading, keep_reasons, readings
 from streambp.layer.choices import ReplayedChoices
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.recompute import NULL_CONTEXT, Autocast
@@ -55,9 +55,8 @@ DOUBTS_BEFORE_DECISION = (
 
 
 def remember(known: dict[Key, T], key: Key, value: T) -> T:
-    """Insert `value` as the newest entry, drop the oldest entry if there are more than `MAX_KINDS_OF_CALLS`, and
-    return `value`.
-    """
+    """Insert `value` as the newest entry of the dict, drop the oldest entry if there are more than
+    `MAX_KINDS_OF_CALLS`, and return `value`."""
     known.pop(key, None)
     known[key] = value
     if len(known) > MAX_KINDS_OF_CALLS:
@@ -67,13 +66,14 @@ def remember(known: dict[Key, T], key: Key, value: T) -> T:
 
 @dataclasses.dataclass(frozen=True)
 class Overwritten:
-    """The tensors that a layer's forward overwrites, among the tensors saved for backward. [Note:
-    writes through pointers]
+    """The tensors that a layer's forward overwrites in place, among those that backward may need.
+    [Note: writes through pointers]
 
     Attributes:
         products: names of the Linears whose outputs are overwritten.
         attended: True if the output of attention is overwritten.
-        inputs: True if hidden_states or start states are overwritten through a pointer.
+        inputs: True if a kernel overwrites hidden_states or recurrent states without raising their
+            version counters.
     """
 
     products: frozenset[str] = frozenset()
@@ -83,18 +83,18 @@ class Overwritten:
 
 @dataclasses.dataclass
 class TrialResult:
-    """Test results for calls of one kind: calls with the same names, types and dtypes of arguments,
-    and the same modules, hooks and requires_grad flags of the layer.
+    """Results of testing a decoder layer for calls of one kind. Calls of one kind have the same
+    names, types and dtypes of arguments, and the same modules, hooks and requires_grad flags of the
+    layer.
 
     Attributes:
-        judged: True if the decision between streaming and running unchunked is made.
-        because: why these calls run unchunked; None: they stream.
-        seen_writing: the autocast states under which in-place writes of the forward were detected.
-        tried: by chunk size, the number of tokens up to which chunks were tested equal to the full
-            sequence; None: no test ran.
-        adopted: True if the results were copied from the same calls without some hooks. [Note:
-            hooks after a warm-up]
-        doubts: how often a possibly temporary reason to run unchunked was found.
+        judged: True if it is decided whether these calls run in chunks.
+        because: the reason why calls of this kind run unchunked; None: they run in chunks.
+        seen_writing: the autocast states under which the forward was searched for in-place writes.
+        tried: tested length in tokens by chunk size; up to it outputs in chunks equal unchunked
+            outputs; None: no test ran.
+        adopted: True if the results were copied from calls of the layer with fewer hooks.
+        doubts: number of reasons to run unchunked that may not recur.
     """
 
     judged: bool = False
@@ -105,18 +105,16 @@ class TrialResult:
     doubts: int = 0
 
     def judge(self, because: str | None) -> None:
-        """Store the decision for these calls.
+        """Store the decision whether calls of this kind run in chunks.
 
         Args:
-            because: why the calls run unchunked; None: they stream.
+            because: the reason why calls of this kind run unchunked; None: they run in chunks.
         """
         self.judged, self.because = True, because
 
     def doubt(self, because: str) -> None:
-        """Count a possibly temporary reason for running unchunked, and decide after `DOUBTS_BEFORE_DECISION` of
-        them. An exception may not recur, and a first call may set a value that later calls only
-        read.
-        """
+        """Count a reason to run unchunked that may not recur, such as an exception. After
+        `DOUBTS_BEFORE_DECISION` of them, calls of this kind run unchunked."""
         self.doubts += 1
         if self.doubts >= DOUBTS_BEFORE_DECISION:
             self.judge(because)
@@ -124,13 +122,14 @@ class TrialResult:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """How values pass from chunk to chunk of a layer, and through which arguments. [Note: carriers]
+    """The way in which a layer's chunks read keys, values and recurrent states of earlier chunks.
+    [Note: carriers]
 
     Attributes:
-        attention: how chunks read keys and values.
-        states: how chunks read states.
-        position_cache: the argument for a cache that the layer reads the number of earlier tokens
-            from; empty: none.
+        attention: passes keys and values to later chunks.
+        states: passes recurrent states to later chunks.
+        position_cache: name of the argument for a cache that the layer asks only for the number of
+            earlier tokens; empty: none.
     """
 
     attention: NoAttention = dataclasses.field(default_factory=ThroughInterface)
@@ -140,15 +139,16 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True)
 class CallReport:
-    """Report of a layer's call, for `describe`.
+    """Facts about one call of a layer, which `streambp.describe` prints.
 
     Attributes:
-        because: why the layer ran unchunked under a checkpoint; None: it streamed or was one chunk.
-        longest: length of the longest chunk and the reason, if it exceeds the requested length.
-            [Note: chunk ends]
-        told: the arguments that pass document boundaries to the layer's kernels. [Note: documents]
-        rows: the documents of packed rows that position_ids mark for its mixers; None: position_ids
-            mark none. [Note: segments]
+        because: the reason why the layer ran unchunked under a checkpoint; None: it ran in chunks,
+            or was one chunk.
+        longest: length of the longest chunk and the reason, if it is longer than requested; else
+            None. [Note: chunk ends]
+        told: the arguments that pass document boundaries to the layer's kernels.
+        rows: the documents of packed rows for which modules with recurrent states run separately;
+            None: there are none. [Note: segments]
         documents: the argument that passes packed documents to attention, and the document count.
         plan: the chunks of the call.
     """
@@ -163,11 +163,11 @@ class CallReport:
 
 @dataclasses.dataclass
 class WarmUp:
-    """State that `streambp.warm_up` sets for all layers of a model. [Note: hooks after a warm-up]
+    """State that `streambp.warm_up(model)` sets for all layers of the model.
 
     Attributes:
-        on: True if new hooks are monitored instead of tested. Becomes False for all layers once a
-            new hook modifies a value.
+        on: True if hooks that are added later are watched while they run, instead of being tested.
+            Becomes False for all layers once such a hook modifies a value.
     """
 
     on: bool = True
@@ -175,34 +175,38 @@ class WarmUp:
 
 @dataclasses.dataclass
 class LastCall:
-    """Facts about a layer's last call, for `describe` and for the errors of the step.
+    """Facts about a layer's last call, for `streambp.describe` and for error messages.
 
     Attributes:
-        report: a report for `describe`.
-        kernels: the attention kernels of the last call in chunks.
-        sdpa: the same calls in torch's own attention, for the last call with a backward.
-        error_has_advice: True if an error of this step contains out-of-memory advice already.
+        report: facts for `describe`.
+        kernels: the attention kernels that ran.
+        sdpa: the kernels that torch's scaled_dot_product_attention would use, for the last call
+            with a backward.
+        error_has_advice: True if an error of this step already tells what to do about memory.
+        adapters: the layer's Linears with LoRA adapters, by name, as last read.
     """
 
     report: CallReport = CallReport()
     kernels: frozenset[Used] = frozenset()
     sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
     error_has_advice: bool = False
+    adapters: dict[str, Reading] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class LayerTests:
-    """Results of a layer's tests.
+    """Results of a layer's tests on random tokens.
 
     Attributes:
         results: test results by kind of call.
-        unread: by situation, the Linears whose outputs backward never reads.
-        unread_in_halves: by situation, the unread Linears of a layer split at its attention.
-        overwritten: the tensors that the forward overwrites.
-        at_last_positions: True if tests may run at the highest positions of a call. [Note: writes
-            through pointers]
-        third_party_modules: names of third-party modules inside the layer. [Note: foreign insides]
-        max_tested_tokens: the most tokens that could be tested at once; None: the full length.
+        unread: the Linears whose outputs backward never reads, by `LayerCall.situation`.
+        unread_in_halves: the same for a layer that is computed in two halves.
+        overwritten: the tensors that the forward overwrites in place.
+        at_last_positions: True if tests may run at the highest positions of a call.
+            [Note: writes through pointers]
+        third_party_modules: names of modules inside the layer that are neither torch's nor
+            transformers'. [Note: foreign insides]
+        max_tested_tokens: the most tokens for which there is memory to test at once; None: all.
         kernels_take_documents: True if document boundaries from position_ids are passed to the
             layer's kernels where possible.
         tested_hooks: the inner hooks of the tested layer.
@@ -210,12 +214,11 @@ class LayerTests:
             ran in tests.
         warm_up: the model's warm-up state; None: `warm_up` was not called.
 
-    [Note: hooks after a warm-up] A test runs the layer's hooks. A hook that accumulates values
-    would then keep the test's tokens and gradients. A hook that only reads values cannot change the
-    result of a test. After `warm_up`, new hooks are therefore monitored instead of tested. Forward
-    checks that a hook does not modify values, and backward checks that a hook keeps no graph. If a
-    hook does either, the step ends with an error, and the layer is tested with the hook from then
-    on.
+    A test runs the layer's hooks. A hook that accumulates values would then keep the test's tokens
+    and gradients. A hook that only reads values cannot change the result of a test. After
+    `warm_up`, new hooks are therefore watched instead of tested. Forward checks that a hook does
+    not modify values, and backward checks that a hook keeps no graph. If a hook does either, the
+    step ends with an error, and the layer is tested with the hook from then on.
     """
 
     results: dict[frozenset[tuple[str, Any]], TrialResult] = dataclasses.field(default_factory=dict)
@@ -233,15 +236,22 @@ class LayerTests:
     warm_up: WarmUp | None = None
 
     def result(self, kind: frozenset[tuple[str, Any]]) -> TrialResult:
-        """Return the test results for this kind of call; new, empty results if there are none."""
+        """Return the test results for this kind of call; new, empty results if there are none.
+
+        Args:
+            kind: `Arguments.kind`, the form of a call's arguments and the layer's structure.
+        """
         findings = self.results.get(kind)
         if findings is None:
             findings = remember(self.results, kind, TrialResult())
         return findings
 
     def forget(self, because: str | None) -> None:
-        """Remove the decisions made for this reason after a call has raised: the call itself may
-        have caused the failed test.
+        """Let calls that run unchunked for this reason be tested again. Used after a call has
+        raised, because that call may have caused the failed test itself.
+
+        Args:
+            because: the reason.
         """
         for findings in self.results.values():
             findings.doubts = 0
@@ -250,8 +260,13 @@ class LayerTests:
                 findings.judged = False
 
     def cover(self, findings: TrialResult, plan: ChunkPlan) -> bool:
-        """True if no module inside the layer is third-party, or if calls of this kind were tested
-        at about the call's length. [Note: foreign insides]
+        """True if this call needs no further test at its length: the layer has no third-party
+        modules, or calls of this kind were tested at this length and chunk size.
+        [Note: foreign insides]
+
+        Args:
+            findings: test results for calls of this kind.
+            plan: the chunks of the call.
         """
         tried = findings.tried
         if len(plan.ends) == 1 or (tried is None and not self.third_party_modules):
@@ -259,9 +274,8 @@ class LayerTests:
         return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
 
     def reuse_result(self, kind: frozenset[tuple[str, Any]], look: LayerSnapshot) -> None:
-        """Copy the test result for these calls from calls that differ only by hooks: the layer had
-        fewer hooks, without those added since `warm_up`. If warm-up's state is off, delete such
-        copies. [Note: hooks after a warm-up]
+        """Copy test results to calls that differ from the tested ones only by hooks added since
+        `warm_up`. If a hook has modified a value since, delete such copies.
 
         Args:
             kind: key of the calls in `results`.
@@ -286,10 +300,14 @@ class LayerTests:
 
     def refuse_untested(self, modifying_hooks: AbstractSet[HookKey], layer: nn.Module) -> None:
         """Raise if a hook that modifies values was added after `warm_up` and was therefore never
-        tested. Called at the end of a forward in which hooks have modified values.
+        tested.
+
+        Args:
+            modifying_hooks: the hooks that modified a value in this forward.
+            layer: the decoder layer.
 
         Raises:
-            StreamBPError: such a hook modified a value. [Note: hooks after a warm-up]
+            StreamBPError: there is such a hook.
         """
         if self.warm_up is None or not self.warm_up.on:
             return
@@ -305,27 +323,28 @@ class LayerTests:
 
 @dataclasses.dataclass
 class LayerSite:
-    """A streamed layer: the module, how it streams, and the results of its tests.
+    """Everything that streambp stores for one decoder layer: the module, its settings, and the
+    results of its tests.
 
     Attributes:
         layer: the decoder layer.
         config: the user's settings.
-        kind: how values pass from chunk to chunk.
+        kind: passes keys, values and states from chunk to chunk.
         offloader: moves saved tensors to the host; None: saved tensors stay on the device.
-        saves_policy: the policy that chooses the saves; None: the config names them.
+        saves_policy: chooses what to save for `saves="auto"`; None: the config says what to save.
         weights: the host copies of the weights; None: weights stay on the device.
         index: the layer's index in the model.
         chunk_rule: returns the chunk size from index, rows, positions and device; None: the
             config's chunk size.
-        previous: the forward that replaced the class's forward before `patch`; None: there was no
-            replacement.
-        choices: recorded or prescribed routing choices; None: chunks choose freely. [Note: choices]
-        backward_begins: callback with the device at the start of each backward. [Note: notes on a
-            step]
-        owner: the current user of the model. [Note: owner of a step]
+        previous: the forward that another library had set on the layer before `patch`; None: there
+            was none.
+        choices: replays routers' choices of experts; None: routers choose freely. [Note: choices]
+        backward_begins: callback with the device at the start of each backward.
+            [Note: notes on a step]
+        owner: the thread that may use the model now. [Note: owner of a step]
         witnesses: compares backward's recomputation with forward. [Note: witness]
-        fingerprint: snapshots of the layer's structure, which is part of the kind of call. [Note:
-            fingerprint]
+        fingerprint: takes snapshots of the layer's modules, hooks and attributes.
+            [Note: fingerprint]
         tests: results of the layer's tests.
         last_call: facts about the last call.
     """
@@ -362,7 +381,12 @@ class LayerSite:
     def weights_here(
         self, direction: str, device: torch.device
     ) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which the layer's weights are on the device."""
+        """Context manager in which the layer's weights are on the device.
+
+        Args:
+            direction: "forward", "backward" or "trial" (a test of the layer).
+            device: the device.
+        """
         if self.weights is None:
             return NULL_CONTEXT
         return self.weights.here(self.index, direction, device, decodes=direction != "trial")
@@ -370,13 +394,13 @@ class LayerSite:
     def weights_for_once(
         self, args: Any, kwargs: Any, because: str
     ) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which the weights are on the device, for a call that does not stream
-        and needs no graph.
+        """Context manager in which the layer's weights are on the device, for a call without a
+        graph that does not run in chunks.
 
         Args:
             args: the call's positional arguments.
             kwargs: the call's keyword arguments.
-            because: why the call does not stream.
+            because: the reason why the call does not run in chunks, for the error.
 
         Raises:
             UnsupportedModelError: the call would build a graph.
@@ -398,16 +422,14 @@ class LayerSite:
 
     @property
     def repeats(self) -> bool:
-        """True if a chunk may be retried after running out of memory: only automatically chosen
-        saves can be freed for a retry. [Note: once for each chunk]
-        """
+        """True if a chunk is retried after running out of memory: the policy for `saves="auto"`
+        chose what to save on the device, and a retry can free it. [Note: once for each chunk]"""
         return self.saves_policy is not None and self.offloader is None
 
     @property
     def linears(self) -> dict[str, nn.Linear]:
-        """Return the Linears that may be skipped, saved and summed. {} if torch's global module
-        hooks are set, because such hooks can change at any time.
-        """
+        """Return the layer's Linears that streambp may skip, save, or sum gradients of, by name. {}
+        while hooks are registered for all modules, because they may change at any time."""
         if hooked_everywhere():
             return {}
         # Where the last call ran peft's code, gradients of peft's inner Linears are summed in
@@ -417,13 +439,26 @@ class LayerSite:
 
     @property
     def adapters(self) -> dict[str, Reading]:
-        """Return the Linears with adapters, by name; {} if `kernels` is not "auto"."""
-        return self.of(readings) if self.config.kernels == "auto" else {}
+        """Return the layer's LoRA Linears by name; {} if the setting `kernels` is not "auto"."""
+        if self.config.kernels != "auto":
+            return {}
+        found = self.of(readings)
+        before = self.last_call.adapters
+        if found is not before:
+            # A layer's first forward may set attributes, and then its Linears are read again.
+            keep_reasons(before, found)
+            self.last_call.adapters = found
+        return found
 
     def coarsest(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
         """Return the least precise dtype that the layer computes in: of `dtype`, its parameters and
-        autocast. For float32 the result is TF32's precision if the device may use TF32, because
-        TF32 is used for some row counts only.
+        autocast. The result has TF32's precision in place of float32's if the device may use TF32,
+        which it does for some row counts only.
+
+        Args:
+            dtype: the dtype of the layer's input.
+            device: the device type.
+            autocast: the autocast state of the call.
         """
         cast = (to for _, active, to in autocast.states if active)
         coarsest = max(
@@ -432,8 +467,8 @@ class LayerSite:
         return products_rounded_to(device) or coarsest if coarsest == torch.float32 else coarsest
 
     def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
-        """Return a `Witness`, which compares values of backward's recomputation with forward. None
-        if the comparison is disabled or x has no values.
+        """Return the object that compares backward's recomputation with this forward. None if the
+        comparison is disabled or x has no values.
 
         Args:
             x: [..., T, h], the layer's input.
@@ -460,9 +495,11 @@ class LayerSite:
         )
 
     def of(self, question: Callable[[nn.Module], T], known_as: Hashable = None) -> T:
-        """Return `question(layer)`, cached until the layer's structure changes. [Note: fingerprint]
+        """Return `question(layer)`, cached until the layer's modules, hooks or attributes change.
+        [Note: fingerprint]
 
         Args:
+            question: a function of the layer.
             known_as: the cache key; None: the function itself.
         """
         answers = (self.fingerprint.last or self.fingerprint.look(self.layer)).answers

@@ -52,16 +52,14 @@ CHOOSING = frozenset(("topk", "argsort", "sort", "argmax", "multinomial"))
 
 
 def rows_of(length: int) -> slice:
-    """Return a slice of at most `ROWS` of `length` rows, evenly spaced, with the last row."""
+    """Return a slice of at most `ROWS` (8) of `length` rows, evenly spaced, with the last row."""
     step = max(1, length // ROWS)
     return slice(length - 1 - (min(ROWS, length) - 1) * step, None, step)
 
 
 def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
-    """Return the dtypes of the layer's float parameters and the compute dtypes of its modules.
-    bitsandbytes' 4-bit Linears compute in their own dtype: their inputs and outputs may be float32,
-    and their parameters are bytes.
-    """
+    """Return the dtypes that the layer's modules compute in: those of its float parameters, and
+    `compute_dtype` of bitsandbytes' 4-bit Linears, whose parameters are bytes."""
     own = (getattr(module, COMPUTE_DTYPE, None) for module in layer.modules())
     computed_in = {
         dtype for dtype in own if isinstance(dtype, torch.dtype) and dtype.is_floating_point
@@ -75,7 +73,8 @@ def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
 
 
 def chooses(layer: nn.Module) -> bool:
-    """True if a module's code may select experts or keys by their scores."""
+    """True if the code of a module inside the layer calls topk, sort or argmax, by which a router
+    selects experts or an indexer keys."""
     classes = {
         base
         for module in layer.modules()
@@ -94,16 +93,18 @@ def answered_at_once(then: Tensor, now: Tensor) -> bool:
 
 
 class Compared(NamedTuple):
-    """A pair of values from forward and backward.
+    """A pair of values to compare, from a layer's forward and from its recomputation in backward.
 
     Attributes:
         layer: the layer.
         number: the layer's index in its model.
         cast: True if autocast was on.
         tolerance: allowed difference, relative to the norm. [Note: witness]
-        then: [n], a combination of a tensor's rows in forward, or a few of its rows [..., n].
-        now: the same in backward.
-        unchanged: the part that both contain unchanged; None: there is none.
+        then: the value in forward: [n], a weighted sum of a tensor's rows, or a few of its rows
+            [..., n].
+        now: the value in backward.
+        unchanged: a term that both values contain unchanged, such as the residual; None: there is
+            none.
     """
 
     layer: nn.Module  # no reference to the witness: an aborted backward must leave no cycle
@@ -117,10 +118,11 @@ class Compared(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Witness:
-    """Values recorded in one layer call's forward for comparison in backward. [Note: witness]
+    """Values of one layer call's forward, and their comparison with the recomputation in backward.
+    [Note: witness]
 
     Attributes:
-        witnesses: the model's comparisons.
+        witnesses: collects the comparisons of all layers of the model.
         compared: returns the function that makes a `Compared` of the tensors; called at the first
             comparison.
         left_out: names of the Linears whose outputs backward skips.
@@ -140,7 +142,7 @@ class Witness:
     _found: list[Compared] = dataclasses.field(default_factory=list)
 
     def begin(self, place: Hashable, last: bool, again: bool) -> None:
-        """Start recording or comparing a chunk, or one half of it.
+        """Start recording a chunk (or one half of it) in forward, or comparing it in backward.
 
         Args:
             place: key of the chunk or the half.
@@ -156,11 +158,14 @@ class Witness:
     def see(
         self, name: str, x: Tensor, unchanged: Tensor | None = None, rows: slice | None = None
     ) -> None:
-        """Record x [..., C, n] in forward; in backward compare it with the record of this name.
+        """Record the tensor x [..., C, n] in forward; compare it with the record of the same name
+        in backward.
 
         Args:
+            name: name of the tensor in this chunk.
+            x: the tensor.
             unchanged: [..., C, n], a term of x; the norm of the remaining terms sets the tolerance.
-            rows: rows of x to compare directly; None: all rows, in one combination.
+            rows: rows of x to compare one by one; None: compare one weighted sum of all rows.
         """
         if not self._again:
             self._here.append(
@@ -186,9 +191,8 @@ class Witness:
                 return
 
     def _combined(self, x: Tensor) -> Tensor:
-        """Return `Witnesses.combined` of x [..., C, n], cached for consecutive Linears with the
-        same x.
-        """
+        """Return `Witnesses.combined` of x [..., C, n], cached because consecutive Linears often
+        have the same x."""
         if x.is_inference():
             return self.witnesses.combined(x)
         seen = self._seen
@@ -199,16 +203,18 @@ class Witness:
         return seen[2]
 
     def see_output(self, x: Tensor, output: Tensor) -> None:
-        """Record or compare a chunk's output [..., B, C, h] for its input x [..., B, C, h].
+        """Record a chunk's output [..., B, C, h] in forward, or compare it in backward; x [..., B,
+        C, h] is the chunk's input.
 
-        If backward skips a Linear of the chunk, only a few rows of the last chunk are compared.
+        If backward skips a Linear of the layer, only a few rows of the last chunk are compared.
         """
         if self.left_out and not self.last:
             return
         self.see("output", output, x, rows_of(output.shape[-2]) if self.left_out else None)
 
     def end(self) -> None:
-        """End the layer's backward and pass on its comparisons."""
+        """Pass the pairs of values to `Witnesses.ask`, which compares them. Called at the end of
+        the layer's backward."""
         found, self._found, self._noted = self._found, [], {}
         if found:
             self.witnesses.ask(found)
@@ -216,9 +222,8 @@ class Witness:
 
 @dataclasses.dataclass(eq=False)
 class Witnesses:
-    """The comparisons of one model. All layers' comparisons in a backward share one device
-    synchronization.
-    """
+    """The comparisons of all layers of one model. The comparisons are evaluated together, with one
+    device synchronization for each backward."""
 
     _weights: dict[tuple[int, torch.dtype, torch.device], Tensor] = dataclasses.field(
         default_factory=dict
@@ -237,11 +242,11 @@ class Witnesses:
         return Witnesses, ()
 
     def combined(self, x: Tensor) -> Tensor:
-        """Return one random combination of the rows of x [..., n], which has no graph: [n], or
-        folded to fewer numbers.
+        """Return one weighted sum of the rows of x [..., n], without a graph: [n], or folded to
+        fewer numbers if n is large.
 
-        A weight depends on the row's index alone and may be negative. The weights are small enough
-        for sums in float16.
+        The weight of a row is a pseudorandom function of its index, and small enough for sums in
+        float16.
         """
         device, features = x.device, x.shape[-1]
         rows = x.numel() // max(1, features)
@@ -279,7 +284,8 @@ class Witnesses:
         return found if folded in (features, 1) else found.view(-1, folded).sum(0)
 
     def ask(self, found: list[Compared]) -> None:
-        """Compare at the end of the running backward, and raise if values differ."""
+        """Compare pairs of values when the running backward of the model ends, and raise if values
+        differ."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             Question(found).answer()
@@ -294,12 +300,12 @@ class Witnesses:
 
 @dataclasses.dataclass(eq=False)
 class Question:
-    """The comparisons of one backward. The autograd engine holds this object until its end."""
+    """The pairs of values to compare at the end of one backward of the model."""
 
     found: list[Compared]
 
     def answer(self) -> None:
-        """Read the results from each device once.
+        """Compare the pairs of values from forward and backward, with one read from each device.
 
         Raises:
             BackwardError: a layer's recomputation differs from its forward.
@@ -335,7 +341,7 @@ class Question:
 
 
 def _changed(found: list[Compared]) -> list[Compared]:
-    """Return the pairs that differ."""
+    """Return the pairs whose values differ by more than their tolerance."""
     groups: dict[tuple[Any, ...], list[Compared]] = {}
     for one in found:
         key = one.now.device, one.now.dtype, one.now.shape, one.tolerance, one.unchanged is None
@@ -355,8 +361,13 @@ def _changed(found: list[Compared]) -> list[Compared]:
 
 
 def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tensor:
-    """Return a mask [len(group)] of the pairs that differ by more than the tolerance. Pairs with
-    NaN, for example of skipped rows, do not count as different.
+    """Return a bool tensor [len(group)]: True if a pair differs by more than the tolerance. Pairs
+    with NaN, which skipped Linears return, do not count as different.
+
+    Args:
+        group: pairs of the same shape, dtype and device.
+        dtype: their dtype.
+        tolerance: allowed difference, relative to the norm.
     """
     wide = torch.promote_types(dtype, torch.float32)
     with torch.no_grad(), contextlib.ExitStack() as stack:

@@ -34,21 +34,21 @@ from streambp.lazy.expression import Node, Operand, Reading, evaluate, leaves, r
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Return how many rows of logits exist at a time when torch's own operations compute with
-    rows.
-    """
+    """Return the number of tokens whose logits are built at a time, where torch's own operations
+    compute with the logits."""
     return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary))
 
 
 class StatisticsTerm:
-    """Closed-form gradient of the statistics of each position.
+    """Gradient of logits from softmax statistics (a label's logit, the logsumexp, the mean), by a
+    formula:
 
         d loss / d logits = onehot(label) pick + p lse + mean / V
 
     pick, lse and mean [M] are gradients of the label's logit, the logsumexp and the logits' mean.
 
     Args:
-        projection: the map from products to logits.
+        projection: the map from matrix products to logits.
         count: M.
         like: gives the gradients their dtype, promote_types(dtype, float32), and device.
 
@@ -64,7 +64,7 @@ class StatisticsTerm:
         self.further: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, given: StatisticsGradient) -> None:
-        """Add the gradients of one result.
+        """Add the gradients of one result, for example of each token's log-probability.
 
         Labels go to `further` if a position is repeated or has a label already.
         """
@@ -85,15 +85,18 @@ class StatisticsTerm:
         self.has_mean |= given.mean is not None
 
     def touched(self, count: int) -> Tensor:
-        """Return [M] of bool: True where one of the gradients is not zero."""
+        """Return a bool tensor [M]: True for tokens with a gradient other than zero."""
         found = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
         for positions, _, gradient in self.further:
             found[positions[gradient != 0]] = True
         return found
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Convert the positions in `further` to rows. Other gradients [M] are indexed by
-        position.
+        """Replace the token positions in `further` by rows of the hidden states that are computed.
+
+        Args:
+            row_of: [M], the row of each position; None: the position itself.
+            edges: block boundaries; not used here.
         """
         if row_of is not None:
             self.further = [
@@ -101,12 +104,13 @@ class StatisticsTerm:
             ]
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
-        """Add the closed form and `further` to `total` [n, V].
+        """Add this gradient for one block of tokens to `total` [n, V].
 
         Args:
-            product: [n, V].
-            positions: [n], positions of the block's rows.
-            block: the block's rows.
+            total: sum of the gradients of the block's logits.
+            product: [n, V], matrix products of the output projection.
+            positions: [n], positions of the block's tokens.
+            block: the block's range of rows.
         """
         given = self.read(product, positions)
         logits = self.projection.logits(product)
@@ -119,9 +123,8 @@ class StatisticsTerm:
         total += self.projection.backward(grad, logits)
 
     def read(self, product: Tensor, positions: Tensor) -> TokenGradients:
-        """Recompute the softmax of products [n, V] at positions [n], and return it with the
-        gradients of these positions.
-        """
+        """Recompute the softmax statistics of products [n, V], and return them with the gradients
+        of the tokens at positions [n]."""
         labels, pick, lse, mean = (
             values[positions] for values in (self.labels, self.pick, self.lse, self.mean)
         )
@@ -135,10 +138,10 @@ class StatisticsTerm:
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsGradient:
-    """Gradients of the statistics of N tokens, [N] each; None: no gradient.
+    """Gradients that arrived at softmax statistics of N tokens, [N] each; None: no gradient.
 
     Attributes:
-        positions: [N].
+        positions: [N], the tokens.
         unique: True if all positions differ.
         labels: [N].
         pick: gradients of the logits of `labels`.
@@ -155,7 +158,7 @@ class StatisticsGradient:
     mean: Tensor | None = None
 
     def times(self, factor: Tensor) -> StatisticsGradient:
-        """Return the gradients [N] times a factor [1]."""
+        """Return a copy with its gradients [N] multiplied by a factor [1]."""
         pick, lse, mean = (
             None if g is None else g * factor for g in (self.pick, self.lse, self.mean)
         )
@@ -164,12 +167,13 @@ class StatisticsGradient:
 
 @dataclasses.dataclass
 class NodeTerm:
-    """Gradient of any function of rows, computed by rerunning the function under autograd.
+    """Gradient of logits from any recorded function of the logits. The function is rerun under
+    autograd, block by block.
 
     Attributes:
-        node: the function of N tokens; its leaves are flat, [N] or [N, k].
-        reading: the leaf to differentiate.
-        gradients: [N, ...] or None for each result of the node.
+        node: the recorded function of N tokens; its inputs are flat, [N] or [N, k].
+        reading: the input (logits) to differentiate.
+        gradients: [N, ...] or None for each result of the function.
         entries: indices into the N tokens, a tensor for each block.
         row_of: [M], the row of each position; None: the position itself.
         blocks: number of blocks added so far.
@@ -183,23 +187,24 @@ class NodeTerm:
     blocks: int = 0
 
     def times(self, factor: Tensor) -> NodeTerm:
-        """Return the term with its gradients [N, ...] times a factor [1], rounded to each
-        gradient's dtype.
-        """
+        """Return a copy with its gradients [N, ...] multiplied by a factor [1], rounded to each
+        gradient's dtype."""
         scaled = [None if g is None else g * factor.to(g.dtype) for g in self.gradients]
         return NodeTerm(self.node, self.reading, scaled)
 
     def touched(self, count: int) -> Tensor:
-        """Return [M] of bool: True at the positions of `reading`, even where gradients are zero."""
+        """Return a bool tensor [M]: True for the tokens whose logits the function reads, even where
+        gradients are zero."""
         found = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)  # [M]
         found[self.reading.positions] = True
         return found
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Find which of the N tokens each block of rows contains, as `entries`.
+        """Find which of the N tokens are in each block of rows, and store their indices in
+        `entries`.
 
         Args:
-            row_of: [M] or None.
+            row_of: [M], the row of each position; None: the position itself.
             edges: block boundaries.
         """
         self.row_of = row_of
@@ -215,9 +220,14 @@ class NodeTerm:
         self.blocks = 0
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
-        """Rerun the node on products [n, V] and add the gradient to `total` [n, V].
+        """Rerun the function for the next block of tokens, and add the gradient of its logits to
+        `total` [n, V].
 
-        Each call uses the next block of `place`.
+        Args:
+            total: sum of the gradients of the block's logits.
+            product: [n, V], matrix products of the output projection.
+            positions: [n], positions of the block's tokens.
+            block: the block's range of rows.
         """
         entries = self.entries[self.blocks]
         self.blocks += 1
@@ -254,13 +264,17 @@ Term = StatisticsTerm | NodeTerm  # a use of the logits that adds to their gradi
 def values_at(
     node: Node, entries: Tensor | slice, read: Sequence[Reading], products: Mapping[Any, Products]
 ) -> dict[Node, Any]:
-    """Return a flat node's leaf values for some of its N tokens, without a gradient.
+    """Return the inputs of a recorded function of logits for some of its N tokens, without a
+    gradient.
 
-    The values are the program's tensors [n, k] and the logits [n, V] of `read`. Logits have
+    The inputs are the program's tensors [n, k] and the logits [n, V] of `read`. Logits have
     promote_types(dtype, float32).
 
     Args:
-        products: products with the weights of each reading's head.
+        node: the recorded function.
+        entries: indices into the N tokens.
+        read: the logits among the inputs.
+        products: the output projection's matrix products, by the forward that `read` belongs to.
 
     Raises:
         StreamBPError: one of the program's tensors was changed in place since its use.
@@ -286,9 +300,18 @@ def sweep(
     bias: Tensor | None,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients of hidden [M, h], weight [V, h], bias [V] and the norm's parameters.
+    """Compute the gradients of hidden [M, h], weight [V, h], bias [V] and the norm's parameters, in
+    one pass over blocks of logits.
 
     A gradient is None where `needs` is False.
+
+    Args:
+        inputs: norm and settings.
+        terms: the gradients of the logits, one term for each use of the logits.
+        hidden: [M, h].
+        weight: [V, h].
+        bias: [V] or None.
+        needs: True for each tensor that requires a gradient.
     """
     work = HeadGradients(inputs, hidden, weight, bias, needs)
     products = Products(weight, bias)

@@ -36,28 +36,27 @@ from torch._C import TensorBase
 from torch.utils._pytree import tree_leaves
 
 from streambp.errors import StreamBPError
+from streambp.foreign import asked_of, method, rule_name, torch_own
 from streambp.known_names import SCALING_HOOK, TENSOR_HOOKS
-from streambp.nested import changed_arguments, tensors_in
-from streambp.torchs_own import asked_of, method, rule_name, torch_own
+from streambp.tensors import changed_arguments, tensors_in
 
 
 @dataclasses.dataclass(eq=False)
 class SharedMemory:
-    """Writes to memory that a stand-in, its slices and its views would share. [Note: stand-ins and
-    memory]
+    """Count of in-place writes to memory that a lazy tensor (without storage), its slices and its
+    views would share. [Note: stand-ins and memory]
 
     Attributes:
         watched: tensors in this memory, and the version of each tensor.
-        writes: number of writes to any of these stand-ins.
+        writes: number of writes to any of these lazy tensors.
     """
 
     watched: list[tuple[Tensor, int]] = dataclasses.field(default_factory=list)
     writes: int = 0
 
     def watch(self, tensor: Tensor) -> None:
-        """Record the version of a tensor [...] in this memory, without keeping the tensor's values
-        alive.
-        """
+        """Record the version counter of a tensor [...], without keeping the tensor's values
+        alive."""
         if type(tensor) is Tensor and not tensor.is_inference():
             # The detached tensor shares the version counter; assigning `data` drops its values.
             counter = torch_own.detach(tensor)
@@ -66,7 +65,8 @@ class SharedMemory:
 
 
 class GradientSink(torch.autograd.Function):
-    """Autograd node of a stand-in, where a gradient of the stand-in ends.
+    """Autograd function whose output is a lazy tensor (without storage). A gradient of the complete
+    tensor ends in its backward.
 
     [Note: stand-ins in a graph] [Note: lazy rows in a graph]
     """
@@ -75,10 +75,12 @@ class GradientSink(torch.autograd.Function):
     def forward(
         ctx: Any, kind: type[LazyTensor], made_of: tuple[Any, ...], *inputs: Tensor
     ) -> LazyTensor:
-        """Return the stand-in kind(*made_of) [...].
+        """Return the lazy tensor kind(*made_of) [...].
 
         Args:
-            inputs: tensors [...] that the stand-in's gradient depends on.
+            kind: class of the lazy tensor.
+            made_of: arguments of the constructor.
+            inputs: tensors [...] that the lazy tensor's gradient depends on.
         """
         made = kind(*made_of)
         ctx.set_materialize_grads(False)
@@ -90,42 +92,41 @@ class GradientSink(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Pass a gradient of the stand-in's shape [...] to its class, which may return gradients of
-        the inputs [...].
-        """
+        """Pass a gradient of the lazy tensor's shape [...] to its class (`LazyTensor.arrived`),
+        which may return gradients of the inputs [...]."""
         found = ctx.kind.arrived(ctx, gradient)
         return None, None, *(found or (None,) * (len(ctx.needs_input_grad) - 2))
 
 
 class MaterializeLazy(torch.autograd.Function):
-    """Autograd Function from a stand-in that another Function returned to its values. [Note: lazy
-    rows in a graph]
-    """
+    """Autograd function from a lazy tensor to the complete tensor, for a lazy tensor that a user's
+    autograd.Function returned. [Note: lazy rows in a graph]"""
 
     @staticmethod
     def forward(ctx: Any, values: Callable[[], Tensor], stand_in: Tensor) -> Tensor:
-        """Return the real tensor [...] that `values` computes for the stand-in."""
+        """Return the complete tensor [...], computed by `values`."""
         return values()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor]:
-        """Return the gradient of the values [...] as the stand-in's gradient."""
+        """Return the gradient of the complete tensor [...] as the lazy tensor's gradient."""
         return None, upstream
 
 
 class LazyTensor(Tensor):
-    """A tensor [*tokens, W] without storage. Subclasses define the rules and build the real tensor:
-    the methods that raise NotImplementedError here.
+    """Tensor subclass [*tokens, W] without storage, which is computed on use. Subclasses define
+    rules for operations that need no complete tensor, and the methods that raise
+    NotImplementedError here.
 
     Attributes:
-        memory: shared with the slices and views of this stand-in.
-        written: the real tensor, once an operation has replaced the stand-in by the real tensor.
-        derived: True if the stand-in shares another stand-in's memory.
-        followed: True if a result with a gradient was computed from the stand-in.
+        memory: shared with the slices and views of this tensor.
+        written: the complete tensor, once an operation has replaced this tensor by it.
+        derived: True if this tensor is a slice or view of another lazy tensor.
+        followed: True if a result with a gradient was computed from this tensor.
         classes: the dimension of size W; None: the last.
-        origin: [*tokens, ...], contiguous if the stand-in's tokens are contiguous in the full
+        origin: [*tokens, ...], contiguous if this tensor's tokens are contiguous in the full
             tensor.
-        instead: the setting with which the real tensor exists, for error messages.
+        instead: the setting with which the complete tensor exists, for error messages.
         metadata: operations that need a shape, a dtype and a device only.
         rules: operation name -> rule; a rule takes the operation's arguments.
         has_rule: arguments of torch's losses that have a rule.
@@ -144,56 +145,67 @@ class LazyTensor(Tensor):
     origin: Tensor
 
     def build(self) -> Tensor:
-        """Return the real tensor [*tokens, W], differentiable if the stand-in is, in any grad
-        mode.
-        """
+        """Return the complete tensor [*tokens, W], differentiable if the lazy tensor is, in any
+        grad mode."""
         raise NotImplementedError
 
     def note(self, operation: str) -> None:
-        """Record for `describe` which operation needs the real tensor."""
+        """Record for `describe` which operation needs the complete tensor."""
         raise NotImplementedError
 
     def follows_rules(self) -> bool:
-        """True if rules may use the stand-in."""
+        """True if operations on this tensor may be computed by rules, without the complete
+        tensor."""
         raise NotImplementedError
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that works in place."""
+        """Run an operation that changes the tensor in place.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         raise NotImplementedError
 
     def moved(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a stand-in for other tokens.
+        """Return a lazy tensor of other tokens, after an index or a reshape for example.
 
-        The first argument is a change [*tokens, k] -> [*other tokens, k] for any k.
+        The first argument is a function [*tokens, k] -> [*other tokens, k] for any k.
         """
         raise NotImplementedError
 
     def changed(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a copy in memory of its own, in another dtype for example."""
+        """Return a lazy copy that shares no memory with this tensor, in another dtype for
+        example."""
         raise NotImplementedError
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """True if a cast to the dtype needs no real tensor."""
+        """True if a cast to `dtype` can stay lazy."""
         raise NotImplementedError
 
     @classmethod
     def arrived(cls, ctx: Any, gradient: Tensor | None) -> Any:
-        """Handle a gradient [*tokens, W] at the stand-in's `GradientSink`, given the context of its
-        node.
+        """Handle a gradient [*tokens, W] of the complete tensor that arrived at the lazy tensor's
+        autograd node.
+
+        Args:
+            ctx: context of the node (`GradientSink`).
+            gradient: the gradient.
         """
         raise NotImplementedError
 
     def with_classes(self, classes: int | None) -> Any:
-        """Return a view with the W entries in dimension `classes` (None: the last).
+        """Return a lazy view whose W entries are in dimension `classes` (None: the last).
 
         Returns NotImplemented if the class has no such view.
         """
         return NotImplemented
 
     def check(self, operation: str) -> None:
-        """Raise StreamBPError if the stand-in's values can no longer be computed or its memory was
-        written to.
-        """
+        """Raise `StreamBPError` if the tensor can no longer be computed, because its inputs were
+        changed in place, or if its memory was written to."""
         for counter, version in () if self.written is not None else self.memory.watched:
             if counter._version != version:
                 raise StreamBPError(
@@ -203,14 +215,22 @@ class LazyTensor(Tensor):
                 )
 
     def latest(self, operation: str) -> LazyTensor:
-        """Return the stand-in that has the current values of this stand-in."""
+        """Return the lazy tensor that holds this tensor's current values, after in-place
+        operations."""
         return self
 
     @classmethod
     def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Return the result of the operation's rule.
+        """Run an operation by its rule, without the complete tensor.
 
-        Returns NotImplemented without a rule, or if another argument than the first is a stand-in.
+        Returns NotImplemented if the operation has no rule, or if another argument than the first
+        is lazy.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
         """
         rule = cls.rules.get(name)
         if (
@@ -280,7 +300,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation without a rule on real tensors."""
+        """Run an operation that has no rule on complete tensors, in place of lazy arguments."""
         built: dict[int, tuple[LazyTensor, Tensor]] = {}
         # `describe` names a loss of torch together with the arguments that prevented its rule.
         given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (
@@ -347,14 +367,13 @@ signature_of = functools.cache(inspect.signature)  # called with rules of a clas
 
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
-    """Record that `result` was computed from these stand-ins."""
+    """Mark these lazy tensors if `result`, which was computed from them, requires a gradient."""
     made = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
     for stand_in in stand_ins:
         stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in made)
 
 
 def scales(hook: Any) -> bool:
-    """True if a tensor's hook is an engine's scaling hook, which also notifies the engine of
-    backward.
-    """
+    """True if a tensor hook is DeepSpeed's hook that scales gradients and signals the start of
+    backward."""
     return SCALING_HOOK in getattr(hook, "__qualname__", "")

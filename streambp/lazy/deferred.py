@@ -40,18 +40,19 @@ from streambp.lazy.base import (
 )
 from streambp.lazy.row_rules import is_number
 from streambp.lazy.token_rules import TOKEN_RULES
-from streambp.nested import tensors_in
+from streambp.tensors import tensors_in
 
 
 class LazyHidden(LazyTensor):
-    """Shape, dtype and device of a tensor [..., h] or [..., V], computed from `source` by `recipe`.
+    """Lazy tensor in a model's own forward: hidden states [..., h] or logits [..., V] that are
+    computed on use, from `source` by `recipe`.
 
-    `LazyHidden.make` creates the stand-in.
+    `LazyHidden.make` creates the tensor.
 
     Attributes:
         source: [..., h], the input of the final norm.
         recipe: the operations from `source` to this tensor.
-        cut: True if the stand-in was made under no_grad from inputs that require a gradient.
+        cut: True if this tensor was made under no_grad from inputs that require a gradient.
         made_of: the inputs of the computation, and the version of each input.
         link: the autograd node that `make` created.
     """
@@ -97,10 +98,13 @@ class LazyHidden(LazyTensor):
     def make(
         cls, source: Tensor, recipe: LogitsExpression, dtype: torch.dtype | None = None
     ) -> LazyHidden:
-        """Return a stand-in for source [..., h]; it requires a gradient if the real tensor would.
+        """Return a lazy tensor that `recipe` computes from source [..., h]. The lazy tensor
+        requires a gradient if the complete tensor would.
 
         Args:
-            dtype: dtype of the stand-in; None: the dtype of `source`.
+            source: the input of the final norm.
+            recipe: the operations from `source` to the result.
+            dtype: dtype of the result; None: the dtype of `source`.
         """
         inputs = (source, *recipe.inputs())
         result: LazyHidden = GradientSink.apply(cls, (source, recipe, dtype), *inputs)
@@ -113,15 +117,16 @@ class LazyHidden(LazyTensor):
 
     @classmethod
     def arrived(cls, ctx: Any, gradient: Tensor | None) -> list[Tensor | None] | None:
-        """Return the gradients of the stand-in's inputs.
+        """Return the gradients of the lazy tensor's inputs, for a gradient of the complete tensor.
 
         [Note: stand-ins in a graph]
 
         Args:
-            gradient: an autograd.Function's gradient, in the stand-in's shape [..., h] or [..., V].
+            ctx: context of the autograd node.
+            gradient: a gradient from a user's autograd.Function, [..., h] or [..., V].
 
         Raises:
-            BackwardError: the stand-in or one of its inputs was written to or moved after it was
+            BackwardError: the lazy tensor or one of its inputs was written to or moved after it was
                 made.
         """
         if gradient is None:
@@ -139,9 +144,8 @@ class LazyHidden(LazyTensor):
         return recipe.gradients(source, gradient, ctx.seen.autocast)
 
     def build(self) -> Tensor:
-        """Return the real tensor [..., h] or [..., V], differentiable if the stand-in is, in any
-        grad mode.
-        """
+        """Return the complete tensor [..., h] or [..., V], differentiable if the lazy tensor is, in
+        any grad mode."""
         if self.written is not None:
             return self.written
         with torch.set_grad_enabled(self.requires_grad):
@@ -151,38 +155,38 @@ class LazyHidden(LazyTensor):
             return taken
 
     def values(self) -> Tensor:
-        """Compute the real tensor [..., h] or [..., V] from the stored input."""
+        """Compute the complete tensor [..., h] or [..., V] from the stored hidden states."""
         real = self.recipe.build(self.source)
         if real.dtype != self.dtype:
             real = real.to(self.dtype)
         return real
 
     def known(self) -> bool:
-        """True if the autograd node is the node from `make`.
+        """True if this tensor's `grad_fn` is the autograd node from `make`.
 
-        An autograd.Function that returns the stand-in replaces the node, and has a backward of its
-        own.
+        A user's autograd.Function that returns the lazy tensor replaces the node, and has a
+        backward of its own.
         """
         return self.grad_fn is self.link
 
     def changed(
         self, recipe: LogitsExpression | None = None, dtype: torch.dtype | None = None
     ) -> LazyHidden:
-        """Return a copy in memory of its own, with another recipe or dtype."""
+        """Return a lazy copy that shares no memory with this tensor, with another recipe or
+        dtype."""
         return LazyHidden.make(self.source, recipe or self.recipe, dtype or self.dtype)
 
     def moved(
         self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True
     ) -> LazyHidden:
-        """Return the stand-in of other tokens, by changing the hidden states or their places
-        [*tokens].
+        """Return the lazy tensor of other tokens, after an index or a reshape for example.
 
         [Note: places]
 
         Args:
-            change: [*tokens, k] -> [*other tokens, k], for any k.
+            change: function [*tokens, k] -> [*other tokens, k], for any k.
             unique: True if `change` repeats no token.
-            view: True if the result shares this stand-in's memory.
+            view: True if the result shares this tensor's memory.
         """
         source = self.source
         recipe = self.recipe
@@ -197,15 +201,13 @@ class LazyHidden(LazyTensor):
         return made
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """True if `dtype` is no narrower than the source's dtype. Losses use float32 or wider in
-        any case.
-        """
+        """True if a cast to `dtype` can stay lazy: `dtype` is no narrower than the source's dtype.
+        Losses compute in float32 or wider in any case."""
         return torch.promote_types(dtype, self.source.dtype) == dtype
 
     def check(self, operation: str) -> None:
-        """Raise StreamBPError if an input of the stand-in has changed or its memory was written
-        to.
-        """
+        """Raise `StreamBPError` if an input of this lazy tensor was changed in place, or its memory
+        was written to."""
         super().check(operation)
         for tensor, version in () if self.written is not None else self.made_of:
             if tensor._version != version:
@@ -217,19 +219,25 @@ class LazyHidden(LazyTensor):
                 )
 
     def follows_rules(self) -> bool:
-        """True if rules may use the stand-in.
+        """True if operations on this tensor may be computed by rules, without the complete tensor.
 
-        False if a real tensor or a Function's node has replaced it, and for a `cut` stand-in in
-        grad mode.
+        False if a complete tensor or a user's autograd.Function has replaced it, and for a `cut`
+        tensor in grad mode.
         """
         return self.written is None and self.known() and not (self.cut and torch.is_grad_enabled())
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that changes the stand-in in place on the real tensor, which then
-        replaces it.
+        """Run an operation that changes the tensor in place. The complete tensor is built and
+        changed, and then replaces the lazy tensor.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
 
         Raises:
-            StreamBPError: the stand-in is a slice or a view of another.
+            StreamBPError: the lazy tensor is a slice or a view of another.
         """
         if self.derived and name != "requires_grad_":
             raise StreamBPError(
@@ -245,15 +253,14 @@ class LazyHidden(LazyTensor):
         return result
 
     def pass_by(self, why: str) -> None:
-        """Record why a later gradient at the stand-in's node would be wrong; `arrived` then
-        raises.
-        """
+        """Record why a later gradient at this tensor's autograd node would be wrong. `arrived` then
+        raises with this reason."""
         if self.link is not None:
             self.link.passed_by = why
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation without a rule on real tensors."""
+        """Run an operation that has no rule on complete tensors, in place of lazy arguments."""
         result = super().on_real(func, name, args, kwargs)
         if name in TENSOR_HOOKS:
             for x in tensors_in((args, kwargs), cls):
@@ -261,7 +268,7 @@ class LazyHidden(LazyTensor):
         return result
 
     def note(self, operation: str) -> None:
-        """Record for `describe` that `operation` needs the real tensor."""
+        """Record for `describe` that `operation` needs the complete tensor."""
         request = self.recipe.request
         if self.recipe.logits or request.projecting:
             request.outcome.built_for = operation
@@ -277,7 +284,8 @@ class LazyHidden(LazyTensor):
 
 
 def _scale(x: LazyHidden, other: Any, *, over: bool = False) -> Any:
-    """Multiply by a number, or divide by the number if `over`."""
+    """Return a lazy tensor multiplied by a number, or divided by the number if `over`.
+    NotImplemented if `other` is no number."""
     if not is_number(other):
         return NotImplemented
     projection = x.recipe.projection

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from streambp.foreign import torch_own
 from streambp.head.recipe import HeadRequest
 from streambp.lazy.deferred import LazyHidden
 from streambp.lazy.head import LazyHead
@@ -22,13 +23,13 @@ from streambp.lazy.loss_rules import kl_div, of_labels
 from streambp.lazy.row_rules import DIM, along_rows, elementwise, scale
 from streambp.lazy.tensor import LazyLogits
 from streambp.lazy.token_rules import TOKEN_RULES, to
-from streambp.torchs_own import torch_own
 
 
 def lazy_logits(deferred: LazyHidden, request: HeadRequest) -> LazyLogits:
-    """Return lazy logits for the model's caller, from the model's deferred logits.
+    """Return lazy logits for the model's caller (`LazyLogits`, computed on use).
 
     Args:
+        deferred: the lazy logits inside of the model's forward.
         request: record of the model call, in which `describe` reads how the logits were used.
     """
     source = deferred.source.reshape(-1, deferred.source.shape[-1])

@@ -22,17 +22,17 @@ from streambp.head.blocks import Projection
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reading:
-    """The logits of a forward at some of its positions.
+    """Input of recorded functions: the logits of one forward at some of its positions.
 
     Attributes:
         head: computes the logits (`streambp.lazy.head.LazyHead`).
-        handle: [1], the logits' input in the autograd graph.
+        handle: [1], the tensor that represents the logits in the autograd graph.
         positions: [*tokens] integers.
-        projection: the map from products to logits.
+        projection: the map from matrix products to logits.
         unique: True if all positions differ.
         anchor: graph input through which backward runs an engine's node before these logits'
             gradient.
-        hooks: scaling hooks of engines for the left gradients, in the graph before the handle.
+        hooks: hooks of engines that scale gradients, in the graph before the handle.
     """
 
     head: Any
@@ -46,10 +46,11 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operand:
-    """A tensor [*tokens, k] of the program: k values for each token.
+    """Input of recorded functions: a tensor [*tokens, k] of the program, with k values for each
+    token.
 
     Attributes:
-        version: the tensor's version at its use; later in-place changes raise.
+        version: the tensor's version counter at its use; later in-place changes raise.
     """
 
     tensor: Tensor
@@ -57,13 +58,12 @@ class Operand:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Operand:
-        """Return an operand of recorded logits functions (`Node`) that refers to a tensor [*tokens,
-        k], and records its version counter to detect later in-place changes.
-        """
+        """Return the input of a recorded function that refers to a tensor [*tokens, k]. The
+        tensor's version counter is recorded to detect later in-place changes."""
         return cls(tensor, 0 if tensor.is_inference() else tensor._version)
 
     def check(self) -> None:
-        """Raise StreamBPError if the tensor was changed in place after the node was made."""
+        """Raise `StreamBPError` if the tensor was changed in place after its use was recorded."""
         if not self.tensor.is_inference() and self.tensor._version != self.version:
             raise StreamBPError(
                 f"A tensor {list(self.tensor.shape)} that the loss is computed with was changed in "
@@ -74,7 +74,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """The result of function(*args, **kwargs), with nodes among the arguments.
+    """Recorded call function(*args, **kwargs), whose arguments may be recorded calls or inputs.
 
     Attributes:
         graded: True if a gradient flows through the call.
@@ -93,15 +93,15 @@ Values = dict[Node, Any]  # values for n tokens
 
 
 def children(node: Node) -> list[Node]:
-    """Return the nodes among a call's arguments, including nested lists and dicts; none for a
-    leaf.
-    """
+    """Return the recorded calls and inputs among a recorded call's arguments, including nested
+    lists and dicts. An input has none."""
     given = tree_leaves((node.args, node.kwargs)) if isinstance(node, Call) else []
     return [leaf for leaf in given if isinstance(leaf, Node)]
 
 
 def leaves(node: Node) -> list[Node]:
-    """Return the distinct leaves: readings and operands."""
+    """Return the distinct inputs of a recorded function: logits (`Reading`) and other tensors
+    (`Operand`)."""
     found: dict[Node, None] = {}
     seen: set[Node] = set()
     open_ends = [node]
@@ -118,12 +118,12 @@ def leaves(node: Node) -> list[Node]:
 
 
 def readings(node: Node) -> list[Reading]:
-    """Return the distinct leaves that are logits."""
+    """Return the distinct logits (`Reading`) among the inputs of a recorded function."""
     return [leaf for leaf in leaves(node) if isinstance(leaf, Reading)]
 
 
 def names(node: Node) -> Iterator[str]:
-    """Yield the names of the operations, first to last."""
+    """Yield the names of the operations of a recorded function, first to last."""
     for child in children(node):
         yield from names(child)
     if isinstance(node, Call):
@@ -131,7 +131,7 @@ def names(node: Node) -> Iterator[str]:
 
 
 def inputs_of(node: Node) -> list[Tensor]:
-    """Return the graph inputs of a node: the handles [1] of its heads, and the engines' anchors."""
+    """Return the tensors [1] that represent a recorded function's logits in the autograd graph."""
     found = [
         tensor
         for reading in readings(node)
@@ -144,9 +144,11 @@ def inputs_of(node: Node) -> list[Tensor]:
 def rebuilt(
     node: Node, change: Callable[[Node], Node], done: dict[Node, Node] | None = None
 ) -> Node:
-    """Return the same function with each leaf changed.
+    """Return the same recorded function with each input changed by `change`.
 
     Args:
+        node: the recorded function.
+        change: function of an input.
         done: changed nodes so far, by original node.
     """
     done = {} if done is None else done
@@ -161,10 +163,11 @@ def rebuilt(
 
 
 def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = True) -> Node:
-    """Return the same function of other tokens: [*tokens, W] -> [*other tokens, W].
+    """Return the same recorded function of other tokens: [*tokens, W] -> [*other tokens, W].
 
     Args:
-        change: [*tokens, k] -> [*other tokens, k], for any k.
+        node: the recorded function.
+        change: function [*tokens, k] -> [*other tokens, k], for any k, such as an index.
         unique: True if `change` repeats no token.
 
     Raises:
@@ -183,9 +186,8 @@ def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = T
 
 
 def evaluate(node: Node, values: Values) -> Any:
-    """Compute the function from its leaves in `values`, and add intermediate results to
-    `values`.
-    """
+    """Compute a recorded function, given its inputs in `values`. Intermediate results are added to
+    `values`."""
     if node not in values:
         assert isinstance(node, Call)
         args, kwargs = tree_map_only(

@@ -39,7 +39,8 @@ from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, reading
 
 
 class HeadHandle(torch.autograd.Function):
-    """Autograd Function from the head's inputs to a handle [1]. [Note: one pass in backward]
+    """Autograd function from hidden states and output projection to a tensor [1], which represents
+    their logits in the graph. [Note: one pass in backward]
 
     Inputs are source [M, h], weight [V, h], bias [V] or None, and the norm's parameters.
     """
@@ -48,8 +49,14 @@ class HeadHandle(torch.autograd.Function):
     def forward(
         ctx: Any, hub: LazyHead, source: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
     ) -> Tensor:
-        """Save source [M, h] and the weights for backward, and return a zero [1] in source's
-        dtype.
+        """Save source [M, h] and the weights for backward, and return a zero [1] in source's dtype.
+
+        Args:
+            hub: computes the logits, and collects the gradients of all results.
+            source: hidden states before the final norm.
+            weight: [V, h].
+            bias: [V] or None.
+            norm: parameters of the final norm.
         """
         ctx.hub = hub
         ctx.set_materialize_grads(False)
@@ -58,12 +65,11 @@ class HeadHandle(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states [M, h], weights and norm.
-
-        The gradients come from all results of this backward call; None without results.
+        """Return the gradients of hidden states [M, h], weights and norm, computed from the
+        gradients of all results in this backward call; None without results.
 
         Raises:
-            StreamBPError: the head's weights or inputs changed since forward.
+            StreamBPError: weights or hidden states were changed in place since forward.
         """
         source, weight, bias, *_ = ctx.saved_tensors
         left = ctx.hub.take()
@@ -87,7 +93,8 @@ class HeadHandle(torch.autograd.Function):
 
 
 class RunInBackward(torch.autograd.Function):
-    """Autograd Function from a tensor to [1]; its backward calls `run`.
+    """Autograd function from a tensor to a zero [1]. Backward calls the function `run`, and passes
+    no gradient to the tensor.
 
     autograd then runs the tensor's own node, with no gradient.
     """
@@ -101,21 +108,23 @@ class RunInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, None]:
-        """Call `run` and drop `upstream` [1]."""
+        """Call the function `run`, and return no gradients; `upstream` [1] is not used."""
         if ctx.run is not None:
             ctx.run()
         return None, None
 
 
 class LazyResult(torch.autograd.Function):
-    """Autograd Function of a calculation's results. [Note: one pass in backward]"""
+    """Autograd function that returns results computed from lazy logits. Backward stores the
+    results' gradients for `HeadHandle`. [Note: one pass in backward]"""
 
     @staticmethod
     def forward(ctx: Any, calculation: Any, *anchors: Tensor) -> tuple[Tensor, ...]:
         """Return the results of `calculation.run`.
 
         Args:
-            anchors: the handles [1] through which autograd finds the hubs' `HeadHandle` nodes.
+            calculation: a `Statistic` or `Function` of the logits.
+            anchors: tensors [1] that represent the logits in the graph.
         """
         values: tuple[Tensor, ...] = calculation.run()
         ctx.calculation = calculation
@@ -125,8 +134,8 @@ class LazyResult(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        """Leave `grads`, one [N, ...] or None for each result, with the hubs; the handles get no
-        gradient.
+        """Store the gradients of the results, one [N, ...] or None each, for the pass that computes
+        the gradients of hidden states and weights.
 
         Raises:
             BackwardError: backward was called with create_graph.
@@ -138,7 +147,8 @@ class LazyResult(torch.autograd.Function):
 
 
 class LazyHead:
-    """The head of one forward. Do not write to its inputs while the logits are used.
+    """Computes results from the logits of one forward block by block, and collects the gradients of
+    these results. Do not write to the inputs while the logits are used.
 
     Args:
         source: [M, h], the hidden states before the final norm.
@@ -162,11 +172,11 @@ class LazyHead:
         self._whole: dict[bool, tuple[LazyHead, Tensor]] = {}
 
     def read(self, source: Tensor, tokens: torch.Size, places: Tensor | None = None) -> Reading:
-        """Return the logits of all positions or at `places`, differentiable as source and weights
-        are.
+        """Return the logits of all positions or of some, as input of recorded functions. The logits
+        are differentiable if hidden states or weights are.
 
-        The caller stores the handle. If the hub stored the handle, the two would refer to each
-        other.
+        The caller stores the result's handle. If this object stored the handle, the two would refer
+        to each other.
 
         Args:
             source: [M, h].
@@ -183,7 +193,8 @@ class LazyHead:
         return Reading(self, handle, positions, recipe.projected())
 
     def reached(self, reading: Reading) -> Reading:
-        """Return the reading itself, or a reading of a hub with padding if it includes padding.
+        """Return the logits themselves, or logits that include padding if `reading` has positions
+        of padding.
 
         [Note: padding that is read]
         """
@@ -202,7 +213,7 @@ class LazyHead:
         return dataclasses.replace(reading, head=hub, handle=handle)
 
     def check(self) -> None:
-        """Raise StreamBPError if weights or inputs of the head have changed since forward."""
+        """Raise `StreamBPError` if weights or hidden states were changed in place since forward."""
         changed = self._seen.written()
         weight = self.recipe.weight
         assert weight is not None
@@ -222,17 +233,17 @@ class LazyHead:
             )
 
     def products(self) -> Products:
-        """Return products with the head's weights [V, h] and bias [V], after `check`."""
+        """Check that the weights are unchanged, and return the output projection's matrix products
+        with weight [V, h] and bias [V]."""
         self.check()
         assert self.recipe.weight is not None
         return Products(self.recipe.weight, self.recipe.bias)
 
     def statistics(self, reading: Reading, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the label's logit (0 without labels), logsumexp and mean of N tokens, [N] in
-        `wide`.
+        """Return three softmax statistics of N tokens, [N] each in promote_types(dtype, float32):
+        the label's logit (0 without labels), the logsumexp and the logits' mean.
 
-        Tokens with the same position and label, as rows share them, are computed once. [Note:
-        places]
+        Tokens with the same position and label are computed once. [Note: places]
         """
         positions = reading.positions.reshape(-1)
         picks = labels
@@ -275,9 +286,8 @@ class LazyHead:
         return pick[repeats], lse[repeats], mean[repeats]
 
     def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
-        """Return the logsumexp and the mean of N tokens, [N] each, if both were computed before;
-        else None.
-        """
+        """Return the logsumexp and the mean of the logits of N tokens, [N] each, if both were
+        computed before; otherwise None."""
         positions = reading.positions.reshape(-1)
         if reading.projection not in self._known or not has_data(positions):
             return None
@@ -288,7 +298,8 @@ class LazyHead:
         return lse[positions], mean[positions]
 
     def leave(self, gradient: Any) -> None:
-        """Store a `StatisticsGradient` or `NodeTerm` for the current backward call."""
+        """Store the gradient of one result (`StatisticsGradient` or `NodeTerm`) until the end of
+        the current backward call."""
         task = torch._C._current_graph_task_id()
         if task not in self._left:
             self._left[task] = []
@@ -297,9 +308,11 @@ class LazyHead:
         self._left[task].append(gradient)
 
     def scale_left(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        """Multiply the gradients of the current backward call by an engine's factor.
+        """Multiply the gradients stored in the current backward call by an engine's factor.
 
-        The factor is hook(torch.ones(1)) in float32 or wider, [1].
+        Args:
+            hook: an engine's tensor hook; hook(torch.ones(1)), in float32 or wider, is the factor
+                [1].
         """
         task = torch._C._current_graph_task_id()
         if task in self._left:
@@ -308,15 +321,14 @@ class LazyHead:
                 self._left[task] = [gradient.times(factor) for gradient in self._left[task]]
 
     def take(self) -> list[Any]:
-        """Return the gradients of the current backward call, and remove the gradients from the
-        hub.
-        """
+        """Return the gradients stored in the current backward call, and remove them from this
+        object."""
         return self._left.pop(torch._C._current_graph_task_id(), [])
 
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """Calculation of up to three statistics of a reading's N tokens.
+    """Calculation of up to three softmax statistics from the logits of N tokens.
 
     Attributes:
         reading: the logits.
@@ -331,19 +343,17 @@ class Statistic:
     mean: bool = False
 
     def reached(self) -> Statistic:
-        """Return the statistic for a reading with padding, if needed. [Note: padding that is
-        read]
-        """
+        """Return the same calculation for logits that include padding, if padding is read. [Note:
+        padding that is read]"""
         return dataclasses.replace(self, reading=self.reading.head.reached(self.reading))
 
     def inputs(self) -> list[Tensor]:
-        """Return the handles [1] through which the gradient flows."""
+        """Return the tensor [1] that represents the logits in the autograd graph."""
         return inputs_of(self.reading)
 
     def run(self) -> tuple[Tensor, ...]:
-        """Return the requested statistics, [N] each in promote_types(dtype, float32), without a
-        graph.
-        """
+        """Return the requested softmax statistics, [N] each in promote_types(dtype, float32),
+        without a graph."""
         head = self.reading.head
         known: tuple[Tensor, Tensor] | None = None
         if self.labels is None:
@@ -357,9 +367,8 @@ class Statistic:
         return tuple(itertools.compress(values, wanted))
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
-        """Leave the gradients [N] of the results of `run`, in the same order, with the reading's
-        hub.
-        """
+        """Store the gradients [N] of the results of `run`, in the same order, until the gradients
+        of the weights are computed."""
         given = iter(grads)
         reading = self.reading
         wanted = self.labels is not None, self.lse, self.mean
@@ -374,16 +383,17 @@ class Statistic:
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """Calculation of any function of rows, [N, ...] tensors for [N, V] logits.
+    """Calculation of a recorded function of logits: [N, ...] results for [N, V] logits.
 
     Attributes:
-        node: the function; its leaves are flat, [N] or [N, k].
+        node: the recorded function; its inputs are flat, [N] or [N, k].
     """
 
     node: Node
 
     def reached(self) -> Function:
-        """Return the function for readings with padding, if needed. [Note: padding that is read]"""
+        """Return the same calculation for logits that include padding, if padding is read. [Note:
+        padding that is read]"""
         if all(reading.head.recipe.late is None for reading in readings(self.node)):
             return self
         return Function(
@@ -391,13 +401,13 @@ class Function:
         )
 
     def inputs(self) -> list[Tensor]:
-        """Return the handles [1] through which the gradient flows."""
+        """Return the tensors [1] that represent the logits in the autograd graph."""
         return inputs_of(self.node)
 
     def run(self) -> tuple[Tensor, ...]:
-        """Return the node's results, [N, ...] each, without a graph.
+        """Return the function's results, [N, ...] each, without a graph.
 
-        Rows are computed for `rows_at_once` tokens at a time.
+        Logits are built for `rows_at_once` tokens at a time.
         """
         found = readings(self.node)
         count = found[0].positions.shape[0]
@@ -417,9 +427,8 @@ class Function:
         )
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
-        """Leave the gradients [N, ...] of the results of `run` with the hubs of all readings that
-        require one.
-        """
+        """Store the gradients [N, ...] of the results of `run` until the gradients of the weights
+        are computed."""
         for reading in readings(self.node):
             if reading.handle.requires_grad:
                 reading.head.leave(NodeTerm(self.node, reading, grads))

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.head.labels import check_labels
+from streambp.foreign import torch_own
+from streambp.head.log_probs import check_labels
 from streambp.lazy.expression import Call
 from streambp.lazy.head import Function, Statistic
 from streambp.lazy.row_rules import elementwise, log_softmaxed, note, of_all, picked, sample_of
 from streambp.lazy.tensor import LazyLogits, flat
-from streambp.torchs_own import torch_own
 
 
 def kl_div(
@@ -25,7 +25,8 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
-    """Compute the KL divergence of lazy rows from each other or from a real distribution.
+    """Compute F.kl_div where lazy logits (or log-probabilities) are one argument or both, block by
+    block.
 
     torch's own function reduces the result. Returns NotImplemented for the deprecated reductions.
     """
@@ -54,13 +55,14 @@ def of_labels(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Compute F.cross_entropy of lazy rows, or F.nll_loss of lazy log-probabilities.
+    """Compute F.cross_entropy of lazy logits, or F.nll_loss of lazy log-probabilities, without
+    building them.
 
     Shapes are [N, V], or [B, V, T] with target [B, T].
 
     Returns:
-        The real loss, in torch's dtype; NotImplemented with class weights, probabilities as target,
-            or the deprecated reductions.
+        The loss, in torch's dtype; NotImplemented with class weights, probabilities as target, or
+            the deprecated reductions.
 
     Raises:
         StreamBPError: a label is outside of the vocabulary and not `ignore_index`.
@@ -107,7 +109,8 @@ def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:
 
 
 def _smoothed(log_probs: LazyLogits, labels: Tensor, smoothing: float) -> Tensor:
-    """Return -log p of the labels [N], mixed with the mean of -log p over the vocabulary."""
+    """Return -log p of the labels [N] with label smoothing: mixed with the mean of -log p over the
+    vocabulary."""
     found = log_softmaxed(log_probs.node)
     if smoothing and found is not None:
         target, lse, mean = log_probs.compute(Statistic(found[0], labels, lse=True, mean=True))

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from streambp.head.labels import check_labels
+from streambp.foreign import torch_own
+from streambp.head.log_probs import check_labels
 from streambp.lazy.expression import Call, Node, Operand, Reading, names
 from streambp.lazy.head import Function, Statistic
 from streambp.lazy.tensor import LazyLogits, flat
-from streambp.nested import tensors_in
-from streambp.torchs_own import torch_own
+from streambp.tensors import tensors_in
 
 ROW_BY_ROW = frozenset({"log_softmax", "softmax", "softmin"})
 # Operations with their `dim` as argument 1. DIM: operation -> index of `dim`.
@@ -37,12 +37,21 @@ OF_ALL = {"sum": "sum", "mean": "mean", "nansum": "nansum"}
 
 
 def sample_of(x: LazyLogits) -> Tensor:
-    """Return an empty tensor [0, W] in x's dtype and device."""
+    """Return an empty tensor [0, W] with the dtype and device of lazy logits x, on which torch's
+    functions show their result's dtype."""
     return torch.empty((0, x.width), dtype=x.dtype, device=x.device)
 
 
 def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Record an operation on each entry or each row separately."""
+    """Record an operation on each entry or each token of lazy logits, to be computed later. Return
+    lazy logits.
+
+    Args:
+        name: name of the operation.
+        func: torch's function.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+    """
     rows = tensors_in((args, kwargs), LazyLogits)
     if any(x.classes is not None for x in rows):
         return NotImplemented
@@ -94,16 +103,18 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 def _graded(x: LazyLogits, graded: bool) -> Node:
-    """Return x's node, detached if the result is `graded` and x is not."""
+    """Return the recorded function of x, detached if the result requires a gradient (`graded`) and
+    x does not."""
     if graded and not x.requires_grad:
         return Call(torch_own.detach, (x.node,), {}, False, "detach")
     return x.node
 
 
 def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Record (softmax) or compute (sum, gather, topk) an operation along one dimension.
+    """Run an operation along one dimension of lazy logits: softmax is recorded for later; sum,
+    gather, topk and others are computed block by block.
 
-    Returns NotImplemented if the dimension is not the dimension of the entries.
+    Returns NotImplemented if the dimension is not that of the vocabulary.
     """
     x = args[0]
     rest = list(args[1:])
@@ -148,9 +159,8 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
 def of_all(
     name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Reduce all entries to one number: rows block by block, then [*tokens] by torch's own
-    function.
-    """
+    """Reduce lazy logits to one number: first each token's entries, block by block, then the
+    results [*tokens] by torch's own function."""
     if rest or kwargs.get("keepdim"):
         return NotImplemented
     of_rows = _reduce(name, func, x, [], kwargs)
@@ -160,9 +170,8 @@ def of_all(
 def _reduce(
     name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the reductions of each row: one or several of [*tokens], [*tokens, 1] or [*tokens,
-    K].
-    """
+    """Return a reduction, such as sum or topk, over each token's entries of lazy logits. The
+    results, one or several, are [*tokens], [*tokens, 1] or [*tokens, K]."""
     if name == "norm":
         kwargs = {"p": rest.pop(0) if rest else "fro", **kwargs}
     further = ("largest", "sorted") if name == "topk" else ("keepdim",)
@@ -194,15 +203,14 @@ def _reduce(
 
 
 def note(x: LazyLogits, name: str) -> None:
-    """Record for `describe` that `name` was computed block by block.
-
-    The record includes the operations before `name`.
-    """
+    """Record for `describe` that `name`, with the recorded operations before it, was computed block
+    by block from lazy logits."""
     x.request.outcome.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
 
 
 def log_softmaxed(node: Node) -> tuple[Reading, float] | None:
-    """Return the logits and the sign if the node is a log_softmax or its negative; else None."""
+    """Return the logits and the sign (1 or -1) if a recorded function is log_softmax of logits or
+    its negative; otherwise None."""
     if (
         isinstance(node, Call)
         and node.name in ("neg", "negative", "__neg__")
@@ -226,12 +234,13 @@ def log_softmaxed(node: Node) -> tuple[Reading, float] | None:
 
 
 def gather(x: LazyLogits, index: Any) -> Any:
-    """Return the entries [*tokens, K] at `index` [*tokens, K] of each row, in x's dtype.
+    """Return the entries [*tokens, K] of lazy logits at vocabulary indices [*tokens, K], in x's
+    dtype.
 
     Returns NotImplemented for other shapes.
 
     Raises:
-        StreamBPError: an entry is outside of the row.
+        StreamBPError: an index is outside of the vocabulary.
     """
     if not isinstance(index, Tensor) or index.dim() != x.dim() or index.shape[:-1] != x.tokens:
         return NotImplemented
@@ -242,7 +251,8 @@ def gather(x: LazyLogits, index: Any) -> Any:
 
 
 def picked(x: LazyLogits, index: Tensor) -> Tensor:
-    """Return the entries [*tokens, K] of rows at `index`, in promote_types(dtype, float32)."""
+    """Return the entries [*tokens, K] of lazy logits at vocabulary indices `index`, in
+    promote_types(dtype, float32)."""
     labels = index.reshape(-1).clone()  # the program may write to `index`
     found = log_softmaxed(x.node)
     if index.shape[-1] == 1 and found is not None:
@@ -256,7 +266,7 @@ def picked(x: LazyLogits, index: Tensor) -> Tensor:
 
 
 def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Multiply or divide rows.
+    """Multiply or divide lazy logits, and return lazy logits.
 
     Logits times a number are logits with another temperature.
     """
@@ -284,9 +294,8 @@ def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """True if the value is a finite number other than zero. Logits times this number have another
-    temperature.
-    """
+    """True if the value is a finite number other than zero. Lazy logits may be multiplied by such a
+    number and stay lazy."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C import TensorBase
 
 from streambp.errors import BackwardError, StreamBPError
+from streambp.foreign import method
 from streambp.head.recipe import HeadRequest
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
 from streambp.lazy.base import (
@@ -37,8 +38,7 @@ from streambp.lazy.base import (
 )
 from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, rebuilt
 from streambp.lazy.head import Function, LazyResult, RunInBackward, Statistic
-from streambp.nested import changed_arguments, tensors_in
-from streambp.torchs_own import method
+from streambp.tensors import changed_arguments, tensors_in
 
 METADATA_OF_ROWS = METADATA | {
     getattr(TensorBase, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")
@@ -53,15 +53,16 @@ ANY_SHAPE = (
 
 
 def flat(node: Node) -> Node:
-    """Return the same function with its N tokens in one dimension: [*tokens, W] -> [N, W]."""
+    """Return a recorded function with its N tokens in one dimension: [*tokens, W] -> [N, W]."""
     return over_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
 
 
 def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
-    """Return a flat function and its gradient [N, W] without the padding that a packed row lacks.
+    """Return a recorded function and its gradient [N, W] without positions of padding, whose hidden
+    states were not computed.
 
     Raises:
-        BackwardError: the gradient at padding is not zero; its hidden states are not in this graph.
+        BackwardError: the gradient at padding is not zero.
     """
     late = [one for one in readings(node) if one.head.recipe.late is not None]
     kept = [reading.head.recipe.late.tokens(reading.positions) for reading in late]
@@ -78,19 +79,19 @@ def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
 
 
 class LazyLogits(LazyTensor):
-    """Rows of logits, or a row-wise function of logits: shape, dtype and device of [*tokens, W]
-    values.
+    """Logits [*tokens, W] of a model, or a recorded function of logits, as a lazy tensor. Results
+    are computed block by block; any other use builds the complete tensor.
 
-    `LazyLogits.make` creates the stand-in.
+    `LazyLogits.make` creates the tensor.
 
     Attributes:
-        row_rules: operation name -> rule for operations on each row separately.
-        node: the function of rows.
+        row_rules: operation name -> rule for operations on each token separately.
+        node: the recorded function.
         width: W.
         tokens: [*tokens], the shape without W.
         request: record of the model call, in which `describe` reads how the logits were used.
         seen: number of writes to the memory that the values include.
-        now: the function of rows that replaced this stand-in in a write; None: no write.
+        now: the lazy logits that replaced this tensor in an in-place operation; None: none did.
         link: the autograd node that `make` created.
         heeded: True if backward runs an engine's node through an anchor. See `heed`.
     """
@@ -139,10 +140,14 @@ class LazyLogits(LazyTensor):
     def make(
         cls, node: Node, width: int, dtype: torch.dtype, graded: bool, classes: int | None = None
     ) -> LazyLogits:
-        """Return a stand-in for node's values [*tokens, W].
+        """Return lazy logits with the values [*tokens, W] of a recorded function.
 
         Args:
-            graded: the stand-in requires a gradient, in grad mode, if one of its inputs does.
+            node: the recorded function.
+            width: W.
+            dtype: dtype of the values.
+            graded: True if the result requires a gradient, in grad mode, whenever one of its inputs
+                does.
             classes: the dimension of size W; None: the last.
         """
         if not graded:
@@ -153,12 +158,17 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def arrived(cls, ctx: Any, gradient: Tensor | None) -> None:
-        """Leave a gradient of all values, in the stand-in's shape [*tokens, W], with the hubs.
+        """Store a gradient of the complete tensor, [*tokens, W], until the gradients of the weights
+        are computed.
 
         [Note: lazy rows in a graph]
 
+        Args:
+            ctx: context of the autograd node.
+            gradient: the gradient, from a user's autograd.Function for example.
+
         Raises:
-            BackwardError: the stand-in was written to, or got a hook, after it was made.
+            BackwardError: the lazy logits were written to, or got a hook, after they were made.
         """
         if gradient is None:
             return
@@ -176,7 +186,7 @@ class LazyLogits(LazyTensor):
         Function(node).leave([of_rows])
 
     def sharing(self, other: LazyLogits) -> LazyLogits:
-        """Make this stand-in a view of `other` and return it."""
+        """Make this tensor count as a view of `other`, and return it."""
         self.memory = other.memory
         self.seen = other.seen
         self.derived = True
@@ -185,19 +195,20 @@ class LazyLogits(LazyTensor):
     def changed(
         self, node: Node | None = None, dtype: torch.dtype | None = None, graded: bool = True
     ) -> LazyLogits:
-        """Return a copy in memory of its own, with another node, dtype or gradient flag."""
+        """Return a lazy copy that shares no memory with this tensor, with another recorded
+        function, dtype or gradient flag."""
         graded = graded and self.requires_grad
         return self.make(node or self.node, self.width, dtype or self.dtype, graded, self.classes)
 
     def moved(
         self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True
     ) -> LazyLogits:
-        """Return the same function of other tokens: [*tokens, W] -> [*other tokens, W].
+        """Return the lazy logits of other tokens: [*tokens, W] -> [*other tokens, W].
 
         Args:
-            change: [*tokens, k] -> [*other tokens, k], for any k.
+            change: function [*tokens, k] -> [*other tokens, k], for any k, such as an index.
             unique: True if `change` repeats no token.
-            view: True if the result shares this stand-in's memory.
+            view: True if the result shares this tensor's memory.
         """
         made = self.changed(over_tokens(self.node, change, unique))
         if view:
@@ -207,7 +218,7 @@ class LazyLogits(LazyTensor):
     def with_classes(self, classes: int | None) -> LazyLogits:
         """Return a view with the W entries in dimension `classes` (None: the last).
 
-        Returns the stand-in itself if the entries are in that dimension already.
+        Returns the tensor itself if the entries are in that dimension already.
         """
         if classes == self.classes:
             return self
@@ -216,7 +227,8 @@ class LazyLogits(LazyTensor):
         )
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """True if `dtype` is wider than this dtype, and not float64.
+        """True if a cast to `dtype` can stay lazy: `dtype` is wider than this dtype, and not
+        float64.
 
         Integers and bools are never cast, because 1 + 1 differs from True + True.
         """
@@ -224,19 +236,20 @@ class LazyLogits(LazyTensor):
         return self.dtype.is_floating_point and wider and dtype != torch.float64
 
     def current(self) -> LazyLogits:
-        """Return the stand-in with the current values: itself, or the result of the last write to
-        it.
-        """
+        """Return the lazy logits with the current values: this tensor, or the result of the last
+        in-place operation on it."""
         if self.now is None:
             return self
         return self.now.current()
 
     def latest(self, operation: str) -> LazyLogits:
-        """Return the stand-in with the current values, as `current` does.
+        """Return the lazy logits with the current values, like `current`.
+
+        Args:
+            operation: name of the operation that uses them, for the error.
 
         Raises:
-            StreamBPError: the written values entered the graph through a Function that is not
-                torch's own.
+            StreamBPError: a user's autograd.Function has changed the logits in place.
         """
         by_others = (self.now is not None or self.written is not None) and not self.known()
         if by_others and operation != "__set__":  # an engine sets an attribute
@@ -249,12 +262,12 @@ class LazyLogits(LazyTensor):
         return self.current()
 
     def note(self, operation: str) -> None:
-        """Record for `describe` the first operation that needs the real tensor."""
+        """Record for `describe` the first operation that needs the complete tensor."""
         self.request.outcome.built_for = self.request.outcome.built_for or operation
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation without a rule on real tensors."""
+        """Run an operation that has no rule on complete tensors, in place of lazy arguments."""
         result = super().on_real(func, name, args, kwargs)
         for x in tensors_in((args, kwargs), cls) if name in TENSOR_HOOKS else ():
             if x.link is not None:
@@ -262,13 +275,12 @@ class LazyLogits(LazyTensor):
         return result
 
     def follows_rules(self) -> bool:
-        """True if rules may use the stand-in: no real tensor and no unknown autograd node has
-        replaced it.
-        """
+        """True if operations on this tensor may be computed by rules. False once a complete tensor
+        or an unknown autograd node has replaced it."""
         return self.written is None and self.known()
 
     def check(self, operation: str) -> None:
-        """Raise StreamBPError if another stand-in of the same memory was written to."""
+        """Raise `StreamBPError` if the logits were changed in place through another view."""
         super().check(operation)
         if self.seen != self.memory.writes:
             raise StreamBPError(
@@ -279,9 +291,8 @@ class LazyLogits(LazyTensor):
         self.heed()
 
     def heed(self) -> None:
-        """Make backward run the node that an engine inserted after this stand-in's node, for all
-        results computed from now on.
-        """
+        """Make backward run the autograd node that an engine (DDP, ZeRO-3) inserted behind these
+        logits, for all results computed from now on."""
         place = type(self.grad_fn).__name__
         if self.heeded or not torch.is_grad_enabled():
             return
@@ -304,7 +315,8 @@ class LazyLogits(LazyTensor):
             self.heeded = True
 
     def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Register an engine's scaling hook for the gradients of all results computed from now on.
+        """Register an engine's tensor hook that scales gradients, for the gradients of all results
+        computed from now on.
 
         Args:
             hook: takes a gradient, of this shape or a single number [1], and returns the scaled
@@ -327,16 +339,15 @@ class LazyLogits(LazyTensor):
             return Tensor.register_hook(self, hook)  # serves a Function with this input
 
     def known(self) -> bool:
-        """True if the autograd node is the node from `make`, or an engine's node inserted after
-        it.
-        """
+        """True if this tensor's `grad_fn` is the autograd node from `make`, or an engine's node
+        inserted behind it."""
         place = self.grad_fn
         return place is self.link or type(place).__name__ in (PRE_BACKWARD, DDP_SINK)
 
     def compute(self, calculation: Statistic | Function) -> tuple[Tensor, ...]:
-        """Return the results of a calculation, [N, ...] each.
+        """Return the results of a calculation from these logits, [N, ...] each.
 
-        The results are differentiable if this stand-in requires a gradient, in grad mode.
+        The results are differentiable if these logits require a gradient, in grad mode.
         """
         graded = self.requires_grad and torch.is_grad_enabled()
         graded = graded and not torch.is_inference_mode_enabled()
@@ -349,17 +360,15 @@ class LazyLogits(LazyTensor):
             return values
 
     def values(self) -> Tensor:
-        """Return the real tensor [*tokens, W], differentiable in grad mode up to the hub's
-        inputs.
-        """
+        """Return the complete tensor [*tokens, W], in grad mode differentiable up to hidden states
+        and weights."""
         (values,) = self.compute(Function(flat(self.node)))
         real = values.to(self.dtype).view(*self.tokens, self.width)
         return real if self.classes is None else real.movedim(-1, self.classes)
 
     def build(self) -> Tensor:
-        """Return the real tensor [*tokens, W], differentiable if the stand-in is, in any grad
-        mode.
-        """
+        """Return the complete tensor [*tokens, W], differentiable if the lazy logits are, in any
+        grad mode."""
         if self.written is not None:
             return self.written
         with torch.set_grad_enabled(self.requires_grad):
@@ -369,7 +378,8 @@ class LazyLogits(LazyTensor):
             return taken
 
     def become(self, other: LazyLogits | Tensor) -> None:
-        """Record a write: `other` [*tokens, W] has the values from now on."""
+        """Record the result of an in-place operation: this tensor has the values of `other`
+        [*tokens, W] from now on."""
         self.memory.writes += 1
         if self.link is not None:
             self.link.passed_by = "something was written to"
@@ -385,7 +395,8 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Return the result of the operation's rule; NotImplemented without a rule."""
+        """Run an operation by its rule, without the complete tensor; NotImplemented if the
+        operation has no rule."""
         if name in cls.row_rules:
             found = cls.row_rules[name](name, func, args, kwargs)
             if found is not NotImplemented:
@@ -399,11 +410,17 @@ class LazyLogits(LazyTensor):
         return super().by_rule(func, name, args, kwargs)
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that changes this stand-in in place: it becomes another function of
-        rows, or real.
+        """Run an operation that changes these logits in place. The logits become another recorded
+        function, or the complete tensor.
 
         Under no_grad, torch keeps the autograd node of a tensor that an operation writes to. No
-        rule can do the same, so the real tensor is written to.
+        rule can do the same, so the complete tensor is written to.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
 
         Raises:
             StreamBPError: the operation changes the shape.
@@ -448,7 +465,7 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run C++ operators, which bypass the rules, on real tensors.
+        """Run C++ operators, which bypass the rules, on complete tensors.
 
         Autograd has already recorded the operator.
         """

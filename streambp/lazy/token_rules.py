@@ -13,11 +13,72 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import TensorBase
 
 from streambp.device import is_elsewhere
+from streambp.foreign import method, torch_own
 from streambp.lazy.base import LazyTensor
-from streambp.lazy.index_rules import index
-from streambp.torchs_own import method, torch_own
+from streambp.lazy.expression import Call
+from streambp.lazy.row_rules import gather
+from streambp.lazy.tensor import LazyLogits
+
+
+def index(x: LazyTensor, at: Any) -> Any:
+    """Return x[at] of a lazy tensor without the complete tensor. `at` selects tokens; for lazy
+    logits also vocabulary entries, or both.
+
+    Returns NotImplemented for any other index, such as a NumPy array.
+    """
+    parts: list[Any] = []
+    for part in at if isinstance(at, tuple) else (at,):
+        if isinstance(part, list):
+            part = torch.tensor(part, device=x.device, dtype=None if part else torch.long)
+        if isinstance(part, bool | LazyTensor):
+            return NotImplemented
+        if part is not ... and not isinstance(part, int | slice | Tensor):
+            return NotImplemented
+        if isinstance(part, Tensor) and part.is_floating_point():
+            return NotImplemented
+        parts.append(part)
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    by_number = [part for part in tensors if part.dtype != torch.bool]
+    if len(by_number) == len(parts) == x.dim():
+        if not isinstance(x, LazyLogits):
+            return NotImplemented
+        *rows, labels = torch.broadcast_tensors(*by_number)  # x[rows, labels]: one entry for each
+        labels = torch_own.where(labels < 0, labels + x.width, labels)
+        found = gather(
+            x.moved(lambda t: t[(*rows, slice(None))], unique=False, view=False), labels[..., None]
+        )
+        if found is NotImplemented:
+            return NotImplemented
+        return found[..., 0]
+
+    has_ellipsis = any(part is ... for part in parts)
+    masked = [part for part in tensors if part.dtype == torch.bool]
+    consumed = sum(part is not ... for part in parts) + sum(mask.dim() - 1 for mask in masked)
+    entries: Any = slice(None)
+    if consumed == x.dim() or (has_ellipsis and parts[-1] is not ...):
+        entries = parts.pop()
+    if not isinstance(entries, slice) or (entries != slice(None) and not isinstance(x, LazyLogits)):
+        return NotImplemented
+    if not has_ellipsis:
+        parts.append(...)
+    elif parts[-1] is not ...:
+        parts.append(slice(None))  # index for dimension k, which the ellipsis must not cover
+    tokens = x.moved(lambda t: t[tuple(parts)], unique=not by_number, view=not tensors)
+    if entries == slice(None):
+        return tokens
+    width = len(range(*entries.indices(tokens.width)))
+    part = Call(
+        TensorBase.__getitem__,
+        (tokens.node, (slice(None), entries)),
+        {},
+        tokens.requires_grad,
+        "slice",
+    )
+    return tokens.make(part, width, tokens.dtype, tokens.requires_grad).sharing(tokens)
+
 
 # Operation along one dimension -> index of the dimension argument.
 ALONG = {"unbind": 0, "split": 1, "chunk": 1, "select": 0, "narrow": 0, "index_select": 0}
@@ -25,21 +86,27 @@ SEVERAL = ("unbind", "split", "chunk")  # return a tuple of parts
 
 
 def is_of_tokens(x: LazyTensor, dim: Any) -> bool:
-    """True if `dim` is a dimension of the tokens, and not the dimension of size W."""
+    """True if `dim` is a dimension of the tokens of a lazy tensor [*tokens, W], and not that of
+    size W."""
     return isinstance(dim, int) and not isinstance(dim, bool) and dim % x.dim() != x.dim() - 1
 
 
 def along(
     own: Callable[..., Any], at: int, name: str, x: LazyTensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Apply a torch method along a dimension of tokens to the positions.
+    """Apply a torch method, such as `select`, along a dimension of a lazy tensor's tokens. The
+    result is lazy.
 
     Results are views, except for an index [n], which copies and may repeat tokens. Returns
     NotImplemented for the dimension of size W.
 
     Args:
-        own: the method of that name.
+        own: torch's method.
         at: index of the dimension in `args`.
+        name: name of the method.
+        x: the lazy tensor.
+        args: the method's positional arguments.
+        kwargs: the method's keyword arguments.
     """
     given = list(args)
     dim = given[at] if len(given) > at else kwargs.get("dim", 0)
@@ -57,7 +124,7 @@ def along(
 
 
 def view(x: LazyTensor, *shape: Any) -> Any:
-    """Reshape the tokens, [*tokens, W] -> [*sizes, W].
+    """Reshape the tokens of a lazy tensor, [*tokens, W] -> [*sizes, W].
 
     Returns NotImplemented if W entries would be separated.
     """
@@ -75,14 +142,15 @@ def view(x: LazyTensor, *shape: Any) -> Any:
 
 
 def flatten(x: LazyTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """Merge dimensions of tokens; NotImplemented if they include W."""
+    """Merge dimensions of a lazy tensor's tokens; NotImplemented if the dimensions include W."""
     if not is_of_tokens(x, start_dim) or not is_of_tokens(x, end_dim):
         return NotImplemented
     return x.moved(lambda t: t.flatten(start_dim % x.dim(), end_dim % x.dim()))
 
 
 def take_along_dim(x: LazyTensor, indices: Any, dim: Any = None) -> Any:
-    """Select positions [..., n, 1] of each row; the result is a copy and may repeat tokens.
+    """Select positions [..., n, 1] of a lazy tensor's tokens in each row. The result is a copy and
+    may repeat tokens.
 
     Returns NotImplemented for entries of W.
     """
@@ -99,7 +167,8 @@ def take_along_dim(x: LazyTensor, indices: Any, dim: Any = None) -> Any:
 
 
 def squeeze(x: LazyTensor, dim: Any = None) -> Any:
-    """Remove one token dimension or all token dimensions of size 1; NotImplemented for W."""
+    """Remove one dimension or all dimensions of size 1 from a lazy tensor's tokens; NotImplemented
+    for W."""
     if dim is None and x.shape[-1] != 1:
         return x.moved(
             lambda t: t.reshape(*(size for size in x.shape[:-1] if size != 1), t.shape[-1])
@@ -110,7 +179,7 @@ def squeeze(x: LazyTensor, dim: Any = None) -> Any:
 
 
 def unsqueeze(x: LazyTensor, dim: int) -> Any:
-    """Insert a token dimension of size 1; NotImplemented behind W."""
+    """Insert a dimension of size 1 into a lazy tensor's tokens; NotImplemented behind W."""
     at = dim + x.dim() + 1 if dim < 0 else dim
     if at == x.dim():
         return NotImplemented
@@ -118,7 +187,7 @@ def unsqueeze(x: LazyTensor, dim: int) -> Any:
 
 
 def transpose(x: LazyTensor, dim0: int, dim1: int) -> Any:
-    """Exchange two dimensions, with the restrictions of `permute`."""
+    """Exchange two dimensions of a lazy tensor, with the restrictions of `permute`."""
     order = list(range(x.dim()))
     a = dim0 % x.dim()
     b = dim1 % x.dim()
@@ -127,7 +196,8 @@ def transpose(x: LazyTensor, dim0: int, dim1: int) -> Any:
 
 
 def permute(x: LazyTensor, *dims: Any) -> Any:
-    """Permute token dimensions, or move the entries to the second dimension and back.
+    """Permute the dimensions of a lazy tensor's tokens, or move the W entries to the second
+    dimension and back. Other permutations return NotImplemented.
 
     torch's losses expect entries in the second dimension.
     """
@@ -147,9 +217,8 @@ def permute(x: LazyTensor, *dims: Any) -> Any:
 
 
 def to(x: LazyTensor, *args: Any, **kwargs: Any) -> Any:
-    """Cast to a wider dtype; on the same device only. Values are computed in float32 or wider
-    anyway.
-    """
+    """Cast a lazy tensor to a wider dtype on the same device; NotImplemented for other casts.
+    Values are computed in float32 or wider anyway."""
     wanted = [*args, *kwargs.values()]
     dtypes = [value for value in wanted if isinstance(value, torch.dtype)]
     dtypes += [value.dtype for value in wanted if isinstance(value, Tensor)]
@@ -164,21 +233,23 @@ def to(x: LazyTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _iterated(x: LazyTensor) -> Any:
-    """Return an iterator over the first token dimension; NotImplemented for a single row."""
+    """Return an iterator over the first dimension of a lazy tensor's tokens; NotImplemented for a
+    single row."""
     if x.dim() > 1:
         return iter(x.unbind(0))
     return NotImplemented
 
 
 def _contiguous(x: LazyTensor, *_: Any, **__: Any) -> Any:
-    """Copy a view whose tokens are not contiguous in the full tensor."""
+    """Return a lazy tensor, as a copy if its tokens are not contiguous in the full tensor."""
     if not x.derived or (x.classes is None and x.origin.is_contiguous()):
         return x
     return x.changed()
 
 
 def _in_float32(x: LazyTensor, *_: Any, **__: Any) -> Any:
-    """Cast to float32, but keep float64; integers and bools are rejected."""
+    """Cast a lazy tensor to float32 (`.float()`), but keep float64; NotImplemented for integers and
+    bools."""
     if x.casts_to(torch.float32):
         return to(x, torch.float32)
     return to(x, torch.promote_types(x.dtype, torch.float32))

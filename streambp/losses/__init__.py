@@ -28,7 +28,8 @@ LEAVING = (
 
 
 def __getattr__(name: str) -> Any:
-    """Return an objective that the next release removes from here, with a FutureWarning."""
+    """Return a loss function that the next release removes from this module, with a
+    FutureWarning."""
     if name not in LEAVING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(

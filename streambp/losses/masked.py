@@ -9,7 +9,7 @@ from streambp.tensors import Kind, check_tensors
 
 
 def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | None) -> None:
-    """Check the tensors of an objective: all are [B, T], and all except masks are floating.
+    """Check the tensors of a loss function: all must be [B, T], and all except masks floating.
 
     Args:
         like: the first tensor; the other tensors need its shape.
@@ -30,11 +30,12 @@ def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | N
 
 
 def within(mask: Tensor, values: Tensor) -> Tensor:
-    """Return values [B, T] with 0 where mask [B, T] is false, before anything is computed of them.
+    """Return values [B, T] with 0 where mask [B, T] is false. Losses apply this to their inputs,
+    before anything else is computed.
 
-    Objectives mask their inputs, not only their terms. NaN and infinities outside of the mask, such
-    as an inference engine's -inf at padding, do not reach a masked sum. Backward multiplies them by
-    0 all the same, which gives NaN.
+    A mask of the loss's terms would not suffice. NaN and infinities outside of the mask would reach
+    backward, for example an inference engine's -inf at padding. Backward multiplies such values by
+    0, and the gradient would be NaN.
     """
     return values.masked_fill(~mask.bool(), 0.0)
 

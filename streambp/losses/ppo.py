@@ -15,7 +15,7 @@ EPS = 1e-8  # for `whiten`
 
 @dataclasses.dataclass(frozen=True)
 class PPOLoss:
-    """Scalars of a step. Only `loss` has a gradient; the other scalars are for logs.
+    """Results of `ppo_loss`, scalars. Only `loss` has a gradient; the other scalars are for logs.
 
     loss = policy + value_coef * value - entropy_coef * entropy
     """

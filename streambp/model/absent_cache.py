@@ -18,11 +18,15 @@ from streambp.errors import StreamBPError
 
 
 class NoCacheError(StreamBPError, AttributeError):
-    """A program uses the cache of a streamed training step, which has none."""
+    """Raised when a program uses the KV cache in the output of a training step, which has no
+    cache."""
 
 
 class AbsentCache:
-    """Placeholder for an output's cache. Every access raises `NoCacheError`."""
+    """Placeholder for `past_key_values` in the output of a training step, which makes no KV cache.
+
+    Every access to the placeholder raises `NoCacheError`.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # special methods, used by `copy` and `pickle`
@@ -43,7 +47,7 @@ class AbsentCache:
 
 
 def refuse() -> NoReturn:
-    """Raise NoCacheError."""
+    """Raise `NoCacheError`, with a remedy in the message."""
     raise NoCacheError(
         "The cache of a streamed training step was used. A streamed step makes no cache unless "
         "the call asks for one; use_cache in the config is not enough. Pass use_cache=True to the "
@@ -52,9 +56,8 @@ def refuse() -> NoReturn:
 
 
 def with_absent_cache(output: Any) -> Any:
-    """Return a model's output with an `AbsentCache` in its cache field, if this field exists and is
-    empty.
-    """
+    """Return a model's output with an `AbsentCache` placeholder if its cache field, for example
+    `past_key_values`, is None. Other outputs are returned unchanged."""
     kind: Any = type(output)
     name = _cache_field(kind)
     if name and getattr(output, name, None) is None:
@@ -64,7 +67,8 @@ def with_absent_cache(output: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _cache_field(kind: type[Any]) -> str:
-    """Return the name of the cache field of an output's class; empty if the class has none."""
+    """Return the name of the field that holds the KV cache in a `ModelOutput` class; "" if the
+    class has no such field."""
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     names = vars(sys.modules[kind.__module__])
     return next((field.name for field in fields if names_a_cache(field.type, names)), "")

@@ -9,10 +9,11 @@ from streambp.layer.site import LayerSite
 
 
 def adapter_notes(sites: Iterable[LayerSite]) -> list[str]:
-    """Return how many adapted Linears are computed as one operation, and why other Linears use
-    peft's code.
+    """Return lines for `describe` about LoRA adapters: how many adapted Linears are computed as one
+    operation, and why the other adapted Linears run peft's own forward.
 
-    Layers that were not called yet are left out.
+    Args:
+        sites: the records of the decoder layers. Layers that were not called yet are left out.
     """
     one = 0
     others = collections.Counter[str]()

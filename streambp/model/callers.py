@@ -1,19 +1,26 @@
-"""Detect callers that read the logits of a call with labels.
+"""Callers that read the logits of a call with labels, which has none: detect or warn them.
 
-Most callers read the loss alone and test if logits exist, as other libraries' fused losses require.
-Three callers do not test. peft's CPT computes a loss of its own from the logits, and so does a
-method `compute_loss` that a program writes for HF Trainer. HF Trainer passes logits to
+Most callers read the loss alone and test `logits is None`, as other libraries' fused losses
+require. Three callers do not test. peft's CPT computes a loss of its own from the logits, and so
+does a method `compute_loss` that a program writes for HF Trainer. HF Trainer passes logits to
 `compute_metrics` or returns them from `predict`. The arguments of a call do not show which caller
 it has. The running Python frames are therefore inspected, and all three callers get logits.
+
+Any other program that continues with None fails at its next line with an uninformative Python
+error. Reading the field by name therefore warns first, once for each place in the code; reads by
+libraries do not warn.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import sys
+import warnings
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
+from streambp.errors import StreamBPError
 from streambp.known_names import CPT_FORWARD, PREDICTION, TRAINERS_LOSS
 
 # their own trainers read the loss alone, or request logits
@@ -22,34 +29,39 @@ MAX_FRAMES = 24  # maximal number of frames between a model's forward and its ca
 
 
 def computes_its_own_loss() -> bool:
-    """True if the caller is peft's CPT, or a method `compute_loss` that overrides a Trainer's."""
-    return any(map(_is_cpts, _near())) or any(map(_overrides, _near()))
+    """True if the running call of the model comes from code that computes its loss from the logits:
+    peft's CPT, or a `compute_loss` method that a user's Trainer subclass overrides.
 
-
-def _near() -> Iterator[FrameType]:
-    return itertools.islice(_running(), MAX_FRAMES)
-
-
-def _is_cpts(frame: FrameType) -> bool:
-    home = str(frame.f_globals.get("__name__"))
-    return frame.f_code.co_name == CPT_FORWARD and home.startswith("peft.")
+    The function inspects the running Python frames.
+    """
+    frame: FrameType | None = sys._getframe()
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            return False
+        name = frame.f_code.co_name
+        if name == CPT_FORWARD and str(frame.f_globals.get("__name__")).startswith("peft."):
+            return True
+        if name == TRAINERS_LOSS[0] and _overrides(frame):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _overrides(frame: FrameType) -> bool:
-    """True if a running function is a `compute_loss` method of a Trainer's subclass outside of the
-    known libraries.
+    """True if the `compute_loss` that runs is a method of a Trainer's subclass outside of the known
+    libraries.
     """
-    method, kind = TRAINERS_LOSS
-    if frame.f_code.co_name != method:
-        return False
     if str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES:
         return False
-    named = (own for own in type(frame.f_locals.get("self")).__mro__ if own.__name__ == kind)
-    return any(own.__module__.partition(".")[0] == LIBRARIES[0] for own in named)
+    for own in type(frame.f_locals.get("self")).__mro__:
+        if own.__name__ == TRAINERS_LOSS[1] and own.__module__.partition(".")[0] == LIBRARIES[0]:
+            return True
+    return False
 
 
 def wants_predictions() -> bool:
-    """True if a Trainer collects the logits of this evaluation, for metrics or as predictions."""
+    """True if the running call is an evaluation by a Trainer that collects the logits, for
+    `compute_metrics` or as predictions. The function inspects the running Python frames."""
     return any(
         frame.f_code.co_name == PREDICTION[0] and frame.f_locals.get(PREDICTION[1]) is False
         for frame in _running()
@@ -57,8 +69,68 @@ def wants_predictions() -> bool:
 
 
 def _running() -> Iterator[FrameType]:
-    """Yield the running frames, innermost first."""
+    """Yield the Python frames of the current call stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+LOGITS = "logits"
+TEST_FOR_NONE = ("transformers", "accelerate", "trl", "peft", "torch", "deepspeed", "streambp")
+REMEDY = (
+    "the loss was computed without them, because labels were passed. Set "
+    "StreamConfig(lazy_logits=True) to compute logits at their first use (in eval mode "
+    "eval_logits=True), or leave labels out of the call."
+)
+
+
+class NoLogitsError(StreamBPError, KeyError):
+    """Raised by `output["logits"]` for an output whose logits were not built."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class LeftOut:
+    """Mixin for a `ModelOutput` whose `logits` are None because labels were passed. Reading the
+    field warns."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == LOGITS and value is None:
+            _tell()
+        return value
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        """Return the value of a key, like `dict.get`. Warn if the key is "logits" and the output
+        has none."""
+        if name in self:  # type: ignore[attr-defined, operator]
+            return self[name]
+        if name == LOGITS:
+            _tell()
+        return default
+
+    def __getitem__(self, name: Any) -> Any:
+        if name == LOGITS and name not in self.keys():  # type: ignore[attr-defined]
+            raise NoLogitsError(f"The output has no logits: {REMEDY}")
+        return super().__getitem__(name)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        kind: Any = type(self).__mro__[2]
+        return kind(**dict(self.items())).__reduce__()  # type: ignore[attr-defined]
+
+
+def _tell() -> None:
+    """Warn that logits are None, at the source line of the code that reads them. Code of libraries
+    that test for None gets no warning."""
+    home = str(sys._getframe(2).f_globals.get("__name__"))
+    if home.partition(".")[0] not in TEST_FOR_NONE:
+        warnings.warn(f"logits is None: {REMEDY}", stacklevel=3)
+
+
+@functools.cache
+def left_out(kind: type[Any]) -> type[Any]:
+    """Return a subclass of a `ModelOutput` class, under the same name. Reading the logits of its
+    instances warns."""
+    return type(kind.__name__, (LeftOut, kind), {"__module__": kind.__module__})

@@ -26,10 +26,9 @@ from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.oom import explaining
 from streambp.lazy.deferred import LazyHidden
 from streambp.lazy.dispatch import lazy_logits
-from streambp.model.callers import computes_its_own_loss, wants_predictions
+from streambp.model.callers import LOGITS, computes_its_own_loss, left_out, wants_predictions
 from streambp.model.deferring import DeferredForward, HeldHead
 from streambp.model.empty_batches import EmptyBatchWarning, LossOfLabels, any_label
-from streambp.model.left_out import LOGITS, left_out
 from streambp.model.padding import hides_padding, warn_of_labels_after_padding
 from streambp.model.split import find_split
 from streambp.model.state import PatchState, names_cache, wants_cache
@@ -44,21 +43,23 @@ WITH_LOGITS = "builds the logits: the call had a cache"
 
 
 class CausalLMForward(InstanceForward):
-    """A causal language model whose loss is computed without logits when labels are given
-    (DESIGN.md section 8).
+    """Replacement of a causal language model's forward. If labels are given, the loss is computed
+    block by block, and the logits [B, T, V] are never built.
 
     Args:
-        norms: the final norms of the model's decoder; the blocks of the head may compute them.
+        norms: the final norms of the model's decoder, which may be computed together with the loss,
+            block by block.
 
     Attributes:
-        last: text on the last call's loss; after a call in training, on the last such call.
-        lazy: request of that call if its logits are lazy, with the operations that were computed
-            from them.
+        last: sentence on how the loss of the last call was computed; after a call in training, of
+            the last call in training.
+        lazy: record of the lazy logits that this call returned, and of the operations on them; None
+            if no lazy logits were returned.
         trained: number of calls in training.
-        unlabelled: number of calls in training that had no labels, and built logits.
-        predicted: True if evaluations built their logits because a Trainer collects them.
-        left_out: output fields without a tensor in the last streamed training call; None before the
-            first such call, and after a call that returned a tuple.
+        unlabelled: number of calls in training without labels, which built the logits.
+        predicted: True if evaluations build the logits because a Trainer collects them.
+        left_out: output fields that were None in the last chunked training call, for example
+            "logits". None before the first such call, and after a call that returned a tuple.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class CausalLMForward(InstanceForward):
         self.empty_batches = EmptyBatchWarning()
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward that `patch` replaced.
+        """Call the model's forward as it was before `patch`.
 
-        Meanwhile the state holds the call's position_ids and labels, for a backbone that does not
-        receive them.
+        During the call the patch's shared state holds position_ids and labels, because a backbone
+        may not receive these arguments.
         """
         running = self.state.running
         before = running.position_ids, running.labels, running.names_cache
@@ -105,11 +106,12 @@ class CausalLMForward(InstanceForward):
             running.position_ids, running.labels, running.names_cache = before
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output; with labels, the loss is computed without logits.
+        """Return the model's output. If labels are given, the loss is computed without building the
+        logits.
 
         Raises:
-            StreamBPError: output_log_probs=True without labels, with a cache, or with another
-                library's forward.
+            StreamBPError: `output_log_probs=True` was passed without labels, with a cache, or to a
+                model whose forward another library replaced.
         """
         if self.retired:
             return self.original(*args, **kwargs)
@@ -138,7 +140,8 @@ class CausalLMForward(InstanceForward):
                         "output_log_probs=True needs StreamConfig(head=True) and no cache "
                         "(use_cache=False)."
                     )
-                self._refuse_unshifted(kwargs)
+                if is_initialized():
+                    self._refuse_unshifted(kwargs)
                 if labels is None and self._is_lazy(kwargs):
                     self._leave_cache(kwargs)
                     request = HeadRequest(
@@ -173,8 +176,15 @@ class CausalLMForward(InstanceForward):
         labelled: bool = True,
         lazy: HeadRequest | None = None,
     ) -> None:
-        """Count a call and store how its loss was computed. After the first training call,
-        evaluations are not stored.
+        """Count a call of the model, and store for `describe` how its loss was computed.
+
+        Calls in evaluation are stored only until the first call in training.
+
+        Args:
+            training: True if the call was in training mode with gradients.
+            how: sentence on how the loss was computed.
+            labelled: True if labels were given.
+            lazy: record of the returned lazy logits, if any.
         """
         self.trained += training
         self.unlabelled += training and not labelled
@@ -184,9 +194,8 @@ class CausalLMForward(InstanceForward):
 
     @property
     def foreign(self) -> str | None:
-        """Return the name of another library's function that computes this model's loss, or None.
-        [Note: foreign forwards]
-        """
+        """Return the name of another library's function that replaced this model's forward and
+        computes its loss (Liger's, for example); None if there is none."""
         kind: Any = type(self.module)
         if self.previous is not None:
             return foreign_forward(kind, self.previous)
@@ -196,9 +205,8 @@ class CausalLMForward(InstanceForward):
         )
 
     def refuse_foreign(self) -> None:
-        """Raise StreamBPError if another library computes the loss, because per-token values are
-        then unavailable.
-        """
+        """Raise `StreamBPError` if another library's function computes the model's loss, because
+        log-probabilities for each token are then unavailable."""
         if self.foreign is not None:
             raise StreamBPError(
                 f"Per-token values were asked for, but {self.foreign} replaces the forward of "
@@ -212,22 +220,24 @@ class CausalLMForward(InstanceForward):
         temperature: float = 1.0,
         in_float32: bool = False,
     ) -> tuple[Any, TokenLogProbs, HeadRequest]:
-        """Return the output without logits, and per-token values of the labels [B, T - 1] (with
-        shift_labels [B, T]).
+        """Return the model's output without logits, and log-probabilities of the labels for each
+        token.
 
         Args:
             kwargs: arguments of the model's forward, with labels.
-            wanted: fields of `TokenLogProbs` to compute in addition to log_probs.
+            wanted: fields of `TokenLogProbs` to compute in addition to log_probs, such as the
+                entropy.
             temperature: divisor of the logits, also in the loss.
-            in_float32: compute the head's products in float32.
+            in_float32: compute the output projection's products in float32.
 
         Returns:
-            The output, the values, and the request. The request's hidden_states return [B, T - 1,
-                h], the input of the head, before the request's `norm` if that is set.
+            The output, the values [B, T - 1] (with shift_labels [B, T]), and the record of the
+                head's inputs (`HeadRequest`). The record's `hidden_states` [B, T - 1, h] are the
+                input of the output projection, or of the final norm if the record's `norm` is set.
 
         Raises:
-            StreamBPError: the loss uses the logits outside of cross_entropy, or another library
-                computes the loss.
+            StreamBPError: the model's loss uses the logits outside of cross_entropy, or another
+                library computes the loss.
         """
         self.refuse_foreign()
         request = HeadRequest(self.state.pending, wanted, temperature, in_float32)
@@ -251,7 +261,8 @@ class CausalLMForward(InstanceForward):
     def _with_head(
         self, kwargs: dict[str, Any], request: HeadRequest, hands_out: bool = False
     ) -> Any:
-        self._refuse_unshifted(kwargs)
+        if is_initialized():
+            self._refuse_unshifted(kwargs)
         self._leave_cache(kwargs)
         lazy = (
             HeadRequest(self.state.pending, beside_loss=True)
@@ -285,11 +296,9 @@ class CausalLMForward(InstanceForward):
         return output
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own loss unpatched; return None if the loss is to be computed without
-        logits.
-
-        [Note: micro-batches as unpatched]
-        """
+        """Run the model's own forward and loss if this training micro-batch is small enough to run
+        without chunks and without recomputation. Return None if it is not. [Note: micro-batches as
+        unpatched]"""
         named = kwargs.get("return_dict")
         named = getattr(self.module.config, "return_dict", True) if named is None else named
         trains = self._trains
@@ -317,11 +326,11 @@ class CausalLMForward(InstanceForward):
         return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
-        """True if this call returns lazy logits, as the config or the caller requires.
+        """True if this call returns lazy logits (`LazyLogits`, computed on use): the config or the
+        caller requires them.
 
-        Lazy logits are not used if a cache is returned, for example in eval mode by the model's
-        config. An FSDP unit does not use them either: its hooks read outputs after its weights are
-        freed.
+        False if a cache is returned, for example in eval mode by the model's config. False for FSDP
+        units too: FSDP's hooks read outputs after its weights are freed.
         """
         config = self.state.config
         if not config.head:
@@ -341,7 +350,8 @@ class CausalLMForward(InstanceForward):
 
     @property
     def _steady_norms(self) -> tuple[nn.Module, ...]:
-        """Return the final norms without submodules.
+        """Return the final norms without submodules, which may be computed after the model's
+        forward.
 
         A norm with submodules (PEFT's wrapper) may compute something else by the time the logits
         are used, because adapters can be switched in between.
@@ -357,16 +367,13 @@ class CausalLMForward(InstanceForward):
         return self.module.training and torch.is_grad_enabled()
 
     def _refuse_unshifted(self, kwargs: dict[str, Any]) -> None:
-        """Raise if labels are unshifted while sequences are split over ranks.
+        """Raise if labels are unshifted while sequences are split over ranks. Called if torch's
+        process group is initialized.
 
         The label of a shard's last token is on the next rank, so a shift inside the shard loses the
         label.
         """
-        if (
-            kwargs.get("labels") is None
-            or kwargs.get("shift_labels") is not None
-            or not is_initialized()
-        ):
+        if kwargs.get("labels") is None or kwargs.get("shift_labels") is not None:
             return
         config = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
         if find_split(config, self.module.training) is not None:
@@ -378,7 +385,12 @@ class CausalLMForward(InstanceForward):
             )
 
     def _leave_cache(self, kwargs: dict[str, Any]) -> PreTrainedConfig:
-        """Set use_cache=False for the call, and return the text model's config."""
+        """Set `use_cache=False` in the arguments of a call, and return the config of the text
+        model.
+
+        Raises:
+            UnsupportedModelError: the model computes something else without a cache.
+        """
         config: PreTrainedConfig = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
         self.state.check_cache(config, kwargs)
         kwargs["use_cache"] = False
@@ -414,10 +426,11 @@ class CausalLMForward(InstanceForward):
             head.remove()
 
     def _finish(self, output: Any) -> Any:
-        """Return the output without deferred logits, or with built logits where the caller reads
-        them.
+        """Return the output of the model's own forward with its placeholder tensors (`LazyHidden`)
+        resolved.
 
-        Deferred hidden states are always built.
+        Placeholders for logits become None, or are computed where the caller reads logits.
+        Placeholders for hidden states are always computed.
         """
         evaluates = not self.module.training
         logits_wanted = self.state.config.eval_logits and evaluates
@@ -449,9 +462,10 @@ class CausalLMForward(InstanceForward):
 
 @functools.cache
 def _with_log_probs(kind: Any) -> Any:
-    """Return a subclass of an output class with the declared field log_probs.
+    """Return a subclass of a `ModelOutput` class with one more dataclass field, `log_probs`.
 
-    FSDP2 and DDP search declared fields alone for tensors with gradients.
+    The field must be declared because FSDP2 and DDP look for tensors with gradients in declared
+    fields alone.
     """
     field = ("log_probs", Tensor | None, None)
     return dataclasses.make_dataclass(
@@ -460,11 +474,12 @@ def _with_log_probs(kind: Any) -> Any:
 
 
 def _without_nan(output: Any, labelled: Tensor) -> Any:
-    """Return the output of a call with labels, with a loss of 0 in place of NaN where no token has
-    a label.
+    """Return the output of a call with labels. If no token has a label, its loss is 0 instead of
+    NaN.
 
     Args:
-        labelled: scalar bool, the result of `any_label`.
+        output: the model's output.
+        labelled: scalar bool tensor, True if a token has a label.
     """
     loss = output[0]
     if not isinstance(loss, Tensor) or loss.dim():
@@ -476,11 +491,13 @@ def _without_nan(output: Any, labelled: Tensor) -> Any:
 
 
 def _hand_out(output: Any, request: HeadRequest) -> Any:
-    """Return a model's output with lazy logits; the logits of a single position are built.
+    """Return a model's output with lazy logits (`LazyLogits`) in place of its placeholder tensors
+    (`LazyHidden`). The logits of a single position are computed at once.
 
     Args:
-        request: records the use of the lazy logits. The model's own loss has a request of its own
-            for deferred logits.
+        output: the model's output, a `ModelOutput` or a tuple.
+        request: record of what is computed from these logits, for `describe` and for their
+            backward.
     """
 
     def real_or_lazy(value: Any) -> Any:

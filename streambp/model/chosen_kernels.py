@@ -53,10 +53,15 @@ HALF = 4  # half of a head's features in the comparison of rotations
 
 
 def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
-    """Set the kernels that `config.kernels` names. [Note: chosen kernels]
+    """Set the kernels that `config.kernels` names ("own", "liger", "compiled" or "auto") on the
+    modules of a model.
 
     Args:
         model: a transformers model, or a module that contains one; changed in place.
+        config: the settings.
+
+    Returns:
+        The changes, with which the modules can be restored.
 
     Raises:
         ConfigError: kernels="liger" cannot be applied.
@@ -106,14 +111,13 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
 
 
 def accelerator() -> torch.device | None:
-    """Return this process's accelerator; None: the process has a CPU alone."""
+    """Return the accelerator device of this process; None if the process has none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def without_driver(kind: str) -> str | None:
-    """Return the reason why Triton launches no kernel on devices of this type; None: Triton
-    launches kernels.
-    """
+    """Return the reason why Triton cannot launch kernels on devices of this type; None if it
+    can."""
     try:
         driver = importlib.import_module("triton.runtime").driver.active
         found = driver.get_active_torch_device().type
@@ -129,14 +133,20 @@ def without_driver(kind: str) -> str | None:
 def by_device(
     kind: str, rotations: dict[nn.Module, Callable[..., Any]], before: Attributes
 ) -> set[nn.Module]:
-    """Make the modules that Liger changes choose by device; called while all names are Liger's.
+    """Make the forwards that Liger bound to modules run on one type of device alone. The module's
+    own forward runs on other devices.
+
+    Called while transformers' modeling modules contain Liger's names.
 
     Args:
-        kind: the type of device on which Liger's kernels run.
-        rotations: filled with Liger's rotation for each attention module that rotates.
+        kind: the device type on which Liger's kernels run, such as "cuda".
+        rotations: filled with Liger's rotary embedding function for each attention module that uses
+            one.
+        before: each changed module's attributes before Liger changed the module.
 
     Returns:
-        The modules to restore to their previous forward.
+        The modules to restore to their previous forward: compiled modules, modules with another
+            library's forward, and experts.
     """
     theirs = {
         m
@@ -159,7 +169,8 @@ def by_device(
 
 
 def turns_halves(rotation: Callable[..., Any]) -> bool:
-    """True if a modeling file's function rotates the same features as Liger's kernel.
+    """True if a modeling file's rotary embedding function pairs the same features as Liger's
+    kernel.
 
     Liger's kernel pairs the first half of a head's features with the second half. Some models pair
     neighbours, or rotate a part of the features.

@@ -66,10 +66,11 @@ PARAMETERS, _, MODULES = MODULE_TABLES
 
 
 class Compiler:
-    """Compiles the regions of a model, and counts graphs and seconds.
+    """Compiles the norms, MLP activations and rotations of one model with torch.compile, and counts
+    graphs and seconds.
 
     Attributes:
-        graphs: number of graphs compiled for each role in layers, without graphs of backward.
+        graphs: number of compiled forward graphs for each role, such as "norm".
         seconds: time that compilation took.
         made: compiled functions by (function, role).
     """
@@ -86,7 +87,8 @@ class Compiler:
         return self
 
     def compiled(self, function: Any, role: str) -> Callable[..., Any]:
-        """Return the function compiled for one role in layers, cached. [Note: compiled regions]"""
+        """Return the function compiled with torch.compile, cached for each role, such as "norm".
+        [Note: compiled regions]"""
         if (function, role) not in self.made:
             code = function.__code__.replace(co_name=function.__name__)
             own = types.FunctionType(
@@ -110,10 +112,11 @@ class Compiler:
 
 
 class Region:
-    """A forward with a compiled part; unsupported calls run the class's forward.
+    """Forward of a module with one compiled part. Calls that the compiled part does not support run
+    the forward of the module's class.
 
     Args:
-        run: `of_norm` or `of_mlp`.
+        run: `of_norm` or `of_mlp`, which compute the forward with the compiled part.
         compiled: the compiled part, called with (module, tokens [n, h], ...) or with (activation,
             products [n, m], ...).
     """
@@ -125,14 +128,20 @@ class Region:
         self._streambp_region = self.compiled = compiled
 
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Compute the same as the class's forward."""
+        """Return the result of the forward of the module's class, computed with the compiled part
+        if possible."""
         found = NotImplemented if kwargs else self.run(self.compiled, module, *args)
         return type(module).forward(module, *args, **kwargs) if found is NotImplemented else found
 
 
 def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -> Any:
-    """Compute a norm of x [..., h], optionally with gates [..., h]; return NotImplemented for other
+    """Return the norm of x [..., h], optionally with gates [..., h]; NotImplemented for other
     arguments.
+
+    Args:
+        compiled: compiled function of (module, x [n, h], ...).
+        module: the norm.
+        tensors: x, and the gates if there are any.
     """
     alike = bool(tensors) and all(runs(x) and x.shape == tensors[0].shape for x in tensors)
     if not alike or not _several(tensors[0]):
@@ -141,9 +150,15 @@ def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -
 
 
 def of_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> Any:
-    """Compute a gated MLP of x [..., h]; return NotImplemented for other arguments.
+    """Return the result [..., h] of a gated MLP for x [..., h]; NotImplemented for other arguments.
 
-    The Linears return gate and up [..., m], or both in one [..., 2 m].
+    The product of the activated gate with the up projection is compiled. The Linears are not.
+
+    Args:
+        compiled: compiled function of (activation, gate [n, m], up [n, m]), or of (activation, both
+            [n, 2 m]).
+        module: the MLP.
+        args: x.
     """
     if len(args) != 1 or not runs(args[0]) or not _several(args[0]):
         return NotImplemented
@@ -162,7 +177,8 @@ def gated(act: Callable[[Tensor], Tensor], *products: Tensor) -> Tensor:
 
 
 def names_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the attribute names of a gated MLP's Linears and activation; () for other modules."""
+    """Return the attribute names of the Linears and of the activation in a gated MLP; () for other
+    modules."""
     return next(
         (names for names in (GATED_MLP, FUSED_MLP) if all(hasattr(module, name) for name in names)),
         (),
@@ -170,16 +186,18 @@ def names_of(module: nn.Module) -> tuple[str, ...]:
 
 
 class WithCompiledRotation(WithRotation):
-    """Globals of an attention's forward in which the rotation is compiled."""
+    """Global variables for a copy of an attention module's forward: the modeling file's, with a
+    compiled function in place of `apply_rotary_pos_emb`."""
 
     home = REGION
 
     def turned(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return q [B, H, T, D] and k [B, H_kv, T, D] rotated.
+        """Return q [B, H, T, D] and k [B, H_kv, T, D] with rotary embeddings applied.
 
-        The compiled code runs only while the modeling file's function is still the compiled one.
+        If another library has replaced the modeling file's function since, its replacement runs
+        instead of the compiled code.
         """
         now = self.around[ROTARY]
         four = (q, k, cos, sin)
@@ -191,19 +209,20 @@ class WithCompiledRotation(WithRotation):
 
 
 def runs(x: Any) -> bool:
-    """True if compiled code can compute x [...]: a plain tensor with data, outside of a surrounding
-    torch.compile.
-    """
+    """True if compiled code can compute x [...]: x is a plain tensor with data, and no
+    torch.compile of the caller is tracing."""
     return type(x) in TENSOR_TYPES and has_data(x) and not torch.compiler.is_compiling()
 
 
 def by_token(x: Tensor) -> Tensor:
-    """Return x [..., h] as [n, h] with n marked dynamic, so that all n share one graph."""
+    """Return x [..., h] as [n, h], with n marked as a dynamic size for torch.compile. All n then
+    share one graph."""
     return _any_length(x.reshape(-1, x.shape[-1]), 0)
 
 
 def _several(x: Tensor) -> bool:
-    """True if x [n, h] or [B, T, ..., h] has more than one token in each row."""
+    """True if x [n, h] or [B, T, ..., h] has more than one token in each row. One token alone would
+    need another compiled graph."""
     return x.dim() > 1 and x.shape[min(1, x.dim() - 2)] > 1
 
 
@@ -214,17 +233,18 @@ def _any_length(x: Tensor, *dims: int) -> Tensor:
 
 
 def compile_regions(model: nn.Module) -> InstalledKernels:
-    """Set compiled forwards on the norms, gated MLPs and attention modules of a model's layers.
+    """Set forwards with compiled parts on the norms, gated MLPs and attention modules of a model's
+    layers.
 
-    torch.compile compiles the whole norm, the activation and product of an MLP, and the rotation of
-    queries and keys. Linears stay uncompiled. [Note: compiled regions]
+    torch.compile compiles the whole norm, the activation and product of an MLP, and the rotary
+    embedding of queries and keys. Linears stay uncompiled. [Note: compiled regions]
 
     Args:
         model: a transformers model, or a module that contains one; changed in place.
 
     Returns:
         A record of the changed modules, whose `take_off` restores their forwards. If no module was
-        changed, the record has the reason.
+            changed, the record has the reason.
     """
     device = next((p.device.type for p in model.parameters() if p.device.type != "cpu"), "cpu")
     if (why := no_compiler(device)) is not None:
@@ -268,9 +288,8 @@ def compile_regions(model: nn.Module) -> InstalledKernels:
 
 
 def no_compiler(device: str) -> str | None:
-    """Return the reason why torch cannot compile for this type of device; None if nothing speaks
-    against it.
-    """
+    """Return the reason why torch.compile cannot compile for this type of device; None if it
+    can."""
     if not any(map(shutil.which, COMPILERS)):
         return "torch.compile needs a C compiler, and there is none on this machine"
     if device != "cpu" and not has_triton():
@@ -279,7 +298,8 @@ def no_compiler(device: str) -> str | None:
 
 
 def _what(module: nn.Module) -> Literal["MLP", "norm", "rotation"] | None:
-    """Return the kind of region that a module can become, by its structure and its names."""
+    """Return which part of a module can be compiled, judged by its structure and names: the whole
+    norm, an MLP's activation, or an attention's rotary embedding. None for other modules."""
     if names_of(module):
         return "MLP"
     kind = type(module)
@@ -295,7 +315,8 @@ def _what(module: nn.Module) -> Literal["MLP", "norm", "rotation"] | None:
 
 
 def treats_tokens_alike(module: nn.Module) -> bool:
-    """True if a norm or an MLP computes the same as its region, on random numbers on the host."""
+    """True if a norm or an MLP returns the same result when its tokens are passed as [n, h] through
+    `of_norm` or `of_mlp`. The function compares both on random numbers on the host."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:

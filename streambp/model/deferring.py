@@ -31,11 +31,11 @@ TORCHS = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)
 
 
 def can_be_deferred(norm: nn.Module) -> bool:
-    """True if a final norm may be called on blocks of tokens [n, h], and again in backward for its
-    parameters' gradients.
+    """True if a model's final norm may be computed later, on blocks of tokens [n, h], and once more
+    in backward.
 
-    Third-party code may mix tokens, count calls, draw random numbers, or train a tensor that is no
-    parameter.
+    False for third-party code that may mix tokens, count calls, draw random numbers, or train a
+    tensor that is not a registered parameter.
     """
     # Backward hooks and FSDP units add an autograd.Function, which needs real tensors.
     if has_backward_hooks(norm) or is_fsdp_unit(norm):
@@ -51,10 +51,12 @@ def can_be_deferred(norm: nn.Module) -> bool:
 
 
 class DeferredForward(InstanceForward):
-    """A replacement, for one forward, of the final norm or of the output projection.
+    """Replacement, for one forward of the model, of the final norm's or the output projection's
+    forward. The result is a placeholder tensor; the loss computes norm and projection block by
+    block.
 
-    As the norm it returns a `LazyHidden` that references the norm and its input. As the output
-    projection it makes its input `LazyHidden` if the norm was not deferred.
+    The norm's replacement returns a `LazyHidden` that references the norm and its input. The output
+    projection's replacement makes its input a `LazyHidden` if the norm did not.
     """
 
     def __init__(self, module: nn.Module, request: HeadRequest, is_norm: bool = False) -> None:
@@ -63,9 +65,8 @@ class DeferredForward(InstanceForward):
         self.is_norm = is_norm
 
     def call(self, hidden_states: Tensor) -> Tensor:
-        """Return the deferred norm [..., h] of hidden_states [..., h], or their deferred logits
-        [..., V].
-        """
+        """Return a placeholder tensor (`LazyHidden`) for the norm [..., h] of hidden_states [...,
+        h], or for their logits [..., V]."""
         if self.is_norm:
             self.remove()  # `LazyHidden` calls the module itself, block by block
             return LazyHidden.make(hidden_states, LogitsExpression(self.request, norm=self.module))
@@ -88,8 +89,8 @@ class DeferredForward(InstanceForward):
 
     @property
     def _engines(self) -> bool:
-        """True if an engine has replaced torch's `F.linear`, and the module's forward is
-        `nn.Linear`'s.
+        """True if DeepSpeed has replaced torch's `F.linear` and the output projection runs
+        `nn.Linear`'s forward.
 
         DeepSpeed's replacement remains once a process has created a ZeRO-3 engine; it computes the
         same.
@@ -98,7 +99,8 @@ class DeferredForward(InstanceForward):
         return plain and package_of(nn.functional.linear) in ENGINES
 
     def _projected(self, hidden_states: LazyHidden) -> Tensor:
-        """Return deferred logits [..., V] of hidden_states [..., h], from the module's weights."""
+        """Return a placeholder for the logits [..., V] of hidden_states [..., h], which are
+        computed later from the module's weight and bias."""
         result: Any = NotImplemented
         if hidden_states.follows_rules():
             result = LazyHidden.rules["linear"](hidden_states, self.module.weight, self.module.bias)
@@ -106,9 +108,9 @@ class DeferredForward(InstanceForward):
 
 
 class HeldHead(nn.Module):
-    """A replacement, for one forward, of an output projection whose weights an engine shards.
-    [Note: a head that is held]
-    """
+    """Replacement, for one forward of the model, of an output projection whose weight ZeRO-3 or
+    FSDP shards. The weight is gathered once, copied, and the copy is used until backward. [Note: a
+    head that is held]"""
 
     def __init__(self, model: nn.Module, head: nn.Module, request: HeadRequest) -> None:
         super().__init__()
@@ -117,11 +119,11 @@ class HeldHead(nn.Module):
         self.request = request
 
     def install(self) -> None:
-        """Replace the output projection in the model."""
+        """Put this module in the place of the model's output projection."""
         self._model[0]._modules[self._name] = self
 
     def remove(self) -> None:
-        """Restore the output projection in the model."""
+        """Put the model's own output projection back."""
         self._model[0]._modules[self._name] = self._head[0]
 
     @property
@@ -132,9 +134,8 @@ class HeldHead(nn.Module):
         return self._head[0].weight
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return deferred logits [..., V] of hidden_states [..., h], from copies of the
-        projection's weights.
-        """
+        """Return a placeholder for the logits [..., V] of hidden_states [..., h], which are
+        computed later from a copy of the projection's weight and bias."""
         head: Any = self._head[0]
         lent = Lent()
 
@@ -162,13 +163,14 @@ class HeldHead(nn.Module):
 
 @dataclasses.dataclass
 class Lent:
-    """Copies of an output projection's weights in one forward, and their gradients.
+    """Copies of a sharded output projection's weight and bias for one forward, and their gradients.
     [Note: a head that is held]
 
     Attributes:
         copies: the weight [V, h], and the bias [V] if the projection has a bias.
-        trained: for each copy, True if its weight requires a gradient.
-        grads: the gradient of each copy, set between the backwards of the two nodes.
+        trained: True for each copy whose original requires a gradient.
+        grads: the gradient of each copy. `Borrowed` sets the gradients in backward, and `Lending`
+            returns them.
     """
 
     copies: list[Tensor] = dataclasses.field(default_factory=list)
@@ -177,38 +179,39 @@ class Lent:
 
 
 class Lending(torch.autograd.Function):
-    """Identity on hidden_states [..., h] inside the output projection, which passes gradients on to
-    its weights.
+    """Autograd function inside of a sharded output projection: returns hidden_states [..., h]
+    unchanged. Backward gives the projection's weight [V, h] and bias [V] the gradients of their
+    copies.
 
-    hidden_states is the only output, because engines count the outputs that receive a gradient.
-    Backward returns the gradients that `Borrowed` stored as gradients of the weights [V, h], [V].
+    hidden_states is the only output, because engines such as DeepSpeed count the outputs that
+    receive a gradient. Backward reads the copies' gradients from `Lent`.
     """
 
     @staticmethod
     def forward(ctx: Any, lent: Lent, hidden_states: Tensor, *weights: Tensor) -> Tensor:
-        """Return a view of hidden_states [..., h]."""
+        """Return a view of hidden_states [..., h]. The weights only connect the graph."""
         ctx.lent = lent
         ctx.set_materialize_grads(False)
         return hidden_states.view_as(hidden_states)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden_states [..., h] and of each weight, unchanged."""
+        """Return the gradient of hidden_states [..., h] unchanged, and the gradients of the weights
+        that `Borrowed.backward` stored in `Lent`."""
         grads = ctx.lent.grads
         ctx.lent.grads = ()
         return None, grad, *(grads or (None,) * (len(ctx.needs_input_grad) - 2))
 
 
 class Borrowed(torch.autograd.Function):
-    """Identity on hidden_states [..., h] behind the output projection; also outputs the copies of
-    its weights [V, h], [V].
-    """
+    """Autograd function behind a sharded output projection: returns hidden_states [..., h]
+    unchanged, and the copies of the projection's weight [V, h] and bias [V] as tensors with a
+    graph."""
 
     @staticmethod
     def forward(ctx: Any, lent: Lent, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """Return a view of hidden_states [..., h], and the copies; a copy is differentiable if its
-        weight requires a gradient.
-        """
+        """Return a view of hidden_states [..., h], and the copies. A copy requires a gradient if
+        the original does."""
         ctx.lent = lent
         copies = lent.copies
         lent.copies = []
@@ -222,8 +225,7 @@ class Borrowed(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, *grads: Tensor | None
     ) -> tuple[None, Tensor | None]:
-        """Return the gradient of hidden_states [..., h], and store the weights' gradients for
-        `Lending`.
-        """
+        """Return the gradient of hidden_states [..., h], and store the gradients of the copies for
+        `Lending.backward`."""
         ctx.lent.grads = grads
         return None, grad

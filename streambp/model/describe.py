@@ -26,7 +26,7 @@ from streambp.model.last_step import head_of, patch_of, record_of
 from streambp.model.record import NOT_TRIED, UNPATCHED, WHOLE, StepRecord, sized
 from streambp.model.state import PatchState
 from streambp.model.wrappers import BackboneForward, LayerForward
-from streambp.offload.arena import local_ranks
+from streambp.offload.free_memory import local_ranks
 from streambp.offload.weights import HostWeights
 from streambp.prefixes.calls import UNREMARKABLE
 from streambp.reporting import told
@@ -53,11 +53,12 @@ TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
 @dataclasses.dataclass(frozen=True)
 class LayerDescription:
-    """One decoder layer: its name and class, how its forward runs, and the reason.
+    """Description of one decoder layer: its name and class, how its forward runs, and the reason.
 
     Attributes:
-        path: "streams", "checkpoints", "unpatched" (the layer was added after `patch`) or "removed"
-            (the layer is no longer in the model).
+        path: "streams" (chunk by chunk), "checkpoints" (unchunked, under torch's checkpoint),
+            "unpatched" (the layer was added after `patch`) or "removed" (the layer is no longer in
+            the model).
     """
 
     name: str
@@ -72,8 +73,8 @@ class Description:
 
     Attributes:
         last_step: record of the last step; None before the first micro-batch with gradients.
-        apart: True if another module than their backbone called the layers in training; such steps
-            have no record.
+        apart: True if the layers were called in training by another module than their backbone (the
+            base model); such steps have no record.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -134,16 +135,16 @@ class Description:
 def describe(model: nn.Module) -> Description:
     """Return how a patched model runs, and the record of its last step.
 
-    The description covers the layers that stream, the chunk size, the saved tensors, and everything
-    that costs memory. An entry that fails contains the reason. [Note: reports]
+    The description covers the layers that are computed chunk by chunk, the chunk size, the saved
+    tensors, and everything that costs memory. If an entry cannot be made, its text is the reason.
 
     Args:
         model: the module that was passed to `patch`, or a module around it. A module inside is
-            accepted if all streaming layers are in it.
+            accepted if all patched layers are in it.
 
     Raises:
-        StreamBPError: the model is not patched, or is a part of a patched model with streaming
-            parts elsewhere.
+        StreamBPError: the model is not patched, or other parts of the patched model are outside of
+            `model`.
     """
     found: PatchState = patch_of(model)
     lost: list[str] = []
@@ -177,7 +178,8 @@ def describe(model: nn.Module) -> Description:
 
 
 def _chunk_size(found: PatchState, record: StepRecord | None) -> str:
-    """Return the configured chunk size; for "auto" the size in the last step, and the rule."""
+    """Return the configured chunk size as text. The text for "auto" has the size in the last step,
+    and the rule of the choice."""
     if found.config.chunk_size != "auto":
         no_chunks = record is not None and record.way in (UNPATCHED, WHOLE)
         return f"{found.config.chunk_size:,}" + (" where layers stream" if no_chunks else "")
@@ -189,9 +191,8 @@ def _chunk_size(found: PatchState, record: StepRecord | None) -> str:
 
 
 def _layers(model: nn.Module, found: PatchState) -> tuple[LayerDescription, ...]:
-    """Return the layers that are in the model now, in the model's order, and then the patched
-    layers that were removed.
-    """
+    """Return a description of each decoder layer in the model, in the model's order, and then of
+    each patched layer that was removed from the model."""
     names = {id(module): name for name, module in model.named_modules()}
     places = {module: place for place, module in enumerate(names)}
     wrappers = [w for w in found.wrappers if isinstance(w, LayerForward)]
@@ -229,9 +230,8 @@ def _layers(model: nn.Module, found: PatchState) -> tuple[LayerDescription, ...]
 
 
 def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
-    """Return a layer's description, with the reason against streaming, or with what its streaming
-    costs.
-    """
+    """Return the description of a patched layer: why it runs unchunked, or which costs its chunked
+    forward has."""
     site = wrapper.site
     kind = type(wrapper.module).__name__
     last = site.last_call.report
@@ -268,7 +268,8 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
 
 
 def _saves(found: PatchState, record: StepRecord | None) -> tuple[str, ...]:
-    """Return the saves of the configuration, or the saves chosen for the last step."""
+    """Return one text for each kind of tensor that layers save for backward; for saves="auto" the
+    tensors chosen for the last step."""
     config = found.config
     if config.saves != "auto":
         return config.named_saves
@@ -286,9 +287,10 @@ def _names(record: StepRecord | None) -> tuple[str, ...]:
 
 
 def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
-    """Return the configured attention, and the kernels of each layer's last streamed call.
+    """Return text with the configured attention, and the kernels that computed attention in each
+    layer's last chunked call.
 
-    Blocks computed by plain matrix products are named, because other kernels are faster.
+    Plain matrix products are named with their reason, because other kernels are faster.
     """
     parts: list[str] = [found.config.attention]
     if parts == ["auto"] and not torch.backends.cuda.flash_sdp_enabled():
@@ -320,7 +322,8 @@ def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
 
 
 def _describe_offload(found: PatchState, record: StepRecord | None) -> str:
-    """Return what leaves the device, the memory for it, and the last step's choice."""
+    """Return text on offloading: which tensors are moved to host memory, how much host memory is
+    allowed and allocated, and what was chosen for the last step."""
     manager = found.offloader
     config = found.config
     if manager is None:
@@ -398,9 +401,8 @@ def _weights(weights: HostWeights) -> str:
 
 
 def _fused_layers(found: PatchState) -> list[str]:
-    """Return a line for each set of modules that another library's kernels compute, whether or not
-    `patch` set them.
-    """
+    """Return a line for each set of modules whose forward is another library's (Liger's, for
+    example) or compiled code. Forwards that the program set are included."""
     layers: dict[tuple[str, tuple[str, ...]], int] = {}
     for wrapper in found.wrappers:
         if isinstance(wrapper, LayerForward):
@@ -507,7 +509,8 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
 
 
 def _compiled(model: nn.Module, found: PatchState) -> list[str]:
-    """Return what to say of modules that run compiled, inside of streamed layers and around."""
+    """Return lines about modules under torch.compile: which run compiled inside of chunked layers,
+    which outside."""
     notes: list[str] = []
     layers = [wrapper.module for wrapper in found.wrappers if isinstance(wrapper, LayerForward)]
     named = [pair for layer in layers for pair in layer.named_modules() if pair[0]]

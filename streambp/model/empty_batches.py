@@ -19,7 +19,8 @@ from streambp.prefixes.calls import IGNORED
 
 
 def any_label(labels: Tensor, shift_labels: Tensor | None) -> Tensor:
-    """Return True, as a scalar bool on the labels' device, if a token has a label.
+    """Return a scalar bool tensor on the labels' device: True if some token has a label, that is,
+    not -100 everywhere.
 
     Args:
         labels: [B, T], to be shifted by the model.
@@ -30,29 +31,27 @@ def any_label(labels: Tensor, shift_labels: Tensor | None) -> Tensor:
 
 
 class LossOfLabels(torch.autograd.Function):
-    """The model's own loss, or 0 in place of NaN if no token has a label. Its gradient is the
-    model's own.
-    """
+    """Autograd function that returns a model's loss, or 0 in place of NaN if no token has a label.
+    The gradient passes unchanged."""
 
     @staticmethod
     def forward(loss: Tensor, labelled: Tensor) -> Tensor:
-        """Return the scalar loss, or 0 in its place.
+        """Return the loss, a scalar; 0 in its place if no token has a label.
 
         Args:
-            loss: a scalar.
-            labelled: scalar bool, the result of `any_label`.
+            loss: the model's loss, a scalar.
+            labelled: scalar bool tensor, True if some token has a label.
         """
         return torch.where(loss.isnan() & ~labelled.to(loss.device), 0.0, loss)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        """Save nothing of the scalar loss. A separate `setup_context` supports torch.func's
-        transforms.
-        """
+        """Save nothing for backward of the scalar loss. torch.func's transforms require a
+        `setup_context` apart from `forward`."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of the loss, a scalar, unchanged."""
+        """Return the gradient of the scalar loss unchanged, and None for `labelled`."""
         return grad, None
 
 
@@ -61,12 +60,12 @@ vars(LossOfLabels.forward)["__signature__"] = inspect.signature(LossOfLabels.for
 
 
 class EmptyBatchWarning:
-    """A warning, issued once, about a training batch in which no token has a label.
+    """Issues one warning if a training batch has no token with a label.
 
     Attributes:
-        given: True once the warning has been issued.
-        unread: the last micro-batch's `any_label` on an accelerator, read in the next call; None:
-            no result is pending.
+        given: True once the warning was issued.
+        unread: result of `any_label` for the last micro-batch, on an accelerator. The next call
+            reads the result, so that the device is not synchronized. None: no result is pending.
     """
 
     def __init__(self) -> None:
@@ -74,12 +73,15 @@ class EmptyBatchWarning:
         self.unread: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copied or pickled model, without a pending result."""
+        """Return the state for copy and pickle, without the pending result."""
         return {"given": self.given, "unread": None}
 
     def check(self, labelled: Tensor) -> None:
-        """Warn if `labelled`, a scalar bool, is False; if it is on an accelerator, the next call
-        warns.
+        """Warn if no token of a batch has a label.
+
+        Args:
+            labelled: scalar bool tensor, the result of `any_label`. A tensor on an accelerator is
+                read in the next call, so the warning comes one call later.
         """
         if self.given or type(labelled) is not Tensor or not has_data(labelled):
             return

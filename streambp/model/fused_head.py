@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class FusedHead(InstanceForward):
-    """A causal language model's forward that returns a `FusedCausalLMOutput` for
-    `fused_lm_head=True`.
+    """Forward of a causal language model that accepts TRL's argument `fused_lm_head=True`, and then
+    returns per-token values (TRL's `FusedCausalLMOutput`) instead of logits.
 
     Args:
-        causal: the model's streamed forward, which runs all other calls.
+        causal: the model's patched forward, which runs all other calls.
         temperature: divisor of the logits.
-        in_float32: compute the head's products in float32.
+        in_float32: compute the output projection's products in float32.
         outputs: names of the per-token fields to compute.
     """
 
@@ -49,15 +49,15 @@ class FusedHead(InstanceForward):
         self.wanted = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
 
     def install(self) -> None:
-        """Install the forward, and add it to the wrappers that `unpatch` removes."""
+        """Replace the model's forward by this one, and register this replacement for removal by
+        `unpatch`."""
         super().install()
         self.order = 1 + max(wrapper.order for wrapper in self.state.wrappers)
         self.state.enter(self)
 
     def call(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """Return a `FusedCausalLMOutput` for `fused_lm_head=True`, and the model's output
-        otherwise.
-        """
+        """Return TRL's `FusedCausalLMOutput` if `fused_lm_head=True` is passed, and otherwise the
+        model's usual output."""
         if self.retired or not fused_lm_head:
             return self.original(*args, **kwargs)
         if args:
@@ -70,8 +70,13 @@ class FusedHead(InstanceForward):
     def output(
         self, kwargs: dict[str, Any], output: Any, values: TokenLogProbs, request: HeadRequest
     ) -> FusedCausalLMOutput:
-        """Return the output that TRL's trainers expect, from the results of `score` for
-        `kwargs`.
+        """Return TRL's `FusedCausalLMOutput`.
+
+        Args:
+            kwargs: arguments of the model's call.
+            output: the model's output without logits.
+            values: the per-token values.
+            request: record of the output projection's input.
         """
         from trl.trainer.utils import FusedCausalLMOutput
 
@@ -95,17 +100,17 @@ def add_head(
     outputs: tuple[str, ...] = ("log_probs",),
     head_class: type[FusedHead] = FusedHead,
 ) -> None:
-    """Add a fused head to a patched model; called like TRL's `add_fused_lm_head`, in its place.
+    """Make a patched model accept `fused_lm_head=True`, like TRL's `add_fused_lm_head`.
 
-    TRL's own head is used if another library replaced the model's forward, because it calls the
-    backbone instead of that forward.
+    If another library replaced the model's forward, TRL's own function is called, because it uses
+    the backbone instead of that forward.
 
     Args:
-        causal: the model's streamed forward.
+        causal: the model's patched forward.
         temperature: TRL's argument of this name.
         cast_lm_head_to_fp32: TRL's argument of this name.
         outputs: TRL's argument of this name.
-        head_class: the class that replaces TRL's head.
+        head_class: the class of the new forward.
     """
     from trl.trainer.utils import add_fused_lm_head as add_trls_head
 
@@ -117,7 +122,14 @@ def add_head(
 
 
 def head_again(causal: CausalLMForward, before: FusedHead | None) -> FusedHead | None:
-    """Return a new fused head with the settings of a model's previous one, streamed or TRL's."""
+    """Return a new `FusedHead` with the settings that a model's fused head had before `patch` was
+    called (again); None if the model had none.
+
+    Args:
+        causal: the model's new patched forward.
+        before: the model's `FusedHead` from a previous patch; None: look for a head that TRL's
+            `add_fused_lm_head` made.
+    """
     if before is not None:
         return type(before)(causal, before.temperature, before.in_float32, before.outputs)
     settings = next(

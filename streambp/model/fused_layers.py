@@ -62,7 +62,7 @@ ACTIVATION_OF: dict[str, Callable[..., Any]] = {
 
 
 class NoKernelsError(ConfigError):
-    """Liger's kernels cannot be applied.
+    """Raised if Liger's kernels cannot be applied to a model.
 
     Attributes:
         found: the reason.
@@ -75,7 +75,7 @@ class NoKernelsError(ConfigError):
 
 @dataclasses.dataclass
 class AttributeChange:
-    """An attribute of one module's `__dict__`, before and after a change.
+    """Record of one changed attribute in a module's `__dict__`: its values before and after.
 
     Attributes:
         was_there: True if the attribute existed before the change.
@@ -90,15 +90,15 @@ class AttributeChange:
 
 @dataclasses.dataclass(frozen=True)
 class InstalledKernels:
-    """The changes that `put_on` made.
+    """Record of the module attributes that `put_on` or `compile_regions` changed, with which they
+    can be restored.
 
     Args:
-        left: classes of modules that retain their own forward because Liger's computes something
+        left: classes of modules that keep their own forward because Liger's computes something
             else.
         why_own: the reason why kernels="auto" or "compiled" changes no module of a model.
-        compiler: the compiler of the modules' forwards; None: the forwards are Liger's.
-            [Note: compiled regions]
-        marks: attributes that torch's compiler had set on these modules' parameters before, by
+        compiler: compiles the modules' forwards; None: the forwards are Liger's.
+        marks: attributes that torch's compiler had already set on these modules' parameters, by
             parameter name.
     """
 
@@ -109,7 +109,7 @@ class InstalledKernels:
     marks: tuple[tuple[nn.Module, dict[str, frozenset[str]]], ...] = ()
 
     def take_off(self) -> None:
-        """Restore the changed attributes, except attributes that other code has replaced since."""
+        """Restore the changed attributes. An attribute that other code has replaced since stays."""
         for change in reversed(self.replaced):
             own = change.module.__dict__
             if own.get(change.name, MISSING) is not change.after:
@@ -125,7 +125,8 @@ class InstalledKernels:
 
 
 def compilers_marks(module: nn.Module) -> dict[str, frozenset[str]]:
-    """Return the names of the attributes that torch's compiler set on a module's parameters."""
+    """Return the names of the attributes (`_dynamo_...`) that torch's compiler has set on each
+    parameter of a module, by parameter name."""
     return {
         name: frozenset(key for key in vars(parameter) if key.startswith(COMPILERS_MARKS))
         for name, parameter in module.named_parameters()
@@ -137,13 +138,16 @@ Adjust = Callable[[Attributes], AbstractSet[nn.Module]]
 
 
 def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
-    """Apply Liger's kernels to the model's norms and MLPs. [Note: fused layers]
+    """Apply Liger's kernels to the norms and MLPs of a model. [Note: fused layers]
 
     Args:
         model: a transformers model, or a module that contains one; changed in place.
-        adjust: called with each module's previous attributes while all names are Liger's, including
-            its rotation. The function may change attributes of modules, and returns the modules to
-            restore.
+        adjust: called with each module's previous attributes while Liger's names, among them its
+            rotary embedding, are in transformers' modeling modules. The function may change
+            attributes of modules, and returns the modules to restore.
+
+    Returns:
+        The changes, with which the modules can be restored.
 
     Raises:
         ConfigError: Liger is not installed, does not support the model, or computes something else
@@ -207,10 +211,11 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
     """True if the forward that Liger bound to a module computes something else than the module's
     own forward.
 
-    The forward differs by its rounding or its activation, or is meant for an inner module, as with
+    The forward may round or activate differently. Or it is meant for an inner module, as with
     peft's adapters of experts.
 
     Args:
+        module: the module with Liger's forward.
         own: the module's attributes before the change.
     """
     forward: Any = module.__dict__.get("forward")
@@ -259,14 +264,15 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class OnDevice:
-    """A forward that runs Liger's code on one type of device, and otherwise the class's.
+    """A module's forward that runs Liger's code for tensors on one type of device, and the forward
+    of the module's class elsewhere.
 
     The model may move, be cast, or run on meta tensors after `patch`. float64 also uses the class's
     forward.
 
     Args:
         fused: Liger's forward of (module, x [..., h]).
-        kind: the device type.
+        kind: the device type, such as "cuda".
     """
 
     __name__ = "forward"  # pickle stores a bound method as the module's attribute of this name
@@ -280,14 +286,15 @@ class OnDevice:
 
 
 class WithRotation(dict[str, Any]):
-    """Globals of an attention's forward in which the rotation is Liger's.
+    """Global variables for a copy of an attention module's forward: the modeling file's, with
+    Liger's function in place of `apply_rotary_pos_emb`.
 
     All other names are looked up in the modeling file's current globals.
 
     Args:
         around: the modeling file's globals.
-        fused: Liger's rotation of q [B, H, T, D], k [B, H_kv, T, D], cos and sin [B, T, D].
-        kind: the device type.
+        fused: Liger's rotary embedding of q [B, H, T, D], k [B, H_kv, T, D], cos and sin [B, T, D].
+        kind: the device type on which Liger's function runs.
     """
 
     home = LIGER
@@ -305,10 +312,11 @@ class WithRotation(dict[str, Any]):
     def turned(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return q [B, H, T, D] and k [B, H_kv, T, D] rotated.
+        """Return q [B, H, T, D] and k [B, H_kv, T, D] with rotary embeddings applied, by Liger's
+        function if it supports the call.
 
-        The modeling file's function is used if it was replaced after the comparison, or if Liger's
-        does not support the call.
+        If another library has replaced the modeling file's function since `patch`, its replacement
+        runs instead.
         """
         now = self.around[ROTARY]
         plain = (
@@ -324,9 +332,8 @@ class WithRotation(dict[str, Any]):
 
 
 def globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
-    """Return the globals of a class's forward that calls the rotation by its usual name; None for
-    other modules.
-    """
+    """Return the globals of the forward of a module's class if it calls `apply_rotary_pos_emb`;
+    None for other modules."""
     forward = written_forward(module)
     if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
         return None
@@ -334,16 +341,18 @@ def globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
 
 
 def takes(x: Tensor, kind: str) -> bool:
-    """True if kernels of that device type can compute with x [..., h]."""
+    """True if Liger's kernels can compute x [..., h]: x is on a device of type `kind`, and its
+    dtype is supported."""
     return x.device.type == kind and x.dtype != torch.float64
 
 
 def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
-    """Return the names of a layer's modules whose forward belongs to another library, by library.
+    """Return the names of modules in a layer whose forward another library or the compiler
+    replaced. The keys are the libraries' names.
 
-    Liger's forwards count on the class and on the instance; forwards of other libraries count on
-    the instance alone, like hub kernels. Liger's rotation is included, even if other code set it
-    for all models of a family. `REGION` stands for the regions that `patch` compiles.
+    Liger's forwards count on the class and on the instance. Forwards of other libraries count on
+    the instance alone, like hub kernels. Liger's rotary embedding is included, even if other code
+    set it for all models of a family. The key `REGION` stands for forwards that `patch` compiles.
     """
     found: dict[str, list[str]] = {}
     turning: set[str] = set()
@@ -372,7 +381,8 @@ def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
 
 
 def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
-    """Return Liger's function that applies its kernels to this type of model."""
+    """Return Liger's function that applies its kernels to models of this `model_type`, such as
+    `apply_liger_kernel_to_llama`."""
     try:
         with required(LIGER):
             table = getattr(
@@ -397,9 +407,8 @@ def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _names_put_back(causal: PreTrainedModel) -> Iterator[None]:
-    """Context manager that restores the names of transformers' modeling modules and of the model's
-    classes afterwards.
-    """
+    """Context manager that afterwards restores the global names of transformers' modeling modules,
+    and the attributes of the model's classes, which Liger replaces for the whole process."""
     modules = [
         module
         for name, module in list(sys.modules.items())

@@ -14,8 +14,12 @@ OURS = (BackboneForward, LayerForward, CausalLMForward)
 
 
 def streamed_head(model: nn.Module) -> CausalLMForward | None:
-    """Return the forward that computes a patched model's loss, whichever module around or inside
-    was passed to `patch`.
+    """Return the `CausalLMForward` that replaced the forward of a language model; None if there is
+    none.
+
+    Args:
+        model: the language model. `patch` may have been called on a module around or inside the
+            model.
     """
     return next(
         (f for f in forwards(model) if isinstance(f, CausalLMForward) and not f.retired), None
@@ -23,9 +27,8 @@ def streamed_head(model: nn.Module) -> CausalLMForward | None:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """True if a model streams: `patch` was called on the model, on a part, or on a module around
-    the model.
-    """
+    """True if a forward that `patch` installed is active in a model. The module that was passed to
+    `patch` may be the model, a part, or a module around the model."""
     ours = (
         f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward)
     )
@@ -33,9 +36,8 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def left_of_another(model: nn.Module) -> bool:
-    """True if a model was patched as a part of another model, which is gone: taken out of a
-    wrapper, or copied.
-    """
+    """True if `patch` was called on a module around `model`, and `model` was taken out or copied
+    since. The forwards inside are still replaced, but no module around is patched."""
     found = next(
         (f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS)),
         None,
@@ -49,14 +51,14 @@ def left_of_another(model: nn.Module) -> bool:
 
 
 def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
-    """Return the module that was passed to `patch`, and the installed state; None if the model is
-    not patched.
+    """Return the module that was passed to `patch`, and the patch's state; None if the model is not
+    patched.
 
-    The module is the model itself, a part, or a wrapper around the model (DDP, an engine). A
-    wrapper counts only if everything that streams in it belongs to the model.
+    The module is the model itself, a part, or a wrapper around the model (DDP, a DeepSpeed engine).
+    A wrapper counts only if all of its patched layers belong to the model.
 
     Raises:
-        StreamBPError: other parts of the patched model stream as well.
+        StreamBPError: the patch also covers layers outside of `model`.
     """
     for module in model.modules():
         if PATCH in module.__dict__:

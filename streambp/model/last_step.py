@@ -32,10 +32,10 @@ from streambp.offload.engines import BACK, OUT
 
 
 def last_step(model: nn.Module) -> StepRecord | None:
-    """Return the record of the last micro-batch with gradients of a patched model; `str()` of it is
-    a sentence.
+    """Return the record of a patched model's last micro-batch with gradients; `str()` of the record
+    is a sentence.
 
-    The call waits for the device if saves are offloaded, so call it between steps.
+    The call waits for the device if saved tensors are offloaded, so call it between steps.
 
     Returns:
         The record; None before the first micro-batch with gradients.
@@ -47,12 +47,11 @@ def last_step(model: nn.Module) -> StepRecord | None:
 
 
 def patch_of(model: nn.Module) -> PatchState:
-    """Return the `PatchState` of a patched model, whichever module inside or around the model was
-    passed to `patch`.
+    """Return the state of a model's patch. `patch` may have been called on a module inside or
+    around the model.
 
     Raises:
-        StreamBPError: the model is not patched, or is a part of a patched model with streaming
-            parts elsewhere.
+        StreamBPError: the model is not patched, or the patch also covers layers outside of `model`.
     """
     found = installed.patch_of(model)
     if found is None:
@@ -63,7 +62,8 @@ def patch_of(model: nn.Module) -> PatchState:
 
 
 def record_of(state: PatchState) -> StepRecord | None:
-    """Return the record for `last_step`."""
+    """Build the record of a patched model's last micro-batch with gradients, for `last_step`; None
+    before the first one."""
     steps = state.steps
     step = state.steps.known()
     if step is None:
@@ -119,7 +119,7 @@ def record_of(state: PatchState) -> StepRecord | None:
 
 
 def _memory(state: PatchState, step: Step) -> StepMemory:
-    """Return the device memory of `step`."""
+    """Return the device memory that `step` needed and left free, for the record of the step."""
     choice = step.choice
     sites = state.steps.sites
     device = next((p.device for p in sites[0].layer.parameters()), None) if sites else None
@@ -134,7 +134,13 @@ def _memory(state: PatchState, step: Step) -> StepMemory:
 
 
 def _saved(state: PatchState, step: Step, chosen: Chosen | None) -> tuple[Saved, ...]:
-    """Return what `step` saved for backward, by name."""
+    """Return what layers saved for backward in `step`, one entry for each kind of tensor.
+
+    Args:
+        state: the model's patch.
+        step: the notes on the step.
+        chosen: the saves that were chosen for the step; None: the user named the saves.
+    """
     if step.unpatched:
         return ()
     if chosen is not None and state.config.saves == "auto":
@@ -148,7 +154,8 @@ def _saved(state: PatchState, step: Step, chosen: Chosen | None) -> tuple[Saved,
 
 
 def _host_traffic(state: PatchState, step: Step) -> HostTraffic | None:
-    """Return what `step` moved to host memory and back; None without offloading."""
+    """Return how many bytes `step` moved to host memory and back, for its record; None without
+    offloading."""
     if state.offloader is None:
         return None
     stats = state.offloader.stats()
@@ -166,9 +173,8 @@ def _host_traffic(state: PatchState, step: Step) -> HostTraffic | None:
 
 
 def head_of(state: PatchState) -> str:
-    """Return a text about the head in the last step; before the first step, about the head's
-    plan.
-    """
+    """Return text on how the last step computed output projection and loss. Before the first step
+    the text says how they will be computed."""
     heads = [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]
     if not heads:
         models = (
@@ -193,9 +199,8 @@ def head_of(state: PatchState) -> str:
 
 
 def _what_became_of(head: CausalLMForward) -> str:
-    """Return a text about one head in the last step; before the first step, about the head's
-    plan.
-    """
+    """Return text on how one language model computed output projection and loss in the last step.
+    Before the first step the text says how they will be computed."""
     # calls of the module bypass the head
     if all(forward is not head for forward in forwards(head.module)):
         forward = head.module.__dict__.get(head.slot)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from streambp.admission.third_party import others_read_rows
-from streambp.distributed.agreement import must_agree
+from streambp.distributed.engines import must_agree
 from streambp.known_names import HIDDEN_STATES, ROUTER_LOGITS
 from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.state import PatchState
@@ -21,16 +21,19 @@ from streambp.model.state import PatchState
 def hides_padding(
     model: nn.Module, state: PatchState, kwargs: Mapping[str, Any], handed_out: bool = False
 ) -> bool:
-    """True if no value at padding leaves a call of a language model, apart from lazy or omitted
-    logits.
+    """True if no caller can read values at padding positions of a language model's output. Lazy or
+    omitted logits do not count.
 
     Such values are hidden states, router logits, an evaluation's logits, and inputs of third-party
     code between backbone and loss.
 
     Args:
-        handed_out: True if the caller gets lazy logits. Padding must then be computable when it is
-            read: the head must read the final norm's input, and no other rank may be involved.
-            [Note: padding that is read]
+        model: the language model.
+        state: its patch.
+        kwargs: arguments of the call.
+        handed_out: True if the caller gets lazy logits. The caller may then read logits at padding,
+            which must be computable: the final norm must be computed together with the logits, and
+            no other rank may take part. [Note: padding that is read]
     """
     if handed_out and (state.running.defer_norm is None or must_agree(model)):
         return False
@@ -49,8 +52,8 @@ def hides_padding(
 
 
 def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
-    """Warn about a label predicted by a token without visible keys ([Note: empty queries]); True if
-    a warning was issued.
+    """Warn if a label is predicted by a token that can attend to no key, as left padding can. True
+    if a warning was issued. [Note: empty queries]
 
     The warning applies to models whose own attention averages over all tokens there.
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from streambp.admission.registry import refuse_foreign_attention
 from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_cache
-from streambp.alive import Home
+from streambp.admission.third_party import refuse_foreign_attention
 from streambp.config import LAST, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import (
     PATCH,
     REDUCES,
     WRAPPERS,
+    Home,
     InstanceForward,
     as_unpatched,
     forwards,
@@ -49,7 +49,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class States(Protocol):
-    """Counts the steps of a model in each of its states. `planner/auto.py` has such a class.
+    """Interface of a class that predicts the memory and the time of a model's steps.
+    `planner/auto.py` has such a class.
 
     Args:
         home: the patched model.
@@ -59,25 +60,33 @@ class States(Protocol):
     def __init__(self, home: Home, config: StreamConfig) -> None: ...
 
     def __call__(self, device: torch.device) -> tuple[Figures, float]:
-        """Return figures of the model's steps, and the fraction of its gradients that exist."""
+        """Return the predicted figures of the model's steps on `device`, and the fraction of the
+        model's gradients that exist now."""
         ...
 
     def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
-        """Return the bytes that `device` has for layer weights beside a step."""
+        """Return the bytes of `device` that remain for layer weights beside everything else in a
+        step.
+
+        Args:
+            device: the device.
+            rows: rows of the batch.
+            length: tokens of each row.
+        """
         ...
 
 
 def install(
     model: Model, config: StreamConfig | None = None, states: type[States] | None = None
 ) -> Model:
-    """Make `model` stream. After an error the model is as before: unpatched, or with its previous
-    patch.
+    """Replace the forwards of a model so that its layers are computed chunk by chunk. After an
+    error the model is as before: unpatched, or with its previous patch.
 
     Args:
         model: a transformers model, or a module that contains one. Changed in place.
         config: settings; `StreamConfig()` if None.
-        states: class that counts the memory and the seconds of steps, for settings that are "auto";
-            None: such settings are not chosen by memory, and steps are not logged.
+        states: class that predicts the memory and the seconds of steps, for settings that are
+            "auto". None: such settings are not chosen by memory, and steps are not logged.
 
     Raises:
         StreamBPError: the model cannot be patched, or is part of a patched model.
@@ -101,10 +110,13 @@ def install(
 def _put_on(
     model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn.Module, FusedHead]
 ) -> PatchState:
-    """Remove the model's existing patch, install a new one, and return its state.
+    """Remove the model's existing patch, install a new one, and return the new patch's state.
 
     Args:
-        heads: the streaming heads that the model's modules had when `patch` was called.
+        model: the model.
+        config: the settings.
+        found: the decoder layers and language models in it.
+        heads: the `FusedHead` that each language model had before.
     """
     if any(hasattr(module, PATCH) for module in model.modules()) or left_of_another(model):
         unpatch(model)
@@ -148,11 +160,12 @@ def _put_on(
 
 
 def _set_auto(state: PatchState, name: str, states: States) -> None:
-    """Install the chooser of "auto" settings, and the log of steps.
+    """Create the objects that decide "auto" settings, and the log of steps.
 
     Args:
+        state: the patch's state, which receives these objects.
         name: name of the model in the log.
-        states: counts the model's steps.
+        states: class that predicts the memory and the seconds of steps.
     """
     config = state.config
     steps = state.steps
@@ -183,7 +196,15 @@ def _set_auto(state: PatchState, name: str, states: States) -> None:
 def _make_wrappers(
     state: PatchState, model: nn.Module, stacks: tuple[Stack, ...], layers: list[nn.Module]
 ) -> list[InstanceForward]:
-    """Return wrappers of backbones, layers and language models, in the order of installation."""
+    """Return the replacement forwards for backbones, decoder layers and language models, in the
+    order of installation.
+
+    Args:
+        state: the patch's state.
+        model: the patched model.
+        stacks: each backbone with its decoder layers.
+        layers: all decoder layers.
+    """
     wrappers: list[InstanceForward] = []
     norms: dict[int, nn.Module] = {}  # final norm of each backbone
     for stack in stacks:
@@ -218,8 +239,11 @@ def _make_wrappers(
 
 
 def _check_products(found: Found, config: StreamConfig) -> None:
-    """Raise unless every glob in `saves` names a Linear of some layer, and asks for no more layers
-    than the model has.
+    """Check the globs in `saves`, such as "mlp.*@12".
+
+    Raises:
+        ConfigError: a glob matches no Linear of any layer, or asks for more layers than the model
+            has.
     """
     layers = [layer for stack in found.stacks for layer in stack.layers]
     most = max(len(stack.layers) for stack in found.stacks)
@@ -252,11 +276,11 @@ def _check_products(found: Found, config: StreamConfig) -> None:
 
 
 def unpatch(model: Model) -> Model:
-    """Remove everything that `patch` installed, and restore the model exactly. An unpatched model
-    is unchanged.
+    """Remove everything that `patch` installed, and restore the model exactly. A model that is not
+    patched is returned unchanged.
 
     Raises:
-        StreamBPError: the module is a part of a patched model, and other parts stream as well.
+        StreamBPError: the patch also covers layers outside of `model`.
     """
     found = patch_of(model)
     while found is not None:

@@ -22,7 +22,7 @@ GIB = UNITS["GiB"]
 
 
 def sized(size: float) -> str:
-    """Return a number of bytes in the unit that fits, such as "7.8 GiB"."""
+    """Return a number of bytes as text with a fitting unit, such as "7.8 GiB"."""
     for unit, scale in UNITS.items():
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
@@ -43,10 +43,10 @@ def out_of(part: float, whole: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """Tensors that layers saved for backward.
+    """One kind of tensor that layers saved for backward.
 
     Attributes:
-        name: the name in `StreamConfig.saves`, or "everything" for a layer's graph.
+        name: the name in `StreamConfig.saves`, or "everything" for a layer's whole autograd graph.
         layers: number of layers that saved the tensors.
         bytes: total over these layers; None if the bytes are not counted (saves that the user
             named, saves on the host).
@@ -71,8 +71,9 @@ class HostTraffic:
         back: bytes moved back to the device.
         allocated: bytes of allocated host memory.
         stalls: seconds that compute has waited for copies, over all steps since `patch`.
-        left: number of tensors for which the host had no room.
-        choice: sentence about the saves that were chosen for the host; None: no saves were chosen.
+        left: number of tensors that did not fit into host memory.
+        choice: sentence about the saved tensors that were chosen for the host; None: the user named
+            them, or nothing was chosen yet.
     """
 
     out: float
@@ -88,13 +89,14 @@ class StepMemory:
     """Device memory of one step.
 
     Attributes:
-        needed: predicted bytes that a step keeps unpatched; None: unknown.
-        free: bytes that a step without saves leaves free, as of the start of the step; None:
-            unknown.
+        needed: bytes that the unpatched model was predicted to save, for a step that ran unpatched;
+            None for other steps.
+        free: bytes that a step without saved tensors leaves free, as of the start of the step;
+            None: unknown.
         least_free: the fewest free bytes that the device reported; None: unknown.
         peak: peak bytes of torch's allocator on the first layer's device since the last reset;
             None: unknown.
-        let_go: the reason why saved tensors were freed and recomputed; None: no saved tensor was.
+        let_go: the reason why saved tensors were freed and recomputed; None: all were kept.
     """
 
     needed: float | None = None
@@ -112,17 +114,18 @@ class StepRecord:
         number: number of the micro-batch since `patch`, from 1.
         tokens: tokens over all rows.
         rows: rows of the batch.
-        way: "streamed", "kept its graph" (one chunk, no recomputation), "ran unpatched" or "ran
-            whole" (no layer can be chunked; gradient checkpointing).
+        way: "streamed" (chunk by chunk), "kept its graph" (one chunk, no recomputation), "ran
+            unpatched" or "ran whole" (no layer can be chunked; gradient checkpointing).
         chunk_size: tokens of each row in one chunk.
         chunks: number of chunks.
         layers: number of the model's layers.
         head: text about the output projection and the loss.
         saved: tensors that layers saved for backward in addition to their inputs.
-        memory: device memory of the step. Its fields are fields of the record too: `record.free`.
-        host: None without offloading.
+        memory: device memory of the step. The fields of `memory` are fields of the record too:
+            `record.free`.
+        host: traffic to and from host memory; None without offloading.
         shared: rows whose common prefixes were computed once; None: no prefix was shared.
-        whole: name of each layer that ran whole, and the reason.
+        whole: name of each layer that ran unchunked, and the reason.
         split_by: the library that splits sequences over ranks; None: sequences are not split.
         unpatched_steps: number of steps that ran unpatched.
         short_steps: number of steps that freed saved tensors because memory was short.
@@ -147,32 +150,36 @@ class StepRecord:
 
     @property
     def needed(self) -> float | None:
-        """Return the predicted bytes that a step keeps unpatched; None: unknown."""
+        """Return the bytes that the unpatched model was predicted to save, for a step that ran
+        unpatched; None for other steps."""
         return self.memory.needed
 
     @property
     def free(self) -> float | None:
-        """Return the bytes that a step without saves leaves free; None: unknown."""
+        """Return the device bytes that a step without saved tensors leaves free; None: unknown."""
         return self.memory.free
 
     @property
     def least_free(self) -> float | None:
-        """Return the fewest free bytes that the device reported; None: unknown."""
+        """Return the fewest free bytes that the device reported during the step; None: unknown."""
         return self.memory.least_free
 
     @property
     def peak(self) -> int | None:
-        """Return the peak bytes of torch's allocator; None: unknown."""
+        """Return the peak bytes of torch's allocator on the first layer's device, since the peak
+        was reset last; None: unknown."""
         return self.memory.peak
 
     @property
     def let_go(self) -> str | None:
-        """Return the reason why saved tensors were freed; None: no saved tensor was."""
+        """Return the reason why saved tensors were freed before backward used them; None: none was
+        freed."""
         return self.memory.let_go
 
     @property
     def saved_bytes(self) -> float | None:
-        """Return the bytes of all saved tensors; None if the bytes are not counted."""
+        """Return the bytes of all tensors that layers saved for backward; None if they are not
+        counted."""
         sizes = [saved.bytes for saved in self.saved]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
@@ -220,9 +227,8 @@ class StepRecord:
 
     @property
     def line(self) -> str:
-        """Return the sentence with the step's number, the saved tensors and the text about the
-        head, for a log.
-        """
+        """Return one line for a log: the step's number and sentence, the saved tensors, and how the
+        loss was computed."""
         names = (
             f" ({', '.join(saved.name for saved in self.saved)})"
             if self.saved_bytes and self.way == STREAMED
@@ -231,7 +237,8 @@ class StepRecord:
         return f"step {self.number}: {self}{names}; head: {self.head}"
 
     def numbers(self) -> dict[str, float]:
-        """Return the values for a Trainer's logs, without unknown values."""
+        """Return the record's values for a Trainer's logs, by log key. Unknown values are left
+        out."""
         host = self.host
         kept = (
             self.needed
@@ -255,10 +262,10 @@ class StepRecord:
         return {name: value for name, value in found.items() if value is not None}
 
     def saves(self) -> tuple[str, ...]:
-        """Return lines of the report for the setting saves="auto", for a step without offloading.
+        """Return lines on what a step with saves="auto" and without offloading saved.
 
-        There is a line for each kind of tensor that the step saved for backward. The last line
-        states the free device memory, the limit for further saved tensors.
+        There is a line for each kind of tensor that layers saved for backward. The last line states
+        the free device memory, which limits further saved tensors.
         """
         if self.way == UNPATCHED:
             return ("all activations and the logits, as the unpatched model does (auto)",)
@@ -281,9 +288,8 @@ class StepRecord:
 
 
 def offloaded(choice: Chosen) -> str:
-    """Return a sentence about the saves that were chosen for the host, with the measurements and
-    the rejected saves.
-    """
+    """Return a sentence on the saved tensors that "auto" moves to the host, with the measurements
+    behind the choice and the tensors that were not chosen."""
     m = choice.measured
     assert m is not None
     leaves = choice.inputs + sum(choice.bytes.values())

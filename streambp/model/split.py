@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 
 from transformers import PreTrainedConfig
 
-from streambp.attention.carriers import attention_configs
-from streambp.attention.interface import own_implementation
+from streambp.attention.interface import attention_configs, own_implementation
 from streambp.distributed.context_parallel import find_context_parallel
 from streambp.distributed.ulysses import SplitOver, find_ulysses
 from streambp.errors import StreamBPError, UnsupportedModelError
@@ -26,14 +25,15 @@ BOTH = (
 
 
 def find_split(config: PreTrainedConfig, training: bool) -> SplitOver | None:
-    """Return the library that splits the sequences of a model with this config now; None: sequences
+    """Return how another library splits each sequence over ranks at this moment; None if sequences
     are not split.
 
     Args:
-        training: the model's mode.
+        config: the model's config.
+        training: True if the model is in training mode.
 
     Raises:
-        UnsupportedModelError: two libraries split the batch, or information that streamed layers
+        UnsupportedModelError: two libraries split the batch, or information that chunked layers
             need is missing.
     """
     ulysses = find_ulysses(own_implementation(config))
@@ -48,8 +48,11 @@ def find_split(config: PreTrainedConfig, training: bool) -> SplitOver | None:
 
 
 def refuse_lone_layer(site: LayerSite) -> None:
-    """Check a layer that is called outside of its backbone's forward, and has no information about
-    a split batch.
+    """Raise if a decoder layer is called without its backbone while sequences are split over ranks.
+    Only the backbone's arguments show which part of the sequence the layer gets.
+
+    Args:
+        site: the layer's record.
 
     Raises:
         UnsupportedModelError: sequences are split over ranks now.
@@ -65,10 +68,10 @@ def refuse_lone_layer(site: LayerSite) -> None:
 
 
 def refuse_replicas() -> NoReturn:
-    """Raise when nn.DataParallel copies a module to another device.
+    """Raise when nn.DataParallel copies a patched module to another device.
 
     Raises:
-        StreamBPError: always. A replica would have the original's forward and wrapper, whose
+        StreamBPError: always. The copy would run the original module's replaced forward, whose
             weights are on another device.
     """
     raise StreamBPError(
@@ -86,22 +89,22 @@ def shards_of(
     training: bool,
     sites: list[LayerSite],
 ) -> Shards | None:
-    """Return how the sequences of this batch are split over ranks; None if each rank has full
+    """Return which part of the batch's sequences each rank holds; None if each rank has full
     sequences.
 
-    If sequences are split, the call runs collectives, so all ranks of the group must make the call.
+    If sequences are split, the function runs collectives, so all ranks of the group must call it.
 
     Args:
         kwargs: arguments of the backbone's forward; position_ids and attention_mask are read.
         tokens: input_ids [B, T] of `kwargs`, or inputs_embeds [B, T, h].
         config: the backbone's config.
         training: the backbone's mode.
-        sites: the patched decoder layers (`LayerSite`). Layers that save K and V, or attention
+        sites: the records of the patched decoder layers. Layers that save K and V, or attention
             outputs, exchange other tensors between ranks in backward. So all ranks must have the
             same number of such layers.
 
     Raises:
-        StreamBPError: ranks have different shards, or different numbers of such layers.
+        StreamBPError: ranks have different lengths, or different numbers of such layers.
     """
     found = find_split(config, training)
     if found is None or tokens is None:

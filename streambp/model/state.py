@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import is_initialized
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from streambp.alive import Home, Living
+from streambp.admission.third_party import named_hooks
 from streambp.attention.interface import own_implementation
 from streambp.config import StreamConfig
+from streambp.device import has_data
 from streambp.distributed.engines import held
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import wrapped_functions
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest
-from streambp.instance_forward import InstanceForward, StepOwner
-from streambp.known_names import CHECKPOINTING, FILLED_IN
+from streambp.instance_forward import Home, InstanceForward, Living, StepOwner
+from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, FILLED_IN, FLASH
+from streambp.layer.site import LayerSite
 from streambp.layer.witness import Witnesses
 from streambp.model.deferring import DeferredForward
 from streambp.model.fused_layers import InstalledKernels
-from streambp.model.packing import finds_other_documents
 from streambp.model.steps import Steps
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.offload.manager import OffloadManager
@@ -41,29 +43,28 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class ForwardContext:
-    """State that the wrappers of one patched model share during one forward.
+    """State that the replaced forwards of one patched model share during one call of the model.
 
     Attributes:
-        bypass: True if the forward runs unpatched, because a cache or attention weights are
-            returned.
-        defer_norm: options of the output projection, if the final norm is computed together with
+        bypass: True if the call runs unpatched, because a cache or attention weights are returned.
+        defer_norm: request of the output projection, if the final norm is computed together with
             the logits; None: the norm runs in its place.
         deferring: the replacement of the final norm's forward while installed.
-        shards: the split of the sequences over ranks; None: sequences are not split.
+        shards: the part of each sequence that this rank holds; None: sequences are not split.
         packed_rows: the document boundaries of packed rows, if layers with recurrent states must
             read these from position_ids.
         position_ids: argument of the causal language model's call; Mamba does not pass it on.
         labels: labels and shift_labels of that call.
-        padding_unseen: returns True if no value at padding (hidden states, logits) reaches the
-            caller.
+        padding_unseen: function that returns True if no value at padding (hidden states, logits)
+            reaches the caller.
         tree: the batch's rows as one packed row without padding, with shared prefixes only once;
-            None: rows are computed as they are. [Note: tree of rows]
+            None: rows are computed separately. [Note: tree of rows]
         failed: exceptions of layers in the test run for shared prefixes of rows; None: no test run.
             [Note: trial of sharing]
         asked_cache: True if the forward would return a cache unpatched, by its arguments or the
             model's config.
-        names_cache: True if the caller of a training call passes `use_cache=True`; None: no
-            surrounding language model runs.
+        names_cache: True if the caller of a training call passes `use_cache=True`; None: the
+            backbone is called without a language model around it.
         again: True if the batch's rows are computed a second time, after a packed row, for code
             that reads padding. [Note: padding that is read]
     """
@@ -85,7 +86,8 @@ class ForwardContext:
 
 @dataclasses.dataclass
 class CallHistory:
-    """Facts about the calls of a patched model, for `describe` and for warnings that appear once.
+    """Facts about all calls of a patched model so far, for `describe` and for warnings that appear
+    once.
 
     Attributes:
         split: the most recent split of sequences over ranks.
@@ -93,7 +95,7 @@ class CallHistory:
             attention's.
         warned_of_documents: True after the warning that the unpatched model would treat a row as
             one document.
-        warned_of_trials: True after the warning that hooks ran in the trials of layers.
+        warned_of_trials: True after the warning that hooks ran in test runs of layers.
         unasked_cache: True if a call with gradients ran unpatched because the model's config
             returns a cache.
         given_cache: True if a training call received a cache, and ran unpatched.
@@ -111,23 +113,24 @@ class CallHistory:
 
 @dataclasses.dataclass
 class PatchState:
-    """State that the wrappers of one patched model share for the lifetime of the patch.
+    """State that all replaced forwards of one patched model share, from `patch` to `unpatch`.
 
     Attributes:
-        owner: lock of the model, and its current use. [Note: owner of a step]
-        witnesses: comparisons of backward passes with forwards. [Note: witness]
+        owner: lock of the model, and its current use by a thread. [Note: owner of a step]
+        witnesses: comparisons of backward's recomputations with forward. [Note: witness]
         home: weak reference to the module that was passed to `patch` and holds this state.
-        left_alone: parts of the model that do not stream, with reasons.
+        left_alone: parts of the model that are not patched, with reasons.
         fused: other libraries' kernels on the model's modules.
         running: state of the running forward.
-        pending: gradients of the head's last forward, until backward.
+        pending: gradients that the loss computed in forward, until backward.
+        offloader: moves saved tensors to host memory; None without offloading.
         steps: notes on the model's steps. [Note: notes on a step]
         saves_policy: decides chunk_size="auto", saves="auto" and offload="auto"; its str() is the
             rule for chunks.
         weights: manager of the layers' weights on the host; None: the weights are on the device.
-        unpatched: decides which micro-batches run unpatched; None unless saves="auto".
-            [Note: micro-batches as unpatched]
-        wrappers: all objects that `unpatch` removes, in the order of their installation.
+        unpatched: decides which micro-batches run unpatched; None unless saves="auto". [Note:
+            micro-batches as unpatched]
+        wrappers: all replaced forwards that `unpatch` restores, in the order of their installation.
         history: facts about the calls so far.
         shares_through_cache: True if the unpatched model computes something else without a cache.
     """
@@ -151,13 +154,13 @@ class PatchState:
 
     @property
     def root(self) -> nn.Module | None:
-        """Return the module that was passed to `patch`, or the outermost streaming module after
-        that module is gone; None: no module streams.
-        """
+        """Return the module that was passed to `patch`. If it was deleted, return the outermost
+        remaining module with a replaced forward; None if there is none."""
         return self.home()
 
     def enter(self, wrapper: InstanceForward) -> None:
-        """Add a wrapper that was installed, or copied with its module."""
+        """Register a replaced forward after its installation, or a copy that was made with its
+        module."""
         self.wrappers.enter(wrapper, operator.attrgetter("order"))
         self.home.enter(wrapper.module)
         site = getattr(wrapper, "site", None)
@@ -167,10 +170,11 @@ class PatchState:
                 self.weights.ranges.sites[site.index] = site
 
     def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
-        """Check a call that is to run without a cache.
+        """Check a call that will run without a KV cache.
 
         Raises:
-            UnsupportedModelError: the call has a cache unpatched, and the model needs the cache.
+            UnsupportedModelError: the unpatched call would make a cache, and the model computes
+                something else without a cache.
         """
         wanted = wants_cache(config, kwargs)
         if self.shares_through_cache and wanted:
@@ -190,12 +194,13 @@ class PatchState:
         config: PreTrainedConfig,
         padding_unseen: Unseen,
     ) -> T | None:
-        """Return the result of `run`, the unpatched model's forward; None if a training micro-batch
-        is to be streamed.
+        """Run a training micro-batch through the unpatched model's forward, if its graph fits into
+        memory several times; None if the micro-batch must be computed chunk by chunk.
 
         [Note: micro-batches as unpatched]
 
         Args:
+            run: the unpatched model's forward.
             kwargs: arguments of the call.
             config: config of the text model.
             padding_unseen: see `ForwardContext`.
@@ -225,7 +230,8 @@ class PatchState:
 
 
 def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """True if the caller of a model passes `use_cache=True` and gets a cache unpatched.
+    """True if the caller of a model passes `use_cache=True` and the unpatched model would return a
+    cache.
 
     Under gradient checkpointing transformers returns no cache in training.
     """
@@ -238,9 +244,8 @@ def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def fills_in_defaults(model: nn.Module) -> bool:
-    """True if transformers' decorator around a model's forward adds the config's values for missing
-    arguments.
-    """
+    """True if a decorator of transformers around a model's forward replaces missing arguments, such
+    as `use_cache`, by values of the model's config."""
     codes = (
         getattr(function, "__code__", None) for function in wrapped_functions(type(model).forward)
     )
@@ -263,3 +268,93 @@ def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
     """
     use_cache = kwargs.get("use_cache")
     return bool(getattr(config, "use_cache", False) if use_cache is None else use_cache)
+
+
+def finds_other_documents(
+    kwargs: Mapping[str, Any], implementation: str | None, cached: bool
+) -> bool:
+    """True if position_ids make patched layers split a row into packed documents, and the unpatched
+    model would attend over the whole row.
+
+    Args:
+        kwargs: arguments of a model's call.
+        implementation: the model's attention implementation, such as "sdpa".
+        cached: True if the unpatched call makes a cache; transformers then derives no documents
+            from position_ids.
+    """
+    if FLASH in str(implementation):
+        return False
+    positions = kwargs.get("position_ids")
+    ends = kwargs.get(DOCUMENT_ENDS)
+    read = (
+        kwargs.get("attention_mask") is None
+        and isinstance(positions, Tensor)
+        and positions.dim() == 2
+    )
+    if not (read and has_data(positions)):  # type: ignore[arg-type]
+        return ends is not None
+    if ends is None and not cached:
+        return False
+    starts = int((positions.diff(dim=-1) != 1).sum())  # type: ignore[union-attr]  # waits for the device, as transformers does
+    return (cached and starts > 0) or (ends is not None and starts != len(ends) - 2)
+
+
+def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> bool:
+    """Warn that patched layers split rows into packed documents where the unpatched model would
+    not. True if a warning was issued.
+
+    Args:
+        sites: the records of the decoder layers.
+        unseen: True if the unpatched attention reads documents from a mask, which omits documents
+            in a call with a cache.
+        states: True if the unpatched recurrences and convolutions continue from one document to the
+            next.
+    """
+    unpatched = []
+    cure = ""
+    if unseen and any(
+        site.last_call.report.documents is not None
+        and site.last_call.report.documents[0] == "position_ids"
+        for site in sites
+    ):
+        unpatched.append(
+            "attend across them, because its config makes a cache for this call, with which "
+            "transformers does not look for documents (with use_cache=False it does)"
+        )
+    if states:
+        unpatched.append("let its recurrences and convolutions go on from one to the next")
+        cure = (
+            " Set StreamConfig(documents='as_given') if recurrences and convolutions alone are to "
+            "go on."
+        )
+    if not unpatched:
+        return False
+    warnings.warn(
+        "position_ids restart, so streamed layers treat each row as several documents and "
+        f"separate the documents. The unpatched model would {' and '.join(unpatched)}. Pass "
+        "attention_mask=torch.ones_like(input_ids) if each row is one document whose positions "
+        f"skip: transformers looks for no documents where a mask is given.{cure}",
+        stacklevel=2,
+    )
+    return True
+
+
+def warn_of_trials(sites: list[LayerSite]) -> bool:
+    """Warn about user hooks inside of layers that also ran in test runs on random tokens. True if a
+    warning was issued. [Note: who sees the rows]"""
+    shown: dict[str, list[str]] = {}
+    for site in sites:
+        for hook, paths in site.tests.hooks_run_in_tests.items():
+            shown.setdefault(hook, []).extend(
+                f"{type(site.layer).__name__} {site.index}: {path}" for path in paths
+            )
+    if shown:
+        warnings.warn(
+            "Hooks inside decoder layers ran on the random tokens of a first call's tests, beside "
+            f"the batch: {named_hooks(shown)}. streambp restores all values that hooks store in "
+            "Python, but nothing that they write elsewhere (a file, a logger). If these hooks do, "
+            "call streambp.warm_up(model, **inputs) before you register them: then no test runs "
+            "the hooks.",
+            stacklevel=2,
+        )
+    return bool(shown)

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import unserializable_hook
 
-from streambp.alive import Living
 from streambp.device import allocator_count
+from streambp.instance_forward import Living
 from streambp.layer.oom import bare_advice
 from streambp.layer.site import CallReport, LayerSite
 from streambp.model.record import StepRecord
@@ -43,16 +43,18 @@ Shape = tuple[int, int]
 
 @dataclasses.dataclass
 class Step:
-    """Notes on one micro-batch. [Note: notes on a step]
+    """Notes on one micro-batch with gradients, from which its record is made. [Note: notes on a
+    step]
 
     Attributes:
-        shapes: shape of the tokens [B, T] of each backbone, by its id.
-        reports: the report of each layer's call.
-        moved: bytes copied in each direction since the previous step.
+        shapes: shape of the tokens [B, T] of each backbone, by the backbone's id().
+        reports: report on each decoder layer's call.
+        choice: the saved tensors, or the unpatched run, that was chosen for the micro-batch.
+        moved: bytes copied to the host and back since the previous step, by direction.
         in_backward: True once backward has begun.
         over: True once backward has ended or the next step has begun.
-        ooms: each device's out-of-memory errors before backward reached the device, as its
-            allocator counts.
+        ooms: number of out-of-memory errors that each device's allocator had counted before
+            backward used the device.
     """
 
     number: int
@@ -68,27 +70,29 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens over all rows."""
+        """Return the number of tokens of the micro-batch, over all rows."""
         return sum(rows * length for rows, length in self.shapes.values())
 
     @property
     def let_go(self) -> str | None:
-        """Return the reason why saved tensors were freed early; None: no saved tensor was."""
+        """Return the reason why saved tensors were freed before backward used them; None: none was
+        freed."""
         return self.choice.let_go if isinstance(self.choice, Chosen) else None
 
 
 class Steps:
-    """The steps of one patched model. [Note: notes on a step]
+    """Notes on the steps of one patched model. A step is a micro-batch with gradients. [Note: notes
+    on a step]
 
     Args:
         offloader: moves saved tensors to the host; None without offloading.
 
     Attributes:
-        sites: the sites of the model's layers.
+        sites: the records of the model's decoder layers.
         tell: builds the record of the last step for the log; None: nothing is logged.
         name: the model's name in the log.
         unpatched: number of steps that ran unpatched.
-        short: number of steps that freed saved tensors early.
+        short: number of steps that freed saved tensors before backward used them.
         apart: True if a layer's backward began before any step, because another module than the
             backbone calls the layers.
     """
@@ -105,7 +109,7 @@ class Steps:
         self._said: set[Hashable] = set()
 
     def __getstate__(self) -> Any:
-        """Return the state of a copied or pickled model, without notes."""
+        """Return the state for copy and pickle, without the notes on steps."""
         return self.offloader, self.tell, self.name
 
     def __setstate__(self, state: Any) -> None:
@@ -116,7 +120,8 @@ class Steps:
 
     @contextlib.contextmanager
     def unnoted(self) -> Iterator[None]:
-        """Context manager that restores the notes afterwards, and logs nothing inside."""
+        """Context manager that restores the notes on steps afterwards. Steps inside are neither
+        counted nor logged."""
         before = self.last, self.unpatched, self.short, self.tell
         self.tell = None
         try:
@@ -131,8 +136,9 @@ class Steps:
         """Record the end of a backbone's forward with gradients.
 
         Args:
-            backbone: id of the backbone; a step has one forward of each backbone.
-            given: tokens [B, T], or their embeddings [B, T, h].
+            backbone: id() of the backbone; a step has one forward of each backbone.
+            given: input_ids [B, T], or inputs_embeds [B, T, h].
+            shared: rows whose common prefixes were computed once; None: no prefix was shared.
             unpatched: True if the forward ran unpatched.
         """
         shape = (0, 0) if given is None else (given.shape[0], given.shape[1])
@@ -152,17 +158,16 @@ class Steps:
         self.last = Step(number, unpatched, shapes, reports, self._choice(), shared)
 
     def _choice(self) -> Choice | None:
-        """Return the newest micro-batch's choice of saves, or of an unpatched run. Only `Steps`
-        reads the choice.
-        """
+        """Return what was chosen for the newest micro-batch: the saved tensors, or an unpatched
+        run. None if nothing was chosen."""
         chooser = self.sites[0].saves_policy if self.sites else None
         return None if chooser is None else chooser.latest
 
     def watch(self, output: Any) -> None:
-        """Register a hook that runs when the backward of an unpatched forward begins.
+        """Register a tensor hook for the start of an unpatched forward's backward.
 
-        The hook is on the loss if the forward computed a loss, and otherwise on the first output
-        that requires a gradient.
+        The hook is on the loss if the output has a loss, and otherwise on the first tensor of the
+        output that requires a gradient.
         """
 
         @unserializable_hook
@@ -182,7 +187,8 @@ class Steps:
                 return
 
     def known(self) -> Step | None:
-        """Return the last step with its current choice."""
+        """Return the notes on the last step, with the choice of saved tensors as of now; None
+        before the first step."""
         step = self.last
         # forward may end before the choice
         if step is not None and step.unpatched and not step.over:
@@ -190,7 +196,7 @@ class Steps:
         return step
 
     def in_backward(self, device: torch.device) -> None:
-        """Record the beginning of a layer's backward, or of an unpatched forward's backward."""
+        """Record that a layer's backward, or that of an unpatched forward, begins on `device`."""
         step = self.last
         if step is None:
             self.apart = True
@@ -205,7 +211,8 @@ class Steps:
             Variable._execution_engine.queue_callback(_Ending(self, step))  # type: ignore[attr-defined]
 
     def settle(self) -> None:
-        """Count the last step as ended, and log a line if the step ran in a new way."""
+        """Count the last step as ended. Log a line if the step ran in a way that was not logged
+        before."""
         step = self.last
         if step is None or step.over:
             return
@@ -248,10 +255,10 @@ class Steps:
 
 
 class _Ending:
-    """A callback that autograd's engine runs at the end of a step's backward.
+    """Callback that autograd's engine runs at the end of a step's backward.
 
-    If backward fails, the engine frees the callback uncalled. The finalizer then issues a warning
-    with advice, if memory ran out and no error contained advice. [Note: bare errors]
+    If backward fails, the engine frees the callback without a call. The callback's finalizer then
+    warns with advice, if memory ran out and the error itself has no advice. [Note: bare errors]
     """
 
     def __init__(self, steps: Steps, step: Step) -> None:

@@ -38,7 +38,7 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     @classmethod
     def add_to(cls, trainer: Any) -> None:
-        """Put this callback first among a Trainer's callbacks, before those that report logs.
+        """Put a `StreamCallback` first among a Trainer's callbacks, before those that report logs.
 
         An existing `StreamCallback` is moved; otherwise a new one is added.
         """
@@ -55,7 +55,7 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             handler.callbacks[:] = [*(ours or [cls()]), *others]
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Exclude steps before training from the counts."""
+        """Start counting steps anew, so that steps before training are left out of the logs."""
         self._before = _last_step(kwargs.get("model"))
 
     def on_log(
@@ -67,7 +67,8 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Add numbers to training logs and to their copy in the Trainer's history."""
+        """Add the numbers of the last step to `logs`, and to the copy of `logs` in the Trainer's
+        history."""
         try:
             if not isinstance(logs, dict) or LOSS not in logs:
                 return
@@ -96,18 +97,19 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
 
 class DefaultStreamCallback(StreamCallback):
-    """The `StreamCallback` that each Trainer makes for itself.
+    """The `StreamCallback` that each new Trainer adds by default.
 
-    A Trainer warns of two callbacks of one class, so this class is not the class of a callback from
-    the user.
+    A Trainer warns if two of its callbacks have one class. So a user's own `StreamCallback` has
+    another class.
     """
 
 
 def log_in_new_trainers() -> None:
-    """Let each Trainer that is made from now on log the numbers of a patched model's steps.
+    """Add `DefaultStreamCallback` to transformers' default callbacks, so that every new Trainer
+    logs the numbers of a patched model's steps.
 
     A Trainer calls its callbacks in order: the default callbacks, then those of wandb, trackio and
-    TensorBoard, then the user's. Only a default callback can add numbers that all of them report.
+    TensorBoard, then the user's. Only a default callback can add numbers that all others report.
     """
     # Without the module no Trainer has been imported, and importing it takes a second.
     trainer = sys.modules.get("transformers.trainer")
@@ -117,7 +119,8 @@ def log_in_new_trainers() -> None:
 
 
 def _last_step(model: Any) -> StepRecord | None:
-    """Return the last step's record; None for a model that is not patched, or None."""
+    """Return the record of a model's last step; None if the model is None or not patched, or has
+    run no step."""
     try:
         return None if model is None else last_step(model)
     except StreamBPError:
@@ -125,9 +128,8 @@ def _last_step(model: Any) -> StepRecord | None:
 
 
 def _counts(record: StepRecord | None) -> tuple[float, float, float, float]:
-    """Return counts of steps, unpatched steps, steps that freed saved tensors; and stalled
-    seconds.
-    """
+    """Return the number of all steps, of unpatched steps, and of steps that freed saved tensors
+    early, and the seconds for which compute waited for copies."""
     if record is None:
         return 0.0, 0.0, 0.0, 0.0
     stalls = 0.0 if record.host is None else record.host.stalls

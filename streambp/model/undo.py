@@ -23,7 +23,7 @@ TABLES = (WRAPPERS, WITH_KWARGS, *MODULE_HOOKS)  # attributes of modules that ar
 
 @contextlib.contextmanager
 def undone_on_error(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores a model and its patch if the body raises."""
+    """Context manager that restores a model and its previous patch if the body raises."""
     states = [module.__dict__[PATCH] for module in model.modules() if PATCH in module.__dict__]
     noted = [Noted(own) for own in _attributes(model, states)]
     try:
@@ -35,7 +35,8 @@ def undone_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str, Any]]:
-    """Yield the attributes of all modules, and of all patch objects that `unpatch` changes."""
+    """Yield the attribute dictionary (`__dict__`) of each module of the model, and of each object
+    of its patch that `unpatch` changes."""
     modules = dict.fromkeys(model.modules())
     for state in states:
         if state.root is not None:  # a shallow copy of the model shares the patch
@@ -53,14 +54,16 @@ def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str
 
 
 class Noted:
-    """A copy of an object's attributes, and of the contents of tables among the attributes."""
+    """Copy of an object's `__dict__` and of some dictionaries and lists inside, such as hooks,
+    which `patch` changes."""
 
     def __init__(self, own: dict[str, Any]) -> None:
         self.own, self.attributes = own, dict(own)
         self.tables = [(own[name], own[name].copy()) for name in TABLES if name in own]
 
     def put_back(self) -> None:
-        """Restore all attributes and tables: the same objects in the same order."""
+        """Restore the attributes, and the contents of their dictionaries and lists, in the same
+        order."""
         self.own.clear()
         self.own.update(self.attributes)
         for table, contents in self.tables:

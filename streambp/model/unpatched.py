@@ -45,8 +45,7 @@ from torch import Tensor
 from torch.distributed import is_initialized
 from transformers import PreTrainedConfig
 
-from streambp.attention.carriers import attention_configs
-from streambp.attention.interface import own_implementation
+from streambp.attention.interface import attention_configs, own_implementation
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.device import MEMORY_ERRORS, RandomState, is_out_of_memory, make_room, tells_memory
@@ -69,18 +68,17 @@ T = TypeVar("T")
 
 
 class ComputedAgainError(Exception):
-    """A user's checkpoint surrounds a layer of a model that runs unpatched, and would recompute
-    this layer alone.
-    """
+    """Raised if a user's checkpoint surrounds a single layer of a model that runs unpatched: the
+    recomputation in backward would call the layer alone."""
 
 
 class UnpatchedRuns:
-    """Decides for each micro-batch of a patched model if it runs unpatched.
-    [Note: micro-batches as unpatched]
+    """Decides for each micro-batch of a patched model if it runs through the unpatched model's
+    forward, without chunks and recomputation. [Note: micro-batches as unpatched]
 
     Args:
         saves_policy: predicts the bytes of each layer's graph, and the free bytes.
-        steps: the model's steps, with all its layers.
+        steps: notes on the model's steps, with the records of its layers.
 
     Attributes:
         most: limit on tokens over all rows, lowered after a run that took too much memory.
@@ -97,7 +95,7 @@ class UnpatchedRuns:
         self.within = False  # an unpatched forward is running
 
     def __getstate__(self) -> Any:
-        """Return the state of a copied or pickled model, which has run no step."""
+        """Return the state for copy and pickle, as before the first step."""
         return self.config, self.saves_policy, self.steps
 
     def __setstate__(self, state: Any) -> None:
@@ -110,14 +108,15 @@ class UnpatchedRuns:
         config: PreTrainedConfig,
         packs: Callable[[], bool],
     ) -> T | None:
-        """Return the result of `run`; None if the micro-batch is to be streamed.
+        """Call `run` if the micro-batch's graph fits into memory several times, and return its
+        result. Return None if the micro-batch must be computed chunk by chunk.
 
         Args:
             run: the unpatched model's forward.
-            kwargs: arguments of the call, in training.
+            kwargs: arguments of the model's call in training.
             config: config of the text model.
-            packs: returns True if the streamed call is computed as a packed row; called last,
-                because the function reads the batch.
+            packs: returns True if the patched call would pack rows with common prefixes into one
+                row; called last, because the function reads the batch.
         """
         given = (
             kwargs.get("input_ids")
@@ -170,11 +169,11 @@ class UnpatchedRuns:
         return result
 
     def enter_layer(self) -> None:
-        """Check a layer's call inside an unpatched forward.
+        """Check the call of a layer during an unpatched forward.
 
         Raises:
-            ComputedAgainError: a checkpoint surrounds the layer, so the second call in backward
-                would be streamed.
+            ComputedAgainError: a user's checkpoint surrounds the layer. The checkpoint's
+                recomputation would run chunk by chunk.
         """
         if (
             not torch.is_grad_enabled()
@@ -185,8 +184,14 @@ class UnpatchedRuns:
     def predicted(
         self, tokens: int, length: int, device: torch.device, config: PreTrainedConfig
     ) -> AsUnpatched | None:
-        """Return the result of `kept_unpatched`; None also if several stacks number their layers
-        from 0.
+        """Return the predicted memory of an unpatched micro-batch; None if it is unknown, or if the
+        model has several backbones.
+
+        Args:
+            tokens: number of tokens over all rows.
+            length: tokens of each row.
+            device: the device.
+            config: config of the text model, for the vocabulary size.
         """
         if len(set(map(INDEX, self.steps.sites))) < len(self.steps.sites):
             return None
@@ -197,8 +202,12 @@ class UnpatchedRuns:
         )
 
     def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:
-        """True if the micro-batch is one chunk, and unpatched computes the same in memory that is
-        linear in T.
+        """True if a micro-batch is a single chunk, and the unpatched forward gives the same numbers
+        with memory linear in T.
+
+        Args:
+            given: input_ids [B, T] or inputs_embeds [B, T, h].
+            config: config of the text model.
         """
         if torch._C._current_graph_task_id() != -1:  # a reentrant checkpoint recomputes the model
             return False
@@ -235,14 +244,17 @@ def kept_unpatched(
     vocabulary: int,
     factor: float = 1.0,
 ) -> AsUnpatched | None:
-    """Return the memory of an unpatched micro-batch: graphs of all layers, and logits [B, T, V];
-    None if unknown.
+    """Return the bytes that an unpatched micro-batch saves for backward (graphs of all layers, and
+    logits [B, T, V]) and the free bytes; None if unknown.
 
     Args:
+        saves_policy: predicts the bytes of each layer's graph, and the free bytes.
         tokens: number of tokens over all rows.
         length: tokens of each row.
-        heads: number of heads with unfused scores, layer by layer.
-        factor: multiplies the total.
+        device: the device.
+        heads: number of heads, layer by layer, for which torch would build attention scores [T, T].
+        vocabulary: V.
+        factor: multiplies the predicted bytes.
     """
     known = saves_policy.graphs(tokens, device)
     if known is None:
@@ -253,9 +265,10 @@ def kept_unpatched(
 
 
 def is_plain(site: LayerSite) -> bool:
-    """True if a streamed layer computes the same unpatched, without building scores itself.
+    """True if the unpatched forward of a layer gives the same numbers as its chunked forward, and
+    does not build attention scores [T, T] in code of its own.
 
-    A layer with an engine's hooks inside is not plain.
+    A layer with an engine's hooks inside (DeepSpeed, FSDP) does not count as plain.
     """
     if (
         site.last_call.report.because is not None

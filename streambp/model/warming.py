@@ -33,14 +33,15 @@ TOLD = ("last", "lazy", "trained", "unlabelled", "predicted")  # attributes abou
 
 
 def warm_up(model: nn.Module, **inputs: Any) -> None:
-    """Run all first trials of a patched model now, as a first step with these inputs would, before
+    """Run a patched model once on these inputs, so that all tests of its layers are done before
     hooks are set.
 
-    The first call of each kind runs layers on a few random tokens and differentiates them. Hooks
-    that accumulate values (calibration statistics, K-FAC, influence) would include these tokens.
-    After `warm_up` no trial runs with hooks that are added later and only observe: such hooks
-    receive the batches' tokens and gradients alone. The first step also becomes faster, because
-    planning, trials, compilation of kernels and pinning of host memory are done.
+    The first call of each kind (training or evaluation, dtype, arguments) runs layers on a few
+    random tokens, with backward. Hooks that accumulate values (calibration statistics, K-FAC,
+    influence) would include these tokens. After `warm_up` no such test runs with hooks that are
+    added later and only observe: such hooks receive the batches' tokens and gradients alone. The
+    first step also becomes faster, because planning, tests, compilation of kernels and pinning of
+    host memory are done.
 
     Afterwards gradients, buffers, Python state of modules and hooks, the record of the last step
     and random generators are as before. A hook that is added later and changes its inputs, or
@@ -109,7 +110,8 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
 
 
 def _warm_up_of(layers: list[LayerForward]) -> WarmUp:
-    """Return the state of an earlier warm-up of the layers that is still on, or a new state."""
+    """Return the state that an earlier `warm_up` of these layers left, if it is still in effect;
+    otherwise a new state."""
     for wrapper in layers:
         warm = wrapper.site.tests.warm_up
         if warm is not None and warm.on:
@@ -118,9 +120,8 @@ def _warm_up_of(layers: list[LayerForward]) -> WarmUp:
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """Return a differentiable scalar of a model's output: its loss, or a value computed from its
-    logits [B, T, V].
-    """
+    """Return a scalar to differentiate: the output's loss, or else a value computed from its logits
+    [B, T, V] or from its other tensors. None if no tensor requires a gradient."""
     fields = output if isinstance(output, Mapping) else {"": output}
     found = [
         x

@@ -16,15 +16,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.admission.entry import stream_layer
-from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
 from streambp.admission.stacks import cache_argument, kind_of, states_argument
-from streambp.attention.carriers import attention_configs
-from streambp.attention.interface import routed
+from streambp.admission.third_party import distinct_attentions, refuse_foreign_attention
+from streambp.attention.interface import attention_configs, routed
 from streambp.attention.masks import LazyMask
 from streambp.cache_arguments import has_cache
 from streambp.device import has_data
+from streambp.distributed.engines import differentiable_input
 from streambp.distributed.host import engine_host_use
-from streambp.distributed.zero import differentiable_input
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.foreign import eager
 from streambp.head.recipe import HeadRequest
@@ -46,7 +45,6 @@ from streambp.layer.oom import explaining
 from streambp.layer.site import LayerSite
 from streambp.model.absent_cache import with_absent_cache
 from streambp.model.deferring import DeferredForward, can_be_deferred
-from streambp.model.packing import warn_of_documents, warn_of_trials
 from streambp.model.split import refuse_lone_layer, refuse_replicas, shards_of
 from streambp.model.state import (
     PatchState,
@@ -54,9 +52,12 @@ from streambp.model.state import (
     models_around,
     names_cache,
     wants_cache,
+    warn_of_documents,
+    warn_of_trials,
 )
+from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell
-from streambp.prefixes.calls import AS_UNPATCHED, Shared, SharedPrefixes, Unseen
+from streambp.prefixes.calls import AS_UNPATCHED, ONE_ROW, Shared, SharedPrefixes, Unseen
 from streambp.prefixes.late import Again
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
@@ -64,11 +65,12 @@ from streambp.sharded.layer import stream_shard
 
 
 class LayerForward(InstanceForward):
-    """A decoder layer that streams unless the backbone's call is to run unpatched.
+    """Replacement of a decoder layer's forward: computes the layer chunk by chunk, unless the
+    backbone decided that this call runs unpatched.
 
     Args:
-        final_norm: the norm behind the last layer of a stack, which may be deferred to the head;
-            None for other layers.
+        final_norm: the final norm, if this is the last layer before it; the loss may compute that
+            norm block by block. None for other layers.
     """
 
     def __init__(
@@ -95,16 +97,15 @@ class LayerForward(InstanceForward):
         self.leaf: RemovableHandle | None = None
 
     def install(self) -> None:
-        """Install the forward, and mark the layer as a ZeRO-3 leaf, before or after
-        deepspeed.initialize. [Note: ZeRO-3 leaves]
-        """
+        """Replace the layer's forward, and mark the layer as a ZeRO-3 leaf module, so that
+        DeepSpeed gathers all of its weights at once. [Note: ZeRO-3 leaves]"""
         super().install()
         setattr(self.module, Z3_LEAF, True)
         self.meet_engine()
 
     def meet_engine(self) -> None:
-        """Register the pre-hook that makes the layer's input require a gradient, if DeepSpeed is
-        imported.
+        """Register a forward pre-hook that makes the layer's input require a gradient, if DeepSpeed
+        is imported.
 
         The hook would only slow calls down if DeepSpeed is absent.
         """
@@ -114,15 +115,18 @@ class LayerForward(InstanceForward):
             )
 
     def remove(self) -> None:
-        """Remove the forward and the mark of a ZeRO-3 leaf."""
+        """Restore the layer's forward, and remove the mark of a ZeRO-3 leaf module."""
         super().remove()
         self.module.__dict__.pop(Z3_LEAF, None)
         if self.leaf is not None:
             self.leaf.remove()
 
     def leave(self, own: dict[str, Any]) -> None:
-        """Remove the forward, the mark of a ZeRO-3 leaf and the pre-hook from a copy's
-        attributes.
+        """Remove what this object installed on its layer from the attributes of a copy of the
+        layer.
+
+        Args:
+            own: the copy's `__dict__`.
         """
         super().leave(own)
         own.pop(MOVES, None)
@@ -134,7 +138,8 @@ class LayerForward(InstanceForward):
                 )
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's output, streamed if the call may stream."""
+        """Return the layer's output, computed chunk by chunk unless this call must run
+        unpatched."""
         if self.retired:
             return self.original(*args, **kwargs)
         unpatched = self.state.unpatched
@@ -152,13 +157,12 @@ class LayerForward(InstanceForward):
     def _on_trial(
         self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the layer in the test run for shared prefixes of rows; append an exception to
-        `failed` instead of raising.
+        """Call the layer while it is tested if rows can share prefixes. An exception is appended to
+        `failed` instead of raised.
 
-        The test run compares a packed row, in which rows share the tokens of common prefixes, with
-        the rows themselves. After an exception every layer returns its input. Each rank still
-        enters every layer, because other ranks wait there for gathered weights. [Note: trial of
-        sharing]
+        The test compares a packed row, in which rows share the tokens of common prefixes, with the
+        rows themselves. After an exception every layer returns its input. Each rank still enters
+        every layer, because other ranks wait there for gathered weights. [Note: trial of sharing]
 
         Args:
             failed: exceptions of all layers in this test run so far.
@@ -221,9 +225,9 @@ class LayerForward(InstanceForward):
 
 
 class BackboneForward(InstanceForward):
-    """The module around the layers: decides if a call streams, and removes caches and masks from
-    streamed calls.
-    """
+    """Replacement of the forward of a backbone, the module that runs the decoder layers
+    (`LlamaModel`, for example). Decides if a call runs chunk by chunk, and then removes cache and
+    mask arguments."""
 
     def __init__(
         self, module: PreTrainedModel, state: PatchState, layers: tuple[nn.Module, ...]
@@ -241,12 +245,14 @@ class BackboneForward(InstanceForward):
         )
 
     def install(self) -> None:
-        """Install the forward, and refuse the replicas that nn.DataParallel would make."""
+        """Replace the backbone's forward, and make nn.DataParallel's copies of the backbone
+        raise."""
         super().install()
         setattr(self.module, REPLICATE, refuse_replicas)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the backbone's output; its layers run streamed or unpatched."""
+        """Return the backbone's output. The layers are computed chunk by chunk, or run
+        unpatched."""
         if self.retired:
             return self.original(*args, **kwargs)
         if args:
@@ -286,7 +292,7 @@ class BackboneForward(InstanceForward):
             self._check(given)
             refuse_foreign_attention(self.attentions)
             state.check_cache(self.module.config, kwargs)
-            cacheless = self._leaves_a_cache_out()
+            cacheless = running.asked_cache and self._leaves_a_cache_out()
             if state.saves_policy is not None and isinstance(given, Tensor):
                 state.saves_policy.begins(given.device)
             output = None if state.unpatched is None or running.again else self._unstreamed(kwargs)
@@ -295,7 +301,8 @@ class BackboneForward(InstanceForward):
                     self.prefixes.last = AS_UNPATCHED
                 state.steps.forward_done(id(self.module), given, None, unpatched=True)
                 return with_absent_cache(output) if cacheless else output
-            self._meet_engines_on_the_host()
+            if state.offloader is not None:
+                self._meet_engines_on_the_host(state.offloader)
             if is_initialized():
                 running.shards = shards_of(
                     kwargs, given, self.module.config, self.module.training, self._sites
@@ -332,22 +339,21 @@ class BackboneForward(InstanceForward):
                 running.deferring.remove()
                 running.deferring = None
 
-    def _meet_engines_on_the_host(self) -> None:
-        """Pass the offloader the host memory that an engine and streamed weights use.
+    def _meet_engines_on_the_host(self, offloader: OffloadManager) -> None:
+        """Set how much host memory the offloader must leave to a DeepSpeed engine and to weights on
+        the host.
 
         Engines exist by the first forward, before the offloader determines its budget.
         """
         state = self.state
-        offloader = state.offloader
-        if offloader is not None and state.root is not None and not offloader.host_bytes:
+        if state.root is not None and not offloader.host_bytes:
             offloader.set_aside = engine_host_use(state.root).to_come
             weights = state.weights
             offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward unpatched; return None if this micro-batch streams.
-        [Note: micro-batches as unpatched]
-        """
+        """Run the model's own forward unpatched if this training micro-batch is small enough; None
+        if it must be computed chunk by chunk. [Note: micro-batches as unpatched]"""
         if not (self.module.training and torch.is_grad_enabled()):
             return None
 
@@ -362,8 +368,12 @@ class BackboneForward(InstanceForward):
         return self.state.as_unpatched(run, kwargs, config, self.state.running.padding_unseen)
 
     def packs(self, kwargs: Mapping[str, Any], padding_unseen: Unseen) -> bool:
-        """True if a streamed call of this backbone, or of the language model around the backbone,
-        is computed as a packed row.
+        """True if this call would be computed as one packed row, in which rows share the tokens of
+        common prefixes and padding is left out.
+
+        Args:
+            kwargs: arguments of the backbone's forward.
+            padding_unseen: returns True if no value at padding reaches the caller.
         """
         labels = self.state.running.labels
         return self.prefixes is not None and self.prefixes.saves(
@@ -371,9 +381,8 @@ class BackboneForward(InstanceForward):
         )
 
     def _run(self, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward with streamed layers, over a packed row if rows share
-        prefixes.
-        """
+        """Run the backbone's own forward with layers that are computed chunk by chunk. Rows with
+        common prefixes are passed as one packed row."""
         running = self.state.running
         deferred = running.defer_norm
         if running.tree is not None:
@@ -400,6 +409,11 @@ class BackboneForward(InstanceForward):
         try:
             if self.prefixes is None or running.shards is not None or running.again:
                 return self.original(**kwargs)
+            ids = kwargs.get("input_ids")
+            one_row = isinstance(ids, Tensor) and ids.shape[0] < 2
+            if one_row and kwargs.get("attention_mask") is None and not is_initialized():
+                self.prefixes.last = ONE_ROW
+                return self.original(**kwargs)
             documents = running.packed_rows is not None
             again = None
             if deferred is not None:
@@ -425,8 +439,12 @@ class BackboneForward(InstanceForward):
             ) from error
 
     def _again(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
-        """Return the output for the rows of a call after a packed row was computed.
-        [Note: padding that is read]
+        """Compute a call again with its separate rows, after a first run with one packed row. Code
+        that reads values at padding needs this output. [Note: padding that is read]
+
+        Args:
+            kwargs: arguments of the call.
+            request: request of the output projection, which computes the final norm.
         """
         running = self.state.running
         before = running.defer_norm, running.again
@@ -438,8 +456,8 @@ class BackboneForward(InstanceForward):
             running.defer_norm, running.again = before
 
     def _streams(self, kwargs: dict[str, Any]) -> bool:
-        """True if this call streams: no cache is passed, and neither a cache nor attention weights
-        are returned.
+        """True if this call is computed chunk by chunk: no cache is passed, and neither a cache nor
+        attention weights are returned.
 
         [Note: calls that return a cache] If a call has no `use_cache`, the model's config decides,
         as unpatched. A training step ignores the config: most programs never read the cache of a
@@ -455,7 +473,15 @@ class BackboneForward(InstanceForward):
         ):
             return False
         if torch.is_grad_enabled() and self.module.training:
-            named = self._names_cache(kwargs)
+            # If a language model around this backbone runs, the caller of that model counts. Other
+            # models around may pass their config's `use_cache` on as if it was an argument.
+            named = self.state.running.names_cache
+            if named is None:
+                named = bool(
+                    kwargs.get("use_cache")
+                    and not self._around_fill_in
+                    and names_cache(self.module, kwargs)
+                )
             self.state.history.named_cache |= named
             return not named
         use_cache = wants_cache(self.module.config, kwargs)
@@ -464,43 +490,33 @@ class BackboneForward(InstanceForward):
         return not use_cache
 
     def _leaves_a_cache_out(self) -> bool:
-        """True if the current training call would return a cache unpatched."""
-        if not (
-            self.state.running.asked_cache and self.module.training and torch.is_grad_enabled()
-        ):
+        """True if the current call, which requests a cache, is a training call that would return
+        the cache unpatched.
+        """
+        if not (self.module.training and torch.is_grad_enabled()):
             return False
         return not (getattr(self.module, CHECKPOINTING[0], False) or self.checkpointed)
 
-    def _names_cache(self, kwargs: Mapping[str, Any]) -> bool:
-        """True if the caller of a training call passes `use_cache=True`.
-
-        If a language model around this backbone runs, the caller of that model counts. Other models
-        around may pass their config's `use_cache` on as if the caller had passed the argument.
-        """
-        named = self.state.running.names_cache
-        if named is not None or not kwargs.get("use_cache"):
-            return bool(named)
-        return not self._around_fill_in and names_cache(self.module, kwargs)
-
     @functools.cached_property
     def _around_fill_in(self) -> bool:
-        """True if a model around this backbone passes its config's values for arguments that the
-        caller left out.
-        """
+        """True if a model around this backbone passes its config's values for arguments that its
+        caller left out, for example `use_cache`."""
         root = self.state.root
         return root is not None and any(map(fills_in_defaults, models_around(self.module, root)))
 
     def leave(self, own: dict[str, Any]) -> None:
-        """Remove the forward from a copy's attributes, and allow replicas of nn.DataParallel
-        there.
+        """Remove the replaced forward, and the refusal of nn.DataParallel's copies, from the
+        attributes of a copy of the backbone.
+
+        Args:
+            own: the copy's `__dict__`.
         """
         super().leave(own)
         own.pop(REPLICATE, None)
 
     def remove(self) -> None:
-        """Remove the forward, allow replicas of nn.DataParallel, and restore gradient checkpointing
-        where a call disabled it.
-        """
+        """Restore the backbone's forward, allow nn.DataParallel's copies, and restore gradient
+        checkpointing where a call disabled it."""
         super().remove()
         self.module.__dict__.pop(REPLICATE, None)
         for layer in self.checkpointed:
@@ -520,9 +536,12 @@ class BackboneForward(InstanceForward):
             )
 
     def _packed_rows(self, kwargs: dict[str, Any], tokens: Any) -> PackedRows | None:
-        """Return the documents that layers with states must read from position_ids.
+        """Return the packed documents that layers with recurrent states must read from
+        position_ids. None if other arguments mark the documents, or if each row is one document.
 
-        None if other arguments define the documents, or if each row is one document.
+        Args:
+            kwargs: arguments of the backbone's forward.
+            tokens: input_ids [B, T], or inputs_embeds [B, T, h].
         """
         positions = kwargs.get("position_ids")
         positions = self.state.running.position_ids if positions is None else positions

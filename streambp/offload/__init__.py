@@ -10,14 +10,14 @@ from streambp.offload.manager import OffloadManager
 
 
 def manager_of(model: nn.Module) -> OffloadManager:
-    """Return the manager of a patched model's offloaded tensors, with `stats`, `abort` (after an
-    exception) and `close`.
+    """Return the object that moves a patched model's saved tensors to host memory, with the methods
+    `stats`, `abort` (after an exception) and `close`.
 
     Args:
-        model: a patched model, a module around the model, or a streaming part.
+        model: a patched model, a module around the model, or a patched part.
 
     Raises:
-        StreamBPError: no tensor of the model is offloaded.
+        StreamBPError: the patch does not offload tensors.
     """
     for module in model.modules():
         for state in (

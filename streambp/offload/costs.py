@@ -25,7 +25,7 @@ ATTENTION_PACE = 1.12  # seconds of an attention FLOP / of a product FLOP, on an
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A Linear's output.
+    """Output of a Linear that a layer may save for backward.
 
     Attributes:
         bytes: size of the output.
@@ -38,7 +38,8 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Sizes and FLOPs of a layer's saveable tensors.
+    """Bytes and FLOPs of the tensors that a layer may save for backward, over one or several
+    chunks.
 
     Attributes:
         x: bytes of the layer inputs.
@@ -75,13 +76,13 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A tensor that a layer may save.
+    """A tensor that a layer may save for backward, with its size and its use.
 
     Attributes:
         index: index of the layer.
-        name: name as in `StreamConfig.saves`.
+        name: name in the form of `StreamConfig.saves`, such as "kv".
         bytes: size of the tensor.
-        worth: FLOPs of products that backward is spared, for each byte.
+        worth: FLOPs of matrix products that backward need not recompute, for each byte.
     """
 
     index: int
@@ -91,11 +92,13 @@ class Candidate:
 
 
 class LayerCost(NamedTuple):
-    """A layer's cost in a call of `tokens` tokens over all rows, `length` in each row.
+    """Bytes and FLOPs (`Cost`) of one layer's saved tensors, as measured in a call of `tokens`
+    tokens over all rows, with `length` tokens in each row.
 
     Attributes:
-        graph: bytes of the layer's graph; 0: unknown.
-        situations: number of situations of backward for which the unread products are known.
+        graph: bytes of the layer's autograd graph; 0: unknown.
+        situations: number of different backward passes (such as with frozen weights or without)
+            whose unread Linear outputs are known.
     """
 
     device: torch.device
@@ -106,7 +109,8 @@ class LayerCost(NamedTuple):
     situations: int
 
     def scaled_to(self, tokens: int) -> Cost:
-        """Return the cost of a call with this number of tokens, in rows of the same length."""
+        """Return the bytes and FLOPs (`Cost`) for a call of another number of tokens, in rows of
+        the same length."""
         cost = self.cost
         if tokens == self.tokens:
             return cost
@@ -122,13 +126,16 @@ class LayerCost(NamedTuple):
     def candidates(
         self, index: int, tokens: int, length: int, whole: bool = False
     ) -> Iterator[Candidate]:
-        """Yield the tensors that layer `index` may save in a call of `tokens` tokens in rows of
-        `length`.
+        """Yield the tensors that layer `index` may save for backward, with size and use.
 
-        Worth is rounded to three digits, so that layers of one kind have equal worth.
+        The FLOPs for each byte are rounded to three digits, so that equal layers have equal values.
 
         Args:
-            whole: True for a call in one chunk, whose backward computes no keys and values ahead.
+            index: index of the layer.
+            tokens: tokens over all rows.
+            length: tokens of each row.
+            whole: True if the call is one chunk. Backward then recomputes no keys and values
+                separately, so "kv" saves nothing.
         """
         cost = self.scaled_to(tokens)
         worth = {
@@ -151,14 +158,15 @@ class LayerCost(NamedTuple):
 
 @dataclasses.dataclass
 class ObservedCosts:
-    """The tensors that a layer's forward would have saved, chunk by chunk.
+    """Measurements of one layer's forward, chunk by chunk: bytes and FLOPs of the tensors that the
+    layer may save, and times.
 
     Args:
         tokens: tokens over all rows.
         length: tokens of each row.
         chunks: number of chunks.
-        unread: the layer's situations, filled by its backward; each names products that backward
-            can skip (`recompute`).
+        unread: filled by the layer's backward: which Linear outputs backward never reads, for each
+            kind of backward.
         engine: provides the clock that times the chunks; None: no timing.
     """
 
@@ -173,8 +181,11 @@ class ObservedCosts:
     marks: list[Any] = dataclasses.field(default_factory=list)
 
     def mark(self, cost: Cost | None = None) -> None:
-        """Record the time in the compute queue at the beginning of forward, or after a chunk with
-        its cost.
+        """Record the device time at the start of forward, or at the end of a chunk together with
+        the chunk's bytes and FLOPs.
+
+        Args:
+            cost: bytes and FLOPs of the chunk that ended; None: forward begins.
         """
         if self.engine is not None:
             self.marks.append(self.engine.clock())
@@ -182,9 +193,8 @@ class ObservedCosts:
             self.costs.append(cost)
 
     def learnt(self) -> LayerCost | None:
-        """Return the cost without products that no backward reads; None before a backward has
-        run.
-        """
+        """Return the layer's measured bytes and FLOPs, without Linear outputs that no backward
+        reads. None before a backward has run."""
         if len(self.costs) < self.chunks or not self.unread:
             return None
         unread = frozenset.intersection(*(found.recompute for found in self.unread.values()))
@@ -196,7 +206,7 @@ class ObservedCosts:
         return LayerCost(self.device, cost, graph, self.tokens, self.length, len(self.unread))
 
     def times(self) -> list[float]:
-        """Return the seconds of each chunk; [] without timing."""
+        """Return the seconds of each chunk's forward; [] if chunks were not timed."""
         pairs = zip(self.marks, self.marks[1:], strict=False)
         return (
             []
@@ -206,12 +216,13 @@ class ObservedCosts:
 
 
 def attention_rate(layers: Iterable[ObservedCosts]) -> float:
-    """Return the FLOP/s of attention, estimated by the slope of the chunks' times.
+    """Return the FLOP/s of attention, estimated from the times of a layer's chunks.
 
-    Chunks differ only in the number of keys that they attend to.
+    Chunks differ only in the number of keys that they attend to, so the increase of their times is
+    attention's.
 
     Returns:
-        The rate; infinity if longer spans take no longer.
+        The rate; infinity if later chunks take no longer.
     """
     above = below = 0.0
     for layer in layers:
@@ -231,7 +242,8 @@ def attention_rate(layers: Iterable[ObservedCosts]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Measurements of one forward.
+    """Measurements of one forward pass of the model, from which saved tensors on the host are
+    chosen.
 
     Attributes:
         tokens: tokens over all rows.
@@ -239,7 +251,7 @@ class Measured:
         seconds: compute time of the layers.
         link: bytes/s to the host.
         attention: FLOP/s of attention.
-        host: host bytes available for saves.
+        host: host bytes available for saved tensors.
     """
 
     tokens: int
@@ -252,18 +264,20 @@ class Measured:
 
 @dataclasses.dataclass
 class Chosen:
-    """The saves of one micro-batch.
+    """Tensors that "auto" chose to save in one micro-batch, and the numbers behind the choice.
 
     Attributes:
         tokens: tokens over all rows.
         length: tokens of each row.
         chunk: tokens of each chunk over all rows.
-        room: bytes that a step without saves leaves free, on the device or for copies to the host.
-        measured: measurements behind saves on the host; None: saves stay on the device.
-        inputs: bytes of the layers' inputs, for saves on the host.
-        left_out: reasons for saves that are missing in some or all layers, by name.
+        room: bytes that a step without saved tensors leaves free, on the device or for copies to
+            the host.
+        measured: measurements behind the choice of tensors on the host; None: they stay on the
+            device.
+        inputs: bytes of the layers' inputs, for saved tensors on the host.
+        left_out: reasons for tensors that some or all layers do not save, by name.
         least: the fewest free bytes that the device reported.
-        let_go: the reason why all saves were freed; None: no save was freed.
+        let_go: the reason why all saved tensors were freed; None: none was freed.
         bytes: saved bytes by name.
         layers: number of layers by name.
     """
@@ -283,7 +297,11 @@ class Chosen:
     layers: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self, plan: dict[int, list[Candidate]]) -> None:
-        """Sum the plans of all layers by name, most worthwhile first."""
+        """Sum the chosen tensors of all layers by name, most useful first.
+
+        Args:
+            plan: tensors that each layer saves, by the layer's index.
+        """
         for one in sorted(
             (one for found in plan.values() for one in found), key=lambda one: -one.worth
         ):
@@ -294,12 +312,12 @@ class Chosen:
 
 @dataclasses.dataclass
 class AsUnpatched:
-    """A micro-batch that ran unpatched.
+    """Prediction for a micro-batch that ran through the unpatched model's forward.
 
     Attributes:
         tokens: tokens over all rows.
         bytes: predicted bytes of its graphs and logits.
-        room: bytes that a step without saves leaves free.
+        room: bytes that a chunked step without saved tensors leaves free.
     """
 
     tokens: int
@@ -311,36 +329,45 @@ Choice = Chosen | AsUnpatched
 
 
 class Need:
-    """The memory that a step without saves needs."""
+    """Prediction of the memory that a step needs if no layer saves tensors beyond its input."""
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
-        """Return pairs (index, bytes): the need while layers up to `index` wait for their backward.
+        """Return pairs (index, bytes): the memory needed while the layers up to `index` have done
+        forward and wait for backward.
 
         Args:
             tokens: tokens over all rows.
             chunk: tokens of a chunk.
-            present: fraction of the gradients that exist already.
+            present: fraction of the model's gradients that exist already.
         """
         raise NotImplementedError
 
     def at_work(self, chunk: int) -> float:
-        """Return the bytes that computing a chunk of `chunk` tokens needs."""
+        """Return the bytes needed to compute one chunk of `chunk` tokens, beyond what exists
+        before."""
         raise NotImplementedError
 
     def __call__(self, tokens: int, chunk: int, present: float = 0.0) -> float:
-        """Return the maximal need in bytes."""
+        """Return the largest number of bytes that a step needs at any time.
+
+        Args:
+            tokens: tokens over all rows.
+            chunk: tokens of a chunk.
+            present: fraction of the model's gradients that exist already.
+        """
         return max(map(operator.itemgetter(1), self.by_layer(tokens, chunk, present)))
 
 
 @dataclasses.dataclass
 class Figures:
-    """Figures about the steps of a model in one of its states.
+    """Predictions about the steps of a model in its present state (trained parameters, dtype,
+    mode).
 
     Attributes:
         need: memory of a step; None: unknown.
-        costs: costs of layers by index, corrected by the layers' own steps.
-        seconds: maps (tokens, tokens of a chunk) to seconds of a step without saves; None: no step
-            was computed.
+        costs: bytes and FLOPs of each layer's saved tensors, by index. Measured steps correct them.
+        seconds: maps (tokens, tokens of a chunk) to seconds of a step without saved tensors; None:
+            unknown.
         products: FLOP/s of matrix products.
         link: bytes/s to the host.
         why: the reason why figures are missing.
@@ -354,7 +381,11 @@ class Figures:
     why: str = ""
 
     def spared(self, plan: Mapping[int, list[Candidate]]) -> float:
-        """Return the seconds that backward is spared by each layer's saves."""
+        """Return the seconds of recomputation that backward is spared by saved tensors.
+
+        Args:
+            plan: tensors that each layer saves, by the layer's index.
+        """
         return (
             sum(one.bytes * one.worth for found in plan.values() for one in found) / self.products
         )
@@ -362,16 +393,16 @@ class Figures:
 
 @dataclasses.dataclass
 class Shortage:
-    """Memory that one micro-batch lacked compared with its plan, and the margin for similar
-    micro-batches.
+    """Difference between the free memory that was planned for a micro-batch and the memory that was
+    free, and the margin for similar micro-batches.
 
     Attributes:
         key: tokens of a step, and tokens of a chunk.
-        room: bytes available for saves.
-        planned: bytes of the planned saves.
+        room: bytes available for saved tensors.
+        planned: bytes of the tensors planned to be saved.
         wished: planned bytes by layer.
         missing: largest shortfall in bytes; a negative number of bytes stayed free.
-        gone: True if the saves were freed.
+        gone: True if the saved tensors were freed.
         failed: True if the device ran out of memory.
         margin: bytes that the next similar micro-batch leaves free in addition.
         back: fraction of the margin returned after a successful micro-batch.
@@ -388,8 +419,10 @@ class Shortage:
     back: float = BACK
 
     def learn(self, before: Shortage | None) -> None:
-        """Set the margin for the next similar micro-batch; `before` is the shortage of the previous
-        one.
+        """Compute the margin of free memory for the next similar micro-batch.
+
+        Args:
+            before: the shortage of the previous similar micro-batch; None: there was none.
         """
         if before is not None:
             self.margin = before.margin
@@ -403,18 +436,19 @@ class Shortage:
 
 @dataclasses.dataclass
 class BatchSaves:
-    """The saves of one micro-batch while its forward and backward run.
+    """Tensors that the layers save in the running micro-batch, and the free memory expected on the
+    way.
 
     Attributes:
-        plan: saves of each layer, by index.
+        plan: tensors that each layer saves, by the layer's index.
         device: device of the first layer; only layers on this device save.
         last: index of the layer whose forward began last; infinity before the first layer.
-        expected: planned free bytes at the next layer's beginning.
+        expected: free bytes planned for the start of the next layer.
         slack: smallest shortfall in bytes that counts.
         at_work: bytes that a chunk needs free; -infinity if nothing is saved.
         shortage: memory that the micro-batch lacked; None if nothing is saved.
         retries: number of retries of the device's allocator before the micro-batch.
-        others_are_seen: True if free memory includes changes by other processes.
+        others_are_seen: True if the reported free memory includes changes by other processes.
     """
 
     plan: dict[int, list[Candidate]] = dataclasses.field(default_factory=dict)

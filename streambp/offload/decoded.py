@@ -30,34 +30,37 @@ FORWARD = "forward"  # name of a module's attribute, and of a direction
 
 
 class Multiplied(torch.autograd.Function):
-    """Matrix product of x [..., in] and a frozen weight [out, in] -> [..., out]."""
+    """Autograd function of a Linear with a frozen weight [out, in]: x [..., in] -> [..., out].
+    Backward computes the gradient of x alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x [..., in] @ weight [out, in] + bias [out]."""
+        """Return x [..., in] @ weight [out, in]^T + bias [out]."""
         ctx.weight = weight
         return unviewed(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        """Return the gradient of x [..., in] from grad [..., out]; weight and bias are frozen."""
+        """Return the gradient of x [..., in] from grad [..., out], and None for the frozen weight
+        and bias."""
         return torch.matmul(grad, ctx.weight), None, None
 
 
 @dataclasses.dataclass
 class DecodedLinear:
-    """Replacement for the forward of a Linear with a 4-bit weight, while its layer is computed.
+    """Replacement of the forward of a bitsandbytes Linear with a 4-bit weight: dequantizes the
+    weight once for all chunks of a layer, instead of once for each chunk.
 
     Attributes:
         module: the Linear.
-        weight: the decoded weight [out, in], once decoded.
+        weight: the dequantized weight [out, in], once needed.
     """
 
     module: Any  # an nn.Linear of bitsandbytes
     weight: Tensor | None = None  # [out, in]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product [..., out] of x [..., in], in x's dtype."""
+        """Return the Linear's output [..., out] for x [..., in], in x's dtype."""
         module = self.module
         result: Tensor
         if not self.decodes(x):
@@ -69,9 +72,8 @@ class DecodedLinear:
         return result.to(x.dtype)
 
     def decodes(self, x: Tensor) -> bool:
-        """True if the module's own forward multiplies x [..., in] in the dtype of its decoded
-        weight.
-        """
+        """True if the module's own forward would multiply x [..., in] by the dequantized weight
+        without a change of dtype, so that a cached weight gives the same numbers."""
         module = self.module
         kind = x.device.type
         dtype = module.compute_dtype
@@ -89,7 +91,7 @@ class DecodedLinear:
 
 
 def _decoded(module: Any) -> Tensor:
-    """Return the module's decoded weight [out, in]."""
+    """Return the dequantized weight [out, in] of a bitsandbytes Linear."""
     from bitsandbytes.functional import dequantize_4bit
 
     with torch.no_grad():
@@ -97,10 +99,25 @@ def _decoded(module: Any) -> Tensor:
     return weight
 
 
-def decoded_weight(module: Any) -> Tensor:
-    """Return the decoded weight [out, in] of a Linear, from the cache of a `DecodedLinear` if that
-    replaces its forward.
+class CountedPackedLinear(nn.Module):
+    """Base class of Linears that represent a Linear with a 4-bit weight in a model without data.
+
+    Attributes:
+        compute_dtype: the dtype that the weight is decoded to.
     """
+
+    compute_dtype: torch.dtype
+
+    def decoded(self) -> Tensor:
+        """Return a weight [out, in] without data."""
+        raise NotImplementedError
+
+
+def decoded_weight(module: Any) -> Tensor:
+    """Return the dequantized weight [out, in] of a bitsandbytes Linear; cached if a `DecodedLinear`
+    replaces its forward."""
+    if isinstance(module, CountedPackedLinear):
+        return module.decoded()
     stands = vars(module).get(FORWARD)
     if not isinstance(stands, DecodedLinear):
         return _decoded(module)
@@ -110,15 +127,19 @@ def decoded_weight(module: Any) -> Tensor:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """True for a Linear with a 4-bit weight and bitsandbytes' own forward."""
+    """True if a module is a Linear with a 4-bit weight and runs bitsandbytes' own forward."""
     library = sys.modules.get(BITSANDBYTES)
     return library is not None and type(module).forward is library.nn.Linear4bit.forward
 
 
+def has_packed_weight(module: nn.Module) -> bool:
+    """True if a Linear has a 4-bit weight, or represents one that has."""
+    return isinstance(module, CountedPackedLinear) or is_packed(module)
+
+
 def packed_linears(layer: nn.Module) -> list[nn.Module]:
-    """Return the Linears inside a layer with 4-bit weights, without Linears whose forward was
-    replaced.
-    """
+    """Return the Linears with 4-bit weights inside a layer. A Linear whose forward other code
+    replaced is left out."""
     return [
         module for module in layer.modules() if is_packed(module) and FORWARD not in vars(module)
     ]

@@ -69,10 +69,10 @@ class DeviceMemory:
 
 
 class Engine:
-    """Copies bytes between a device and the host; this base class copies at once, on the calling
-    thread.
+    """Copies tensors between a device and host memory, in queues. This base class copies at once,
+    on the calling thread.
 
-    The class serves models on the CPU, for which offloading frees no memory but can be tested.
+    The base class serves models on the CPU, for which offloading frees no memory but can be tested.
 
     Attributes:
         name: description for users.
@@ -85,33 +85,34 @@ class Engine:
         self._spent = dict.fromkeys(SPENT, 0.0)
 
     def beside(self, device: torch.device) -> Engine:
-        """Return an engine for another device with the same host memory. [Note: several devices]"""
+        """Return an engine for another device, which uses the same host memory. [Note: several
+        devices]"""
         return Engine(device)
 
     def host_buffer(self, size: int) -> Tensor:
-        """Allocate `size` bytes of host memory [size], uint8, pinned if the device benefits."""
+        """Reserve `size` bytes of host memory as a uint8 tensor [size], pinned if the device
+        benefits."""
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def like(self, host: Tensor) -> Tensor:
-        """Return an empty device tensor with the shape [...] and dtype of `host`, allocated for the
-        compute queue.
-        """
+        """Return an empty device tensor with the shape [...] and dtype of `host`, allocated on the
+        compute stream."""
         return torch.empty_like(host, device=self.device)
 
     def record(self, queue: str) -> Any:
-        """Return an event behind everything in the queue so far; None: the queue is done."""
+        """Return an event behind all work that is now in a queue. None if no work is pending."""
         return None
 
     def wait(self, queue: str, event: Any) -> None:
-        """Make the queue wait for the event before later work; with HOST the call itself waits."""
+        """Make a queue wait for an event before its later work. The queue HOST stands for the
+        calling thread, which is blocked."""
 
     def settle(self) -> None:
         """Wait, on the calling thread, until all copies are done."""
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Put a copy from `source` to `target` [...], equal in shape and dtype, into the queue OUT
-        or BACK.
-        """
+        """Add a copy from `source` to `target` [...], equal in shape and dtype, to the queue OUT
+        (to the host) or BACK (to the device)."""
         start = time.perf_counter()
         target.copy_(source)
         seconds = time.perf_counter() - start
@@ -119,37 +120,35 @@ class Engine:
         self._spent[STALL + queue] += seconds  # the copy blocks compute
 
     def access(self, queue: str, tensor: Tensor, write: bool) -> None:
-        """Report an access to a checker; engines do nothing.
+        """Report a memory access to a checker of races in tests; engines do nothing here.
 
         Args:
-            queue: COMPUTE: the queue has just written `tensor`, or reads or writes it next. HOST:
-                the calling thread reads or writes `tensor` next, in host memory.
+            queue: COMPUTE: the compute stream has just written `tensor`, or reads or writes it
+                next. HOST: the calling thread reads or writes `tensor` next, in host memory.
             tensor: the accessed tensor [...].
             write: True if the access may write.
         """
 
     def spent(self) -> dict[str, float]:
-        """Return the seconds of copies out and back, and of compute's waits for copies in each
-        direction.
+        """Return the seconds, by name, of copies in each direction and of compute's waits for
+        copies.
 
         The call synchronizes with the device, so call it outside of a step.
         """
         return dict(self._spent)
 
     def clock(self, queue: str = COMPUTE) -> Any:
-        """Return the present time in the queue."""
+        """Return the time at which a queue reaches this point, for `seconds`."""
         return time.perf_counter()
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """Return the seconds between two clock readings; waits until the device has reached
-        `stop`.
-        """
+        """Return the seconds between two results of `clock`. The call waits until the device has
+        reached `stop`."""
         return float(stop - start)
 
     def memory(self) -> DeviceMemory | None:
-        """Return the device's memory as counted by torch's allocator, with `memory_limit` as limit;
-        None if unknown.
-        """
+        """Return the bytes that torch's allocator has on the device: now, peak and limit
+        (`memory_limit`). None if unknown."""
         if not tells_memory(self.device):
             return None
         allocated = counted_bytes(self.device, "allocated")
@@ -161,11 +160,13 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices, not the c
 
 
 class AcceleratorEngine(Engine):
-    """An engine with two side streams and events; the compute queue is the current stream.
+    """Copies tensors between an accelerator and host memory on two streams of its own, one for each
+    direction. The queue COMPUTE is torch's current stream.
 
     If host memory cannot be pinned, copies are synchronous, and one warning is issued.
 
     Args:
+        device: the accelerator.
         beside: the engine that provides the host memory; None: this engine allocates its own.
 
     Attributes:
@@ -189,11 +190,12 @@ class AcceleratorEngine(Engine):
         )
 
     def beside(self, device: torch.device) -> Engine:
-        """Return an engine with streams of its own and the same host memory."""
+        """Return an engine for another device with streams of its own, which uses the same host
+        memory."""
         return AcceleratorEngine(device, self._first or self)
 
     def host_buffer(self, size: int) -> Tensor:
-        """Allocate `size` bytes [size], uint8, pinned for all devices; warn at the first failure to
+        """Reserve `size` bytes [size], uint8, pinned for all devices; warn at the first failure to
         pin.
         """
         host = self._first or self
@@ -225,15 +227,14 @@ class AcceleratorEngine(Engine):
         return buffer
 
     def record(self, queue: str) -> Any:
-        """Return the queue's name, and an event in its stream."""
+        """Return a pair: the queue's name, and an event recorded in the queue's stream."""
         event = torch.Event(self.device)
         event.record(self._stream(queue))
         return queue, event
 
     def wait(self, queue: str, event: Any) -> None:
-        """Make the queue's stream wait; only HOST blocks the calling thread. Compute's waiting time
-        is counted.
-        """
+        """Make the queue's stream wait for an event. Only the queue HOST blocks the calling thread.
+        The time that compute waits is measured."""
         if event is None:
             return
         origin, recorded = event
@@ -250,14 +251,14 @@ class AcceleratorEngine(Engine):
         self._add_up()
 
     def settle(self) -> None:
-        """Synchronize with the streams of both directions, not with compute."""
+        """Wait until all copies in both directions are done. The compute stream is not waited
+        for."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Copy to `target` [...], asynchronously if host memory is pinned; the copy is timed in the
-        queue's stream.
-        """
+        """Add a copy to `target` [...] to the queue's stream and measure its time. The copy is
+        asynchronous if host memory is pinned."""
         with self._streams[queue]:
             before = self.clock(queue)
             target.copy_(source, non_blocking=(self._first or self).pinned)
@@ -265,25 +266,27 @@ class AcceleratorEngine(Engine):
         self._add_up()
 
     def _add_up(self) -> None:
-        """Add up the times between events that the device has reached, without waiting."""
+        """Add the times of finished copies and waits to the totals, without waiting for the
+        device."""
         while self._running and self._running[0][2].query():
             name, before, after = self._running.popleft()
             self._spent[name] += before.elapsed_time(after) / 1e3
 
     def spent(self) -> dict[str, float]:
-        """Return the seconds of everything put into the queues until now."""
+        """Return the seconds of copies out and back and of compute's waits, by name, after waiting
+        for all work so far."""
         torch.accelerator.synchronize(self.device)
         self._add_up()
         return super().spent()
 
     def clock(self, queue: str = COMPUTE) -> Any:
-        """Return a timed event in the queue's stream."""
+        """Return a CUDA event with timing, recorded in the queue's stream."""
         event = torch.Event(self.device, enable_timing=True)
         event.record(self._stream(queue))
         return event
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """Return the seconds between two events, after waiting for `stop`."""
+        """Return the seconds between two events of `clock`, after waiting for `stop`."""
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 

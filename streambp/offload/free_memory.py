@@ -1,16 +1,21 @@
-"""Query the bytes that a step can allocate on a device."""
+"""Query the bytes that a step can allocate, on a device or in host memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import os
+import re
 import time
+from pathlib import Path
 
 import torch
 
 from streambp.device import allocator_count, counted_bytes, memory_limit, tells_memory
-from streambp.offload.arena import NO_LIMIT, host_limit
+from streambp.errors import StreamBPError
 
+NO_LIMIT = 2**62  # bytes, if a machine's memory is unknown
 # fraction of a machine's free memory for a step; a machine without free memory raises no error
 HOST_SHARE = 0.5
 HOST_MEMORY_CACHE_SECONDS = (
@@ -21,7 +26,8 @@ LEFT = 2**30  # bytes that stay free for other libraries
 
 
 def free_memory(device: torch.device) -> float | None:
-    """Return the bytes that a step can allocate on a device, according to the driver.
+    """Return the bytes that a step can allocate on a device: free according to the driver, or
+    cached by torch's allocator.
 
     None if no limit is known, for example because the allocator has no statistics.
     """
@@ -37,11 +43,12 @@ def free_memory(device: torch.device) -> float | None:
 
 @dataclasses.dataclass
 class FreeMemory:
-    """Bytes that a step can allocate on a device; None if no limit is known.
+    """Callable that returns the bytes a step can allocate on a device, without asking the driver
+    each time; None if no limit is known.
 
     The driver is queried once. Afterwards torch's own statistics follow the changes, until
-    `forget`. The value for a CPU is half of the machine's free memory, read from files every `HOST_MEMORY_CACHE_SECONDS`
-    seconds.
+    `forget`. The value for a CPU is half of the machine's free memory, read from files every
+    `HOST_MEMORY_CACHE_SECONDS` seconds.
     """
 
     _limits: dict[torch.device, float | None] = dataclasses.field(default_factory=dict)
@@ -49,7 +56,8 @@ class FreeMemory:
     _until: float = -math.inf
 
     def __call__(self, device: torch.device) -> float | None:
-        """Return the bytes that are free now, or were free a moment ago on a CPU."""
+        """Return the bytes that a step can allocate on `device` now; None if no limit is known. The
+        value for a CPU may be a moment old."""
         if device not in self._limits:
             free = free_memory(device)
             if free is not None:
@@ -70,18 +78,20 @@ class FreeMemory:
         return self._host
 
     def forget(self) -> None:
-        """Query the driver on the next call, because other processes may use more or less now."""
+        """Discard the driver's last answer, so that the next call queries the driver. Other
+        processes may use more or less memory now."""
         self._limits.clear()
 
     def sees_others(self, device: torch.device) -> bool:
-        """True if the value includes later changes by other processes.
+        """True if the returned free memory includes later changes by other processes.
 
-        A shortage is then no evidence of a wrong law.
+        A shortage of memory then does not prove that a prediction was wrong.
         """
         return self._limits.get(device) is None
 
     def retries(self, device: torch.device) -> int:
-        """Return how often the allocator has freed its cache because an allocation failed."""
+        """Return how many times torch's allocator has freed its cache because an allocation failed
+        (`num_alloc_retries`)."""
         if self._limits.get(device) is None:
             return 0
         return allocator_count(device, "num_alloc_retries")
@@ -90,3 +100,110 @@ class FreeMemory:
 def _allocated(device: torch.device) -> int:
     """Return the bytes that torch's allocator has allocated on a device; 0 if unknown."""
     return counted_bytes(device, "allocated") if tells_memory(device) else 0
+
+
+def local_ranks() -> int:
+    """Return the number of ranks on this machine, as reported by the launcher (torchrun's
+    LOCAL_WORLD_SIZE, for example)."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
+def _text(path: Path) -> str:
+    """Return the content of a file; "" if the file does not exist or has disappeared."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+@functools.lru_cache(maxsize=16)
+def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], ...]:
+    """Return the files with memory limits of this process's Linux control groups, and of all groups
+    above.
+
+    The files are: limit, bytes in use, and statistics, with the name of the cache statistic.
+    Parents count because a batch system's limit is not at the root. Versions 1 and 2 are covered;
+    an unlimited group of version 1 has a limit beyond any memory. The result is cached, because a
+    training step asks five times a second.
+
+    Args:
+        cgroup: root folder of the groups.
+        members: the groups of this process, as in /proc/self/cgroup.
+    """
+    own = {
+        kinds: path
+        for _, kinds, path in (
+            line.split(":", 2) for line in members.splitlines() if line.count(":") > 1
+        )
+    }
+    first = next((path for kinds, path in own.items() if "memory" in kinds.split(",")), "/")
+    found = []
+    for root, path, (most, current, cached) in (
+        (cgroup, own.get("", "/"), ("memory.max", "memory.current", "inactive_file")),
+        (
+            cgroup / "memory",
+            first,
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ):
+        deepest = root / path.lstrip("/")
+        for group in (deepest, *deepest.parents):
+            limit = group / most
+            used = group / current
+            if group.is_relative_to(root) and limit.exists() and used.exists():
+                found.append((limit, used, group / "memory.stat", cached))
+    return tuple(found)
+
+
+def host_limit(
+    wanted: int | None,
+    meminfo: Path = Path("/proc/meminfo"),
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    set_aside: int = 0,
+    membership: Path = Path("/proc/self/cgroup"),
+) -> int:
+    """Return the bytes of host memory that this rank may use.
+
+    The result is `wanted` if given. Otherwise it is nine tenths of this rank's share of the free
+    memory, or NO_LIMIT if the free memory is unknown. Free memory is limited by the machine and by
+    its control groups.
+
+    Args:
+        wanted: requested bytes; None: no request.
+        meminfo: file with the machine's memory.
+        cgroup: root folder of the control groups.
+        set_aside: bytes that this rank will allocate for other purposes.
+        membership: file with the control groups of this process.
+
+    Raises:
+        StreamBPError: less memory is available than requested. The out-of-memory killer would raise
+            no exception.
+    """
+    found = re.search(r"^MemAvailable:\s*(\d+)", _text(meminfo), re.MULTILINE)
+    limits: list[float] = [] if found is None else [int(found[1]) * 1024]
+    for limit, used, stat, cached in _groups(cgroup, _text(membership)):
+        most = _text(limit).strip()
+        if most.isdigit() and int(most) < NO_LIMIT:
+            # Cache counts as free, as in MemAvailable: a checkpoint that was just read fills the
+            # cache.
+            cache = re.search(rf"^{cached} (\d+)", _text(stat), re.MULTILINE)
+            limits.append(
+                int(most) - int(_text(used) or 0) + (0 if cache is None else int(cache[1]))
+            )
+    ranks = local_ranks()
+    available = min(limits, default=math.inf) / ranks
+    if wanted is None:
+        return max(0, int(0.9 * available) - set_aside) if available != math.inf else NO_LIMIT
+    if wanted + set_aside > available:
+        shared = f" for each of {ranks} ranks on this machine" if ranks > 1 else ""
+        beside = (
+            f", and the engine's offloading will take {set_aside / 2**30:.1f} GiB"
+            if set_aside
+            else ""
+        )
+        raise StreamBPError(
+            f"host_memory is {wanted / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB of "
+            f"host memory are available{shared}{beside}. Lower host_memory, or leave it out to use "
+            "nine tenths of the available memory."
+        )
+    return wanted

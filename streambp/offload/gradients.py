@@ -40,20 +40,25 @@ Leave = Callable[[Sequence[Tensor], Sequence[Tensor | None]], list[Tensor | None
 
 
 class Arriving(torch.autograd.Function):
-    """Identity on weights [...] on the host; their gradients wait for an arrival.
-    [Note: gradients on the host]
-    """
+    """Autograd function that returns weights [...] on the host unchanged. Backward waits until
+    their gradients have been copied from the device. [Note: gradients on the host]"""
 
     @staticmethod
     def forward(ctx: Any, arrival: Arrival, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the weights [...], for a layer's Function."""
+        """Return views of the weights [...], which a layer's autograd function takes as inputs.
+
+        Args:
+            arrival: list that the layer's backward fills with the events of the gradients' copies.
+            weights: weights in host memory.
+        """
         ctx.arrival = arrival
         ctx.set_materialize_grads(False)
         return tuple(weight.view_as(weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients [...] of the weights, after waiting for the copies."""
+        """Return the gradients [...] of the weights unchanged, after waiting for their copies to
+        the host."""
         for engine, event in ctx.arrival:
             engine.wait(HOST, event)  # 10
             for gradient in gradients:
@@ -64,11 +69,12 @@ class Arriving(torch.autograd.Function):
 
 @dataclasses.dataclass
 class Buffer:
-    """Host memory for one layer's gradients.
+    """Host memory for the gradients of one layer's weights.
 
     Attributes:
         memory: the memory [bytes], uint8.
-        given: weak references to the storages of gradients in the buffer.
+        given: weak references to the storages of gradients in the buffer. The buffer is free when
+            all are gone.
     """
 
     memory: Tensor

@@ -15,7 +15,8 @@ FREE_SHARE = 0.9  # fraction of a step's free device memory; the rest is for fra
 
 
 class LinkBudget:
-    """Measures the first forward of each length, within a factor of two.
+    """Measures in a model's first forward how many bytes can be copied to the host during the
+    compute. Later forwards of similar length (within a factor of two) use the result.
 
     Args:
         manager: moves saved tensors to the host.
@@ -34,12 +35,15 @@ class LinkBudget:
         self._memory: dict[Engine, DeviceMemory] = {}  # at the first layer of each device
 
     def __reduce__(self) -> Any:
-        """Return a new budget for a copied or pickled model, without measurements."""
+        """Return a new object without measurements, for copy and pickle."""
         return LinkBudget, (self.manager, self.on_device)
 
     def begin(self, length: int) -> Measured | None:
-        """Begin a forward; return the measurements of similar forwards, or None if this forward is
-        to be measured.
+        """Begin a forward of the model. Return the measurements of a similar forward, or None if
+        this forward must be measured.
+
+        Args:
+            length: tokens of each row.
         """
         transfers = self.manager.transfers
         self._sent = (transfers.bytes[OUT], transfers.spent()[OUT])
@@ -47,7 +51,11 @@ class LinkBudget:
         return self.measured.get(length.bit_length())
 
     def watch(self, seen: ObservedCosts) -> ObservedCosts:
-        """Add an engine to the record of a layer's forward, so that its chunks are timed."""
+        """Make a layer's chunks be timed, by adding a clock to the layer's measurements.
+
+        Args:
+            seen: measurements of the layer's forward; returned.
+        """
         _, seen.engine = self.manager.start(seen.device)
         memory = None if seen.engine in self._memory else seen.engine.memory()
         if memory is not None:
@@ -59,8 +67,10 @@ class LinkBudget:
         return seen
 
     def measure(self, seen: list[ObservedCosts]) -> None:
-        """Store measurements of the previous forward over these layers, if each layer's backward
-        has run.
+        """Store the measurements of the previous forward, if every layer's backward has run.
+
+        Args:
+            seen: measurements of each layer's forward.
         """
         if not seen or not all(layer.engine is not None and layer.learnt() for layer in seen):
             return

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError, HostMemoryError
-from streambp.offload.arena import Arena, host_limit, padded
+from streambp.offload.arena import Arena, padded
 from streambp.offload.engines import BACK, COMPUTE, OUT, STALL, Engine, make_engine
+from streambp.offload.free_memory import host_limit
 from streambp.offload.transfers import MICRO_BATCH, Entry, Holding, Transfers
 
 Access = tuple[str, int]
@@ -38,22 +39,23 @@ ESSENTIAL = ("x", "state")  # inputs of a recomputation
 
 
 class OffloadManager:
-    """Moves saved tensors of one model between a device and the host (DESIGN.md section 5).
+    """Moves tensors that one model's layers save for backward to host memory, and back (DESIGN.md
+    section 5).
 
     Args:
         host_memory: limit on host memory in bytes; None: nine tenths of the available memory.
         on_host_full: treatment of tensors that do not fit: "keep" on the device, "recompute" if
             possible, or "raise".
-        layers: number of layers in a forward, for the size of a stack and the choice of layers that
-            stay on the device.
-        gpu_memory: device bytes for a layer's prefix and for saved tensors that stay; None: the
-            prefix stays on the device, and all saved tensors leave.
+        layers: number of layers in a forward, for the size of the host memory and the choice of
+            layers whose tensors stay on the device.
+        gpu_memory: device bytes for K and V of the running layer and for saved tensors that stay;
+            None: K and V stay on the device, and all saved tensors leave.
         engine: replacement for tests; by default an engine is created for the device of the first
             tensor.
 
     Attributes:
-        prefix_memory: device bytes for prefixes alone, which `LinkBudget` may determine before
-            `gpu_memory`.
+        prefix_memory: device bytes for K and V of the running layer alone, which `LinkBudget` may
+            determine before `gpu_memory`.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class OffloadManager:
         self._holdings: weakref.WeakSet[Holding] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
-        """Return an empty manager for a copied or pickled model."""
+        """Return an object with the same settings and without tensors, for copy and pickle."""
         return OffloadManager, (
             self.host_memory,
             self.on_host_full,
@@ -89,7 +91,8 @@ class OffloadManager:
         )
 
     def start(self, device: torch.device) -> tuple[Arena, Engine]:
-        """Return the host memory and the engine of a device, created at the first call."""
+        """Return the host memory pool and the copy engine for a device. The first call creates
+        both."""
         engines = self.transfers.engines
         if not engines:
             engines[device] = self._given_engine or make_engine(device)
@@ -108,9 +111,8 @@ class OffloadManager:
         return self.arena, engines[device]
 
     def open(self, index: int, device: torch.device) -> HostTensors:
-        """Return the store of one layer's call; a layer index that does not increase starts a new
-        micro-batch.
-        """
+        """Return the storage for the tensors that one layer saves in this call. A layer index that
+        does not increase starts a new micro-batch."""
         arena, engine = self.start(device)
         batch = None if self._current is None else self._current()
         if batch is None or not batch.retire.alive or index <= batch.last_index:
@@ -127,7 +129,8 @@ class OffloadManager:
         return HostTensors(self, batch, engine, stays)
 
     def scratch(self, device: torch.device) -> HostTensors:
-        """Return a store for the tiles of one prefix."""
+        """Return host storage for K and V of one layer, chunk by chunk, for one pass over the
+        chunks."""
         arena, engine = self.start(device)
         holding = Holding(arena, "prefix")
         self._holdings.add(holding)
@@ -139,9 +142,8 @@ class OffloadManager:
         return sum(store.kept for holding in self._holdings for store in holding.alive())
 
     def has_room(self, size: int) -> bool:
-        """True if `size` more bytes of saved tensors may stay on the device.
-        [Note: device budget]
-        """
+        """True if `size` more bytes of saved tensors may stay on the device. [Note: device
+        budget]"""
         return self.gpu_memory is not None and self.workspace + self.kept + size <= self.gpu_memory
 
     def place(
@@ -152,13 +154,15 @@ class OffloadManager:
         optional: bool,
         foreign: bool = False,
     ) -> Entry | None:
-        """Start the copy of a tensor [...] to the host.
+        """Start the copy of a tensor [...] to the host, and return the record of the copy.
 
-        A tensor that does not fit stays on the device; if it can be recomputed, the result may be
-        None.
+        A tensor that does not fit stays on the device. If the tensor can be recomputed, the result
+        may be None: the tensor is not saved.
 
         Args:
+            holding: host memory of the micro-batch.
             engine: engine of the tensor's device.
+            tensor: the tensor.
             optional: True if the tensor can be recomputed.
             foreign: True if other code may change the tensor in place; the host gets its present
                 values.
@@ -218,9 +222,8 @@ class OffloadManager:
         return 0 if self.arena is None else self.arena.allocated
 
     def stats(self) -> dict[str, float]:
-        """Return bytes moved, seconds of waiting and GB/s for each direction, host bytes, and
-        tensors that did not fit.
-        """
+        """Return statistics by name: bytes moved, GB/s and seconds of waiting for each direction,
+        bytes of host memory, and the number of tensors that did not fit."""
         moved = self.transfers.bytes
         spent = self.transfers.spent()
         found = dict[str, float]()
@@ -230,8 +233,8 @@ class OffloadManager:
         return {**found, "host_bytes": self.host_bytes, "left": self.left}
 
     def abort(self) -> None:
-        """Discard every forward that waits for its backward, for example after an exception, and
-        free its host memory.
+        """Discard the saved tensors of every forward whose backward has not run, for example after
+        an exception, and free their host memory.
 
         If `abort` is not called, the memory is freed with the loss and the exception's traceback. A
         later backward of such a forward raises BackwardError; the next forward is unaffected.
@@ -246,18 +249,18 @@ class OffloadManager:
         self._current = None
 
     def close(self) -> None:
-        """Return the host memory to the system, and discard forwards that wait for their backward
-        (see `abort`).
-        """
+        """Return the host memory to the system, and discard the saved tensors of every forward
+        whose backward has not run (see `abort`)."""
         self.abort()
         self.arena, self.transfers = None, Transfers()
 
 
 class HostTensors:
-    """Tensors of one device by name and chunk, in one stack of host memory.
+    """Storage of tensors on the host, by name and chunk, for one device. All tensors are in one
+    stack of host memory.
 
-    The tensors are one layer's saves, each taken once from the last chunk to the first, or the
-    tiles of a prefix.
+    The tensors are what one layer saves for backward: each is taken once, from the last chunk to
+    the first. Or the tensors are K and V of one layer's chunks.
 
     Attributes:
         stays: True if all tensors stay on the device.
@@ -287,17 +290,15 @@ class HostTensors:
         self.bytes = self.kept = 0
 
     def reserve(self, size: int) -> None:
-        """Allocate `size` bytes in one step if possible; otherwise memory is allocated tensor by
-        tensor.
-        """
+        """Reserve `size` bytes of host memory at once, if possible. Otherwise memory is allocated
+        for each tensor."""
         missing = size - self._holding.stack.left
         if missing > 0:
             self._holding.arena.grow(self._holding.stack, padded(missing))
 
     def put(self, name: str, chunk: int, tensor: Tensor) -> None:
-        """Start the copy of a tensor [...] to the host, in place of any earlier tensor of this name
-        and chunk.
-        """
+        """Start the copy of a tensor [...] to the host. A tensor stored before under this name and
+        chunk is replaced."""
         self._check_not_retired()
         self._transfers.begin(self, chunk)
         entry = self._entries.get((name, chunk))
@@ -323,13 +324,12 @@ class HostTensors:
                 self._entries[name, chunk] = entry
 
     def has(self, name: str, chunk: int) -> bool:
-        """True if the tensor was put in and not taken."""
+        """True if a tensor is stored under this name and chunk."""
         return (name, chunk) in self._entries
 
     def load(self, name: str, chunk: int) -> None:
-        """Start the tensor's copy back to the device, unless it is on the device or the copy has
-        started.
-        """
+        """Start the copy of a stored tensor to the device, unless the tensor is on the device or on
+        its way."""
         entry = self._entry(name, chunk)
         holding = self._holding
         if entry.source is not None or entry in holding.arriving:
@@ -345,7 +345,7 @@ class HostTensors:
         self._transfers.bytes[BACK] += tensor.nbytes
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """Return the tensor [...] on the device, for reading alone; it stays on the host.
+        """Return a stored tensor [...] on the device, to be read only; the copy on the host stays.
 
         Raises:
             BackwardError: the tensor is the layer's input, stayed on the device, and was changed in
@@ -371,7 +371,7 @@ class HostTensors:
         return tensor
 
     def borrow(self, name: str, chunk: int) -> Tensor:
-        """Return the tensor [...] on the device, to be changed and put in again."""
+        """Return a stored tensor [...] on the device, to be changed and stored again with `put`."""
         tensor = self.peek(name, chunk)
         entry = self._entries[name, chunk]
         if tensor is entry.source:
@@ -380,7 +380,7 @@ class HostTensors:
         return tensor
 
     def take(self, name: str, chunk: int) -> Tensor:
-        """Return the tensor [...] on the device, and remove it from the store."""
+        """Return a stored tensor [...] on the device, and remove it from the storage."""
         tensor = self.peek(name, chunk)
         entry = self._entries.pop((name, chunk))
         self._transfers.let_go(entry)
@@ -388,11 +388,11 @@ class HostTensors:
         return tensor
 
     def seal(self, order: list[list[Access]], workspace: int = 0) -> None:
-        """Record the end of a layer's forward, and the order of backward's reads.
+        """End a layer's forward: set the order in which backward will read the stored tensors.
         [Note: order of reads]
 
         Args:
-            order: lists of tensors; backward reads each list at once.
+            order: groups of (name, chunk) in backward's order; backward reads a group at once.
             workspace: further device bytes that backward needs.
         """
         self._order = order
@@ -401,11 +401,11 @@ class HostTensors:
         self._manager.workspace = max(self._manager.workspace, workspace)
 
     def read_ahead(self) -> None:
-        """Start the copies of the next reads after a group of reads, here or in the layer whose
-        backward follows.
+        """Start the copies to the device that backward needs next, in this layer or in the layer
+        before.
 
-        Groups are started undivided, until the number of copies reaches the size of the largest
-        group.
+        Groups of tensors that backward reads together are started one after the other. The start of
+        groups ends once the number of copies reaches the size of the largest group.
         """
         started = 0
         if not self._order:  # forward runs, or the store holds a prefix's tiles
@@ -419,7 +419,8 @@ class HostTensors:
             before.read_ahead()
 
     def _load_all(self, reads: list[Access]) -> int:
-        """Start the copies of those tensors that still exist, and return their number."""
+        """Start the copies of the tensors in `reads` that are still stored, and return the number
+        of copies."""
         there = [access for access in reads if access in self._entries]
         for access in there:
             self.load(*access)

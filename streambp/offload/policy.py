@@ -49,7 +49,6 @@ from typing import Any
 import torch
 
 from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
-from streambp.offload.arena import host_limit
 from streambp.offload.costs import (
     GRAPH,
     BatchSaves,
@@ -61,6 +60,7 @@ from streambp.offload.costs import (
     ObservedCosts,
     Shortage,
 )
+from streambp.offload.free_memory import host_limit
 from streambp.offload.link import LinkBudget
 
 IGNORED_SHARE_OF_FREE_MEMORY = (
@@ -76,16 +76,17 @@ Rooms = list[list[float]]  # (index, bytes): common budget of all layers up to `
 
 
 class SavesPolicy:
-    """Chooses chunk sizes, and the saves of each layer of a model. [Note: saves that fit]
+    """Chooses chunk sizes, and the tensors that each layer saves for backward, by the free memory
+    of the device. [Note: saves that fit]
 
     Args:
         layers: number of layers.
         free: returns the bytes that a device has free for a step; None: unknown.
-        states: returns the figures of the model's present state, and the fraction of its gradients
-            that exist already.
-        sizes: True if the policy chooses chunk sizes.
-        saves: True if the policy chooses saves.
-        link: budget of saves that leave the device; None: saves stay on the device.
+        states: returns predictions for the model's steps, and the fraction of its gradients that
+            exist already.
+        sizes: True if chunk sizes are chosen (chunk_size="auto").
+        saves: True if saved tensors are chosen (saves="auto").
+        link: budget of tensors that are copied to the host; None: saved tensors stay on the device.
 
     Attributes:
         latest: the last micro-batch's choice; None: too little information for a choice.
@@ -121,7 +122,7 @@ class SavesPolicy:
         self.margins: dict[tuple[int, int], Shortage] = {}
 
     def __reduce__(self) -> Any:
-        """Return a new policy for a copied or pickled model, without measurements."""
+        """Return a new object without measurements, for copy and pickle."""
         return SavesPolicy, (self.layers, self.free, self.states, self.sizes, self.keeps, self.link)
 
     def __str__(self) -> str:
@@ -134,8 +135,12 @@ class SavesPolicy:
         )
 
     def begins(self, device: torch.device, with_layers: bool = False) -> None:
-        """Record the beginning of a model's forward, and query the device and the model once for
-        each forward.
+        """Record that a forward of the model begins. The device's free memory and the model's
+        predictions are read once for each forward.
+
+        Args:
+            device: the device of the input.
+            with_layers: True if the call comes from the first layer.
         """
         if not self._begun:
             getattr(self.free, "forget", bool)()
@@ -150,12 +155,18 @@ class SavesPolicy:
         self._begun = not with_layers
 
     def ended(self) -> None:
-        """Record the end of a model's forward, with or without an exception."""
+        """Record that a forward of the model has ended, with or without an exception."""
         self._begun = False
 
     def chunk(self, index: int, batch_size: int, length: int, device: torch.device) -> int:
-        """Return the positions of each row in one chunk of layer `index`; the first layer of a
-        forward decides for all.
+        """Return the chunk size for layer `index`, in positions of each row. The first layer of a
+        forward decides for all layers.
+
+        Args:
+            index: index of the layer.
+            batch_size: number of rows.
+            length: tokens of each row.
+            device: the layer's device.
         """
         key = batch_size, length
         if index == 0 or key not in self._chunks:
@@ -164,9 +175,8 @@ class SavesPolicy:
         return self._chunks[key]
 
     def size(self, batch_size: int, length: int, device: torch.device) -> int:
-        """Return the chunk size in positions of each row: the fastest size that fits, or the
-        smallest if none fits.
-        """
+        """Return the chunk size in positions of each row with which a step is fastest among the
+        sizes that fit into memory. If no size fits, return the smallest."""
         known = self.known
         free = None if known.need is None or known.seconds is None else self.free(device)
         if free is None:
@@ -188,8 +198,15 @@ class SavesPolicy:
     def predicted(
         self, free: float, tokens: int, chunk: int, device: torch.device, length: int
     ) -> tuple[bool, dict[int, list[Candidate]], float]:
-        """Return three predictions for a step in chunks of `chunk` tokens: if it fits, the saves of
-        each layer, and its seconds.
+        """Return three predictions for a step in chunks of `chunk` tokens: if the step fits into
+        memory, the tensors that each layer can save, and the seconds.
+
+        Args:
+            free: free bytes of the device.
+            tokens: tokens over all rows.
+            chunk: tokens of a chunk over all rows.
+            device: the device.
+            length: tokens of each row.
         """
         rooms = self._rooms(free, tokens, chunk)
         plan = {}
@@ -202,7 +219,14 @@ class SavesPolicy:
         return fits, plan, seconds
 
     def _rooms(self, free: float, tokens: int, chunk: int) -> Rooms:
-        """Return the bytes left for saves beside a step without saves."""
+        """Return pairs [index, bytes]: the bytes that remain for saved tensors while the layers up
+        to `index` wait for backward.
+
+        Args:
+            free: free bytes of the device.
+            tokens: tokens over all rows.
+            chunk: tokens of a chunk over all rows.
+        """
         assert self.known.need is not None
         lack = self.margins.get((tokens, chunk))
         free -= 0.0 if lack is None else lack.margin
@@ -214,17 +238,18 @@ class SavesPolicy:
     def saves(
         self, kept: Any, rows: int, can_keep_graph: Callable[[], bool]
     ) -> tuple[tuple[str, ...] | None, bool, ObservedCosts | None]:
-        """Return the saves of a layer whose forward begins.
+        """Return which tensors a layer must save in the forward that begins now.
 
         Args:
-            kept: the call's `layer.saved.SavedForBackward`, which can free its saves on request.
-            can_keep_graph: returns True if the layer's graph may be saved.
+            kept: record of what this call saves, with a method that frees saved tensors.
+            rows: number of rows.
+            can_keep_graph: returns True if the layer's autograd graph may be saved.
 
         Returns:
-            The names as in `StreamConfig.saves`, a Linear by its exact name; None: the names in the
-                configuration.
-            True if the layer's graph is saved instead.
-            The object that records the cost of the layer's chunks; None: the cost is known.
+            Names of the tensors in the form of `StreamConfig.saves`, a Linear by its exact name;
+                None: the names in the configuration.
+            True if the layer's autograd graph is saved instead.
+            An object that records bytes and FLOPs of the layer's chunks; None: both are known.
         """
         index = kept.site.index
         length = kept.plan.length
@@ -270,7 +295,13 @@ class SavesPolicy:
         return () if graph else tuple(candidate.name for candidate in chosen), graph, watch
 
     def _shrink(self, kept: Any, tokens: int) -> None:
-        """Save less from this layer on, or free the saves, if less memory is free than planned."""
+        """Choose fewer saved tensors for the remaining layers, or free all saved tensors, if less
+        memory is free than planned.
+
+        Args:
+            kept: record of what the running layer's call saves.
+            tokens: tokens over all rows.
+        """
         batch = self._batch
         index = kept.site.index
         free = self._free_now()
@@ -291,8 +322,12 @@ class SavesPolicy:
             )
 
     def _begin(self, kept: Any, rows: int) -> None:
-        """Begin a micro-batch: update the margins from the previous micro-batch, and choose the
-        saves.
+        """Begin a micro-batch: learn from the previous micro-batch how much memory to leave free,
+        and choose the tensors that each layer saves.
+
+        Args:
+            kept: record of what the first layer's call saves.
+            rows: number of rows.
         """
         if not self.sizes:
             self.begins(kept.device, with_layers=True)
@@ -332,8 +367,13 @@ class SavesPolicy:
             batch.shortage = Shortage((tokens, chunk), room, planned, wished)
 
     def _begin_on_host(self, link: LinkBudget, length: int, chunk: int) -> None:
-        """Choose the saves that leave the device, or have the forward measured.
-        [Note: saves on the host]
+        """Choose the saved tensors that are copied to the host in this micro-batch. If none was
+        measured yet, this forward is measured. [Note: saves on the host]
+
+        Args:
+            link: budget and measurements of the copies.
+            length: tokens of each row.
+            chunk: tokens of a chunk over all rows.
         """
         measured = link.begin(length)
         costs = self.known.costs
@@ -367,9 +407,8 @@ class SavesPolicy:
                 why.setdefault(name, full)
 
     def faster_on_host(self) -> float:
-        """Return the seconds that offload="cpu" would have spared in the last step, by the device's
-        rates; 0: unknown.
-        """
+        """Return the predicted seconds by which offload="cpu" would have shortened the last step; 0
+        if unknown."""
         chosen = self.latest
         known = self.known
         costs = self.known.costs
@@ -394,12 +433,16 @@ class SavesPolicy:
         whole: bool,
         without: Container[str] = (),
     ) -> dict[int, list[Candidate]]:
-        """Return the saves of these layers that fit, most worthwhile first.
+        """Return the tensors that each of these layers saves. Tensors are added while they fit,
+        most FLOPs for each byte first.
 
         Args:
-            rooms: bytes for saves, reduced by the chosen saves.
+            rooms: bytes for saved tensors, reduced by the chosen tensors.
+            indices: indices of the layers.
             device: only layers on this device save; None: all layers save.
-            whole: True if the call is one chunk, so that its graph may be saved.
+            tokens: tokens over all rows.
+            length: tokens of each row.
+            whole: True if the call is one chunk, so that a layer's graph may be saved.
             without: names that no layer saves.
         """
         plan: dict[int, list[Candidate]] = {index: [] for index in indices}
@@ -439,7 +482,11 @@ class SavesPolicy:
         return plan
 
     def check_room(self, kept: Any) -> None:
-        """Free all saves if the device has less memory free than a chunk needs."""
+        """Free all saved tensors if the device has less memory free than a chunk needs.
+
+        Args:
+            kept: record of what the running layer's call saves.
+        """
         batch = self._batch
         lack = batch.shortage
         if lack is None or batch.at_work == -math.inf or kept.device != batch.device:
@@ -458,25 +505,25 @@ class SavesPolicy:
             self._drop(kept, "less memory was free than a chunk takes")
 
     def let_go(self, kept: Any | None = None) -> bool:
-        """Free all saves after the device ran out of memory, in this call or between layers; True
-        if any existed.
+        """Free all saved tensors after the device ran out of memory. True if any tensor was saved.
+
+        Args:
+            kept: record of what the running layer's call saves; None: no layer runs.
         """
         self.failed()
         return self._drop(kept, f"{'the loss' if kept is None else 'a chunk'} ran out of memory")
 
     def failed(self) -> None:
-        """Record that a step ran out of memory; similar steps then save at most half of the bytes
-        planned here.
-        """
+        """Record that a step ran out of memory. Similar steps then save at most half of the bytes
+        that were planned for this step."""
         lack = self._batch.shortage
         if lack is not None:
             lack.missing = max(lack.missing, lack.planned / 2)
             lack.failed = True
 
     def learn(self) -> Mapping[int, LayerCost]:
-        """Return the known costs of layers by index, updated by the layers whose backward has
-        run.
-        """
+        """Return the known bytes and FLOPs of each layer's saved tensors by index, with the
+        measurements of layers whose backward has run."""
         costs = self.known.costs
         for index, seen in list(self._seen.items()):
             cost = seen.learnt()
@@ -489,8 +536,8 @@ class SavesPolicy:
         return costs
 
     def graphs(self, tokens: int, device: torch.device) -> tuple[float, float] | None:
-        """Return the bytes of all layers' graphs for `tokens` tokens in one chunk, and the free
-        bytes beside a step without saves.
+        """Return the bytes of all layers' autograd graphs for `tokens` tokens in one chunk, and the
+        free bytes beside a step without saved tensors.
 
         None if either is unknown, or a layer is on another device.
         """
@@ -513,8 +560,12 @@ class SavesPolicy:
         return free
 
     def _drop(self, kept: Any | None, because: str) -> bool:
-        """Free all saves; the running call of `kept` still uses its buffers. True if any saves
-        existed.
+        """Free all saved tensors of all layers. True if any tensor was saved.
+
+        Args:
+            kept: record of what the running layer's call saves, whose buffers stay; None: no layer
+                runs.
+            because: the reason, for reports.
         """
         device = self._batch.device if kept is None else kept.device
         there = [

@@ -1,4 +1,4 @@
-"""Allocate host memory for weights: one range of memory for each layer.
+"""Reserve host memory for weights: one range of memory for each layer.
 
     HostRanges       the ranges of one patched model
       LayerRange     the range of one layer: the memory, and the tensors in it
@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.alive import Home
 from streambp.errors import HostMemoryError, UnsupportedModelError
+from streambp.instance_forward import Home
 from streambp.known_names import GRADIENT_HOOKED, MOVES, PARTITIONED, STATISTICS_8BIT
-from streambp.offload.arena import NO_LIMIT, Arena, BufferStack, host_limit
+from streambp.offload.arena import Arena, BufferStack
 from streambp.offload.engines import Engine
+from streambp.offload.free_memory import NO_LIMIT, host_limit
 
 ALIGNMENT = 512  # bytes, like device allocators: some kernels read weights as vectors
 MAP = "hf_device_map"  # transformers' attribute with the devices of a model's parts
@@ -36,18 +37,19 @@ WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
 @dataclasses.dataclass(eq=False)
 class OneLayer:
-    """A layer that does not stream, where ranges are only counted."""
+    """Minimal replacement for a layer's record, for a layer that is not patched: only the bytes of
+    its weights are counted."""
 
     layer: nn.Module
 
 
 @dataclasses.dataclass
 class WeightSlice:
-    """A tensor within its layer's range.
+    """One tensor's place in the host memory that holds all weights of its layer.
 
     Attributes:
-        offset: first byte in the range.
-        home: the part of the range with the tensor's shape [...].
+        offset: first byte in the layer's memory.
+        home: view of the layer's memory with the tensor's shape [...].
     """
 
     tensor: Tensor
@@ -55,11 +57,11 @@ class WeightSlice:
     home: Tensor
 
     def within(self, memory: Tensor) -> Tensor:
-        """Return a view of the bytes in `memory` at which this tensor lies in its layer's range.
+        """Return the same tensor's view in another memory with the layout of the layer's host
+        memory, a copy on the device for example.
 
         Args:
-            memory: [bytes] uint8, a buffer with the layout of the layer's range, for example on the
-                device.
+            memory: [bytes] uint8.
 
         Returns:
             A view with the tensor's dtype, shape [...] and strides.
@@ -74,12 +76,12 @@ class WeightSlice:
 
 @dataclasses.dataclass
 class LayerRange:
-    """The weights of one layer on the host.
+    """The weights of a decoder layer in a contiguous range of host memory.
 
     Attributes:
         memory: memory of all weights [bytes], uint8.
-        pieces: the tensors in the memory.
-        tensors: all tensors of the layer, as of the moment that filled the range.
+        pieces: the place of each weight in the memory.
+        tensors: all tensors of the layer when the memory was filled.
         wanting: one byte for each tensor: 1 if the tensor required a gradient.
         trains: True if weights on the host require a gradient.
     """
@@ -92,16 +94,17 @@ class LayerRange:
 
 
 class HostRanges:
-    """The weights of a model's layers on the host.
+    """Host memory with the weights of a model's decoder layers, one contiguous range for each
+    layer.
 
     Args:
         root: the model.
         host_memory: limit in bytes; None: the available memory.
 
     Attributes:
-        sites: sites of the layers (`layer.site.LayerSite`) by index.
+        sites: records of the decoder layers (`layer.site.LayerSite`) by index.
         layers: ranges by index.
-        staying: indices of the layers that are on the device. [Note: layers that stay]
+        staying: indices of the layers whose weights are on the device. [Note: layers that stay]
         beside: bytes of host memory for gradients.
     """
 
@@ -117,7 +120,8 @@ class HostRanges:
         self._holders: dict[int, tuple[Tensor, set[int]]] = {}  # tensor and layer indices by id
 
     def __getstate__(self) -> Any:
-        """Return the state of a copied or pickled model, whose first call fills new ranges."""
+        """Return the state for copy and pickle, without host memory: the copy's first call fills
+        its own."""
         found = vars(HostRanges(self.home, self.host_memory))
         return {name: value for name, value in found.items() if name != "sites"}
 
@@ -126,18 +130,23 @@ class HostRanges:
 
     @property
     def root(self) -> nn.Module:
-        """Return the model."""
+        """Return the model whose layers' weights are on the host."""
         found = self.home()
         assert found is not None  # which calls this
         return found
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all ranges."""
+        """Return the bytes of host memory that all layers' weights take."""
         return sum(one.memory.numel() for one in self.layers.values())
 
     def install(self, sites: Iterable[Any]) -> None:
-        """Make the layers' weights stay on the host when the model is moved from now on."""
+        """Make the layers' weights stay on the host from now on if the program moves the model, for
+        example with `model.to("cuda")`.
+
+        Args:
+            sites: the records of the decoder layers.
+        """
         self.sites.update({site.index: site for site in sites})
         for site in self.sites.values():
             site.layer.__dict__[MOVES] = functools.partial(move_others, self, site.index)
@@ -148,20 +157,20 @@ class HostRanges:
                 self._maps.append((module, module.__dict__.pop(MAP)))
 
     def remove(self) -> None:
-        """Allow moving the layers again. The weights remain on the host."""
+        """Let `model.to(...)` move the layers again. The weights remain on the host."""
         for site in self.sites.values():
             site.layer.__dict__.pop(MOVES, None)
         for module, places in self._maps:
             module.__dict__[MAP] = places
 
     def stay(self, room: float, slots: int) -> None:
-        """Choose the layers to leave on the device: the last layers that fit, and no more layers
-        than before.
+        """Choose the last layers whose weights fit on the device, where they then stay. The number
+        of such layers never grows.
 
         Args:
-            room: bytes for layers' weights.
-            slots: number of further layers whose weights are loaded from the host, if any layer is
-                there.
+            room: device bytes for layers' weights.
+            slots: number of device buffers for the weights of layers on the host; the buffers take
+                part of `room`.
         """
         sizes = {index: self.bytes_of(index) for index in self.sites}
         most = room if sum(sizes.values()) <= room else room - slots * max(sizes.values())
@@ -176,16 +185,16 @@ class HostRanges:
         self._holders.clear()
 
     def bytes_of(self, index: int, trained: bool = False) -> int:
-        """Return the host bytes of a layer's frozen weights, or with `trained` those of a layer
-        that trains entirely.
-        """
+        """Return the host bytes of a layer's frozen weights; with `trained`, the host bytes of a
+        layer that has no frozen weights."""
         found = [
             tensor for tensor in self.streamed(index).values() if tensor.requires_grad == trained
         ]
         return _laid_out(found)[1] if found else 0
 
     def streamed(self, index: int) -> dict[int, Tensor]:
-        """Return the tensors [...] of a layer that are on the host whenever the layer is, by id."""
+        """Return the tensors [...] of a layer that are on the host whenever the layer's weights
+        are, by id()."""
         tensors = {id(tensor): tensor for tensor in tensors_inside(self.sites[index].layer)}
         if not tensors.keys() <= self._holders.keys():
             self._holders.clear()
@@ -211,7 +220,13 @@ class HostRanges:
         return {key: tensor for key, tensor in own.items() if not tensor.requires_grad} or own
 
     def put_all(self, engine: Engine, device: torch.device) -> None:
-        """Call `put` for layers without a valid range."""
+        """Move the weights of all layers to host memory, except the layers that stay on the device
+        and the layers that are there already.
+
+        Args:
+            engine: allocates the host memory.
+            device: computes the layers.
+        """
         self._holders.clear()
         for index, site in self.sites.items():
             if index in self.staying:
@@ -223,7 +238,7 @@ class HostRanges:
         self._holders.clear()
 
     def known(self, index: int) -> LayerRange | None:
-        """Return a layer's range if it is valid, and None otherwise.
+        """Return a layer's range of host memory if it is still valid, and None otherwise.
 
         A valid range has the layer's present tensors, of any shape, at unchanged addresses.
         """
@@ -237,9 +252,11 @@ class HostRanges:
         return known if current else None
 
     def put(self, index: int, engine: Engine, device: torch.device) -> LayerRange:
-        """Move a layer's weights into one range of host memory, and free their previous memory.
+        """Move a layer's weights into one contiguous range of host memory, and free their previous
+        memory.
 
         Args:
+            index: index of the layer.
             engine: allocates the range.
             device: computes the layer; the layer's other tensors move to this device.
 
@@ -302,11 +319,13 @@ class HostRanges:
         return self.layers[index]
 
     def more(self, size: int, engine: Engine, who: str, instead: int = 0) -> Tensor:
-        """Return permanent host memory [size], uint8.
+        """Reserve host memory [size], uint8, that lives until the end of the patch.
 
         The available memory is checked first, because the out-of-memory killer raises no exception.
 
         Args:
+            size: number of bytes.
+            engine: allocates the memory.
             who: subject of the error message, in the plural.
             instead: bytes of other memory that this memory replaces.
 
@@ -335,9 +354,8 @@ class HostRanges:
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yield a module's own parameters [...] and the tensors [...] in their attributes, such as
-    bitsandbytes' statistics.
-    """
+    """Yield a module's own parameters [...], and the tensors [...] in attributes of these
+    parameters, such as bitsandbytes' statistics."""
     for parameter in module._parameters.values():
         if parameter is None:
             continue
@@ -354,13 +372,15 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def tensors_inside(layer: nn.Module) -> list[Tensor]:
-    """Return `tensors_of` all modules of a layer [...], each tensor once."""
+    """Return the parameters [...] of all modules of a layer, and the tensors in attributes of these
+    parameters (bitsandbytes' statistics). Each tensor is returned once."""
     found = {id(tensor): tensor for module in layer.modules() for tensor in tensors_of(module)}
     return list(found.values())
 
 
 def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
-    """Return the offset of each tensor [...] in a layer's range, and the bytes of the range."""
+    """Return each tensor with its offset in a layer's contiguous host memory, and the bytes of that
+    memory."""
     places = list[tuple[Tensor, int]]()
     size = ALIGNMENT
     for tensor in tensors:
@@ -372,8 +392,8 @@ def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]
 def bytes_on_host(
     root: nn.Module, layers: Sequence[nn.Module]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the host bytes of each layer's frozen weights, and of the weights of layers that train
-    entirely.
+    """Return two tuples with a number for each layer: the host bytes of its frozen weights, and of
+    its trained weights if no weight is frozen.
 
     The tensors need no data.
     """
@@ -387,8 +407,8 @@ def bytes_on_host(
 
 
 def view_of(memory: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Return the part of memory [bytes], uint8, at `offset` as a tensor with the shape, strides
-    [...] and dtype of `like`.
+    """Return the bytes of `memory` [bytes] (uint8) from `offset` on as a tensor, with the shape,
+    strides [...] and dtype of `like`.
 
     The tensor has a storage of its own, because `torch.save` writes entire storages.
     """
@@ -399,7 +419,8 @@ def view_of(memory: Tensor, offset: int, like: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """True if the elements [...] of a tensor fill a range of memory, each once, in any order."""
+    """True if the elements [...] of a tensor fill a range of memory without gaps or overlaps, in
+    any order."""
     expected = 1
     for stride, size in sorted(
         (s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1
@@ -413,10 +434,16 @@ def _dense(tensor: Tensor) -> bool:
 def move_others(
     ranges: HostRanges, index: int, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Replace a layer's `nn.Module._apply`, which moves and casts modules; weights [...] on the
-    host are cast there.
+    """Replace a layer's `nn.Module._apply`, with which `model.to(...)` moves and casts modules.
+    Weights [...] on the host are cast, but not moved.
 
     The function may run before the model's first call, and before adapters are added.
+
+    Args:
+        ranges: host memory with the weights of all layers.
+        index: index of the layer.
+        fn: function of a tensor, the argument of `_apply`.
+        recurse: the argument of `_apply`.
     """
     layer = ranges.sites[index].layer
     held = {} if index in ranges.staying else ranges.streamed(index)

@@ -26,7 +26,7 @@ GROUPS_IN_FLIGHT = 2  # chunks or tiles whose copies may run before compute wait
 
 @dataclasses.dataclass(eq=False)
 class Entry:
-    """One saved tensor.
+    """State of one saved tensor that is on the device, on the host, or on its way.
 
     Attributes:
         engine: engine of the tensor's device.
@@ -50,7 +50,8 @@ class Entry:
 
 @dataclasses.dataclass(eq=False)
 class Departure:
-    """A copy to the host that may be running: `tensor` must live until `event`."""
+    """A copy to the host that may be running: its source `tensor` must not be freed before
+    `event`."""
 
     entry: Entry
     tensor: Tensor
@@ -59,12 +60,12 @@ class Departure:
 
 
 class Holding:
-    """A stack of host memory in use, returned when the last reference to this object is gone, or by
-    `retire`.
+    """Host memory of one micro-batch's saved tensors: a stack of the pool, in use. The stack is
+    returned when the last reference to this object is gone, or by `retire`.
 
     Attributes:
-        stores: stores of the tensors in the stack (`manager.HostTensors`) in order; in a forward,
-            one for each layer.
+        stores: weak references to the stores of tensors in the stack (`manager.HostTensors`), one
+            for each layer of a forward.
         retire: a finalizer that returns the stack once; its `alive` is True before.
     """
 
@@ -78,18 +79,23 @@ class Holding:
         self.retire.atexit = False
 
     def alive(self) -> list[Any]:
-        """Return the stores that are still referenced."""
+        """Return the stores of tensors (`HostTensors`) that other code still references."""
         return [store for store in (one() for one in self.stores) if store is not None]
 
     @property
     def layer_bytes(self) -> int:
-        """Return the bytes of the largest layer so far; 0 before the first layer."""
+        """Return the bytes of the layer that has stored most so far; 0 before the first layer."""
         return max((store.bytes for store in self.alive()), default=0)
 
 
 def _retire(arena: Arena, stack: BufferStack, arriving: dict[Entry, tuple[Tensor, Any]]) -> None:
-    """Return a stack to the arena, and make compute wait for copies that are running from the
-    stack.
+    """Return a stack of host memory to the pool, after making the compute stream wait for copies
+    that still read it.
+
+    Args:
+        arena: the pool.
+        stack: the stack.
+        arriving: tensors that are being copied to the device, each with the event after its copy.
     """
     for entry, (_, event) in arriving.items():
         # [Note: offload order], 4: the tensors' memory goes back to compute
@@ -99,9 +105,10 @@ def _retire(arena: Arena, stack: BufferStack, arriving: dict[Entry, tuple[Tensor
 
 
 class Transfers:
-    """Starts copies to the host, and makes compute wait for the copies.
+    """Starts copies of saved tensors to the host, and makes the compute stream wait for them before
+    their device memory is freed.
 
-    A group is the copies of one chunk, or of one tile.
+    Copies form groups: the copies of one chunk.
 
     Attributes:
         engines: engines by device. [Note: several devices]
@@ -121,12 +128,17 @@ class Transfers:
             engine.settle()
 
     def spent(self) -> dict[str, float]:
-        """Return `Engine.spent`, summed over all devices."""
+        """Return the seconds of copies and of compute's waits, by name, summed over all devices."""
         spent = [engine.spent() for engine in self.engines.values()]
         return {name: sum(seconds[name] for seconds in spent) for name in SPENT}
 
     def begin(self, owner: object, chunk: int) -> None:
-        """Begin the group of this owner's chunk, and free the sources of older groups."""
+        """Begin the group of copies of one chunk. Device memory of older groups is freed.
+
+        Args:
+            owner: the store of the tensors.
+            chunk: index of the chunk.
+        """
         key = (weakref.ref(owner), chunk)
         if key == self._key:
             return
@@ -141,9 +153,13 @@ class Transfers:
         host_is_free: Iterable[Any],
         foreign: bool = False,
     ) -> None:
-        """Start the copy of a tensor [...] to `entry.host`, after the events `host_is_free`.
+        """Start the copy of a tensor [...] to the host, behind the events in `host_is_free`.
 
         Args:
+            holding: host memory of the micro-batch.
+            entry: state of the tensor; `entry.host` is the target.
+            tensor: the tensor on the device.
+            host_is_free: events after which the target may be overwritten.
             foreign: True if other code may change the tensor in place during the copy, or while its
                 source waits here.
         """
@@ -172,8 +188,8 @@ class Transfers:
 
         Args:
             entry: the entry whose tensor is released; None: the tensors of all entries.
-            upto: number of the last group to release. Groups are the copies of one chunk or tile,
-                numbered in order.
+            upto: number of the last group to release. A group is the copies of one chunk; groups
+                are numbered in order.
         """
         for departure in [
             d for d in self._in_flight if d.group <= upto and entry in (None, d.entry)

@@ -42,8 +42,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_world_size, is_initialized
 
-from streambp.alive import Home
 from streambp.errors import UnsupportedModelError
+from streambp.instance_forward import Home
 from streambp.offload.decoded import FORWARD, DecodedLinear, packed_linears
 from streambp.offload.engines import BACK, COMPUTE, OUT, STALL, Engine, make_engine
 from streambp.offload.gradients import Arrival, Arriving, Buffer, Leave
@@ -55,17 +55,17 @@ Access = tuple[str, int]
 
 
 def several_ranks() -> bool:
-    """True if the process belongs to a process group with other ranks."""
+    """True if torch.distributed is initialized with more than one rank."""
     return is_initialized() and get_world_size() > 1
 
 
 @dataclasses.dataclass
 class Slot:
-    """Device memory [bytes], uint8, for one layer's weights.
+    """Buffer in device memory [bytes], uint8, for the weights of one layer at a time.
 
     Attributes:
         memory: the memory.
-        left: event after the last read of the slot's previous content.
+        left: event after the last read of the previous layer's weights.
         filled: event after the copy of the weights.
         index: index of the layer; -1: empty.
         used: logical time of the last use, for eviction.
@@ -115,7 +115,7 @@ class HostWeights:
         self.close()
 
     def close(self) -> None:
-        """Free the device memory; the next call allocates it again."""
+        """Free the device buffers of weights. The next call of the model allocates them again."""
         self._let_go()
         if self._engine is not None:
             self._engine.settle()
@@ -130,31 +130,33 @@ class HostWeights:
         self._clock = 0
 
     def __getstate__(self) -> Any:
-        """Return the state of a copied or pickled model, without device memory."""
+        """Return the state for copy and pickle, without device memory."""
         return {**vars(HostWeights(self.ranges.home)), "ranges": self.ranges, "room": self.room}
 
     @property
     def device_bytes(self) -> int:
-        """Return the bytes of the slots."""
+        """Return the bytes of the device buffers for weights."""
         return sum(slot.memory.numel() for slot in self._slots)
 
     @property
     def host_bytes(self) -> tuple[int, int]:
-        """Return the bytes of the ranges, and the further bytes that gradients will need."""
+        """Return the bytes of weights in host memory, and the further bytes that gradients will
+        need."""
         trained = sum(one.memory.numel() for one in self.ranges.layers.values() if one.trains)
         return self.ranges.bytes, max(0, trained - self.ranges.beside)
 
     @property
     def seconds_waited(self) -> float:
-        """Return the seconds that compute has waited for weights; synchronizes with the device."""
+        """Return the seconds for which the compute stream has waited for copies of weights. The
+        call synchronizes with the device."""
         return 0.0 if self._engine is None else self._engine.spent()[STALL + BACK]
 
     def begin(self, given: Any) -> None:
-        """Begin a forward of the model, and invalidate the slots.
+        """Begin a forward of the model. Weights in the device buffers count as outdated.
 
         Args:
             given: the model's input [B, T, ...], or the device of a layer that is called alone. If
-                the device is an accelerator, the call allocates the slots.
+                the device is an accelerator, the call allocates the buffers.
 
         Raises:
             UnsupportedModelError: the process belongs to a process group of several ranks.
@@ -187,8 +189,10 @@ class HostWeights:
         The copy of the next layer's weights starts meanwhile.
 
         Args:
+            index: index of the layer.
             direction: "forward", "backward", or "trial" for a test run.
-            decodes: True to decode 4-bit weights at most once.
+            device: computes the layer.
+            decodes: True to dequantize 4-bit weights at most once.
 
         Raises:
             UnsupportedModelError: a weight cannot be on the host, or layers are on several devices.
@@ -243,7 +247,8 @@ class HostWeights:
             slot.inside = False
 
     def _loaded(self, index: int, direction: str) -> Slot:
-        """Return the slot that contains a layer's weights, after starting the copy if necessary."""
+        """Return the device buffer with a layer's weights. The copy from the host is started if the
+        buffer must be filled first."""
         assert self._engine is not None
         weights = self._current(index)
         for slot in self._slots:
@@ -267,11 +272,16 @@ class HostWeights:
     def arriving(
         self, index: int, weights: list[Tensor], device: torch.device
     ) -> tuple[Leave | None, list[Tensor]]:
-        """Return the function that sends gradients to the host, and the trained weights [...] for
-        the layer's Function.
+        """Return a function that copies gradients to the host, and the layer's weights [...] as
+        inputs of its autograd function.
 
-        None in place of the function: all trained weights are on the device.
-        [Note: gradients on the host]
+        None in place of the function: no trained weight is on the host. [Note: gradients on the
+        host]
+
+        Args:
+            index: index of the layer.
+            weights: the layer's trained weights.
+            device: computes the layer.
         """
         if index in self.ranges.staying:
             return None, weights
@@ -294,15 +304,17 @@ class HostWeights:
         weights: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Put copies of a layer's gradients [...] to the host into their queue.
+        """Start copies of a layer's gradients [...] to the host.
 
         Args:
-            arrival: the call's arrival.
+            index: index of the layer.
+            arrival: list that receives the events of the copies.
             weights: weights of the gradients, in the same order.
+            gradients: gradients on the device; None: no gradient.
 
         Returns:
-            The host's tensors [...], whose copies are running; gradients of weights on the device
-                unchanged.
+            The gradients as tensors [...] on the host, whose copies are running. Gradients of
+                weights on the device are returned unchanged.
 
         Raises:
             HostMemoryError: the host has no room for the gradients.
@@ -344,7 +356,8 @@ class HostWeights:
         return [there.get(id(w), g) for w, g in zip(weights, gradients, strict=True)]
 
     def _let_go(self) -> None:
-        """Free the device memory of the gradients that were sent last."""
+        """Free the device memory of the gradients that were copied to the host last, after these
+        copies."""
         if self._leaving is not None:
             engine, event, gradients = self._leaving
             engine.wait(COMPUTE, event)  # 11
@@ -355,7 +368,12 @@ class HostWeights:
 
     @torch.inference_mode(False)  # tensors created here also serve training
     def _start(self, device: torch.device) -> None:
-        """Prepare a device for weights: create missing objects, once for each forward."""
+        """Create device buffers on `device` and move weights to the host, if not done yet in this
+        forward.
+
+        Raises:
+            UnsupportedModelError: the model's layers are on several devices.
+        """
         if device == self._device:
             return
         if self._device is not None:
@@ -387,7 +405,8 @@ class HostWeights:
 
     @torch.inference_mode(False)
     def _current(self, index: int) -> LayerRange:
-        """Return a layer's weights on the host."""
+        """Return a layer's weights in host memory. Weights that are not there yet, or were
+        replaced, are moved to the host first."""
         if index in self._inside:
             return self.ranges.layers[index]
         known = self.ranges.known(index)

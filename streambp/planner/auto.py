@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from streambp.admission.stacks import find_stacks
-from streambp.alive import Home
 from streambp.config import LAST, StreamConfig
 from streambp.device import autocast_dtype
-from streambp.distributed.engines import contents_of
-from streambp.distributed.zero import is_partitioned
+from streambp.distributed.engines import contents_of, is_partitioned
+from streambp.instance_forward import Home
 from streambp.known_names import SHARD_HERE
 from streambp.model.installed import patch_of
 from streambp.model.patching import install
@@ -59,10 +58,11 @@ DECIDES = ("nbytes", "requires_grad", "dtype", "device")
 
 @dataclasses.dataclass(frozen=True)
 class StepNeed(Need):
-    """Counted bytes of a streamed step that saves nothing. Methods take token counts over all rows.
+    """Predicted bytes of a step whose layers save nothing but their inputs. Methods take token
+    counts over all rows.
 
     Attributes:
-        method: the model's streamed step.
+        method: the step's counted memory, as a function of tokens and chunk size.
         factor: multiplies the counted bytes.
         casts: bytes added afterwards, for autocast's copies of weights.
         rows: batch size of the count.
@@ -77,7 +77,8 @@ class StepNeed(Need):
     )
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
-        """Return (last waiting layer, bytes) for each phase of a step.
+        """Return pairs (index, bytes) for each phase of a step: the last layer that still waits for
+        its backward, and the bytes needed.
 
         Args:
             tokens: tokens of all rows.
@@ -110,7 +111,8 @@ class StepNeed(Need):
         return found
 
     def at_work(self, chunk: int) -> float:
-        """Return the bytes of computing a chunk of `chunk` tokens."""
+        """Return the bytes needed to compute a chunk of `chunk` tokens, beyond what exists
+        before."""
         return (
             self.factor
             * max(1, chunk // self.rows)
@@ -119,7 +121,8 @@ class StepNeed(Need):
 
 
 def waiting(phase: str) -> float:
-    """Return the index of the last layer that waits for its backward in a phase.
+    """Return the index of the last layer that waits for its backward in a phase of a step, such as
+    "backward 35".
 
     -1: no layer waits; infinity: all layers wait.
     """
@@ -130,7 +133,8 @@ def waiting(phase: str) -> float:
 
 
 def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
-    """Return an upper bound for the bytes of a streamed step that saves nothing.
+    """Return an upper bound for the bytes of a step that is computed chunk by chunk and saves only
+    the layers' inputs.
 
     Used on CPUs, where nothing is counted, and for models that cannot be counted. The bound is the
     sum of three parts. Gradients: all of them, or in an accumulating step the largest set that is
@@ -156,13 +160,14 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
-    """Make `model` stream: its decoder layers in chunks of the sequence, its loss in blocks of the
-    logits.
+    """Patch a model in place: its decoder layers are computed in chunks of the sequence, and its
+    loss in blocks of the logits.
 
     After an error the model is as before: unpatched, or with its previous patch.
 
-    Layers that mix tokens outside of their attention (convolutions, recurrences) run under gradient
-    checkpointing. The first call of each kind detects them, and `describe` names them.
+    Layers that mix tokens outside of their attention (convolutions, recurrences), and cannot be
+    chunked, run under gradient checkpointing. The first call of each kind detects such layers, and
+    `describe` names them.
 
     Args:
         model: a transformers model, or a module that contains one (a PeftModel, for example).
@@ -174,7 +179,8 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         The same object as `model`.
 
     Raises:
-        UnsupportedModelError: the model has no decoder layers that can stream exactly.
+        UnsupportedModelError: the model has no decoder layers that can be chunked with the
+            unpatched model's results.
         StreamBPError: the model is part of a patched model.
         ConfigError: `config` names something that the model does not have, or Liger does not
             support the model.
@@ -208,19 +214,19 @@ class ModelStates:
         self._last: tuple[Any, ...] = ()
 
     def __reduce__(self) -> Any:
-        """Return a new object without counts for copies and pickles."""
+        """Return a new object without predictions, for copy and pickle."""
         return ModelStates, (self.home, self.config)
 
     @property
     def model(self) -> nn.Module:
-        """Return the module given to `patch`, or the outermost one that is left."""
+        """Return the module that was passed to `patch`, or the outermost remaining module of it."""
         found = self.home()
         assert found is not None  # the model calls this function
         return found
 
     @property
     def installed(self) -> PatchState:
-        """Return the state of the model's patch."""
+        """Return the `PatchState` of the patched model."""
         found = patch_of(self.model)
         assert found is not None
         return found[1]
@@ -253,7 +259,8 @@ class ModelStates:
         return known, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)
 
     def _count(self, device: torch.device) -> Figures:
-        """Count steps of the model in its present state."""
+        """Return predictions for the model's present state, from steps counted on a copy without
+        data."""
         if any(is_partitioned(parameter) for parameter in self.model.parameters()):
             return Figures(why="parameters that ZeRO-3 has divided cannot be counted")
         installed = self.installed
@@ -281,7 +288,8 @@ class ModelStates:
         return Figures(law, costs, seconds_of(law.method, rates), rates.products, rates.link)
 
     def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
-        """Return the bytes that a device has for layer weights beside a step that saves nothing.
+        """Return the bytes that a device has left for layer weights, beside a step that saves only
+        the layers' inputs.
 
         Infinity if no limit is known; 0 if the step could not be counted. [Note: layers that stay]
 
@@ -315,11 +323,12 @@ class ModelStates:
 
 
 def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, int], float]:
-    """Return a cached function (tokens, chunk tokens) -> seconds of a step that saves nothing.
+    """Return a cached function (tokens, chunk tokens) -> predicted seconds of a step that saves
+    only the layers' inputs.
 
     Args:
-        method: the step.
-        rates: the device's rates.
+        method: the counted costs of the step.
+        rates: the device's speeds.
         rows: batch size of the count; the function takes tokens of all rows.
     """
     return functools.lru_cache(REMEMBERED)(
@@ -328,10 +337,10 @@ def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, in
 
 
 def in_a_thread(work: Callable[[], T]) -> T:
-    """Return `work()`, computed in a new thread and without the state of the running thread.
+    """Return `work()`, run in a new thread so that autograd, autocast and dispatch modes of the
+    current thread do not apply.
 
-    The new thread has no autocast, no_grad, dispatch modes or saved-tensor hooks. The default
-    random generator is restored.
+    The default random generator is restored.
     """
     before = torch.default_generator.get_state()
     try:
@@ -342,7 +351,8 @@ def in_a_thread(work: Callable[[], T]) -> T:
 
 
 def rates_here(device: torch.device) -> Rates:
-    """Return the rates of a device by its name; the default rates for an unknown device."""
+    """Return a device's speeds (FLOP/s, bytes/s), found by its name; default values for an unknown
+    device."""
     name = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda" and torch.cuda.is_available()
@@ -352,7 +362,8 @@ def rates_here(device: torch.device) -> Rates:
 
 
 def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
-    """Return the model without data, on "cuda" and with the installed kernels."""
+    """Return a copy of the model without data (`Skeleton`), on "cuda" and with the installed
+    kernels."""
     skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed", fewer=True)
     if cast is not None:
         skeleton.model.to(cast)
@@ -360,8 +371,8 @@ def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
 
 
 def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> StepNeed | str:
-    """Return the bytes of a step on a GPU, or the reason why the model cannot be counted without
-    data.
+    """Return the predicted bytes of a step on a GPU, or the reason why the model's steps cannot be
+    counted without data.
 
     Args:
         model: the patched model.
@@ -395,13 +406,15 @@ def _costs(
     devices: Mapping[int, torch.device],
     cast: torch.dtype | None,
 ) -> dict[int, LayerCost]:
-    """Return each layer's costs of saving, by index; {} if a model without data does not show them.
+    """Return bytes and FLOPs of the tensors that each layer may save, by layer index; {} if a model
+    without data does not show them.
 
     Args:
         model: the patched model.
         config: its settings.
         devices: devices of the layers.
-        cast: as in `_law`; the residual stream then stays in float32.
+        cast: dtype to which autocast casts float32 weights, None without autocast. The residual
+            stream stays in float32.
     """
     try:
         found, _ = seen_costs(_skeleton(model, cast), config, devices)

@@ -46,11 +46,11 @@ EQUAL_SECONDS = 1.005  # steps whose seconds differ by less count as equally fas
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A micro-batch of rows with a common prompt.
+    """A micro-batch whose rows begin with the same prompt.
 
     Attributes:
         lengths: tokens of each row.
-        prompt: number of leading tokens that are equal in all rows.
+        prompt: number of leading tokens that are equal in all rows; 0: none.
 
     Raises:
         ConfigError: there are no rows, or a row has no token behind the prompt.
@@ -69,36 +69,38 @@ class Batch:
 
     @classmethod
     def of_data(cls, lengths: Sequence[int], rows: int) -> Batch:
-        """Return `rows` rows at equal steps through a data set's sorted lengths, the longest
-        included.
-        """
+        """Return a batch of `rows` rows that represents a data set: lengths at equal steps through
+        the sorted `lengths`, the longest included."""
         found = sorted(lengths)
         return cls(tuple(found[-(-len(found) * row // rows) - 1] for row in range(1, rows + 1)))
 
     @classmethod
     def of_mean(cls, longest: int, mean: int, rows: int) -> Batch:
-        """Return one row of `longest` tokens and equal others, with `mean` tokens on average."""
+        """Return a batch with one row of `longest` tokens, and other rows of equal length, with
+        `mean` tokens on average."""
         rest = (rows * mean - longest) // (rows - 1)
         return cls((*(rest,) * (rows - 1), longest))
 
     @property
     def row(self) -> int:
-        """Return the tokens of the longest row, which all rows have with padding."""
+        """Return the tokens of the longest row, to which all rows are padded."""
         return max(self.lengths)
 
     @property
     def scored(self) -> int:
-        """Return the number of scored tokens: all tokens behind the prompt."""
+        """Return the number of tokens with a loss: all tokens behind the prompt."""
         return sum(self.lengths) - self.prompt * len(self.lengths)
 
     def tokens(self, packed: bool) -> int:
-        """Return the number of tokens that layers compute."""
+        """Return the number of tokens that layers compute, with padding or (`packed`) as one packed
+        row."""
         if packed:
             return self.prompt + self.scored
         return len(self.lengths) * self.row
 
     def reach(self, packed: bool) -> float:
-        """Return the length of a causal row whose queries read equally many keys on average."""
+        """Return the length of a single causal row whose queries read as many keys on average as
+        this batch's."""
         rests = sum(length**2 - self.prompt**2 for length in self.lengths)  # 2 P C + C^2
         if packed:
             return (self.prompt**2 + rests) / self.tokens(True)
@@ -114,15 +116,15 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """The fastest way to compute a batch that fits in memory; if none fits, the way with the lowest
-    peak.
+    """Prediction for the fastest way to compute a batch that fits in memory; if none fits, for the
+    way with the lowest peak.
 
     Attributes:
         batch: the batch.
-        packed: True for one packed row.
+        packed: True if the rows are computed as one packed row.
         tokens: tokens that layers compute.
         fits: True if the step fits in memory.
-        method: name of the method.
+        method: name of the way to run the step.
         chunk_size: positions of a chunk in each row; the packed batch has one row.
         peak: bytes.
         resident: bytes of the peak with nothing saved and nothing on the host.
@@ -151,14 +153,15 @@ def both_ways(
     setting: Setting,
     rates: Rates = DEVICES[DEFAULT],
 ) -> tuple[Way, Way]:
-    """Return the best way for a batch as padded rows, and as one packed row.
+    """Return the fastest way to compute a batch with padded rows, and the fastest with one packed
+    row.
 
     Args:
-        profile: profile of one row (batch_size 1).
+        profile: the model's counted costs for one row (batch_size 1).
         batch: the batch.
         memory: limits of the GPU and the host.
         setting: the training setting.
-        rates: the device's rates.
+        rates: the device's speeds.
 
     Raises:
         ConfigError: the profile has several rows, or sequences are sharded over ranks.
@@ -213,7 +216,8 @@ def both_ways(
 
 
 def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[str, Work]:
-    """Return the FLOPs, bytes read and written, and dispatches of a batch's step, by kind of phase.
+    """Return the FLOPs, bytes and dispatches (`Work`) of a batch's step, by kind of phase such as
+    "forward".
 
     Args:
         method: the way to run the step, with its counted costs.
@@ -243,7 +247,7 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
 
 
 def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
-    """Return a table of both ways for each batch.
+    """Return a table as text that compares, for each batch, padded rows and one packed row.
 
     Settings to paste follow, those of the last batch's faster way.
 

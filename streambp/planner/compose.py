@@ -20,14 +20,14 @@ from streambp.planner.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """Memory of a phase of the full model, counted at one (T, C).
+    """Memory of one phase of the full model's step, at one row length and chunk size.
 
     Attributes:
         name: the phase's name.
         start: bytes in use at its start.
         peak: bytes in use at its peak.
         gradients: bytes in `.grad` at its start.
-        most: bytes of other ranks' keys -> the peak of all other bytes.
+        most: bytes of keys gathered from other ranks -> the peak of all other bytes.
         per_key: bytes for each of `profile.keys_held`, not included in `peak`.
     """
 

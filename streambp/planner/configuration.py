@@ -32,14 +32,15 @@ NAMED = 4  # maximal number of fields in a message
 
 
 def needs_trust(error: BaseException) -> bool:
-    """True if transformers refused to run a checkpoint's code without permission."""
+    """True if transformers raised this error because a checkpoint's code may only run with
+    trust_remote_code=True."""
     return "trust_remote_code" in str(error)
 
 
 def read_config(
     source: str | Path | PreTrainedConfig, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """Read the configuration from an id, a folder or a config.json.
+    """Return a model's configuration, read from an id on the Hub, a folder or a config.json.
 
     Args:
         source: the id, folder, file, or a configuration.
@@ -88,10 +89,15 @@ def read_config(
 
 
 def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
-    """Return `make(config)`.
+    """Return `make(config)`; if this raises, raise an error that names the invalid field of the
+    configuration.
+
+    Args:
+        config: the configuration.
+        make: creates a model from it.
 
     Raises:
-        StreamBPError: `make` raised; the message names the field. [Note: fields of an error]
+        StreamBPError: `make` raised. [Note: fields of an error]
     """
     try:
         return make(config)
@@ -109,9 +115,16 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
 
 
 def _check_numbers(value: Any, name: str, field: str = "") -> None:
-    """Check the integers in nested values.
+    """Check that the integers in a configuration, also nested ones, are small enough for the
+    planner.
 
-    Errors name the field, such as "text_config.num_hidden_layers".
+    Args:
+        value: the configuration, or a value in it.
+        name: the model's name, for the error message.
+        field: the value's field, such as "text_config.num_hidden_layers".
+
+    Raises:
+        StreamBPError: an integer is too large; the message names its field.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         last = field.rpartition(".")[2]
@@ -137,9 +150,15 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
 def _fields_of(
     error: Exception, fields: dict[str, Any], make: Callable[[dict[str, Any]], Any]
 ) -> str:
-    """Return the fields that cause an error, as text for a message; "" for none or too many.
+    """Return the configuration's fields that cause an error, as text for a message; "" for none or
+    too many.
 
     [Note: fields of an error]
+
+    Args:
+        error: the error.
+        fields: the configuration's fields.
+        make: creates a model from fields.
     """
     gone = []
     other = []

@@ -37,10 +37,11 @@ from streambp.planner.work import BACKWARDS, Work, aten, tensors, work_of, works
 
 
 class LiveBytes(TorchDispatchMode):
-    """Dispatch mode that counts live bytes of storages created while it is active.
+    """Dispatch mode that counts the bytes of tensor storages that were created inside and still
+    exist.
 
     Attributes:
-        live: bytes that are alive now.
+        live: bytes that exist now.
         peak: maximum of `live` since `reset_peak`.
         largest: bytes of the largest storage.
         tracked: number of storages so far.
@@ -61,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
         return False
 
     def reset_peak(self) -> None:
-        """Set the peak to the bytes that are alive now."""
+        """Set the recorded peak to the bytes that exist now."""
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,11 +80,13 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def alive(self, first: int, stop: int) -> int:
-        """Return the bytes still alive of the storages with numbers in [first, stop)."""
+        """Return the bytes of those storages that still exist, among storages number `first` to
+        `stop` (exclusive) in the order of creation."""
         return sum(size for number, size, _ in self._alive.values() if first <= number < stop)
 
     def _track(self, storage: torch.UntypedStorage) -> None:
-        """Count a new storage until it is freed."""
+        """Add a new storage's bytes to the count, and register the subtraction for when the storage
+        is freed."""
         key = storage._cdata
         size = storage.nbytes()
         self._alive[key] = (
@@ -99,7 +102,7 @@ class LiveBytes(TorchDispatchMode):
             self.largest = size
 
     def _gone(self, key: int, _: Any) -> None:
-        """Subtract a freed storage."""
+        """Subtract the bytes of a storage that was freed."""
         self.live -= self._alive.pop(key)[1]
 
 
@@ -115,7 +118,7 @@ CHANGED_LISTS = frozenset({aten._foreach_add_.List})  # operations on lists that
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Known:
-    """Cached facts about an operation: its results and its cost.
+    """Cached facts about a torch operation on tensors without data: its results and its cost.
 
     Attributes:
         made: shape, stride and dtype of each output, or the output itself if it is no tensor; or
@@ -140,7 +143,8 @@ META = torch.device("meta")
 
 
 class Shapes:
-    """Cache of operation results on meta tensors, by the shapes of the inputs.
+    """Cache of the output shapes of torch operations on tensors without data, by the shapes of the
+    inputs.
 
     A step repeats a few hundred operations thousands of times, and a count spends most of its time
     on torch's inference of output shapes. Cached operations return new tensors, their first
@@ -160,9 +164,8 @@ class Shapes:
         self._meta = mode is None
 
     def known(self, func: Any, args: Any, kwargs: Any) -> tuple[Known | None, Any]:
-        """Return the cached facts about an operation and their key; the key is None for uncacheable
-        arguments.
-        """
+        """Return the cached facts about an operation, or None, and the cache key. The key is None
+        if the operation cannot be cached."""
         key: list[Any] = [id(func)]  # ids hash in C, and torch never frees its operations
         try:
             for value in args:
@@ -179,7 +182,7 @@ class Shapes:
             return None, None
 
     def make(self, known: Known) -> list[Any]:
-        """Return new outputs."""
+        """Return new tensors without data, in the shapes of a cached operation's outputs."""
         made: list[Any] = []
         for one in known.made:
             if type(one) is not tuple:
@@ -195,16 +198,18 @@ class Shapes:
         return made
 
     def _known_kind(self, tensor: Any) -> bool:
-        """True if a tensor is of the kind that this cache supports."""
+        """True if a tensor is without data and of the type that this cache supports (meta or
+        fake)."""
         if self.mode is None:
             return tensor.is_meta and type(tensor) in TENSOR_TYPES
         return isinstance(tensor, FakeTensor) and tensor.constant is None
 
     def _part(self, value: Any) -> Any:
-        """Return the part of an argument that determines output shapes.
+        """Return the part of an operation's argument that determines output shapes, as part of the
+        cache key.
 
         Raises:
-            TypeError: the argument is a tensor of another kind.
+            TypeError: the argument is a tensor that the cache does not support.
         """
         if isinstance(value, Tensor):
             if not self._known_kind(value):
@@ -218,9 +223,8 @@ class Shapes:
         return type(value), "nan" if value != value else value
 
     def remember(self, key: Any, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-        """Return the FLOPs and bytes of an operation that is not cached, and cache the operation if
-        possible.
-        """
+        """Return the FLOPs and bytes of an operation that was not in the cache, and add the
+        operation to the cache if possible."""
         schema = func._schema
         given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
         view = any(x.untyped_storage()._cdata in given for x in tensors(result))
@@ -265,9 +269,8 @@ class Shapes:
 
 
 class AllocatedBytes(contextlib.nullcontext[None]):
-    """Bytes of an accelerator's allocator relative to the start, with the interface of
-    `LiveBytes`.
-    """
+    """Bytes of an accelerator's allocator since the start of a count, with the same attributes as
+    `LiveBytes`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -290,8 +293,8 @@ class AllocatedBytes(contextlib.nullcontext[None]):
 
 
 class StepCount(LiveBytes):
-    """Counts the bytes in use, as `LiveBytes` does, and the FLOPs and moved bytes of a step on
-    tensors without data.
+    """Dispatch mode that counts a step on tensors without data: bytes in use (like `LiveBytes`),
+    FLOPs, and bytes read and written.
 
     Args:
         kernels: "flash" or "cudnn": add the workspaces of these kernels to the peak; None: add
@@ -312,14 +315,15 @@ class StepCount(LiveBytes):
 
     @property
     def work(self) -> Work:
-        """Return the FLOPs, moved bytes and dispatches of all operations so far."""
+        """Return the FLOPs, bytes read and written, and dispatches of all operations so far."""
         for known, times in self._times.items():
             self._done = self._done.plus(known.work, times)
         self._times.clear()
         return self._done
 
     def add(self, work: Work) -> None:
-        """Add FLOPs, bytes or dispatches of code that runs no torch operation here."""
+        """Add the FLOPs, bytes and dispatches of a kernel that a count replaces by other
+        operations."""
         self._done = self._done.plus(work)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -349,7 +353,7 @@ class StepCount(LiveBytes):
         return made[0]
 
     def _first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
-        """Run an uncached operation."""
+        """Run an operation that is not in the cache, count its cost, and cache it."""
         if func is aten._to_copy.default and args[0].device.type == "meta":
             device = kwargs.get("device")
         else:
@@ -401,14 +405,14 @@ class StepCount(LiveBytes):
         return result
 
     def _count(self, known: Known) -> None:
-        """Count one call of an operation."""
+        """Add the cost of one call of a cached operation."""
         if self._kernel_depth:
             self.add(known.work._replace(moved=0.0, dispatches=0.0))
         else:
             self._times[known] = self._times.get(known, 0) + 1
 
     def _workspace(self, func: Any, args: Any) -> None:
-        """Raise the peak by a kernel's workspace."""
+        """Raise the recorded peak by the workspace that an attention kernel allocates and frees."""
         if self.kernels is not None:
             self.peak = max(self.peak, self.live + workspace(func, args, self.kernels))
 
@@ -417,22 +421,24 @@ Count = TypeVar("Count", bound=StepCount)
 
 
 def running_counts(kind: type[Count]) -> list[Count]:
-    """Return the active counts of a kind."""
+    """Return the active dispatch modes of class `kind`, which count operations."""
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, kind)]
 
 
 def add_flops(number: float, moved: float = 0.0) -> None:
-    """Add FLOPs and moved bytes of products that no operation represents, to all active counts."""
+    """Add FLOPs and moved bytes to all active counts (`StepCount`), for matrix products that no
+    torch operation shows."""
     for count in running_counts(StepCount):
         count.add(Work(number, moved=moved))
 
 
 @contextlib.contextmanager
 def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[None]:
-    """Context manager in which operations count as one kernel and one dispatch. [Note: one kernel]
+    """Context manager in which all operations together count as one kernel launch, with given
+    bytes. [Note: one kernel]
 
     Args:
-        moved: bytes that the kernel moves.
+        moved: bytes that the kernel reads and writes.
         out: bytes copied to the host.
         back: bytes copied from the host.
     """
@@ -448,7 +454,8 @@ def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[No
 
 
 class Replayed(torch.autograd.Function):
-    """Replay of a kernel by two functions that make the same allocations and compute nothing.
+    """Autograd function that replaces a kernel in a count: two functions make the kernel's
+    allocations and compute nothing.
 
     Order and lifetime of the allocations are those of the kernel's forward and backward.
     """
@@ -457,11 +464,13 @@ class Replayed(torch.autograd.Function):
     def forward(
         ctx: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], *args: Any
     ) -> Any:
-        """Return `forward(ctx, *args)`; args include tensors [...]."""
+        """Return `forward(ctx, *args)`, the replacement of the kernel's forward; args include
+        tensors [...]."""
         ctx.replay = backward
         return forward(ctx, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients of args, from the replay's backward on grads [...]."""
+        """Return the gradients of args, from the replacement of the kernel's backward on grads
+        [...]."""
         return None, None, *ctx.replay(ctx, *grads)

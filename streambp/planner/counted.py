@@ -40,7 +40,7 @@ Said = Callable[[str, float], None]
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """Arguments of `Skeleton` and of `survey` for one count.
+    """Arguments of one count of a model's steps, for `Skeleton` and `survey`.
 
     Raises:
         ConfigError: an argument has an invalid value.
@@ -62,7 +62,7 @@ class Asked:
         check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20))
 
     def skeleton(self) -> Skeleton:
-        """Return the model without data.
+        """Return the model to count, without data (`Skeleton`).
 
         Raises:
             StreamBPError: the source is unknown, or an option does not apply to it.
@@ -84,11 +84,11 @@ class Asked:
 def counted(
     asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, said: Said | None = None
 ) -> Profile:
-    """Return the profile of a model under the recipes.
+    """Return a model's counted memory and costs (`Profile`), for several ways to run a step.
 
     Args:
         asked: the model and the options of the count.
-        recipes: methods to count.
+        recipes: the ways to run a step.
         cache: read the profile from `folder()`, and write it there. [Note: cached profiles]
         said: progress callback with a text and a fraction from 0 to 1.
 
@@ -139,12 +139,14 @@ def counted(
 
 
 def folder() -> Path:
-    """Return the cache folder: `streambp/plans` in XDG_CACHE_HOME or the user's cache."""
+    """Return the folder of cached counts: `streambp/plans` in XDG_CACHE_HOME or the user's
+    cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streambp" / "plans"
 
 
 def _source() -> str:
-    """Return a digest of this package's code."""
+    """Return a digest of this package's source code, by which outdated cached counts are
+    recognized."""
     found = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         found.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())

@@ -22,13 +22,13 @@ from streambp.rates import Rates
 
 @dataclasses.dataclass(frozen=True)
 class ByDefault:
-    """A step under `StreamConfig()`.
+    """Prediction for a step under `StreamConfig()`, without settings.
 
     Attributes:
-        way: see `StepRecord`.
+        way: "streamed", "kept its graph" or "ran unpatched", as in `StepRecord`.
         chunk_size: positions of a chunk in each row.
         fits: True if a step that saves nothing fits.
-        saved: see `StepRecord`.
+        saved: kinds of tensors that layers save, as in `StepRecord`.
         peak: bytes on the device.
         seconds: seconds of the step.
     """
@@ -44,14 +44,14 @@ class ByDefault:
 def by_default(
     profile: Profile, seq_len: int, usable: float, setting: Setting, rates: Rates
 ) -> ByDefault | None:
-    """Return the choice of saves="auto" for the profile's rows of `seq_len` positions.
+    """Return the prediction for a step under `StreamConfig()`, with rows of `seq_len` positions.
 
     Args:
         profile: the counted model.
         seq_len: positions of a row.
         usable: bytes of the device that a program can use.
         setting: the training setting.
-        rates: the device's rates.
+        rates: the device's speeds.
 
     Returns:
         None if other rules apply or the choice is unknown: sharded sequences, ZeRO-3, layers whose

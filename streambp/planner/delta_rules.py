@@ -28,7 +28,8 @@ ACCUMULATION_DTYPE = torch.float32
 
 
 def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Save x [B, D, T], copied unless its tokens or its channels are contiguous, and return y."""
+    """Make the allocations of a causal convolution kernel's forward, and return its output [B, D,
+    T]. x [B, D, T] is saved, copied unless its tokens or its channels are contiguous."""
     if 1 not in x.stride()[1:]:
         x = x.contiguous()
     ctx.save_for_backward(x, weight, bias)
@@ -36,7 +37,8 @@ def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def _causal_conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of x [B, D, T], and of weight [D, k] and bias [D] in float32."""
+    """Make the allocations of a causal convolution kernel's backward. Return gradients of x [B, D,
+    T], and of weight [D, k] and bias [D] in float32."""
     x, weight, bias = ctx.saved_tensors
     if 1 not in grad.stride()[1:]:
         grad = grad.contiguous()
@@ -61,15 +63,15 @@ def delta_rule(
     returns_end: bool,
     normalises: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output [B, T, H_v, V] and the end state, or None instead of an unrequested end
-    state.
-    """
+    """Make the allocations of fla's delta-rule kernel. Return its output [B, T, H_v, V], and its
+    end state or None."""
     out, end = chunk_delta_rule(q, k, v, g, beta, start, normalises)
     return out, end if returns_end else None
 
 
 class Blocks:
-    """Sizes of one call, and empty tensors of the kernels' usual shapes."""
+    """Sizes of one call of fla's delta-rule kernel, and methods that create empty tensors of its
+    usual shapes."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.rows, self.tokens, self.heads, self.keys = k.shape
@@ -78,27 +80,31 @@ class Blocks:
         self._k = k
 
     def per_token(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an empty tensor [B, T, H_v, width]."""
+        """Return an empty tensor [B, T, H_v, width], with `width` numbers for each token and value
+        head."""
         return self._k.new_empty(self.rows, self.tokens, self.value_heads, width, dtype=dtype)
 
     def states(self) -> Tensor:
-        """Return an empty tensor [B, NB, H_v, K, V]: the start state of each block."""
+        """Return an empty tensor [B, NB, H_v, K, V] for the state at the start of each of a row's
+        NB blocks."""
         return self._k.new_empty(self.rows, self.count, self.value_heads, self.keys, self.values)
 
     def state(self) -> Tensor:
-        """Return an empty tensor [B, H_v, K, V] in float32."""
+        """Return an empty tensor [B, H_v, K, V] in float32, for one state of each row."""
         return self._k.new_empty(
             self.rows, self.value_heads, self.keys, self.values, dtype=ACCUMULATION_DTYPE
         )
 
     def over_heads(self, x: Tensor) -> Tensor:
-        """Return a sum of [B, T, H_v, K] to [B, T, H, K], for value heads that share keys."""
+        """Return an empty tensor for the sum over the value heads that share a key head: [B, T,
+        H_v, K] -> [B, T, H, K]."""
         if self.value_heads == self.heads:
             return x
         return x.new_empty(self.rows, self.tokens, self.heads, self.keys)
 
     def flops(self, between: int, within: int) -> None:
-        """Add the FLOPs of products of each token with states and with its block.
+        """Add the FLOPs of the kernel's products of tokens with states, and of tokens with their
+        block.
 
         Args:
             between: number of products with a state.
@@ -118,7 +124,8 @@ def _chunk_delta_rule(
     start: Tensor | None,
     normalises: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Make the allocations of forward and return the output [B, T, H_v, V] and end state.
+    """Make the allocations of the forward of fla's chunked delta rule. Return the output [B, T,
+    H_v, V] and the end state.
 
     Shapes: q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v] or [B, T, H_v, K], beta [B, T, H_v],
     start [B, H_v, K, V] or None.
@@ -163,7 +170,8 @@ def _chunk_delta_rule(
 
 
 def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of forward's tensors for d_out [B, T, H_v, V].
+    """Make the allocations of the backward of fla's chunked delta rule, for d_out [B, T, H_v, V].
+    Return the gradients of forward's tensors.
 
     The start state's gradient is in float32, and so is g's if each head has one decay. Other
     gradients have their tensors' dtypes.

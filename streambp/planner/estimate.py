@@ -31,10 +31,11 @@ UNPATCHED = (UNPATCHED_RECIPE, CHECKPOINTING, CHECKPOINTING_HEAD)
 
 @dataclasses.dataclass(frozen=True)
 class MethodEstimate:
-    """One method's step.
+    """Memory, FLOPs and seconds of a training step that is run in one way, such as gradient
+    checkpointing.
 
     Attributes:
-        name: the method's name.
+        name: name of the way.
         peak: bytes on one rank.
         flops: FLOPs over the ranks that share the sequence.
         seconds: seconds on one rank.
@@ -48,7 +49,8 @@ class MethodEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Costs of steps of `seq_len` positions in each row, with chunks of `chunk_size` on each rank.
+    """Result of `estimate`: costs of a step for each way to run it, for rows of `seq_len` positions
+    and chunks of `chunk_size` on each rank.
 
     `profile` is valid for other lengths and settings as well (`profile.peak`).
     """
@@ -60,16 +62,16 @@ class Estimate:
     methods: tuple[MethodEstimate, ...]
 
     def method(self, name: str) -> MethodEstimate:
-        """Return the estimate of the method with this name.
+        """Return the costs of one way to run a step, by its name.
 
         Raises:
-            ConfigError: the method was not counted.
+            ConfigError: no way with this name was counted.
         """
         return named({method.name: method for method in self.methods}, name)
 
     @property
     def streamed(self) -> MethodEstimate:
-        """Return the streamed method's estimate."""
+        """Return the costs of a step under streambp, chunk by chunk."""
         return next(method for method in self.methods if method.name.startswith("streambp"))
 
 

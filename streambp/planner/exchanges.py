@@ -17,10 +17,16 @@ from streambp.rates import Rates
 
 
 def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, float, int, float]:
-    """Return the bytes of a step's exchanges on a rank, including its own part.
+    """Return the bytes that a rank exchanges in a step with ranks that share its sequences,
+    including its own part.
+
+    Args:
+        split: the kind of sequence sharding.
+        seq_len: positions of a row.
+        setting: the training setting.
 
     Returns:
-        bytes of all-to-alls or sums, which the step waits for; bytes of gathers; number of groups
+        Bytes of all-to-alls or sums, which the step waits for; bytes of gathers; number of groups
             of heads for gathered keys; bytes that reordering keys moves on the device.
     """
     ranks = setting.ranks
@@ -45,9 +51,8 @@ def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, floa
 
 
 def link_bytes(method: Method, seq_len: int, setting: Setting) -> float:
-    """Return the bytes that a rank sends in a step of `seq_len` positions a row; it receives
-    equally many.
-    """
+    """Return the bytes that a rank sends to other ranks in a step of `seq_len` positions a row. A
+    rank receives equally many."""
     if method.split is None:
         return 0.0
     waited, gathered, _, _ = exchanged(method.split, seq_len, setting)
@@ -57,13 +62,13 @@ def link_bytes(method: Method, seq_len: int, setting: Setting) -> float:
 def exchange_seconds(
     method: Method, seq_len: int, setting: Setting | None, rates: Rates, attention: float
 ) -> float:
-    """Return the seconds that exchanges add to a step.
+    """Return the seconds that exchanges between the ranks of a sequence add to a step.
 
     Args:
-        method: the step.
+        method: the counted costs of the step.
         seq_len: positions of a row.
         setting: the training setting; None: no exchanges.
-        rates: the device's rates.
+        rates: the device's speeds.
         attention: seconds of a step's attention on one rank.
     """
     if method.split is None or setting is None:

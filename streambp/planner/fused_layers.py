@@ -50,7 +50,8 @@ def fusion(kernels: Kernels, device: str) -> Fusion | None:
 
 
 def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
-    """Save x [..., h] and one float32 for each row, and return y [..., h]."""
+    """Make the allocations of a fused norm's forward, and return y [..., h]. Saved for backward are
+    x [..., h] and one float32 for each row."""
     with one_kernel(2 * x.nbytes):
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.weight = weight
@@ -59,9 +60,8 @@ def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
 
 
 def _norm_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-    """Return the gradients of x and of the weight [h] for grad [..., h]; Liger's overwrites
-    grad.
-    """
+    """Return empty gradients of x and of the weight [h] for grad [..., h]; Liger's kernel
+    overwrites grad."""
     (x, _) = ctx.saved_tensors
     if ctx.needs_input_grad[3]:
         d_weight = torch.empty_like(ctx.weight)
@@ -77,7 +77,8 @@ norm_kernel = functools.partial(Replayed.apply, _norm_kernel, _norm_kernel_backw
 
 
 def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
-    """Save gate and up, [..., m] each, and return their gated product [..., m]."""
+    """Make the allocations of a fused gated activation's forward, and return the product [..., m]
+    of gate and up [..., m], which are saved for backward."""
     with one_kernel(3 * gate.nbytes):
         ctx.save_for_backward(gate, up)
         ctx.by = by
@@ -85,7 +86,8 @@ def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
 
 
 def _gate_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Return the gradients of gate and up for grad [..., m]; Liger's overwrites gate and up."""
+    """Return empty gradients of gate and up for grad [..., m]; Liger's kernel overwrites gate and
+    up."""
     gate, up = ctx.saved_tensors
     with one_kernel(5 * gate.nbytes):
         if ctx.by == "compiled":
@@ -98,7 +100,8 @@ gate_kernel = functools.partial(Replayed.apply, _gate_kernel, _gate_kernel_backw
 
 
 def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, Tensor]:
-    """Return q [B, H, T, D] and k [B, H_kv, T, D] after rotation, and save nothing."""
+    """Make the allocations of a fused rotary embedding of q [B, H, T, D] and k [B, H_kv, T, D], and
+    return both. Nothing is saved for backward."""
     ctx.moved = 2 * (q.nbytes + k.nbytes)
     ctx.by = by
     with one_kernel(ctx.moved):
@@ -108,9 +111,8 @@ def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, 
 
 
 def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Return dq [B, H, T, D] and dk [B, H_kv, T, D] after the inverse rotation; Liger's in
-    place.
-    """
+    """Return dq [B, H, T, D] and dk [B, H_kv, T, D], the gradients of the queries and keys before
+    the rotary embedding; Liger's kernel writes them in place."""
     with one_kernel(ctx.moved):
         if ctx.by == "liger":
             return (dq, dk, None)
@@ -122,21 +124,21 @@ rotary_kernel = functools.partial(Replayed.apply, _rotary_kernel, _rotary_kernel
 
 
 def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
-    """Replace the norms and gated MLPs of a model without data and return their number.
+    """Replace the forwards of norms and gated MLPs, in a model without data, by functions that make
+    a fused kernel's allocations. Return the number of replaced forwards.
 
     Args:
         model: the model without data.
-        by: the kernels; None: replace only modules to which a program has given Liger's kernels.
-            Liger's forwards may be bound to modules.
+        by: the kernels; None: replace only modules on which a program has set Liger's kernels.
     """
     fusion = by or "liger"
 
     def norm(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run a norm as one kernel."""
+        """Make the allocations of a fused norm."""
         return norm_kernel(hidden_states, self.weight, fusion)
 
     def mlp(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run a gated MLP with its activation as one kernel."""
+        """Run a gated MLP whose activation makes the allocations of a fused kernel."""
         gate, up, down = (getattr(self, name) for name in GATED_MLP[:3])
         return down(gate_kernel(gate(hidden_states), up(hidden_states), fusion))
 
@@ -167,7 +169,8 @@ def is_ligers(function: Any) -> bool:
 
 
 def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractContextManager[None]:
-    """Context manager that replaces rotary functions of the model's files by kernels.
+    """Context manager in which rotary embeddings in the model's files make a fused kernel's
+    allocations.
 
     The replacement acts on tensors without data only.
 
@@ -186,7 +189,8 @@ def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractCont
 
 
 def _rotary(function: Any, by: Fusion, /, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run the kernel on queries without data, and the modeling file's function on others."""
+    """Make a fused kernel's allocations for queries without data; call the modeling file's function
+    for others."""
     if has_data(q):
         return function(q, k, *args, **kwargs)
     return rotary_kernel(q, k, by)

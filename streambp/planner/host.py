@@ -16,14 +16,15 @@ from streambp.planner.skeleton import Skeleton
 
 
 class UncountedHost(Engine):
-    """Offload engine that copies synchronously and hides host memory from the device's count."""
+    """Copies tensors to host memory synchronously, in a count of device bytes. The host memory
+    itself is hidden from the count."""
 
     def __init__(self, device: torch.device, skeleton: Skeleton | None = None) -> None:
         super().__init__(device)
         self._skeleton = skeleton
 
     def host_buffer(self, size: int) -> Tensor:
-        """Return a buffer [size], uint8, allocated while the counting modes are off."""
+        """Return host memory [size], uint8, that is not counted as device memory."""
         with (
             _disable_current_modes(),
             self._skeleton.active() if self._skeleton is not None else contextlib.nullcontext(),
@@ -31,14 +32,15 @@ class UncountedHost(Engine):
             return torch.empty(size, dtype=torch.uint8)
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Copy and count the bytes of `target` [...] as link bytes."""
+        """Copy `source` to `target` [...], and count its bytes as copied to or from the host."""
         size = target.nbytes
         with one_kernel(0, out=size if queue == OUT else 0, back=size if queue == BACK else 0):
             super().copy(queue, target, source)
 
 
 class CountingManager(OffloadManager):
-    """Offload manager that counts a step's host bytes.
+    """Counts the host bytes that a step with offloading needs, without real copies to pinned
+    memory.
 
     Counted are tensors that wait for backward, and the maximum over layers of keys and values.
     """
@@ -50,7 +52,7 @@ class CountingManager(OffloadManager):
         self.begin()
 
     def begin(self) -> None:
-        """Reset the counts for a new step."""
+        """Set the counted host bytes to 0 for a new step."""
         self._waiting = self._prefix = 0
 
     def on_host(self) -> int:
@@ -65,9 +67,9 @@ class CountingManager(OffloadManager):
         optional: bool,
         foreign: bool = False,
     ) -> Entry | None:
-        """Place a tensor [...] as in `OffloadManager.place`, and count its bytes.
+        """Store a tensor [...] like `OffloadManager.place`, and count its bytes of host memory.
 
-        Saved tensors add up; of prefixes the largest counts.
+        Saved tensors add up; of the layers' K and V the largest counts.
         """
         entry = super().place(holding, engine, tensor, optional, foreign)
         if holding.stack.kind == MICRO_BATCH:

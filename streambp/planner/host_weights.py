@@ -27,7 +27,8 @@ MOST_TOKENS = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class OnHost:
-    """The first `layers` of `of` layers, whose weights are in host memory.
+    """The first decoder layers of a model, whose weights are in host memory (weights="cpu"), and
+    their bytes.
 
     Attributes:
         layers: number of layers in host memory.
@@ -52,9 +53,10 @@ class OnHost:
 
     @property
     def freed(self) -> int:
-        """Return the bytes that become free on the device.
+        """Return the device bytes that become free while the weights of these layers are in host
+        memory.
 
-        These are the weights of all `layers`, minus two layers and one layer's decoded weights.
+        All `layers` count, minus device buffers for two layers and one layer's decoded weights.
         """
         return self.bytes - SLOTS * self.largest - self.decoded
 
@@ -77,7 +79,13 @@ def gradients_here(phases: Sequence[tuple[str, float]], on_host: OnHost | None) 
 
 
 def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
-    """Return the first `layers` layers in host memory, for layer weights of these sizes [bytes]."""
+    """Return a record of the first `layers` layers in host memory.
+
+    Args:
+        sizes: bytes of each layer's weights.
+        layers: number of layers in host memory.
+        decoded: bytes of one layer's 4-bit weights after decoding.
+    """
     found = sizes[:layers]
     return OnHost(
         layers, len(sizes), sum(found), sum(found[-SLOTS:]), max(found, default=0), decoded
@@ -85,8 +93,13 @@ def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
 
 
 def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
-    """Return the smallest number of first layers that frees `lacking` bytes; all layers if none
-    does.
+    """Return a record of the fewest first layers whose move to host memory frees `lacking` bytes on
+    the device; all layers if none is enough.
+
+    Args:
+        sizes: bytes of each layer's weights.
+        lacking: bytes to free.
+        decoded: bytes of one layer's 4-bit weights after decoding.
     """
     total = 0
     largest = 0
@@ -99,8 +112,8 @@ def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
 
 
 def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, Work]:
-    """Return a step's costs by kind of phase, in which layers with weights in host memory have
-    entries of their own.
+    """Return the costs of a step (`Work`) by kind of phase. Layers whose weights are in host memory
+    have entries of their own.
 
     The new entries include the bytes copied: weights to the device in forward and backward,
     gradients to the host in backward. Backward starts with the last two of these layers still on

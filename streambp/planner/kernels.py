@@ -13,7 +13,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from streambp.attention import merge
+from streambp.attention import attend
 from streambp.device import has_data
 from streambp.errors import StreamBPError
 from streambp.head import blocks, triton_fold, triton_gradient
@@ -22,7 +22,8 @@ from streambp.planner.count import one_kernel
 
 @contextlib.contextmanager
 def launched_kernels() -> Iterator[None]:
-    """Context manager in which the head's two kernels and the merge are counted by their bytes.
+    """Context manager in which streambp's Triton kernels (for logits, and for merged attention
+    outputs) are counted by the bytes that they move, without a launch.
 
     [Note: one kernel]
     """
@@ -30,7 +31,15 @@ def launched_kernels() -> Iterator[None]:
     def launch(
         kernel: Callable[..., Any], moved: Callable[..., float], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a kernel's function and count its bytes."""
+        """Call a function that stands for one Triton kernel, and count the bytes that the kernel
+        moves.
+
+        Args:
+            kernel: the function.
+            moved: function of the same arguments that returns the bytes.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         with one_kernel(moved(*args)):
             return kernel(*args, **kwargs)
 
@@ -44,9 +53,9 @@ def launched_kernels() -> Iterator[None]:
                 lambda product, *_: 2 * product.nbytes,
             ),
             (
-                merge,
+                attend,
                 "merge_in_torch",
-                merge.merge_in_torch,
+                attend.merge_in_torch,
                 lambda o, _, p, __, out, *___: o.nbytes + p.nbytes + out.nbytes,
             ),
         ):
@@ -58,7 +67,8 @@ def launched_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_launches() -> Iterator[None]:
-    """Context manager in which a Triton kernel on tensors without data raises a `StreamBPError`.
+    """Context manager in which the launch of a Triton kernel on tensors without data raises
+    `StreamBPError`.
 
     Triton would launch the kernel with null pointers. On a GPU this is an illegal access, and the
     process cannot use its device afterwards.
@@ -70,7 +80,7 @@ def no_launches() -> Iterator[None]:
     launch = triton.JITFunction.run
 
     def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Launch a kernel unless a tensor has no data."""
+        """Launch a Triton kernel; raise `StreamBPError` if an argument has no data."""
         if any(isinstance(x, Tensor) and not has_data(x) for x in (*args, *kwargs.values())):
             name = getattr(kernel, "__name__", "a Triton kernel")
             raise StreamBPError(

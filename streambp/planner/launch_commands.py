@@ -19,7 +19,7 @@ UNITS = ((2**30, "GiB", 10), (2**20, "MiB", 1))
 
 
 def fields_of(choice: Choice) -> dict[str, Any]:
-    """Return the `StreamConfig` fields that the choice sets, as JSON values."""
+    """Return the `StreamConfig` fields that a chosen plan sets, by name as JSON values."""
     fields: dict[str, Any] = {"chunk_size": choice.chunk_size, "saves": list(choice.saves)}
     fields |= {"offload": choice.offload} if choice.offload != "none" else {}
     fields |= {"gpu_memory": written(choice.gpu_memory)} if choice.gpu_memory is not None else {}
@@ -93,7 +93,8 @@ def quoted(value: Any) -> str:
 
 
 def written(size: int) -> int | str:
-    """Return bytes as text, rounded down: "8.2GiB", "640MiB"; a number below a MiB."""
+    """Return a number of bytes as text, rounded down: "8.2GiB", "640MiB"; the number itself below a
+    MiB."""
     for unit, name, digits in UNITS:
         if size >= unit:
             return f"{size * digits // unit / digits:g}{name}"

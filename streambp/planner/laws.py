@@ -31,9 +31,11 @@ LOOKED_AT = 2048
 
 
 class Law(NamedTuple):
-    """One number for each of 1, T, C, N, keys, T N, T C, T^2, E and C E.
+    """Coefficients of a linear function of a step's features: one number for each of 1, T, C, N,
+    keys, T N, T C, T^2, E and C E.
 
-    The numbers are a quantity's coefficients, or a step's `Features`.
+    T is the tokens of a row, C the tokens of a chunk, N the number of chunks. A step's `Features`
+    have the same fields.
     """
 
     one: float = 0.0
@@ -48,7 +50,8 @@ class Law(NamedTuple):
     queries_blocks: float = 0.0
 
     def at(self, step: Features, total: float = 0.0) -> float:
-        """Return `total` plus the sum of coefficient times feature."""
+        """Return the linear function's value for a step: `total` plus the sum of coefficient times
+        feature."""
         for coefficient, feature in zip(self, step, strict=True):
             total += coefficient * feature
         return total
@@ -74,8 +77,9 @@ AT_ONCE: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The costs of all phases of a kind, as functions of T and C. Kinds are "embedding", "forward"
-    and "backward" of all layers, "head" and so on.
+    """FLOPs, bytes and dispatches of all phases of one kind, as functions of a row's tokens T and a
+    chunk's tokens C. Kinds are "embedding", "forward" and "backward" of all layers, "head" and so
+    on.
 
     Attributes:
         name: the kind.
@@ -88,14 +92,14 @@ class Part:
     k_block: int
 
     def at(self, step: Features) -> Work:
-        """Return the FLOPs, bytes and dispatches of a step with these features (T, C, number of
-        chunks and so on).
-        """
+        """Return the FLOPs, bytes and dispatches of these phases in a step with the given features
+        (T, C, number of chunks and so on)."""
         return Work(*(max(0.0, law.at(step)) for law in self.laws))
 
 
 def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -> Features:
-    """Return the features of a sequence.
+    """Return the values in which costs are linear (`Features`), for a sequence of T tokens in
+    chunks of C.
 
     Args:
         tokens: T.

@@ -25,10 +25,16 @@ PLAN_DEVICE = torch.device("cuda", 0)  # the device of all layers in a plan
 def seen_costs(
     skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]
 ) -> tuple[dict[int, LayerCost], bool]:
-    """Return costs of these layers by index, and True if all layers can run unpatched (`is_plain`).
+    """Return bytes and FLOPs of the tensors that these layers may save, by layer index. The second
+    result is True if all layers can also run unpatched with the same numbers.
 
-    The costs come from a step of two chunks, and are {} for a model with several stacks of layers.
-    The skeleton cannot be used again.
+    The costs come from a step of two chunks, and are {} for a model with several backbones.
+    `skeleton` cannot be used again.
+
+    Args:
+        skeleton: the model without data.
+        config: the settings.
+        layers: indices of the layers.
     """
     if len(find_stacks(skeleton.model).stacks) > 1:
         return {}, False
@@ -55,11 +61,11 @@ def seen_costs(
 
 
 def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
-    """Return the options of `saves="auto"` as JSON types; None if a model without data does not
-    show them.
+    """Return bytes and FLOPs of the tensors that saves="auto" may save, as JSON types. None if a
+    model without data does not show them.
 
     Args:
-        skeleton: skeleton of a model on an accelerator; it cannot be used again.
+        skeleton: a model without data, on an accelerator; it cannot be used again.
         layers: number of layers of the model.
     """
     vocabulary = getattr(skeleton.causal_lm.config.get_text_config(), "vocab_size", 0)
@@ -83,7 +89,8 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
 
 
 def costs_from_json(saves: Mapping[str, Any]) -> dict[int, LayerCost]:
-    """Return costs by layer, from the result of `counted_saves`."""
+    """Return bytes and FLOPs of the tensors that each layer may save, by layer index, from the
+    result of `counted_saves`."""
     kinds = []
     for kind in saves["kinds"]:
         products = {}

@@ -33,7 +33,8 @@ from streambp.planner.survey import STREAMED, UNPATCHED_RECIPE, Counter, SurveyR
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A phase's peak bytes, relative to the bytes before the step.
+    """Predicted and measured peak bytes of one phase of a step, relative to the bytes before the
+    step.
 
     Attributes:
         phase: the phase's name.
@@ -53,10 +54,11 @@ def compare_step(
     chunk_size: int,
     snapshot: Path | None = None,
 ) -> list[Compared]:
-    """Run one streamed step of a model whose gradients are None, and predict its bytes.
+    """Run one chunked training step, and return predicted and measured peak bytes of each of its
+    phases.
 
     Args:
-        model: the model, unpatched.
+        model: the model, unpatched; its gradients must be None.
         ids: [B, T] tokens, also used as labels. Measured are the allocator's bytes on an
             accelerator, and live storages elsewhere.
         config: settings of the step.
@@ -65,7 +67,7 @@ def compare_step(
             pytorch.org/memory_viz).
 
     Raises:
-        StreamBPError: the model does not stream, or a snapshot was requested without CUDA.
+        StreamBPError: the model cannot be chunked, or a snapshot was requested without CUDA.
     """
     device = ids.device
     if snapshot is not None and device.type != "cuda":
@@ -126,16 +128,16 @@ def compare_step(
 
 
 def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault | None] | None:
-    """Predict and run a step of `patch` without settings, for a model whose gradients are None.
+    """Predict and run a training step of `streambp.patch(model)` without settings.
 
     Args:
-        model: the model, unpatched.
-        ids: [B, T] tokens, also used as labels. A first step runs the layers' trials.
+        model: the model, unpatched; its gradients must be None.
+        ids: [B, T] tokens, also used as labels. A first step runs the tests of the layers.
 
     Returns:
-        The second entry is None if the device ran out of memory. The result is None without a
-            prediction: on a device that does not report free memory, or for a model that
-            `by_default` does not support.
+        Prediction and measurement; the measurement is None if the device ran out of memory. None
+            without a prediction: the device does not report free memory, or `by_default` does not
+            support the model.
     """
     device = ids.device
     setting = Setting(optimizer=0)
@@ -187,7 +189,7 @@ def _step(model: nn.Module, ids: Tensor) -> StepRecord:
 
 
 def uncount_host(model: nn.Module) -> None:
-    """Exclude host memory of a patched CPU model's offloading from a count of storages."""
+    """Hide the host memory of a CPU model's offloading from a count of tensor storages."""
     installed: PatchState = model._streambp  # type: ignore[assignment]
     sites = installed.steps.sites
     if sites and sites[0].offloader is not None:

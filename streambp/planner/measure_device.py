@@ -67,11 +67,12 @@ CPU = MeasuredSizes((256,), 256, 768, 512, 4, 2, 64, 1024, 2**22, 3, 0.0)
 
 
 def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
-    """Return the rates of the current accelerator, or of this machine's CPU.
+    """Return the measured speeds (FLOP/s, bytes/s) of the current accelerator, or of this machine's
+    CPU.
 
     Args:
         kind: device type, such as "cuda" or "cpu".
-        sizes: None: the sizes most relevant for training steps on this type.
+        sizes: sizes of the measured kernels; None: the sizes most relevant for training steps.
     """
     device = torch.device(kind)
     gpu = is_accelerator(device)
@@ -115,7 +116,7 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         streams = [torch.Stream(device) if gpu else contextlib.nullcontext() for _ in range(2)]
 
         def copies() -> None:
-            """Start both copies."""
+            """Start a copy to the host and a copy from the host."""
             for stream, target, source in zip(
                 streams, (host[0], back), (there, host[1]), strict=True
             ):
@@ -176,9 +177,8 @@ def wait(device: torch.device) -> None:
 def _attention(
     clock: Callable[..., float], sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Return FLOP/s forward and backward of a causal block, in the kernel for streamed attention
-    here.
-    """
+    """Return the FLOP/s of attention's forward and backward on this device, for a causal block in
+    the kernel that chunked layers would use."""
     shape = (sizes.length, sizes.head_size)
     q = torch.randn(1, sizes.heads, *shape, device=device, dtype=dtype)  # [B, H, T, D]
     # [B, H_kv, T, D]

@@ -42,7 +42,8 @@ CHOICES: tuple[Mixers, ...] = ("kernels", "torch", "installed")
 
 @dataclasses.dataclass(frozen=True)
 class MixerKernel:
-    """A function for which a package has a kernel.
+    """A function of transformers' recurrent or convolutional layers for which a package such as fla
+    has a kernel.
 
     Attributes:
         parameters: parameters by which the function is recognized.
@@ -95,9 +96,17 @@ KERNELS = (
 def stand_in(
     function: Any, kernel: MixerKernel, signature: inspect.Signature, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Make the kernel's allocations if the first argument has no data; otherwise call the function.
+    """Make the allocations of a package's kernel if the first argument has no data; otherwise call
+    the modeling file's function.
 
     A model that trains at the same time is therefore not affected.
+
+    Args:
+        function: the modeling file's function.
+        kernel: the kernel, and the function that makes its allocations.
+        signature: the function's signature.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
     """
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -111,7 +120,7 @@ def stand_in(
 
 
 def _plain(function: Any) -> Callable[..., Any]:
-    """Return the function, or the forward of a module from the `kernels` package."""
+    """Return the function itself; for a module from the `kernels` package return its forward."""
     found: Callable[..., Any]
     if isinstance(function, nn.Module):
         found = function.forward
@@ -121,9 +130,9 @@ def _plain(function: Any) -> Callable[..., Any]:
 
 
 def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]:
-    """Return (namespace, name, kernel) for the model's globals and module attributes with
-    kernels.
-    """
+    """Return the functions of a model's recurrent and convolutional layers for which packages have
+    kernels, as (namespace, name, kernel). Namespaces are module globals or a module's
+    attributes."""
     found = []
     for space in (*globals_of(model), *(vars(module) for module in model.modules())):
         for name, value in space.items():
@@ -156,7 +165,8 @@ def globals_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def out_of_reach(model: nn.Module) -> list[str]:
-    """Return packages whose kernels the model calls and for which there is no replacement."""
+    """Return the names of packages whose kernels the model calls and whose allocations cannot be
+    counted."""
     known = {kernel.package for _, _, kernel in mixers_of(model)}
     imported = set()
     for space in globals_of(model):
@@ -168,7 +178,11 @@ def out_of_reach(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def replaced_functions(found: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Context manager that replaces these names in their namespaces, then restores them."""
+    """Context manager that replaces functions in modules' globals, and restores them afterwards.
+
+    Args:
+        found: (namespace, name, replacement) of each function.
+    """
     before = [(space, name, space[name]) for space, name, _ in found]
     try:
         for space, name, stand_in in found:
@@ -180,7 +194,8 @@ def replaced_functions(found: Sequence[tuple[dict[str, Any], str, Any]]) -> Iter
 
 
 def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which mixers make their kernels' allocations on tensors without data."""
+    """Context manager in which recurrent and convolutional layers make their kernels' allocations
+    on tensors without data."""
     found = []
     for space, name, kernel in mixers_of(model):
         if is_counted(kernel.package, mixers):
@@ -191,7 +206,8 @@ def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextM
 
 
 def is_counted(package: str, mixers: Mixers) -> bool:
-    """True if the kernels of this package replace the model's functions in a count."""
+    """True if a count replaces the model's functions by the allocations of this package's
+    kernels."""
     return mixers == "kernels" or (mixers == "installed" and is_installed(package))
 
 
@@ -205,7 +221,8 @@ def is_installed(package: str) -> bool:
 
 
 def assumed(model: nn.Module, mixers: Mixers) -> str:
-    """Return a description of the count's assumptions about mixers; "" if the model has none."""
+    """Return text on which kernels a count assumed for recurrent and convolutional layers; "" if
+    the model has no such layers."""
     packages = dict.fromkeys(kernel.package for _, _, kernel in mixers_of(model))
     stand = []
     for package in packages:

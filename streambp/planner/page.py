@@ -44,12 +44,13 @@ def page(
     training: str = "every parameter",
     unfused: Mapping[str, Profile] | None = None,
 ) -> str:
-    """Return the content of the file.
+    """Return the content of the planner's HTML page.
 
     Args:
         plan: initial state of the controls.
         name: the model's name, for the heading.
-        others: profiles of the same model with other trainings, by the page's labels.
+        others: profiles of the same model with other training (LoRA, for example), by the page's
+            labels.
         training: label of the plan's own training.
         unfused: the same profiles without fused layers, if the plan has fused layers; empty: the
             page has no switch.
@@ -96,5 +97,6 @@ def part(file: str) -> str:
 
 
 def _embedded(profile: Profile) -> dict[str, Any]:
-    """Return a profile as JSON types without `saves`, which the page's planner does not read."""
+    """Return a profile as JSON types for the HTML page, without `saves`, which the page does not
+    read."""
     return to_json(dataclasses.replace(profile, saves=None))

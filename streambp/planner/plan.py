@@ -75,10 +75,10 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A method with its chunk size at one length.
+    """A way to run a step, with its chunk size, for one sequence length.
 
     Attributes:
-        method: the method's name.
+        method: name of the way.
         saves: as in `StreamConfig`.
         offload: as in `StreamConfig`.
         chunk_size: tokens of a chunk on each rank.
@@ -109,7 +109,7 @@ class Choice:
 
     @property
     def config(self) -> StreamConfig:
-        """Return the config for `streambp.patch`."""
+        """Return the `StreamConfig` with which `streambp.patch` runs steps in this way."""
         if self.on_host is None:
             weights = "device"
         elif self.on_host.layers == self.on_host.of:
@@ -122,12 +122,12 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Longest:
-    """The longest sequence of a method.
+    """The longest sequence that fits into memory with one way to run a step.
 
     Attributes:
-        method: the method's name.
+        method: name of the way.
         seq_len: positions.
-        binds: the limit: a phase on the GPU, or "host memory".
+        binds: what limits the length: a phase on the GPU, or "host memory".
     """
 
     method: str
@@ -137,10 +137,11 @@ class Longest:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A method at the plan's length, with its fastest chunk size that fits, else the smallest one.
+    """Seconds of one way to run a step at the plan's length, with the fastest chunk size that fits
+    (the smallest if none fits).
 
     Attributes:
-        method: the method's name.
+        method: name of the way.
         chunk_size: tokens of a chunk.
         fits: True if the step fits.
         peak: bytes.
@@ -158,7 +159,8 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
-    """A change of the setting, and the longest sequence after the change.
+    """A change outside of streambp's settings, such as more GPUs, and the longest sequence that it
+    allows.
 
     Attributes:
         change: description.
@@ -171,19 +173,21 @@ class Lever:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Result of `plan`.
+    """Result of `plan`: the fastest way to train at a sequence length, its alternatives, and the
+    limits.
 
     Attributes:
-        profile: the counted model.
+        profile: the model's counted costs.
         setting: the training setting.
         memory: limits of each rank.
         seq_len: positions of a row.
-        choice: the fastest method that fits `seq_len`; None if none fits.
-        binds: the limit of the longest sequence over all streamed methods.
+        choice: the fastest way to run a step that fits `seq_len`; None if none fits.
+        binds: the limit (a phase on the GPU, or "host memory") of the longest sequence under
+            streambp.
         levers: changes that would allow a longer sequence, the simplest first.
-        longest: the longest sequence of each method.
-        times: every method at `seq_len`, on a device with these rates.
-        rates: rates of the device.
+        longest: the longest sequence of each way to run a step.
+        times: seconds of each way to run a step at `seq_len`.
+        rates: speeds of the device.
         by_default: step of `patch` without settings; None if other rules apply.
         safest: the choice with the least memory, at most `SLOWER` slower than the fastest.
     """
@@ -213,7 +217,8 @@ class Plan:
 
     @property
     def next_fastest(self) -> tuple[Timed, ...]:
-        """Return the two fastest streamed methods behind the choice, of those that fit."""
+        """Return the two fastest ways to run a step after the chosen one, among those that fit and
+        are computed chunk by chunk."""
         if self.choice is None:
             chosen = None
         else:
@@ -309,11 +314,18 @@ def plan_profile(
     setting: Setting,
     rates: Rates = DEVICES[DEFAULT],
 ) -> Plan:
-    """Plan for a counted model.
+    """Plan training of a model whose costs were counted.
 
-    With weights="auto", each method keeps its layers' weights on the device if its step fits.
+    weights="auto" keeps the layers' weights on the device for each method whose step fits.
     Otherwise the weights of the smallest possible number of first layers move to host memory. The
     fastest of all these steps is chosen.
+
+    Args:
+        profile: the model's counted costs.
+        seq_len: positions of a row; "max": the most that fit.
+        memory: memory limits of each rank.
+        setting: the training setting.
+        rates: the device's speeds.
 
     Raises:
         ConfigError, UnsupportedModelError: ranks cannot share the model's sequences as the setting
@@ -423,8 +435,8 @@ def choose(
     """Return the fastest way to run a step, with its chunk size, that fits into memory; None if
     none fits.
 
-    If several take equally long within half a percent, the result is the one that moves the least
-    to the host, with the largest chunk.
+    Among ways that take equally long within half a percent, the result moves the fewest bytes to
+    the host; then the largest chunk decides.
 
     Args:
         profile: the model's counted costs.
@@ -473,7 +485,7 @@ def options(
     """Yield every way to run a step with every chunk size, including those that do not fit into
     memory.
 
-    Methods that are not chunked have a single option.
+    Unpatched ways, which have no chunks, are yielded once.
 
     Args:
         profile: the model's counted costs.
@@ -539,9 +551,8 @@ def placed(
 
 
 def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
-    """Return the setting with a rank's bytes for gathered keys, a share of the memory free at step
-    start.
-    """
+    """Return the setting with a limit on a rank's bytes for keys gathered from other ranks: a share
+    of the memory that is free at the start of a step."""
     kept = static(profile, setting)
     free = (
         memory.usable
@@ -556,7 +567,7 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
     """Return the longest sequence that fits into memory with one way to run a step, with the
     smallest chunks.
 
-    Methods with bytes for each chunk are tried with every chunk size.
+    Ways that save bytes for each chunk are tried with every chunk size.
 
     Args:
         profile: the model's counted costs.
@@ -587,12 +598,12 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
 
 
 def fits(at: Peak, memory: Memory) -> bool:
-    """True if a peak is within the usable bytes of the device and of the host."""
+    """True if a step's peak is within the usable bytes of the device and of the host."""
     return at.total <= memory.usable and (memory.host is None or at.host <= memory.host)
 
 
 def chunk_sizes(batch_size: int) -> tuple[int, ...]:
-    """Return candidate chunk sizes in positions of each row, the largest first."""
+    """Return the chunk sizes that a plan tries, in positions of each row, the largest first."""
     return tuple(
         dict.fromkeys(in_one_pass(max(1, tokens // batch_size)) for tokens in CHUNK_TOKENS)
     )

@@ -36,7 +36,8 @@ FIELDS = {ULYSSES: "ulysses", CONTEXT_PARALLEL: "context_parallel"}  # fields of
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Bytes of a phase on the device beyond weights and optimizer.
+    """Memory of one phase of a step (such as "backward 35") on the device, without weights and
+    optimizer.
 
     Attributes:
         name: the phase's name.
@@ -51,7 +52,7 @@ class Phase:
 
 
 class Heads(NamedTuple):
-    """Numbers of heads in a layer's attention.
+    """Numbers of heads in a layer's attention, and the bytes of a head that other ranks send.
 
     Attributes:
         queries: query heads.
@@ -66,7 +67,7 @@ class Heads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Kind of sequence sharding of a method, and the bytes of a step's exchanges.
+    """The kind of sequence sharding of a counted step, and the bytes that ranks exchange in it.
 
     Attributes:
         by: Ulysses or context parallelism.
@@ -91,17 +92,18 @@ class Split:
     moved: float = 0.0
 
     def repeats(self, ranks: int) -> float:
-        """Return the factor on the bytes of keys for Ulysses with more ranks than kv heads."""
+        """Return how many ranks get a copy of the same keys under Ulysses, if there are more ranks
+        than key/value heads; 1 otherwise."""
         return max(1.0, max((ranks / heads.keys for heads in self.heads), default=1.0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to run a training step, with its counted costs as functions of T and C (tokens of a row
-    and of a chunk).
+    """One way to run a training step, such as gradient checkpointing, with its counted costs as
+    functions of a row's tokens T and a chunk's tokens C.
 
     Attributes:
-        name: the method's name.
+        name: name of the way.
         saves: names of the tensors saved for backward, as in `StreamConfig`.
         offload: as in `StreamConfig`.
         prefix_on_host: True if a layer's keys and values are streamed from the host
@@ -129,7 +131,8 @@ class Method:
 
     @property
     def counts_chunks(self) -> bool:
-        """True if fewer and larger chunks can take less memory."""
+        """True if a step may take less memory with fewer and larger chunks, because layers save
+        bytes for each chunk."""
         if self.host.chunks > 0:
             return True
         return any(phase.law.chunks > 0 for phase in (*self.first, *self.accumulating))
@@ -137,7 +140,7 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Parameters with the same replication: "dense" or "expert".
+    """Parameters that the same number of ranks replicate: "dense" or "expert" parameters.
 
     Attributes:
         name: "dense" or "expert".
@@ -156,7 +159,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A module in the module tree.
+    """A module in the tree of a model's modules, with the sizes of its parameters and activations.
 
     Attributes:
         name: the module's name.
@@ -177,22 +180,23 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Costs of a model with a batch of `batch_size` rows.
+    """Counted memory and costs of a model's training steps, for a batch of `batch_size` rows.
 
     Attributes:
         model: class name.
         dtype: dtype of the weights.
         layers: number of layers.
         batch_size: number of rows.
-        groups: parameters by replication.
+        groups: numbers and bytes of dense and of expert parameters.
         unsharded: bytes that ZeRO-3 gathers at a time.
-        methods: the counted methods.
-        tree: the module tree.
-        left_out: unpatched methods that could not be counted, with reasons.
-        mixers: assumed code of recurrent and convolutional layers.
-        saves: options of saves="auto" (`layer_costs.counted_saves`).
+        methods: each counted way to run a step, such as gradient checkpointing, with its costs.
+        tree: the model's modules with their parameters and activations.
+        left_out: unpatched ways that could not be counted, with reasons.
+        mixers: text on the assumed code of recurrent and convolutional layers.
+        saves: bytes and FLOPs of the tensors that saves="auto" may save, as JSON types; None:
+            unknown.
         frozen: for each layer the bytes of its frozen weights in host memory.
-        decoded: see `OnHost`.
+        decoded: bytes of one layer's 4-bit weights after decoding; see `OnHost`.
         trained: for each layer the bytes in host memory of its weights, if all of the layer is
             trained.
         without_adapters: names of the layers' Linears that peft refuses to adapt.
@@ -215,10 +219,10 @@ class Profile:
     without_adapters: tuple[str, ...] = ()
 
     def method(self, name: str) -> Method:
-        """Return the method with this name.
+        """Return a counted way to run a step, by its name.
 
         Raises:
-            ConfigError: the method was not counted.
+            ConfigError: no way with this name was counted.
         """
         return named({method.name: method for method in self.methods}, name)
 
@@ -227,10 +231,10 @@ Entry = TypeVar("Entry")
 
 
 def named(methods: Mapping[str, Entry], name: str) -> Entry:
-    """Return the method with this name.
+    """Return the entry of `methods` with this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none; the message lists the names.
     """
     if name not in methods:
         raise ConfigError(f"method is {name!r}; it must be one of {list(methods)}.")
@@ -239,7 +243,7 @@ def named(methods: Mapping[str, Entry], name: str) -> Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The conditions of a step.
+    """Training setting on which the costs of a step depend: ranks, ZeRO, optimizer and host memory.
 
     Args:
         gpus: number of ranks, and of replicas of each parameter (expert parallelism divides the
@@ -256,7 +260,7 @@ class Setting:
             start.
         room: bytes of a rank for gathered keys and their gradients; `plan` computes it like a step.
             At least one key/value head is gathered.
-        weights: as in `StreamConfig`, for streamed steps on one GPU; "auto" keeps weights on the
+        weights: as in `StreamConfig`, for chunked steps on one GPU; "auto" keeps weights on the
             device if a step fits.
         on_host: layers with weights in host memory; `plan` selects as many as a step needs.
     """
@@ -299,7 +303,7 @@ class Setting:
 
     @property
     def split(self) -> str:
-        """Return the kind of sequence sharding; "" for one rank."""
+        """Return the kind of sequence sharding over ranks; "" if each rank has full sequences."""
         if self.ulysses > 1:
             return ULYSSES
         if self.context_parallel > 1:
@@ -309,7 +313,8 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Bytes on one rank: `total` = weights + optimizer + gradients + activations.
+    """Bytes on one rank in the phase of a step that needs most: `total` = weights + optimizer +
+    gradients + activations.
 
     Attributes:
         total: bytes on the device in the worst phase.
@@ -333,10 +338,10 @@ class Peak:
 
 
 def static(profile: Profile, setting: Setting) -> Peak:
-    """Return the bytes before and after a step, with all gradients.
+    """Return the bytes between steps, with all gradients: weights, optimizer state and gradients.
 
-    2 + gradient + 12 / R bytes for each parameter in bf16, with R replicas that share the optimizer
-    state.
+    These are 2 + gradient + 12 / R bytes for each parameter in bf16, with R replicas that share the
+    optimizer state.
     """
     weights = gradients = optimizer = 0.0
     for group in profile.groups:
@@ -460,8 +465,8 @@ def work(
 
 
 def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
-    """Return the quantity that determines bytes of other ranks' keys, for a shard of `tokens`
-    tokens.
+    """Return the number to which the bytes of keys from other ranks are proportional, for a shard
+    of `tokens` tokens.
 
     Ulysses: tokens times the repetitions of keys. Context parallelism: tokens of full sequences
     times the heads of a group. [Note: bytes of keys]
@@ -478,12 +483,12 @@ def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
 
 
 def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
-    """Return the methods that this setting's ranks can run.
+    """Return the counted ways to run a step that this setting's ranks can run.
 
-    Methods without streaming are assumed to share tokens evenly.
+    Unpatched steps are assumed to share tokens evenly.
 
     Raises:
-        ConfigError: no method was counted with this kind of sequence sharding.
+        ConfigError: no step was counted with this kind of sequence sharding.
         UnsupportedModelError: the ranks cannot share the heads.
     """
     ranks = setting.ranks
@@ -529,15 +534,15 @@ def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
-    """Return `profile` as JSON types; the inverse of `from_json`."""
+    """Return a profile as JSON types, from which `from_json` restores it."""
     return dataclasses.asdict(profile)
 
 
 def from_json(data: Mapping[str, Any]) -> Profile:
-    """Return the `Profile` from the result of `to_json`, also after conversion to and from text."""
+    """Return the `Profile` from the result of `to_json`."""
 
     def node(value: Mapping[str, Any]) -> Node:
-        """Return the node from a dict."""
+        """Return the `Node` from a dict, with its children."""
         return Node(**{**value, "children": tuple(node(child) for child in value["children"])})
 
     methods = []

@@ -145,7 +145,8 @@ def _notes(profile: Profile) -> list[str]:
 
 
 def headline(profile: Profile, setting: Setting) -> str:
-    """Return one line with model, parameters, trained parameters, dtype, and setting."""
+    """Return one line of text with the model's class, numbers of parameters, dtype, and the
+    training setting."""
     parameters = sum(group.parameters for group in profile.groups)
     trained = sum(group.trainable for group in profile.groups)
     if trained == parameters:
@@ -169,7 +170,8 @@ def headline(profile: Profile, setting: Setting) -> str:
 
 
 def _choice(plan: Plan) -> list[str]:
-    """Return lines about the choice, the default step and the limits."""
+    """Return lines of the plan's text: the chosen way to run a step, the step without settings, and
+    the limits."""
     if plan.choice is None:
         because = too_large(plan)
         lines = [
@@ -288,7 +290,8 @@ def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]
 
 
 def _chosen(plan: Plan, choice: Choice) -> list[str]:
-    """Return lines with the choice's settings, bytes, seconds, and close alternatives."""
+    """Return lines of text with the settings, bytes and seconds of the chosen way to run a step,
+    and close alternatives."""
     peak = choice.peak
     spent = choice.seconds
     on_host = choice.on_host
@@ -357,7 +360,7 @@ def device_text(rates: Rates) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as text, with three digits below a hundred."""
+    """Return a number of seconds as text with a unit; below a hundred it has three digits."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
     if seconds >= 10:
@@ -374,7 +377,8 @@ def phase_text(name: str) -> str:
 
 
 def folded(lines: Sequence[str], width: int | None) -> list[str]:
-    """Wrap lines longer than the terminal, with indentation; lines with code stay unwrapped."""
+    """Return lines of text wrapped to the terminal's width, with indentation; lines with code stay
+    unwrapped."""
     found: list[str] = []
     for line in lines:
         if width is None or len(line) <= width or CODE in line:
@@ -388,7 +392,8 @@ def folded(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def tree_lines(node: Node, depth: int = 0) -> list[str]:
-    """Return one line for each module, with the number of equal modules before the class."""
+    """Return one line of text for each module of the tree, with the number of equal modules before
+    the class."""
     if node.count > 1:
         times = f"{node.count} x "
     else:
@@ -406,7 +411,8 @@ def tree_lines(node: Node, depth: int = 0) -> list[str]:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align rows of cells in columns; the first column is flush left."""
+    """Return rows of cells as lines of text with aligned columns; the first column is flush
+    left."""
     widths = []
     for index in range(len(rows[0])):
         widths.append(max(len(row[index]) for row in rows))
@@ -425,7 +431,7 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
     """
 
     def said(what: str, done: float) -> None:
-        """Draw the bar with a text."""
+        """Draw the progress bar with a text."""
         if stream.isatty():
             full = round(BAR * done)
             stream.write(
@@ -463,7 +469,7 @@ def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) ->
 
 
 def _count(number: int) -> str:
-    """Return a number with the suffix B, M or k."""
+    """Return a number as text with the suffix B (billions), M or k."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:.2f}{letter}"

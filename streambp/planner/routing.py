@@ -28,8 +28,8 @@ LOOKED_AT = frozenset({aten.nonzero.default, aten._to_copy.default})
 def answer(
     func: Any, asked: Tensor, rows: int, experts: int
 ) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
-    """Return the result of an operation on a tensor [...] without data; None if it reads no
-    routing.
+    """Return the result of an operation that reads how tokens are routed to experts, on a tensor
+    [...] without data; None if the operation reads no routing.
 
     The result is a tensor with data, or the shape and dtype of a tensor without data.
 

@@ -23,7 +23,7 @@ from streambp.rates import Rates
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """Seconds of a step on one rank.
+    """Predicted seconds of a step on one rank, by kind of work.
 
     Attributes:
         total: products + attention + elementwise + waiting + exchange.
@@ -47,13 +47,13 @@ class Seconds:
 def seconds(
     method: Method, seq_len: int, chunk_size: int, rates: Rates, setting: Setting | None = None
 ) -> Seconds:
-    """Return the seconds of a step.
+    """Return the predicted seconds of a step.
 
     Args:
-        method: the method.
+        method: the counted costs of the step.
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
-        rates: the device's rates.
+        rates: the device's speeds.
         setting: its ranks share the work evenly; None: one rank.
     """
     if setting is None:
@@ -111,14 +111,20 @@ def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, flo
 
 
 def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) -> int | None:
-    """Return the minimal positions of a row at which copies of weights from the host take no extra
-    time.
+    """Return the smallest number of positions of a row at which copies of weights from the host
+    take no extra time, because they run during the compute.
 
     None if the copies take extra time at any realistic length.
+
+    Args:
+        method: the counted costs of the step.
+        chunk_size: positions of a chunk.
+        rates: the device's speeds.
+        setting: the training setting, with the layers whose weights are on the host.
     """
 
     def is_hidden(seq_len: int) -> bool:
-        """True if copies take no extra time at this length."""
+        """True if copies of weights take no extra time in rows of `seq_len` positions."""
         step = with_copies(
             work(method, seq_len, min(chunk_size, seq_len), setting), setting.on_host
         )

@@ -26,13 +26,12 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from streambp.admission.generators import leaving_no_trace
 from streambp.admission.stacks import bare_layers, find_stacks, states_argument
-from streambp.distributed.engines import drops_masks
-from streambp.distributed.zero import full_shape, is_partitioned
+from streambp.distributed.engines import drops_masks, full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import MODULE_HOOKS
 from streambp.model.patching import unpatch
-from streambp.nested import replaced
+from streambp.offload.decoded import CountedPackedLinear
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner.adapters import with_adapters
 from streambp.planner.configuration import build, read_config
@@ -40,6 +39,7 @@ from streambp.planner.count import Replayed
 from streambp.planner.fused_layers import Kernels, fuse_layers, fused_rotary, fusion
 from streambp.planner.kernels import no_launches
 from streambp.planner.mixers import Mixers, standing_in
+from streambp.tensors import replaced
 
 Device = Literal["cuda", "cpu"]
 INNER = 2
@@ -47,7 +47,7 @@ Source: TypeAlias = str | Path | PreTrainedConfig | nn.Module
 
 
 class Skeleton:
-    """A causal language model whose tensors have no data.
+    """A model whose tensors have no data, on which training steps are counted.
 
     Args:
         source: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model
@@ -120,12 +120,12 @@ class Skeleton:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager in which new tensors have no data.
+        """Context manager in which new tensors have no data: they are on meta, or fake tensors.
 
         transformers treats fake tensors as a trace and would build masks that a real step does not
-        have; this is disabled. Refused operations are not logged: some only occur in trials
-        (`trials.py`). A log handler would store the record and its traceback, whose tensors would
-        count as alive.
+        have; this is disabled. Refused operations are not logged: some only occur in test runs of
+        layers. A log handler would store the record and its traceback, whose tensors would count as
+        alive.
         """
         if self.mode is None:
             with (
@@ -147,7 +147,8 @@ class Skeleton:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager like `active`, in which mixers also make their kernels' allocations.
+        """Context manager like `active`, in which recurrent and convolutional layers also make
+        their kernels' allocations.
 
         Values that modules keep are restored: classes and closures are shared with the copied
         model.
@@ -162,7 +163,7 @@ class Skeleton:
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """Return the causal language model inside adapters and other wrappers.
+        """Return the causal language model inside adapters (PEFT) and other wrappers.
 
         Raises:
             StreamBPError: no module has a language-model head.
@@ -177,8 +178,8 @@ class Skeleton:
         )
 
     def on_host(self) -> dict[str, Any]:
-        """Return the bytes of layer weights in host memory and after decoding, by `Profile`'s field
-        names.
+        """Return the bytes of each layer's weights in host memory, and of one layer's 4-bit weights
+        after decoding, by the names of `Profile`'s fields.
 
         Empty for 8-bit weights, which cannot be in host memory.
         """
@@ -200,15 +201,19 @@ class Skeleton:
 
     def reduce(self) -> ShrunkModel:
         """Remove layers of the model that have the same structure as others, unless already
-        removed. Return the remaining layers, and the kind of each layer.
-        """
+        removed. Return which layers remain, and the kind of each layer."""
         if self._reduced is None:
             self._reduced = reduced_layers(self.model)
             self._reduced.apply(self.model)
         return self._reduced
 
     def _copy(self, model: nn.Module, fewer: bool) -> nn.Module:
-        """Return the same modules with empty tensors."""
+        """Return a copy of the model's modules with tensors without data.
+
+        Args:
+            model: the model.
+            fewer: True to copy only the representative layers.
+        """
         memo: dict[int, Any] = {}
         if fewer:
             self._reduced = reduced_layers(model)
@@ -257,26 +262,28 @@ def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **k
 
 
 def _constant(value: Any, _: Any) -> Any:
-    """Return `value`, as the getter of a property."""
+    """Return `value`; a partial of this function is the getter of a property."""
     return value
 
 
 def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield the hook tables of all modules."""
+    """Yield the hook dictionaries, such as `_forward_hooks`, of all modules."""
     for module in model.modules():
         for name in MODULE_HOOKS:
             yield getattr(module, name)
 
 
 class QuantisedLinear(nn.Module):
-    """A frozen Linear stored in few bits: each product builds the weight in the input's dtype and
-    frees it.
+    """Linear with a frozen 4-bit or 8-bit weight, as a replacement in a count: each forward and
+    backward allocates the weight in the input's dtype and frees it.
 
     Args:
         linear: the original module.
         bytes_per_parameter: 0.5 plus one float32 for 64 values (4 bits), or 1 plus one float32 for
             each row (8 bits).
     """
+
+    bias: Tensor | None
 
     def __init__(self, linear: nn.Linear, bytes_per_parameter: float) -> None:
         super().__init__()
@@ -288,7 +295,7 @@ class QuantisedLinear(nn.Module):
             torch.empty(size, dtype=torch.uint8, device=device), requires_grad=False
         )
         self.weight.stands_for = linear.weight.numel()  # type: ignore[attr-defined]
-        self.bias = linear.bias
+        self.register_parameter("bias", linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] @ weight + bias, [..., out] in x's dtype."""
@@ -298,21 +305,38 @@ class QuantisedLinear(nn.Module):
         return result + self.bias
 
 
-def parameters_of(parameter: Tensor) -> int:
-    """Return the number of model parameters in this tensor [...], also if it stores them in fewer
-    bytes.
+class FourBitLinear(QuantisedLinear, CountedPackedLinear):
+    """A frozen Linear with a 4-bit weight. Adapted ones are one operation. [Note: adapters]
+
+    Args:
+        linear: the original module.
     """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear, 0.5 + 4 / 64)
+        self.compute_dtype = linear.weight.dtype
+
+    def decoded(self) -> Tensor:
+        """Return a weight [out, in] without data, in the dtype of the original one."""
+        return self.weight.new_empty(self.out_features, self.in_features, dtype=self.compute_dtype)
+
+
+def parameters_of(parameter: Tensor) -> int:
+    """Return the number of model parameters in a tensor [...], which may store several in one
+    element (4-bit weights)."""
     return int(getattr(parameter, "stands_for", parameter.numel()))
 
 
 def _dequantised(ctx: Any, x: Tensor, width: int) -> Tensor:
-    """Return [..., width] for x [..., in]; only the number of x's columns is saved for backward."""
+    """Make the allocations of a quantised Linear's forward, and return its output [..., width] for
+    x [..., in]. Only the number of x's columns is saved for backward."""
     ctx.inner = x.shape[-1]
     return x @ x.new_empty(width, x.shape[-1]).mT
 
 
 def _dequantised_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    """Return the gradient of x [..., in] for grad [..., out]; the frozen weight gets none."""
+    """Make the allocations of a quantised Linear's backward, and return the gradient of x [..., in]
+    for grad [..., out]."""
     return grad @ grad.new_empty(grad.shape[-1], ctx.inner), None
 
 
@@ -322,7 +346,6 @@ dequantised = functools.partial(Replayed.apply, _dequantised, _dequantised_backw
 
 def _quantise(model: nn.Module, bits: int) -> None:
     """Replace the layers' frozen Linears by `QuantisedLinear`."""
-    sizes = {4: 0.5 + 4 / 64, 8: 1.0}
     quantised = 0
     for stack in find_stacks(model).stacks:
         for layer in stack.layers:
@@ -333,7 +356,8 @@ def _quantise(model: nn.Module, bits: int) -> None:
                         and not child.weight.requires_grad
                         and "lora" not in name
                     ):
-                        setattr(module, name, QuantisedLinear(child, sizes[bits]))
+                        linear = FourBitLinear(child) if bits == 4 else QuantisedLinear(child, 1.0)
+                        setattr(module, name, linear)
                         quantised += 1
     if not quantised:
         raise ConfigError(
@@ -344,12 +368,13 @@ def _quantise(model: nn.Module, bits: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ShrunkModel:
-    """The representative layers of the longest stack, and the kind of every layer.
+    """Selection of a model's layers that represents all of them in a count, because layers with the
+    same structure cost the same.
 
     Attributes:
         kept: indices of the representative layers in the full model.
         kinds: the kind of every layer.
-        backbone: name of the module that runs the stack.
+        backbone: name of the module that runs the layers.
         layers: name of its list of layers.
     """
 
@@ -359,9 +384,8 @@ class ShrunkModel:
     layers: str
 
     def stand_in(self, index: int) -> int:
-        """Return the position, among the representatives, of the layer that represents layer
-        `index`.
-        """
+        """Return the position, among the representative layers, of the layer that represents layer
+        `index`."""
         if index in self.kept:
             return self.kept.index(index)
         inner = []
@@ -373,7 +397,7 @@ class ShrunkModel:
         )
 
     def left_out(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Return the layers of the full model that are not representatives.
+        """Yield the layers of the full model that are not representatives.
 
         A layer that occurs several times may be a representative elsewhere.
         """
@@ -405,7 +429,8 @@ class ShrunkModel:
 
 
 def reduced_layers(model: nn.Module) -> ShrunkModel:
-    """Select representative layers: the first, the last, and one between them.
+    """Select layers that represent all layers of a model in a count: the first, the last, and one
+    between them.
 
     For several kinds of layers, or layers with states, the first INNER layers of each kind are
     selected. Some work happens once, in backward of the first layer of a kind, and not in each
@@ -447,8 +472,8 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
 def values_by_layer(
     backbone: Any, depth: int
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return lists with one value a layer: of the config, of the backbone, and of the config's
-    properties.
+    """Return the lists that have one value for each layer: in the model's config, in the backbone,
+    and in properties of the config. Each result maps attribute names to lists.
 
     Some properties compute the layers' kinds from their number. Attributes of every configuration
     are skipped: they do not depend on layers, and reading them may warn.

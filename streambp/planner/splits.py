@@ -39,7 +39,8 @@ SMALL = 256  # bytes; smaller tensors are indices and no keys
 
 
 class SplitCount(StepCount):
-    """A count that separates bytes of other ranks' keys from all others. [Note: bytes of keys]
+    """Count of a step's bytes in which keys from other ranks are counted apart from all other
+    bytes. [Note: bytes of keys]
 
     Attributes:
         links: bytes of exchanges so far: queries and outputs, keys of Ulysses, gathered keys,
@@ -57,7 +58,7 @@ class SplitCount(StepCount):
         self._marking = 0
 
     def reset_peak(self) -> None:
-        """Reset the peak and `most`."""
+        """Set the recorded peaks to the bytes that exist now."""
         super().reset_peak()
         self.most = {self._keys: self.live - self._keys}
 
@@ -87,13 +88,13 @@ class SplitCount(StepCount):
         self.peak = max(before, self.peak)
 
     def _note(self, live: int) -> None:
-        """Update `most` for these live bytes."""
+        """Update `most` after a change of the live bytes."""
         self.most[self._keys] = max(self.most.get(self._keys, 0), live - self._keys)
 
 
 @contextlib.contextmanager
 def _keys_allocated() -> Iterator[None]:
-    """Context manager and decorator in which allocations count as keys."""
+    """Context manager and decorator in which allocations count as keys from other ranks."""
     counts = running_counts(SplitCount)
     for count in counts:
         count._marking += 1
@@ -105,7 +106,7 @@ def _keys_allocated() -> Iterator[None]:
 
 
 def _exchange(shards: Shards, parts: Tensor) -> Tensor:
-    """Replace an all-to-all of parts [P, ...]."""
+    """Count an all-to-all of parts [P, ...] between P ranks, in place of running it."""
     sent = parts.contiguous()
     for count in running_counts(SplitCount):
         count.links[TRADED_KEYS if count._marking else TRADED] += sent.nbytes
@@ -114,12 +115,13 @@ def _exchange(shards: Shards, parts: Tensor) -> Tensor:
 
 
 def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
-    """Return a replacement of a gather, or of a sum over ranks."""
+    """Return a function that counts a collective's bytes in place of running it, for a gather or a
+    sum over ranks."""
 
     def run(
         received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False
     ) -> SimpleNamespace:
-        """Count the bytes of the collective."""
+        """Count the bytes of the collective, and return an object like its work handle."""
         storage = received.untyped_storage()
         for count in running_counts(SplitCount):
             if names == GATHER:
@@ -139,9 +141,10 @@ def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
 def split_over(
     by: str, ranks: int, rows: int, length: int, seen: set[Heads] | None = None
 ) -> Iterator[None]:
-    """Context manager in which streamed models treat their batch as the first rank's shard.
+    """Context manager in which patched models treat their batch as the first rank's part of longer
+    sequences, without other processes.
 
-    Keys are gathered one kv head at a time.
+    Keys are gathered one key/value head at a time.
 
     Args:
         by: kind of sequence sharding.
@@ -163,14 +166,15 @@ def split_over(
     own = _keys_allocated()(kind.own_gradient)
 
     def start_keys(self: Any, parts: list[Tensor], heads: int) -> Keys:
-        """Record the heads of the layer and start its keys."""
+        """Record the heads of the layer, and start the exchange of its keys."""
         if seen is not None:
             k, v = parts
             seen.add(Heads(heads, k.shape[1], gathered.bytes_of_a_head(k, v, 1)))
         return start(self, parts, heads)
 
     def own_gradient(self: Any, *given: Any) -> list[Tensor]:
-        """Return own gradients, which do not count as keys."""
+        """Return the gradients of this rank's own keys; their allocations do not count as keys from
+        other ranks."""
         found = own(self, *given)
         for count in running_counts(SplitCount):
             for x in tensors(found):  # no keys, because they belong to this rank's tokens
@@ -205,12 +209,13 @@ def split_of(
     tokens: int,
     saves: Sequence[str],
 ) -> Split:
-    """Return the `Split` from the bytes of a step's exchanges.
+    """Return the bytes that ranks exchange in a step for each token (`Split`), computed from the
+    bytes of one counted step.
 
     Args:
         by: kind of sequence sharding.
         heads: heads of all layers.
-        links: see `SplitCount`.
+        links: bytes of the counted step's exchanges; see `SplitCount`.
         ranks: number of ranks in the count.
         tokens: tokens of a shard in the count.
         saves: saved tensors.
@@ -228,8 +233,8 @@ def split_of(
 def lines_of_keys(
     phases: Sequence[Sequence[Counted]], split: Split, lengths: Sequence[int], ranks: int
 ) -> list[list[Counted]]:
-    """Return the memory of each phase at several T and C, repeated for each relevant number of
-    bytes of other ranks' keys.
+    """Return the counted memory of each phase, repeated for each number of bytes of keys from other
+    ranks at which the phase's peak changes.
 
     Args:
         phases: the phases of each count, in order.

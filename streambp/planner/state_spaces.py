@@ -32,7 +32,7 @@ ACCUMULATION_DTYPE = torch.float32
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x [...] with a contiguous last dimension."""
+    """Return x [...], copied if its last dimension is not contiguous."""
     if x.stride(-1) == 1:
         return x
     return x.contiguous()
@@ -42,7 +42,7 @@ def _selective_scan(
     ctx: Any, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return y [B, D, T] and the end state.
+    """Make the allocations of mamba_ssm's selective scan. Return y [B, D, T] and the end state.
 
     Shapes: u, dt, z [B, D, T], a [D, N], b, c [B, N, T], d and bias [D]; z, d and bias may be None.
     """
@@ -62,7 +62,8 @@ def _selective_scan(
 
 
 def _selective_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of forward's tensors for grad [B, D, T]; those of b and c in float32."""
+    """Make the allocations of the backward of mamba_ssm's selective scan, for grad [B, D, T].
+    Return the gradients of forward's tensors; those of b and c are in float32."""
     u, dt, a, b, c, d, z, bias, _, _ = ctx.saved_tensors
     grad = _rows(grad)
     if z is None:
@@ -82,7 +83,7 @@ selective_scan = functools.partial(Replayed.apply, _selective_scan, _selective_s
 
 
 def _like(x: Tensor | None) -> Tensor | None:
-    """Return an empty tensor like x, or None."""
+    """Return an uninitialized tensor like x; None for None."""
     if x is None:
         return None
     return torch.empty_like(x)
@@ -92,7 +93,8 @@ def _fused_mamba(
     ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor, out_proj: Tensor,
     out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, norm: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return [B, T, h] for xz [B, 2 D, T].
+    """Make the allocations of mamba_ssm's fused Mamba layer, and return its output [B, T, h] for xz
+    [B, 2 D, T].
 
     Shapes: x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]; d and biases may be
     None.
@@ -117,7 +119,8 @@ def _fused_mamba(
 
 
 def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
-    """Return dt [D, B T] from `small` [B T, R + 2 N].
+    """Make the allocations of the step size in a Mamba layer, and return dt [D, B T] for `small` [B
+    T, R + 2 N].
 
     A norm of dt allocates three tensors: a copy of its input, its output, a copy of its output.
     """
@@ -128,7 +131,8 @@ def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
 
 
 def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of forward's tensors for grad [B, T, h]; that of conv in float32."""
+    """Make the allocations of the backward of mamba_ssm's fused Mamba layer, for grad [B, T, h].
+    Return the gradients of forward's tensors; that of conv is in float32."""
     conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = (
         ctx.saved_tensors
     )
@@ -177,7 +181,8 @@ fused_mamba = functools.partial(Replayed.apply, _fused_mamba, _fused_mamba_backw
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of one call of Mamba 2's scan, and empty tensors of its usual shapes.
+    """Sizes of one call of mamba_ssm's Mamba 2 scan, and methods that create empty tensors of its
+    usual shapes.
 
     Attributes:
         like: tensor with the dtype and device of the call.
@@ -201,23 +206,25 @@ class Sizes:
 
     @property
     def blocks(self) -> int:
-        """Return NB, the number of blocks of Q tokens."""
+        """Return NB, the number of blocks of Q tokens in a row."""
         return -(-self.tokens // self.block)
 
     def states(self, dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor [B, NB, H, P, N]."""
+        """Return an empty tensor [B, NB, H, P, N] for one state [P, N] of each block and head."""
         return self.like.new_empty(
             self.rows, self.blocks, self.heads, self.width, self.size, dtype=dtype
         )
 
     def steps(self, parts: int = 1) -> Tensor:
-        """Return an empty tensor [B, H, NB, parts, Q] in float32."""
+        """Return an empty tensor [B, H, NB, parts, Q] in float32, for numbers of each token and
+        head such as the step size dt."""
         return self.like.new_empty(
             self.rows, self.heads, self.blocks, parts, self.block, dtype=ACCUMULATION_DTYPE
         )
 
     def scores(self, splits: int = 1) -> Tensor:
-        """Return an empty tensor [B, NB, splits, G, Q, Q] in float32."""
+        """Return an empty tensor [B, NB, splits, G, Q, Q] in float32, for the products C B^T of the
+        tokens of each block."""
         return self.like.new_empty(
             self.rows,
             self.blocks,
@@ -229,24 +236,22 @@ class Sizes:
         )
 
     def inputs(self, splits: int = 1) -> Tensor:
-        """Return an empty tensor [B, T, splits, G, N] in float32, of the size of B or C."""
+        """Return an empty tensor [B, T, splits, G, N] in float32, for B or C of each token."""
         return self.like.new_empty(
             self.rows, self.tokens, splits, self.groups, self.size, dtype=ACCUMULATION_DTYPE
         )
 
     def flops(self, times: int) -> None:
-        """Add `times` times the products of forward: scores, states of blocks, and output from
-        both.
-        """
+        """Add the FLOPs of a scan's products (scores, states of blocks, and output from both),
+        `times` times those of forward."""
         scores = 2 * self.groups * self.block * self.size
         mixed = 2 * self.heads * self.width * (self.block + 2 * self.size)
         add_flops(times * self.rows * self.tokens * (scores + mixed))
 
 
 def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output [B, T, H, P], end state [B, H, P, N] and the decay saved for backward
-    [B, H, NB, 1, Q].
-    """
+    """Make the allocations of a Mamba 2 scan's forward. Return output [B, T, H, P], end state [B,
+    H, P, N] and the decay saved for backward [B, H, NB, 1, Q]."""
     decay = sizes.steps()
     steps = sizes.steps()
     own = sizes.states(ACCUMULATION_DTYPE)
@@ -265,7 +270,8 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _scan_backward(
     sizes: Sizes, dt: Tensor, has_start: bool, given: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients of x, dt, B, C and the start state.
+    """Make the allocations of a Mamba 2 scan's backward. Return the gradients of x, dt, B, C and
+    the start state.
 
     Args:
         sizes: sizes of the call.
@@ -329,7 +335,7 @@ def _mamba2_scan(
     ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None,
     start: Tensor | None, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out [B, T, H, P] and the end state.
+    """Make the allocations of mamba_ssm's Mamba 2 scan. Return out [B, T, H, P] and the end state.
 
     Shapes: x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d
     and dt_bias [H] or None.
@@ -343,7 +349,8 @@ def _mamba2_scan(
 
 
 def _mamba2_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of forward's tensors for grad [B, T, H, P], in x's dtype or their own."""
+    """Make the allocations of the backward of `_mamba2_scan`, for grad [B, T, H, P]. Return the
+    gradients of forward's tensors, in x's dtype or their own."""
     _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
     grad = _rows(grad)
     sizes = Sizes(x, ctx.block, *x.shape, *b.shape[2:])
@@ -360,7 +367,8 @@ def _fused_mamba2(
     ctx: Any, zxbcdt: Tensor, conv: Tensor, conv_bias: Tensor | None, dt_bias: Tensor, a: Tensor, d: Tensor,
     norm: Tensor | None, proj: Tensor, proj_bias: Tensor | None, width: int, groups: int, block: int,
 ) -> Tensor:  # fmt: skip
-    """Return [B, T, h] for zxbcdt [B, T, 2 H P + 2 G N + H].
+    """Make the allocations of mamba_ssm's fused Mamba 2 layer, and return its output [B, T, h] for
+    zxbcdt [B, T, 2 H P + 2 G N + H].
 
     Shapes: conv [H P + 2 G N, k], dt_bias, a and d [H], norm [H P] or None, proj [h, H P]; biases
     may be None.
@@ -386,7 +394,7 @@ def _fused_mamba2(
 def _mamba2_sizes(
     zxbcdt: Tensor, conv: Tensor, d: Tensor, width: int, groups: int, block: int
 ) -> Sizes:
-    """Return the sizes of a fused call."""
+    """Return the sizes of a call of mamba_ssm's fused Mamba 2 layer."""
     heads = d.shape[0]
     rows, tokens = zxbcdt.shape[:2]
     size = (conv.shape[0] - heads * width) // groups // 2
@@ -394,7 +402,8 @@ def _mamba2_sizes(
 
 
 def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of forward's tensors for grad [B, T, h]; that of conv in float32."""
+    """Make the allocations of the backward of `_fused_mamba2`, for grad [B, T, h]. Return the
+    gradients of forward's tensors; that of conv is in float32."""
     zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
     again = torch.empty_like(out)

@@ -18,11 +18,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from streambp.attention.carriers import attention_configs
+from streambp.attention.interface import attention_configs
 from streambp.known_names import IMPLEMENTATION
-from streambp.nested import replaced
 from streambp.planner.count import AllocatedBytes, LiveBytes, Replayed, add_flops
 from streambp.planner.work import Work, aten
+from streambp.tensors import replaced
 
 EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = (
     "embedding",
@@ -48,8 +48,8 @@ class Span:
         host: host bytes at the end.
         gradients: bytes of parameters' `.grad` at the end.
         work: FLOPs, bytes read and written, and dispatches in the phase.
-        most: see `splits.SplitCount`.
-        links: see `splits.SplitCount`.
+        most: bytes of keys from other ranks -> maximum of all other bytes (`splits.SplitCount`).
+        links: bytes exchanged with other ranks so far (`splits.SplitCount`).
     """
 
     name: str
@@ -146,7 +146,7 @@ def run_step(
     phases = Phases(count, list(model.parameters()), host)
 
     def before(place: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin a layer's forward."""
+        """Record that a layer's forward begins: a forward pre-hook."""
         if phases.backward:
             return  # a recomputation
         if place == 0:
@@ -159,9 +159,8 @@ def run_step(
         phases.enter("forward", place)
 
     def after(place: int, module: nn.Module, args: Any, output: Any) -> None:
-        """Register a hook that begins the phase of the layer's backward. After the last layer,
-        begin the head's phase.
-        """
+        """Register a tensor hook that records the start of the layer's backward: a forward hook.
+        The last layer's hook also records the start of the head."""
         if phases.backward:
             return
         if isinstance(output, tuple):
@@ -196,9 +195,10 @@ def run_step(
 
 @contextlib.contextmanager
 def fused_attention(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the model attends with FlashAttention's operator.
+    """Context manager in which the model's attention makes FlashAttention's allocations, for a
+    count without data.
 
-    Without it, sdpa on meta would count a [T, T] matrix.
+    sdpa on meta would allocate a [T, T] matrix.
     """
     AttentionInterface.register(FUSED, _flash)
     with replaced(attention_configs(model), IMPLEMENTATION, itertools.repeat(FUSED)):
@@ -215,9 +215,10 @@ def _flash(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with the memory and FLOPs of causal FlashAttention in the layer's window.
+    """Compute causal attention in a count without data, with the memory and FLOPs of
+    FlashAttention.
 
-    This is an attention function for transformers. Softcap costs nothing here.
+    The function has the interface of transformers' attention functions. Softcap costs nothing here.
     """
     size = value.shape[-1]
     wide = max(size, query.shape[-1])  # the kernel supports a single head size
@@ -239,9 +240,8 @@ def _flash(
 
 
 def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return a float32 scalar for hidden [N, h] and weight [V, h]; each tile of logits is freed at
-    once.
-    """
+    """Make the allocations of an output projection with a fused loss, for hidden [N, h] and weight
+    [V, h], and return a float32 scalar. Each block of logits is freed at once."""
     for rows in hidden.split(TILE[0]):
         for columns in weight.split(TILE[1]):
             add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads the tile
@@ -253,7 +253,8 @@ def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _counted_head_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of hidden [N, h] and, if trained, of weight [V, h], in their dtypes."""
+    """Return empty gradients of hidden [N, h] and, if trained, of weight [V, h], in their
+    dtypes."""
     hidden, weight, _ = ctx.saved_tensors
     d_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # [N, h]
     if ctx.needs_input_grad[3]:

@@ -23,7 +23,7 @@ PLENTY = 2**50  # bytes of a device on which everything fits
 
 
 class Training(NamedTuple):
-    """The trained parameters.
+    """The trained parameters: all of them, or LoRA adapters on a frozen, possibly quantised model.
 
     Attributes:
         lora: rank of the adapters; None: all parameters are trained.
@@ -42,12 +42,14 @@ class Training(NamedTuple):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Return the command-line options."""
+        """Return the options of `streambp plan` that request this training, such as ("--lora",
+        "16")."""
         given = ("--full",) if self.lora is None else ("--lora", str(self.lora))
         return (*given, *(("--bits", str(self.bits)) if self.bits < 16 else ()))
 
     def smaller(self) -> Iterator[Training]:
-        """Generate trainings with less memory on the device, the closest first."""
+        """Yield ways of training that take less device memory, such as LoRA or 4-bit weights, the
+        closest first."""
         rank = self.lora or RANK
         if self.lora is None:
             yield Training(rank)
@@ -57,7 +59,7 @@ class Training(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A change that makes the plan fit.
+    """A change, such as LoRA or more GPUs, with which a plan fits into memory.
 
     Attributes:
         change: description.
@@ -103,7 +105,8 @@ def best_change(
 ) -> Remedy | None:
     """Return the fastest plan of a profile on the same GPUs; None if none fits.
 
-    Of plans that are equally fast within `SLOWER`, the one with the fewest changes wins.
+    The smallest number of command-line options wins among plans that are equally fast within
+    `SLOWER`.
 
     Args:
         found: the plan whose setting changes.
@@ -273,8 +276,8 @@ def on_device(remedy: Remedy) -> bool:
 
 
 def too_large(plan: Plan) -> str | None:
-    """Return the bytes of weights, gradients and optimizer state as text if they exceed the device;
-    else None.
+    """Return text with the bytes of weights, gradients and optimizer state if these alone exceed
+    the device's memory; otherwise None.
     """
     setting = plan.setting
     if setting.weights == "auto":
@@ -295,7 +298,8 @@ def too_large(plan: Plan) -> str | None:
 
 
 def with_options(given: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return a command line with these options in place of its options for the same settings."""
+    """Return a command line's words, with `options` in place of its options for the same
+    settings."""
     names = {option for option in options if option.startswith("--")}
     names |= {"--lora", "--full"} if names & {"--lora", "--full"} else set()
     kept, values = [], iter(given)

@@ -46,10 +46,10 @@ from streambp.planner.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class SurveyRecipe:
-    """A way to run a step.
+    """A way to run a training step whose memory and FLOPs are to be counted.
 
     Attributes:
-        name: the method's name.
+        name: name of the way.
         config: streambp's settings; None: unpatched.
         checkpointing: True for unpatched steps with gradient checkpointing.
         fused_head: True for unpatched steps with a fused head.
@@ -64,7 +64,7 @@ class SurveyRecipe:
 
 
 def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = "") -> SurveyRecipe:
-    """Return a streamed recipe, named after its settings.
+    """Return the recipe of a step under streambp, chunk by chunk, named after its settings.
 
     Raises:
         ConfigError: the saves are restricted to some layers.
@@ -121,13 +121,14 @@ def survey(
     timed: bool = True,
     said: Callable[[str, float], None] | None = None,
 ) -> Profile:
-    """Count every recipe on the skeleton, with its layers reduced.
+    """Count steps of a model without data, one for each recipe, and return the counted costs
+    (`Profile`).
 
     Args:
-        skeleton: the model without data.
-        recipes: the methods.
+        skeleton: the model without data; its layers are reduced to representatives.
+        recipes: the ways to run a step.
         batch_size: number of rows.
-        at: a length and chunk size where the lines must fit best; None: lines for any length.
+        at: a length and chunk size where the fitted functions must be best; None: any length.
         kernels: attention kernels on a GPU, whose workspaces are counted.
         accumulating: also count steps that add to gradients.
         tree: also count the modules.
@@ -135,8 +136,8 @@ def survey(
         said: progress callback with the next recipe's name and the fraction of the work done.
 
     Raises:
-        StreamBPError: a streamed step cannot be counted without data (experts that read their
-            routing, for example).
+        StreamBPError: a step cannot be counted without data (experts that read their routing, for
+            example).
     """
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_at_once(skeleton)
@@ -187,9 +188,8 @@ def survey(
         modules = module_tree(skeleton, reduced, batch_size)
     shape = (name, dtype, len(reduced.kinds), batch_size, groups, unsharded)
     mixers = assumed(skeleton.model, skeleton.mixers)
-    without = skeleton.without_adapters
-    found = (*shape, tuple(methods), modules, tuple(left_out), mixers)
-    return Profile(*found, without_adapters=without, **on_host)
+    on_host["without_adapters"] = skeleton.without_adapters
+    return Profile(*shape, tuple(methods), modules, tuple(left_out), mixers, **on_host)
 
 
 @contextlib.contextmanager
@@ -218,7 +218,7 @@ def _gathered_at_once(skeleton: Skeleton) -> int:
 
 
 def _layers_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the decoder layers of all stacks."""
+    """Yield all decoder layers of a model, of each of its backbones."""
     for stack in find_stacks(model).stacks:
         yield from stack.layers
 
@@ -229,7 +229,8 @@ def _bytes_of(tensors: Sequence[Tensor]) -> int:
 
 
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
-    """Return the dense parameters and the experts' parameters; tied parameters count once."""
+    """Return numbers and bytes of the dense parameters and of the experts' parameters; tied
+    parameters count once."""
     groups = []
     for name in ("dense", "expert"):
         mine = []
@@ -252,14 +253,14 @@ Works = dict[Point, dict[str, Work]]  # work of a full step, by point and kind o
 
 @dataclasses.dataclass
 class Counter:
-    """Counts single steps of a skeleton with reduced layers.
+    """Counts single steps of a model without data, of which only representative layers remain.
 
     Attributes:
         skeleton: the model without data.
         reduced: its representative layers.
         batch_size: number of rows.
         kernels: attention kernels whose workspaces are counted; None: none.
-        growth: additional bytes of streamed steps that add to gradients.
+        growth: additional bytes of chunked steps that add to gradients.
     """
 
     skeleton: Skeleton
@@ -276,9 +277,8 @@ class Counter:
         self.growth: list[Counted] = []
 
     def fused(self, recipe: SurveyRecipe) -> bool:
-        """True if a fused kernel attends, as on a GPU in half precision without softcap and picked
-        keys.
-        """
+        """True if a fused attention kernel would run in this step. On a GPU this requires half
+        precision, no softcap and no sparse attention."""
         if recipe.config is None:
             return True
         layers = _layers_of(self.skeleton.model)
@@ -297,17 +297,17 @@ class Counter:
         return self._fused
 
     def more_points(self, recipe: SurveyRecipe, size: int, own: Works) -> Works:
-        """Return work at further points, which separate the work's laws: two chunks of `size`,
-        three of 2 `size`.
+        """Return the FLOPs and bytes of steps at further lengths and chunk sizes, from which the
+        functions of both are fitted: two chunks of `size`, three of 2 `size`.
 
-        These points are counted once for all methods with the same saves. The methods differ in
+        These points are counted once for all recipes with the same saves. The recipes differ in
         copies to the host only, by the same amount as at a point counted for both. Copied tensors
         cost equal bytes for each token and equal dispatches for each chunk.
 
         Args:
-            recipe: the method.
+            recipe: the way to run the step.
             size: chunk size of the smaller point.
-            own: the method's own counts.
+            own: the recipe's own counts.
         """
         assert recipe.config is not None
         key = recipe.split, recipe.config.named_saves, size
@@ -335,7 +335,7 @@ class Counter:
         return works
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
-        """Return the heads of all layers that attend.
+        """Return the numbers of attention heads of all layers, for sequence sharding.
 
         Raises:
             StreamBPError: the model's sequences cannot be sharded, with the reason from a step.
@@ -350,7 +350,7 @@ class Counter:
         return self._heads[recipe.split]
 
     def ranks(self, recipe: SurveyRecipe) -> int:
-        """Return the number of ranks for counts of sharded sequences.
+        """Return the number of ranks for which a step with sharded sequences is counted.
 
         For Ulysses it is the smallest number that can share all heads, or 1 if none can.
         """
@@ -416,7 +416,8 @@ class Counter:
 
     @contextlib.contextmanager
     def _prepared(self, recipe: SurveyRecipe, chunk_size: int) -> Any:
-        """Context manager that sets up the model for the recipe and yields the host's count."""
+        """Context manager that sets up the model for the recipe. It yields the object that counts
+        the step's host bytes."""
         model = self.skeleton.model
         causal_lm = self.skeleton.causal_lm
         with contextlib.ExitStack() as stack:

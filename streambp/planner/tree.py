@@ -20,7 +20,8 @@ Activations = dict[nn.Module, float]
 
 
 def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> Node:
-    """Return the tree of the unpatched model without checkpointing.
+    """Return the tree of a model's modules (`Node`) with their parameters and activations, for the
+    unpatched model without checkpointing.
 
     Layers of one kind are one node; other equal siblings share a node as well.
     """
@@ -77,9 +78,8 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
 
 
 def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
-    """Return bytes a token of storages that a module's forward allocates and the model's forward
-    keeps.
-    """
+    """Return for each module the bytes a token that its forward allocates and that are still alive
+    after the model's forward."""
     count = StepCount(None)
     spans: dict[nn.Module, tuple[int, int]] = {}
     handles: list[Any] = []
@@ -116,7 +116,8 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
 
 
 def _direct(module: nn.Module) -> list[nn.Module]:
-    """Return the modules whose forward this module calls: children, and entries of its lists."""
+    """Return the modules whose forward a module calls itself: its children, and the entries of its
+    `ModuleList`s."""
     direct: list[nn.Module] = []
     for child in module.children():
         direct += _direct(child) if isinstance(child, nn.ModuleList) else [child]

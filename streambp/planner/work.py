@@ -89,7 +89,7 @@ CAUSAL_AT = {  # index of is_causal among the arguments
 
 
 def _attention_shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, int, int]:
-    """Return rows, H, H_kv, queries, keys, D, D_v of an attention call."""
+    """Return the sizes of an attention operation's call: rows, H, H_kv, queries, keys, D, D_v."""
     q, k, v = args[1:4] if func in BACKWARDS else args[:3]
     if func in (FORWARDS[2], BACKWARDS[2]):  # token major, [B, T, H, D] or [T, H, D]
         rows = q.shape[0] if q.dim() == 4 else 1
@@ -98,7 +98,7 @@ def _attention_shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, in
 
 
 def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
-    """Return the number of query-key pairs.
+    """Return the number of pairs of a query and a key that attention computes.
 
     Args:
         queries: number of queries.
@@ -120,7 +120,8 @@ def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
 
 
 def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
-    """Return FLOPs: two products forward, and five backward, which recomputes the scores."""
+    """Return the FLOPs of an attention operation: two matrix products forward, and five backward,
+    which recomputes the scores."""
     rows, heads, _, queries, keys, size, value_size = _attention_shapes(func, args)
     causal = len(args) > CAUSAL_AT[func] and args[CAUSAL_AT[func]] is True
     left = kwargs.get("window_size_left")
@@ -138,7 +139,8 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def workspace(func: Any, args: Any, kernels: str) -> int:
-    """Return the bytes that an attention kernel allocates and frees. [Note: kernel workspaces]"""
+    """Return the bytes that an attention kernel allocates and frees within one call. [Note: kernel
+    workspaces]"""
     if func is BACKWARDS[1]:
         return 0
     rows, heads, kv_heads, queries, keys, size, value_size = _attention_shapes(func, args)

@@ -4,9 +4,9 @@ model.
 [Note: trial of sharing] Sharing is exact only if a token depends on its row's earlier tokens and
 its position alone. No structure of a model proves this: some models count positions from the mask,
 some continue over padding. The first call of each kind therefore runs a trial. Three short rows of
-random tokens share most of their tokens. The trial computes them once as rows and once as a tree,
-and sends each token to the same experts both times [Note: choices]. A kind is defined by the call's
-arguments, and never by the token values.
+random tokens share most of their tokens. The trial computes the rows twice, once as rows and once
+as a tree. Each token goes to the same experts both times [Note: choices]. A kind is defined by the
+call's arguments, and never by the token values.
 
 If a forward is a collective, ranks agree before each call on the kind to try, so all ranks run the
 same forwards. [Note: what a rank decides alone] No rank stops in the middle of a forward. An
@@ -43,7 +43,6 @@ from streambp.known_names import (
 from streambp.layer.call import recording
 from streambp.layer.choices import ReplayedChoices
 from streambp.layer.site import LayerSite
-from streambp.nested import replaced
 from streambp.prefixes.arguments import (
     TRIAL,
     known_by,
@@ -55,6 +54,7 @@ from streambp.prefixes.arguments import (
 )
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
+from streambp.tensors import replaced
 
 DROPS = "drop"  # part of names of modules with dropout, and of rate attributes
 JITTER = "jitter"  # part of names of attributes that scale a router's input at random
@@ -71,7 +71,15 @@ def why_not(
     sites: list[LayerSite],
     takes_positions: bool = True,
 ) -> str | None:
-    """Return the reason against sharing in a backbone's call; None if a tree may be tried."""
+    """Return the reason, as text for `describe`, against computing a call as one packed row, in
+    which tokens of shared prefixes occur once. None if a packed row may be tried.
+
+    Args:
+        module: the backbone: a transformers model without head.
+        kwargs: its arguments.
+        sites: the backbone's decoder layers, with their settings and test results.
+        takes_positions: True if the backbone's forward accepts position_ids.
+    """
     if hasattr(_embeddings(module), NOISY_EMBEDDINGS):
         return "NEFTune adds noise to the embeddings, which depends on how many tokens a row has"
     if kwargs.get(SHARED_INPUTS[1]) is not None and getattr(module.config, Z_LOSS, False):
@@ -91,10 +99,8 @@ def why_not(
 
 
 def draws_noise(module: nn.Module) -> bool:
-    """True if a backbone drops or scales values of its tokens at random.
-
-    Modules may do so by themselves or by rates that they pass to functions.
-    """
+    """True if the model is in training mode with active dropout, or with another rate of random
+    noise: equal tokens of two rows would then differ."""
     for part in module.modules():
         if not part.training:
             continue
@@ -115,10 +121,16 @@ def _embeddings(module: nn.Module) -> nn.Module | None:
 
 
 def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Store the tree in the attention masks among a layer's arguments.
+    """Tell the attention masks among a layer's arguments which keys each token of a packed row may
+    read.
+
+    Args:
+        tree: the packed row.
+        site: the decoder layer.
+        args, kwargs: the layer's arguments.
 
     Raises:
-        UnsharedError: the layer attends, and no mask among its arguments can store a tree.
+        UnsharedError: the layer attends, and no mask among its arguments can store this.
     """
     masks = [value for value in (*args, *kwargs.values()) if isinstance(value, LazyMask)]
     for value in kwargs.values():
@@ -133,7 +145,8 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
 
 
 def check_streamed(site: LayerSite) -> None:
-    """Check that a layer ran in chunks: unchunked code that mixes tokens would mix branches.
+    """Check that a layer ran in chunks, with streambp's attention. The layer's own attention would
+    let a token of a packed row read another row's tokens.
 
     Raises:
         UnsharedError: the layer ran unchunked.
@@ -145,12 +158,16 @@ def check_streamed(site: LayerSite) -> None:
 
 
 class Trials:
-    """Results of a backbone's trials. [Note: trial of sharing]
+    """Tests on random tokens if a backbone computes a packed row with shared prefixes like its
+    rows. [Note: trial of sharing]
+
+    Args:
+        module: the backbone.
 
     Attributes:
         takes_positions: True if the backbone's forward accepts position_ids.
-        verdicts: kind of call -> reasons against sharing, (without padding, with padding); None:
-            may share.
+        verdicts: two reasons against a packed row by kind of call, for batches without padding and
+            with padding; None: rows may be packed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -159,7 +176,8 @@ class Trials:
         self.verdicts: dict[tuple[Any, ...], tuple[str | None, str | None]] = {}
 
     def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the kind of a call with these arguments, which `why_not` has accepted."""
+        """Return a key for calls with arguments of the same names and form, under the same
+        autocast."""
         said: list[str] = []
         for name, value in kwargs.items():
             if value is not None and value is not False and name not in LABELS:
@@ -170,7 +188,7 @@ class Trials:
         return given, autocast_dtype(tokens_of(kwargs).device.type), dtype
 
     def knows(self, kwargs: Mapping[str, Any]) -> bool:
-        """True if the kind of a call with these arguments was tried."""
+        """True if a call with arguments of this form was tested."""
         return self.kind_of(kwargs) in self.verdicts
 
     def make(
@@ -181,14 +199,15 @@ class Trials:
         apart: int,
         together: bool,
     ) -> None:
-        """Try the kind of a call and store the verdicts.
+        """Test on random tokens if calls with arguments of this form can be computed as a packed
+        row with shared prefixes. Store the reasons against it, or None, in `verdicts`.
 
         Args:
             kwargs: the call's arguments, which `why_not` has accepted.
             over: the backbone's forward.
-            sites: the backbone's layers.
-            apart: `find_tree`'s argument.
-            together: True if other ranks run the same trial.
+            sites: the backbone's decoder layers.
+            apart: minimum number of tokens between two positions at which rows branch.
+            together: True if other ranks run the same test.
         """
         shares = kwargs.get(EMBEDS) is None
         padded = kwargs.get(SHARED_INPUTS[1]) is not None
@@ -266,9 +285,11 @@ class Trials:
 
 
 def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
-    """Return [1, N, ...] for the packed row from [B, T, ...].
+    """Return recorded router scores or choices for the tokens of the packed row, [1, N, ...], from
+    those for the rows' tokens, [B, T, ...].
 
-    An additional token at the end gets the last token's choice; its scores are NaN.
+    If the packed row has an additional token at its end, this token gets the last token's values;
+    floats are NaN.
     """
     found = tree.packed(of_rows)
     if tree.furthest is None:
@@ -281,12 +302,8 @@ def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _in_eval(module: nn.Module) -> Iterator[None]:
-    """Context manager that disables randomness in a module by its modules' `training` flags.
-
-    Modules' own `train` methods may do more, and are not called. Modules of quantised weights keep
-    their mode. The CPU code of bitsandbytes permanently repacks weights in eval mode, for a kernel
-    without a gradient.
-    """
+    """Context manager that sets all modules to eval mode, except modules with quantized weights:
+    the CPU code of bitsandbytes permanently repacks weights in eval mode."""
     training = []
     for part in module.modules():
         quantised = False

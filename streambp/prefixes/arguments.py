@@ -31,7 +31,7 @@ TEXT_FIRST = 4  # axes of positions: text, time, height and width; three axes la
 
 
 def tokens_of(kwargs: Mapping[str, Any]) -> Any:
-    """Return input_ids [B, T], or else inputs_embeds [B, T, h]."""
+    """Return input_ids [B, T] of a call, or inputs_embeds [B, T, h] without input_ids."""
     ids = kwargs.get(SHARED_INPUTS[0])
     return ids if ids is not None else kwargs.get(EMBEDS)
 
@@ -47,10 +47,8 @@ def _without_labels(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
-    """Return the reason against a packed row for these arguments.
-
-    None: the arguments contain all that a packed row needs.
-    """
+    """Return the reason, as text for `describe`, why a call with these arguments needs its rows as
+    they are. None if its tokens can be packed into one row."""
     for name, value in kwargs.items():
         if name not in KNOWN and value is not None:
             return (
@@ -89,7 +87,8 @@ def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
 
 
 def known_by(kwargs: Mapping[str, Any]) -> Tensor:
-    """Return [B, T] integers that are equal for equal tokens, apart from text positions."""
+    """Return integers [B, T] that are equal for tokens with equal ids and arguments. Text positions
+    are not included."""
     tokens = tokens_of(kwargs)
     positions = kwargs.get(SHARED_INPUTS[2])
     shape = tokens.shape[:2]
@@ -106,19 +105,20 @@ def known_by(kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _numbered(axis: Tensor) -> Tensor:
-    """Return [B, T] integers that identify the values of positions [B, T].
-
-    Equal positions have equal integers; positions with different fractions differ.
-    """
+    """Return integers [B, T] that are equal for equal positions [B, T], integers or floats."""
     if axis.is_floating_point():
         return axis.unique(return_inverse=True)[1]
     return axis
 
 
 def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) -> dict[str, Any]:
-    """Return a call's arguments for the packed row, without labels.
+    """Return a call's arguments for the packed row, without labels: tokens [1, N, ...], a mask [1,
+    N] of ones, and, if accepted, position_ids [1, N] or [axes, 1, N].
 
-    Tokens are [1, N, ...], the mask [1, N]. Positions, if accepted, are [1, N] or [axes, 1, N].
+    Args:
+        kwargs: the call's arguments for rows [B, T].
+        tree: the packed row.
+        takes_positions: True if the forward accepts position_ids.
     """
     changed = _without_labels(kwargs)
     mask, positions = mask_and_positions(kwargs)
@@ -151,9 +151,11 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
 
 
 def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[str, Any]:
-    """Return arguments of the same kind for random rows that branch twice.
+    """Return arguments for a test: the same names as in `kwargs`, for three rows of random tokens
+    that share prefixes.
 
     Args:
+        kwargs: a call's arguments.
         vocabulary: number of token ids.
         padded: True for padding on both sides.
     """

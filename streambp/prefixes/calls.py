@@ -1,10 +1,10 @@
 """Run a backbone's call over the packed row of its batch if that is exact and saves tokens; else
 over the rows.
 
-[Note: a look] Looking for shared prefixes is the default, without a request by the user. An
-exception from the search, over arguments that the model accepts, is therefore a reason to compute
-rows, and never ends a step. `describe` shows the reason. A trial that ranks run together is no part
-of the search: only an error can end a forward in the middle.
+Looking for shared prefixes is the default, without a request by the user. An exception from the
+search, over arguments that the model accepts, is therefore a reason to compute rows, and never ends
+a step. `describe` shows the reason. A trial that ranks run together is no part of the search: only
+an error can end a forward in the middle.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from streambp.admission.third_party import why_rows
 from streambp.device import is_out_of_memory
-from streambp.distributed.agreement import everyones_numbers, must_agree
+from streambp.distributed.engines import everyones_numbers, must_agree
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.known_names import EMBEDS, LABELS, PER_TOKEN, SHARED_INPUTS
 from streambp.layer.site import LayerSite
@@ -54,11 +54,11 @@ UNREMARKABLE = (AS_UNPATCHED, ONE_ROW, NOTHING_SHARED)
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Sizes of a call whose rows were computed as one packed row.
+    """Sizes of a batch computed as one packed row.
 
     Attributes:
-        rows: number of batch rows.
-        tokens_of_rows: number of their tokens.
+        rows: number of rows B.
+        tokens_of_rows: number of tokens of all rows, without padding.
         padding: number of padding positions.
         tokens: number of computed tokens.
     """
@@ -70,15 +70,16 @@ class Shared:
 
 
 class SharedPrefixes:
-    """Packs the rows of a backbone's calls.
+    """Computes a backbone's calls on one packed row, without padding and with shared prefixes once.
+    Calls for which this is inexact, or saves few tokens, run on the rows.
 
     Args:
-        module: the backbone.
-        rows: `StreamConfig.rows`, "packed" or "auto".
+        module: the backbone: a transformers model without head.
+        rows: `StreamConfig.rows`: "packed" or "auto".
 
     Attributes:
-        last: numbers of the last call's packed row, or the reason against a packed row; None before
-            the first call.
+        last: sizes of the last call's packed row, or the reason against it as text; None before the
+            first call.
     """
 
     def __init__(self, module: nn.Module, rows: str) -> None:
@@ -99,17 +100,18 @@ class SharedPrefixes:
         padding_unseen: Unseen = None,
         again: Again | None = None,
     ) -> Any:
-        """Return the backbone's output for rows [B, T].
+        """Return the backbone's output for rows [B, T], computed on a packed row or on the rows.
 
         Args:
             kwargs: the backbone's arguments.
-            over: the backbone's forward, over rows or over a tree.
-            sites: returns the backbone's layers.
-            labels: labels of the surrounding language model, in the order of `known_names.LABELS`.
+            over: the backbone's forward: (arguments, the packed row or None).
+            sites: returns the backbone's decoder layers.
+            labels: labels and shift_labels of the language model around the backbone.
             documents: True if the language model's position_ids mark several documents in a row.
-            padding_unseen: returns True if the model's caller gets no values of padding; called
-                only for batches with padding.
-            again: the forward over rows after this call, for a head that reads padding.
+            padding_unseen: returns True if no other code reads values at padding positions; called
+                only for batches with padding. None: other code may read them.
+            again: a later forward over the rows, for code that reads padding after all; None: there
+                is none.
 
         Raises:
             StreamBPError: a packed row failed while the model ran, and other ranks wait for this
@@ -150,9 +152,14 @@ class SharedPrefixes:
         return over(kwargs, None)
 
     def _late(self, again: Again, tree: Tree, labels: tuple[Any, Any]) -> LateRows | None:
-        """Return an object that computes rows when the program reads padding.
+        """Return an object that can run the backbone on the batch's rows after the packed row, if
+        the program then reads values at padding. None if the batch has no padding, with
+        rows="packed", or if other ranks take part in a forward.
 
-        None: the batch has no padding, or rows="packed", or other ranks take part.
+        Args:
+            again: a later forward over the rows.
+            tree: the packed row.
+            labels: see `call`.
         """
         if self.rows != "auto" or not any(tree.padding()) or must_agree(self.module):
             return None
@@ -166,7 +173,8 @@ class SharedPrefixes:
         return LateRows(self.module, again, tree, told)
 
     def _caller(self, labels: tuple[Any, Any]) -> tuple[bool, bool]:
-        """Return a key for a program's kind of call: (training, has labels)."""
+        """Return the key (training mode, has labels). Once a call has read values at padding, all
+        calls with its key are expected to."""
         return self.module.training, any(value is not None for value in labels)
 
     def saves(
@@ -176,9 +184,13 @@ class SharedPrefixes:
         labels: tuple[Any, Any],
         padding_unseen: Unseen,
     ) -> bool:
-        """True if a call would be computed as a packed row, or would need a trial for a packed row.
+        """True if a call would be computed on a packed row, or would first need a test for this.
 
-        The arguments are those of `call`.
+        Args:
+            kwargs: see `call`.
+            sites: the backbone's decoder layers.
+            labels: see `call`.
+            padding_unseen: see `call`.
         """
         return isinstance(self._wanted(kwargs, lambda: sites, labels, padding_unseen)[0], Tree)
 
@@ -223,11 +235,10 @@ class SharedPrefixes:
         padding_unseen: Unseen,
         together: bool = False,
     ) -> tuple[Tree | str, bool]:
-        """Return the packed row for a call, or the reason against it, and whether its kind may be
-        tried.
+        """Return two values: the packed row for a call, or the reason against it as text; True if
+        the backbone may be tested with calls of this form. The backbone does not run.
 
-        A packed row requires that the kind was accepted in a trial, or was not tried yet. Nothing
-        is computed, and an exception is a reason. [Note: a look]
+        An exception becomes a reason: no user has asked for the search, so it must not end a step.
         """
         may_try = False
         try:
@@ -252,8 +263,7 @@ class SharedPrefixes:
     @staticmethod
     def _is_one_row(kwargs: Mapping[str, Any]) -> bool:
         """True if the batch is one row without a mask, so packing saves nothing. Does not
-        synchronize with the device.
-        """
+        synchronize with the device."""
         ids, mask, _ = map(kwargs.get, SHARED_INPUTS)
         return mask is None and isinstance(ids, Tensor) and ids.shape[0] < 2
 
@@ -270,10 +280,8 @@ class SharedPrefixes:
         labels: tuple[Any, Any],
         padding_unseen: Unseen,
     ) -> Tree | str:
-        """Return the packed row for a call, or the reason against it.
-
-        The result is cached for the tensors of one call.
-        """
+        """Return the packed row for a call, or the reason against it as text. The result is cached
+        for the tensors of one call."""
         mask, positions = mask_and_positions(kwargs)
         if self.trials.knows(kwargs):
             plain, padded = self.trials.verdicts[self.trials.kind_of(kwargs)]
@@ -319,26 +327,27 @@ class SharedPrefixes:
         return tree
 
     def _tried(self, kwargs: Mapping[str, Any], tree: Tree) -> Tree | str:
-        """Return the packed row for a call of a tried kind, or the reason from the trial."""
+        """Return the packed row for a call of a tested form, or the test's reason against it as
+        text."""
         reason = self.trials.verdicts[self.trials.kind_of(kwargs)][any(tree.padding())]
         if reason is None:
             return tree
         return reason
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
-        """Tell other ranks that no rows of this call share prefixes. [Note: trial of sharing]"""
+        """Take part in the ranks' exchange for a call on this rank that uses no packed row.
+        [Note: trial of sharing]"""
         if must_agree(self.module):
             self._agreed(kwargs, may_try=False)
 
     def _agreed(self, kwargs: Mapping[str, Any], may_try: bool, wants: bool = False) -> bool:
-        """True if all ranks try this kind of call now: all have the same kind, and one rank wants
-        the trial.
-
-        Each call exchanges this, because no rank can tell which kinds are new to another rank.
+        """True if all ranks test this form of calls now: all have a call of this form, and one rank
+        wants the test. Each call exchanges this, because no rank knows what another one has tested.
 
         Args:
-            may_try: True if the call may be tried on this rank.
-            wants: True if the kind is new on this rank and its packed row saves tokens.
+            kwargs: the backbone's arguments.
+            may_try: True if the call may be tested on this rank.
+            wants: True if the form is new on this rank and its packed row saves tokens.
         """
         device = next(
             (value.device for value in kwargs.values() if isinstance(value, Tensor)),
@@ -352,7 +361,8 @@ class SharedPrefixes:
 
 
 def _apart(sites: list[LayerSite]) -> int:
-    """Return the minimum number of tokens between two branching positions.
+    """Return the minimum number of tokens between two positions at which rows of a packed row
+    branch.
 
     A chunk of a layer with states ends at each of these positions.
     """
@@ -360,17 +370,22 @@ def _apart(sites: list[LayerSite]) -> int:
 
 
 def _a_chunk(sites: list[LayerSite]) -> float:
-    """Return the cost of an additional chunk, in tokens, averaged over the layers.
+    """Return the time that one more chunk costs, as a number of tokens with the same time, averaged
+    over the layers.
 
-    A packed row needs additional chunks in layers with states only.
+    Only layers with recurrent states need more chunks for a packed row: where rows branch.
     """
     return A_CHUNK * sum(site.kind.states.carries for site in sites) / max(len(sites), 1)
 
 
 def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
-    """Return [B, T] in bool, the tokens that predict a label; None without labels.
+    """Return a bool tensor [B, T], True for tokens whose output has a label; None without labels.
+    All are True if labels exist for an unknown part of the tokens.
 
-    All tokens are True if labels cover an unknown part of the tokens.
+    Args:
+        plain: labels, to be shifted.
+        shifted: labels that are shifted already.
+        ids: a tensor [B, T].
     """
     if isinstance(shifted, Tensor) and shifted.shape == ids.shape:
         return shifted != IGNORED

@@ -29,11 +29,11 @@ VALUE_TYPES = (bool, int, float, str, type(None))
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """Snapshot of a model's tensors and flags.
+    """Snapshot of a model's parameters, buffers and flags, to see later if the model has changed.
 
     Attributes:
-        written: parameters and buffers, and the version of each tensor.
-        flags: plain attributes of each module, if the model draws noise.
+        written: parameters and buffers, each with its version counter.
+        flags: plain attributes of each module if the model has active dropout or noise, else [].
     """
 
     written: list[tuple[Tensor, int]]
@@ -62,10 +62,8 @@ class Moment:
 
 
 def _flags(module: nn.Module) -> list[dict[str, Any]]:
-    """Return each module's plain attributes and lists of names.
-
-    An example of a list of names is peft's list of active adapters.
-    """
+    """Return each module's attributes that are numbers, strings or flags, and its lists of strings,
+    such as peft's active adapters."""
     found = []
     for part in module.modules():
         flags: dict[str, Any] = {}
@@ -80,11 +78,12 @@ def _flags(module: nn.Module) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Again:
-    """A backbone's forward over the rows of a call, after that call.
+    """A backbone's forward over the rows of a batch, to run later: the batch itself is computed as
+    a packed row.
 
     Attributes:
-        run: returns the forward's output.
-        handed_out: True if logits of the call go to its caller, who may read padding.
+        run: runs it and returns its output.
+        handed_out: True if the call's logits go to user code, which may read padding.
     """
 
     run: Callable[[], Any]
@@ -92,11 +91,12 @@ class Again:
 
 
 class LateRows:
-    """A call's rows, computed when the program reads padding. [Note: padding that is read]
+    """Hidden states of a batch's rows, computed only if the program reads values at padding, which
+    a packed row does not have. [Note: padding that is read]
 
     Args:
         module: the backbone.
-        again: the backbone's forward over the call's rows.
+        again: the backbone's forward over the rows.
         tree: the packed row of the first forward.
         told: called when the program reads padding.
     """
@@ -115,14 +115,15 @@ class LateRows:
         self.source: Tensor | None = None
 
     def of(self, output: Any) -> Callable[[bool], Tensor] | None:
-        """Store the hidden states [N, h] in the output of the packed row.
+        """Store the hidden states [N, h] of the packed row, to compare them later. Return
+        `compute`, or None if no user code can read padding.
 
-        Returns:
-            `compute`; None if the hidden states are real and no code outside of the model reads
-                padding.
+        Args:
+            output: the backbone's output for the packed row.
 
         Raises:
-            UnsharedError: the hidden states are real, and other code may read padding.
+            UnsharedError: user code may read padding, and the hidden states are no lazy tensor that
+                could be computed later.
         """
         hidden = output[0]
         if not isinstance(hidden, LazyHidden) or hidden.written is not None:
@@ -136,10 +137,13 @@ class LateRows:
         return self.compute
 
     def compute(self, graded: bool) -> Tensor:
-        """Return the hidden states of the rows, [B * T, h].
+        """Run the backbone over the rows and return their hidden states [B * T, h].
+
+        Args:
+            graded: True: build a graph, if the first forward did.
 
         Raises:
-            StreamBPError: the model has changed since.
+            StreamBPError: the model has changed since the first forward.
         """
         self.told()
         if self.moment.is_over(self.module):
@@ -159,7 +163,8 @@ class LateRows:
             yield
 
     def _compare(self, rows: Tensor) -> None:
-        """Raise if recomputed tokens differ from the packed row's by more than rounding."""
+        """Raise if the hidden states [B * T, h] of tokens differ from those of the first forward by
+        more than rounding."""
         assert self.source is not None
         if self.moment.flags:
             return  # the second forward draws other noise

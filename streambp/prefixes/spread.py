@@ -20,16 +20,21 @@ from streambp.prefixes.tree import Tree
 
 
 class Spread(torch.autograd.Function):
-    """Autograd Function from x [N, ...] of a tree's packed row to [B, T, ...] of the batch's rows.
+    """Autograd Function that copies values x [N, ...] of a packed row's tokens to all rows that
+    have these tokens: [B, T, ...]. Backward sums the gradients of the copies.
 
-    Padding gets the first token's values. A loss must not include padding. If a loss includes
-    padding, these values have a gradient, and the gradient raises an error. Zeros might have no
-    gradient.
+    Padding gets the first token's values, because zeros might have no gradient. A gradient at
+    padding raises.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tree: Tree) -> Tensor:
-        """Return a new tensor [B, T, ...] in x's dtype."""
+        """Return a new tensor [B, T, ...] with the values of x [N, ...].
+
+        Args:
+            x: one value for each token of the packed row.
+            tree: the packed row.
+        """
         ctx.tree = tree
         spread = x.new_empty(len(tree.rows), tree.width, *x.shape[1:])
         for row, here, there in _places(tree):
@@ -40,7 +45,8 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the sums [N, ...] of grad [B, T, ...], in grad's dtype.
+        """Return the sums [N, ...] of grad [B, T, ...] over the copies of each token, in grad's
+        dtype.
 
         Raises:
             BackwardError: a gradient arrives at padding, which was not computed.
@@ -55,14 +61,12 @@ class Spread(torch.autograd.Function):
 
 
 class Behind(torch.autograd.Function):
-    """Autograd Function that appends a row for padding: x [N, h] -> [N + 1, h].
-
-    The appended row has the first token's values, as in `Spread`.
-    """
+    """Autograd Function that appends a row for padding to x [N, h]: a copy of the first row. A
+    gradient of this row raises."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return a new tensor [N + 1, h]."""
+        """Return x [N, h] with a copy of its first row behind, [N + 1, h]."""
         return torch.cat([x, x[:1]])
 
     @staticmethod
@@ -77,10 +81,12 @@ class Behind(torch.autograd.Function):
 
 
 def _at_places(x: LazyHidden, tree: Tree) -> LazyHidden:
-    """Return the packed row's deferred tensor as the batch's deferred tensor, with the same hidden
-    states [N, h].
+    """Return the packed row's lazy hidden states [N, h] as lazy hidden states [B, T, h] of the
+    batch's rows. Each token of the batch refers to a token of the packed row. [Note: places]
 
-    [Note: places]
+    Args:
+        x: hidden states, computed on the first read.
+        tree: the packed row.
     """
     source = x.source.reshape(-1, x.source.shape[-1])  # [N, h]
     if source.shape[0] != tree.length or x.recipe.places is not None:
@@ -95,12 +101,14 @@ def _at_places(x: LazyHidden, tree: Tree) -> LazyHidden:
 
 
 def with_late_padding(x: LazyHidden, tree: Tree, compute: Callable[[bool], Tensor]) -> LazyHidden:
-    """Return the packed row's deferred tensor [N, h] as the batch's deferred tensor [B, T, h].
-
+    """Return the packed row's lazy hidden states [N, h] as lazy hidden states [B, T, h] of the
+    batch's rows. If the program reads values at padding, another forward computes all rows.
     [Note: padding that is read]
 
     Args:
-        compute: returns the hidden states of the rows, [B * T, h], if the program reads padding.
+        x: hidden states, computed on the first read.
+        tree: the packed row.
+        compute: runs this forward and returns the hidden states of the rows, [B * T, h].
 
     Raises:
         UnsharedError: x has another shape.
@@ -118,7 +126,8 @@ def with_late_padding(x: LazyHidden, tree: Tree, compute: Callable[[bool], Tenso
 
 
 def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
-    """Yield for each piece of each row: the row, its columns, and its tokens in the packed row."""
+    """Yield, for consecutive tokens of a row that are consecutive in the packed row too: the row's
+    index, their columns in the batch, and their positions in the packed row."""
     for index, row in enumerate(tree.rows):
         for piece in row.pieces:
             start = row.column + piece.at
@@ -130,13 +139,11 @@ def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
 
 
 def refuse(*parts: Tensor) -> None:
-    """Refuse finite gradients [...] at padding.
-
-    After an overflow, padding gets NaN from operations that mix padding with tokens; NaN is
-    ignored.
+    """Raise if a gradient [...] at padding is finite and not zero. NaN and inf are ignored: after
+    an overflow padding gets them from operations that mix padding with tokens.
 
     Raises:
-        BackwardError: a gradient at padding is finite and not zero.
+        BackwardError: there is such a gradient.
     """
     if parts and bool(torch.stack([((part != 0) & part.isfinite()).any() for part in parts]).any()):
         raise BackwardError(
@@ -147,14 +154,14 @@ def refuse(*parts: Tensor) -> None:
 
 
 def spread(x: Tensor, tree: Tree, late: Callable[[bool], Tensor] | None = None) -> Tensor:
-    """Return x of the packed row as a tensor of the batch, in x's dtype.
-
-    [1, N, ...] becomes [B, T, ...], and [N, ...] becomes [B * T, ...]. N is the length of the
-    packed row.
+    """Return an output x of the model for the packed row as an output for the batch's rows. [1, N,
+    ...] becomes [B, T, ...], and [N, ...] becomes [B * T, ...], in x's dtype.
 
     Args:
-        late: returns the hidden states of the rows, for deferred tensors; None: padding has another
-            token's values.
+        x: the output.
+        tree: the packed row of N tokens.
+        late: returns the hidden states of the rows [B * T, h], if x is a lazy tensor and the
+            program reads padding; None: padding has another token's values.
 
     Raises:
         UnsharedError: x has another shape.
@@ -182,9 +189,14 @@ def spread_all(
     done: dict[int, Tensor] | None = None,
     late: Callable[[bool], Tensor] | None = None,
 ) -> Any:
-    """Return a model's output with `spread` applied to each tensor [1, N, ...] or [N, ...].
+    """Return a model's output for the packed row as an output for the batch's rows: `spread` is
+    applied to every tensor, once to each.
 
-    A tensor that occurs twice in the output is converted once.
+    Args:
+        output: a tensor [1, N, ...] or [N, ...], or such tensors in tuples, lists and dicts.
+        tree: the packed row.
+        done: results by id of a tensor, for tensors that occur twice.
+        late: see `spread`.
 
     Raises:
         UnsharedError: a tensor has another shape.

@@ -38,12 +38,13 @@ WIDER = 4  # growth of the compared range while rows match
 
 @dataclasses.dataclass(frozen=True)
 class PackedSpan:
-    """Tokens [start, stop) of the packed row that are consecutive tokens of a batch row.
+    """Consecutive tokens [start, stop) of the packed row that are also consecutive in a row of the
+    batch.
 
     Attributes:
-        at: index of the first token in the batch row, counted without padding.
-        start: first token in the packed row.
-        stop: end in the packed row.
+        at: index of the first token in the batch's row, counted without padding.
+        start: index of the first token in the packed row.
+        stop: index behind the last token in the packed row.
     """
 
     at: int
@@ -53,10 +54,10 @@ class PackedSpan:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A batch row as pieces of the packed row.
+    """The tokens of one row of the batch, as pieces of the packed row.
 
     Attributes:
-        column: the row's first column without padding.
+        column: the column of the row's first token, behind left padding.
         pieces: the row's tokens, first to last; (): padding alone.
     """
 
@@ -71,12 +72,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """New tokens of the packed row.
+    """Consecutive tokens of the packed row that one batch row has and no earlier row of the packed
+    row.
 
     Attributes:
-        row: index of the batch row that contains the tokens.
-        own: the new tokens.
-        before: pieces of the row before the new tokens.
+        row: index of the batch row.
+        own: these tokens.
+        before: the tokens before them in the batch row, which are in earlier segments.
     """
 
     row: int
@@ -86,17 +88,17 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """Rows of a batch [B, T] as pieces of one packed row of `length` tokens. [Note: tree of rows]
+    """The packed row for a batch [B, T]: without padding, and with tokens of shared prefixes only
+    once. The rows form a tree with a branch at each first difference. [Note: tree of rows]
 
-    A rotary embedding may depend on the highest position of a batch, and padding may have the
-    highest position. The packed row then ends with an additional token at that position, which no
-    batch row contains.
+    A rotary embedding may depend on the highest position in a batch, which padding may have. The
+    packed row then ends with an additional token at that position, outside of all batch rows.
 
     Args:
         width: T.
         rows: the batch's rows, in order.
         segments: segments of the packed row, first to last; together they contain all its tokens.
-        furthest: position of the additional token; None: no additional token.
+        furthest: position of the additional token; None: there is none.
     """
 
     width: int
@@ -106,7 +108,8 @@ class Tree:
 
     @property
     def tokens(self) -> int:
-        """Return the number of distinct tokens of the rows."""
+        """Return the number of tokens of all rows, without padding, where tokens of a shared prefix
+        count once."""
         return self.segments[-1].own.stop if self.segments else 0
 
     @property
@@ -121,9 +124,8 @@ class Tree:
 
     @functools.cached_property
     def forks(self) -> Forks:
-        """Return for `ChunkPlan` the start of each segment in the packed row and the token that it
-        continues.
-        """
+        """Return (start, continued) for each segment: its first index in the packed row, and the
+        index behind the preceding token of the same batch row."""
         found: list[tuple[int, int]] = []
         for segment in self.segments:
             continued = segment.before[-1].stop if segment.before else 0
@@ -134,24 +136,20 @@ class Tree:
 
     @property
     def pieces(self) -> int:
-        """Count the pieces between positions where rows branch or end.
-
-        Layers with states need at least as many chunks.
-        """
+        """Return the number of pieces between positions where rows branch or end. Layers with
+        recurrent states need at least as many chunks."""
         return len({0, self.length, *itertools.chain.from_iterable(self.forks)}) - 1
 
     def padding(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the columns without a token: (row, start, stop)."""
+        """Yield the columns of padding in the batch, as (row, start, stop)."""
         for index, row in enumerate(self.rows):
             for start, stop in ((0, row.column), (row.column + row.length, self.width)):
                 if start < stop:
                     yield index, start, stop
 
     def places(self, device: torch.device) -> Tensor:
-        """Return [B, T], the position in the packed row of each token of the batch.
-
-        Padding gets the packed row's length, a position behind its end.
-        """
+        """Return [B, T], the index in the packed row of each token of the batch. Padding gets the
+        packed row's length, an index behind its end."""
         found = torch.full((len(self.rows), self.width), self.length, device="cpu")
         for index, row in enumerate(self.rows):
             for piece in row.pieces:
@@ -162,7 +160,8 @@ class Tree:
         return found.to(device)
 
     def packed(self, batch: Tensor) -> Tensor:
-        """Return the packed row [1, tokens, ...] of a batch [B, T, ...]."""
+        """Return the values [1, N, ...] of the packed row's tokens from values [B, T, ...] of the
+        batch."""
         # gradients are stacked; the gradient of batch[row] would have the batch's size
         rows = batch.unbind()
         parts: list[Tensor] = []
@@ -188,10 +187,8 @@ class Tree:
         return Spans(self.length, ((*own, *before),), window)
 
     def _whole_pieces(self) -> Iterator[Run]:
-        """Yield one run for neighbouring segments that read the same earlier tokens.
-
-        The segments may have different lengths.
-        """
+        """Yield a `Run` for each range of keys in earlier segments and the queries that read the
+        keys. Neighbouring segments that read the same keys share one."""
         edges: set[int] = set()
         for segment in self.segments:
             for piece in segment.before:
@@ -212,9 +209,8 @@ class Tree:
                 yield Run(q0, q1, k0, k1)
 
     def _pieces_within(self, window: int) -> Iterator[Run]:
-        """Yield runs for each segment separately, because its distance to earlier tokens
-        differs.
-        """
+        """Yield a `Run` for each range of keys in earlier segments and the queries that read the
+        keys, in a sliding window of `window` tokens."""
         for segment in self.segments:
             for piece in segment.before:
                 shift = (segment.own.start - segment.own.at) - (piece.start - piece.at)
@@ -226,10 +222,10 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """A batch row's extent.
+    """The place of a row's tokens in the batch.
 
     Attributes:
-        column: first column without padding.
+        column: the column of the first token, behind left padding.
         length: number of tokens.
         position: position of the first token.
     """
@@ -249,21 +245,21 @@ def find_tree(
     apart: int = 1,
     a_chunk: float = 0,
 ) -> Tree | str:
-    """Return the tree of a batch's rows, or the reason against a packed row.
+    """Return the packed row for a batch, or the reason against it as text.
 
     Reads values from the device, a few times for each row.
 
     Args:
-        ids: [B, T], integers.
+        ids: [B, T], integers that are equal for equal tokens.
         mask: [B, T], zero for padding; None: no padding.
-        positions: [1 or B, T] or [axes, 1 or B, T], integers or floats; None: the columns.
-            The first axis is text, unless three axes lack text.
-        labelled: [B, T] in bool, outputs with a label; None: unknown.
-        least: minimum number of tokens that a branch shares.
+        positions: [1 or B, T] or [axes, 1 or B, T], integers or floats; None: the columns. The
+            first axis is text, unless three axes lack text.
+        labelled: [B, T] in bool, True for tokens whose output has a label; None: unknown.
+        least: minimum number of tokens that rows share before they branch.
         saves: minimum savings, as a fraction of B * T tokens including padding.
-        apart: minimum number of tokens between two branching positions, and before row ends. A
-            branch may share a few tokens less for that reason.
-        a_chunk: cost of a chunk in tokens, if chunks end at each of these positions.
+        apart: minimum number of tokens between two positions at which rows branch, and before a
+            row's end. Rows may share a few tokens less for that reason.
+        a_chunk: cost of a chunk in tokens, if chunks must end at each of these positions.
     """
     found = _look_at(ids, mask, positions, labelled)
     if isinstance(found, str):
@@ -288,9 +284,14 @@ def find_tree(
 def _look_at(
     ids: Tensor, mask: Tensor | None, positions: Tensor | None, labelled: Tensor | None
 ) -> tuple[list[_Known], float | None] | str:
-    """Return the extent of each row, or the reason against a packed row.
+    """Return the place of each row's tokens in the batch, or the reason against a packed row as
+    text.
 
-    The second value is the highest position of the batch if only padding has this position.
+    The second value is the highest position in the batch if only padding has this position; None
+    otherwise.
+
+    Args:
+        ids, mask, positions, labelled: see `find_tree`.
     """
     batch_size, width = ids.shape
     columns = torch.arange(width, device=ids.device)[None].expand(batch_size, -1)
@@ -338,7 +339,13 @@ def _look_at(
 def _write_down(
     ids: Tensor, known: list[_Known], least: int, apart: int
 ) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
-    """Return the segments of all rows, depth first, and each row's pieces."""
+    """Return the segments of the packed row, in order, and each batch row's pieces.
+
+    Args:
+        ids: [B, T], integers that are equal for equal tokens.
+        known: the place of each row's tokens.
+        least, apart: see `find_tree`.
+    """
     first_columns = [row.column for row in known]
     if any(first_columns):  # shift rows left to their first token
         firsts = torch.tensor(first_columns, device=ids.device)
@@ -398,13 +405,18 @@ def _write_down(
 def _common(
     ids: Tensor, pivot: int, others: list[int], depth: int, lengths: list[int], least: int
 ) -> dict[int, int]:
-    """Return how many first tokens each of the other rows shares with the pivot row.
+    """Return for each other row how many of its first tokens equal those of the row `pivot`.
 
-    The first comparison covers a few tokens, and each later comparison more tokens of the rows that
-    still match. Rows that differ early therefore cost little.
+    The first comparison covers a few tokens, and each later one more tokens of the rows that still
+    match. Rows that differ early therefore cost little.
 
     Args:
-        depth: number of tokens that all rows share.
+        ids: [B, T], integers that are equal for equal tokens; rows begin at column 0.
+        pivot: index of the row to compare with.
+        others: indices of the other rows.
+        depth: number of tokens that are known to be equal.
+        lengths: number of tokens of each row.
+        least: number of tokens in the first comparison.
     """
     found = {row: min(lengths[row], lengths[pivot]) for row in others}
     same = others

@@ -1,8 +1,8 @@
 """Pass a layer's recurrent and convolution states from one chunk to the next.
 
 A chunk's forward gets a `StateCache` instead of the layer's cache, or states instead of the layer's
-state argument. [Note: carriers] in `attention/carriers.py` defines carriers; [Note: states] defines
-states.
+state argument. [Note: carriers] in `attention/interface.py` defines carriers; [Note: states]
+defines states.
 """
 
 from __future__ import annotations
@@ -19,21 +19,18 @@ Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class StateCarrier:
-    """State carrier for a layer with states in its cache, or with states as an argument and an
-    output.
-
-    The second kind of layer returns the states behind its hidden states.
+    """Passes the recurrent and convolution states of a layer from one chunk to the next, through
+    the layer's cache or through an argument and a return value for the states.
 
     Args:
-        argument: name of the argument for the cache or the states; "": the layer has no states, so
-            chunks share K and V only.
+        argument: name of the argument for the cache or the states; "": the layer has no states.
         returned: True if the layer takes and returns the states themselves, without a cache.
 
     Attributes:
-        carries: True if a chunk starts from the states of the chunk before.
+        carries: True if the layer has states.
         least: minimum number of tokens in a chunk.
-        why_not_split: the reason against sharding the tokens over ranks; None if sharding is
-            possible.
+        why_not_split: the reason against a split of the layer's sequences over ranks; None: they
+            may be split.
     """
 
     def __init__(self, argument: str = "", returned: bool = False) -> None:
@@ -52,15 +49,15 @@ class StateCarrier:
     def hand(
         self, named: dict[str, Any], chunk: Chunk, states: States | None, read: Read | None
     ) -> tuple[dict[str, Any], StateCache | None]:
-        """Return the chunk's arguments with its start states, and the cache for its end states.
-
-        The `StateCache` replaces the layer's own cache. It also returns the prefix K and V if the
-        layer attends over its cache.
+        """Return a chunk's arguments with a cache or the states to start from, and the cache, which
+        collects the chunk's end states. The cache is None if the layer needs none.
 
         Args:
-            states: states at the start of the chunk; None: the chunk has no cache for states.
-            read: function that the cache calls on new K and V; None: the layer does not attend over
-                a cache.
+            named: the chunk's arguments by name.
+            chunk: the chunk.
+            states: states at the chunk's start; None: the layer gets no cache for states.
+            read: function from the chunk's K and V to all K and V so far, for a layer that attends
+                over its cache; None for other layers.
         """
         if states is None and read is None:
             return named, None
@@ -71,11 +68,12 @@ class StateCarrier:
         return {**named, self.argument: given}, cache
 
     def collect(self, result: Any, cache: StateCache | None) -> Any:
-        """Move returned end states [B, ...] into the chunk's cache and return the layer's other
-        outputs.
+        """Return a layer's result without the states in it, which are moved into the chunk's cache
+        as end states.
 
-        The result is hidden_states [..., C, h] with None in place of the states. Layers that return
-        no states keep their result.
+        Args:
+            result: the layer's result; (hidden_states, states) for a layer that returns its states.
+            cache: the chunk's cache.
         """
         if not self.returned:
             return result

@@ -12,10 +12,9 @@ tokens of its own input:
                        a first document that began before the chunk, zeros for every other document;
                        the end state of the last document is the chunk's end state
 
-[Note: documents] Each function gets document boundaries only if its mixer passes them unpatched. A
-function without such an argument mixes documents, in chunks as unpatched. The choice to drop a
-start state at a document start is therefore made here, for each function, and not where states are
-stored.
+Each function gets document boundaries only if its mixer passes them unpatched. A function without
+such an argument mixes documents, in chunks as unpatched. The choice to drop a start state at a
+document start is therefore made here, for each function, and not where states are stored.
 """
 
 from __future__ import annotations
@@ -48,12 +47,14 @@ TRIAL_LENGTHS = (3, 5, 6)
 
 
 class Documents:
-    """Document boundaries of one call, as kernel arguments.
+    """Boundaries of packed documents in one call, as arguments for the kernels of layers with
+    recurrent states.
 
     Args:
-        ids: [B, T] int32, the document of each token, increasing along a row; None: no such
+        ids: seq_idx [B, T] int32, the document of each token, increasing along a row; None: no such
             argument.
-        ends: [documents + 1] int32 from 0 to T, for a batch of one row; None: no such argument.
+        ends: cu_seq_lens_q [documents + 1] int32, from 0 to T, for a batch of one row; None: no
+            such argument.
         known: the values of `ends` on the host; None: read them from the device, which
             synchronizes.
     """
@@ -70,10 +71,8 @@ class Documents:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """Return the arguments by name: seq_idx [B, T], cu_seq_lens_q [documents + 1].
-
-        Used for a layer whose own arguments lack them.
-        """
+        """Return the arguments by name: seq_idx [B, T] and cu_seq_lens_q [documents + 1], those
+        that exist."""
         arguments: dict[str, Tensor] = {}
         if self.ids is not None:
             arguments[DOCUMENT_IDS] = self.ids
@@ -101,17 +100,17 @@ class Documents:
         return {DOCUMENT_ENDS: self._cut[chunk]}
 
     def goes_on(self, chunk: Chunk) -> bool:
-        """True if the chunk starts in the middle of a document."""
+        """True if the chunk's first token is not the first of a document."""
         return chunk.start not in self.ends
 
 
 class Segment(NamedTuple):
-    """Tokens `[start, stop)` of a chunk that belong to one document in each of `rows`.
+    """Tokens `[start, stop)` of a chunk that belong to one document in each of these rows.
 
     Attributes:
-        rows: row indices in the batch.
+        rows: indices of the batch's rows.
         start: first token, counted from the chunk's start.
-        stop: token behind the last one, counted from the chunk's start.
+        stop: index behind the last token, counted from the chunk's start.
         goes_on: True if the document starts before the chunk.
     """
 
@@ -123,7 +122,7 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class PackedRows:
-    """Document boundaries of packed rows, read from position_ids.
+    """Boundaries of the documents in packed rows, read from position_ids.
 
     Attributes:
         ends: document ends of each row, increasing from 0 to the row's length.
@@ -134,10 +133,10 @@ class PackedRows:
 
     @functools.cached_property
     def barriers(self) -> tuple[Barrier, ...]:
-        """Return the positions where no chunk may end.
+        """Return the positions where no chunk may end: one token before a document's end.
 
-        A chunk end there would leave a single token of a document to the next chunk. Mixers choose
-        decode kernels for a single token behind a state, and these kernels have no backward.
+        The next chunk would have a single token of the document. Modules with states use decode
+        kernels for a single token, which have no backward.
         """
         barriers: list[Barrier] = []
         for row in self.ends:
@@ -149,11 +148,16 @@ class PackedRows:
 
     @property
     def number(self) -> int:
-        """Return the number of documents."""
+        """Return the number of documents in all rows."""
         return sum(len(row) - 1 for row in self.ends)
 
     def as_documents(self, names: tuple[str, ...], device: torch.device) -> Documents:
-        """Return these boundaries as kernel arguments with these names, cached for all layers."""
+        """Return these boundaries as kernel arguments, cached for all layers.
+
+        Args:
+            names: names of the arguments: "seq_idx", "cu_seq_lens_q" or both.
+            device: device of the arguments.
+        """
         if names not in self._documents:
             length = self.ends[0][-1]
             ids = torch.zeros(len(self.ends), length, dtype=torch.int32, device="cpu")  # [B, T]
@@ -171,7 +175,8 @@ class PackedRows:
         return self._documents[names]
 
     def segments(self, chunk: Chunk) -> list[Segment]:
-        """Return the chunk's tokens split by document, in order within each row."""
+        """Return the chunk's tokens split by document. Rows whose documents start and end alike in
+        the chunk share a `Segment`."""
         found: dict[tuple[int, int, bool], list[int]] = {}
         for row, ends in enumerate(self.ends):
             before = bisect.bisect_left(ends, chunk.start)
@@ -185,10 +190,11 @@ class PackedRows:
 
 
 def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
-    """Read document boundaries from position_ids [1 or rows, T]; None if each row is one document.
+    """Return the boundaries of packed documents, read from position_ids [1 or rows, T]; None if
+    each row is one document. Synchronizes with the device.
 
-    A document starts at every position that is not its predecessor plus one. transformers uses the
-    same rule for the attention mask. Synchronizes with the device.
+    A document starts at every position that is not its predecessor plus one, as in transformers'
+    attention mask.
     """
     breaks = (position_ids.diff(dim=-1) != 1).cpu()  # [1 or rows, T - 1]
     if not bool(breaks.any()):
@@ -199,9 +205,8 @@ def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
 
 
 def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a layer's document arguments for rows of one document: seq_idx [B, T], cu_seq_lens_q
-    [2].
-    """
+    """Return replacements for a layer's document arguments, for a test on rows of one document:
+    seq_idx [B, T], cu_seq_lens_q [2]."""
     changed = {}
     if named.get(DOCUMENT_IDS) is not None:
         changed[DOCUMENT_IDS] = torch.zeros_like(named[DOCUMENT_IDS])
@@ -211,10 +216,12 @@ def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
-    """Return a layer's document arguments for rows with several documents in the first `length`
-    tokens.
+    """Return replacements for a layer's document arguments, for a test on rows of several short
+    documents: seq_idx [B, T], cu_seq_lens_q [documents + 1]. Every second row has other boundaries.
 
-    Every second row has other boundaries. Shapes: seq_idx [B, T], cu_seq_lens_q [documents + 1].
+    Args:
+        named: the layer's arguments by name.
+        length: number of tokens of the test.
     """
     changed = {}
     inside = [end for end in TRIAL_LENGTHS if end < length]
@@ -230,7 +237,8 @@ def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
 
 
 def tried_rows(rows: int, length: int) -> PackedRows:
-    """Return the probe's document boundaries for rows of `length` tokens, as in `in_several`."""
+    """Return document boundaries for a test on rows of `length` tokens, the same as in
+    `in_several`."""
     ends: list[tuple[int, ...]] = []
     for row in range(rows):
         inside = [end - row % 2 for end in TRIAL_LENGTHS if end < length]
@@ -242,10 +250,8 @@ Function = Callable[..., Any]
 
 
 def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return (module, global name) of each function in a layer that accepts document boundaries.
-
-    Only functions that a module's forward looks up as globals are found.
-    """
+    """Return (module, name) of the functions in a layer that accept document boundaries. A function
+    is found by its name among the globals that the module's forward uses."""
     found = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -256,7 +262,8 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
-    """Wrap the function so that it gets the document boundaries of this chunk. [Note: documents]"""
+    """Return the function (a convolution, a scan or a delta rule), wrapped so that it gets the
+    document boundaries of this chunk."""
     tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[
         kind_of(function) or ""
     ]
@@ -264,10 +271,8 @@ def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
 
 
 def parameters_of(function: Any) -> set[str]:
-    """Return the names of a function's parameters; an empty set for other objects.
-
-    Modules count as functions, because the kernels package wraps functions in modules.
-    """
+    """Return the names of a function's parameters, or of a module's forward; an empty set for other
+    objects."""
     if isinstance(function, nn.Module):
         function = function.forward
     if not callable(function) or isinstance(function, type):
@@ -279,10 +284,8 @@ def parameters_of(function: Any) -> set[str]:
 
 
 def kind_of(function: Any) -> str | None:
-    """Return "rule", "scan" or "conv" for a function that accepts document boundaries, else None.
-
-    The kind is recognized by the names of the parameters.
-    """
+    """Return "rule" for a delta rule, "scan" for a state-space scan or "conv" for a convolution
+    that accepts document boundaries, recognized by its parameters' names; else None."""
     parameters = parameters_of(function)
     if parameters >= DELTA_RULE:
         return "rule"
@@ -296,7 +299,8 @@ def kind_of(function: Any) -> str | None:
 def _tell_convolution(
     real: Function, documents: Documents, chunk: Chunk, /, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a convolution on x [B, D, k + C] with the seq_idx of those tokens."""
+    """Call the convolution `real` on x [B, D, k + C] with the documents (seq_idx) of these
+    tokens."""
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None:
         kwargs[DOCUMENT_IDS] = documents.ids[
             :, chunk.stop - x.shape[-1] : chunk.stop
@@ -307,7 +311,8 @@ def _tell_convolution(
 def _tell_scan(
     real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a scan with the chunk's seq_idx [B, C], counted from the preceding token's document."""
+    """Call the scan `real` with the documents (seq_idx [B, C]) of the chunk's tokens, counted from
+    the document of the token before the chunk."""
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None and chunk.start:
         own = documents.ids[:, chunk.start : chunk.stop]
         before = documents.ids[:, chunk.start - 1 : chunk.start]
@@ -318,9 +323,8 @@ def _tell_scan(
 def _tell_rule(
     real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a delta rule with start states [N, H, K, V] of N documents; return the last end
-    state.
-    """
+    """Call the delta rule `real` with a start state for each of N documents, [N, H, K, V]. Return
+    its output and the end state of the last document, [1, H, K, V]."""
     # [N + 1], [1, H, K, V]
     ends = kwargs.get("cu_seqlens")
     state = kwargs.get("initial_state")

@@ -8,8 +8,8 @@ unchanged.
     linear attention (MiniMax)     the mixer's own code, with `TorchWithState` as the name `torch`
     gated linear unit (Griffin)    its convolution and its scan are replaced on the instance
 
-[Note: state tokens] Mamba 1's selective scan, kernel and reference alike, takes no start state and
-has no gradient for its end state. Additional tokens provide both:
+Mamba 1's selective scan, kernel and reference alike, takes no start state and has no gradient for
+its end state. Additional tokens provide both:
 
     s_t = exp(dt_t A) s_(t-1) + dt_t B_t u_t,   y_t = C_t s_t
 
@@ -52,7 +52,8 @@ GATE = 64.0  # silu(64) = 64, and dividing by a power of two rounds nothing
 
 
 def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the layer's mixers without a start state, each with the global name to replace."""
+    """Return (module, name) for the modules inside a layer whose recurrence takes no start state;
+    the name is that of the function to replace."""
     found = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -76,10 +77,8 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def in_torch(function: Any) -> bool:
-    """True if the function is transformers' own code, used because no kernel is installed.
-
-    Only the function's wrapper has this information.
-    """
+    """True if the function is transformers' own torch code, which is used because no kernel package
+    is installed."""
     if isinstance(function, nn.Module):
         function = function.forward
     function = getattr(function, "__func__", function)
@@ -90,11 +89,14 @@ def in_torch(function: Any) -> bool:
 
 
 class SwappedScans:
-    """Context manager in which modules have these attributes on the instance.
+    """Context manager that sets attributes on module instances (forwards, or functions that
+    forwards call) and restores them.
 
-    The attributes are forwards, or functions that forwards call. A generator or an `ExitStack`
-    would have frames. These would put the exception that ends a refill into a reference cycle,
-    together with the layer's tensors.
+    A class is used instead of a generator, whose frames would keep the layer's tensors in a
+    reference cycle after an exception.
+
+    Args:
+        attributes: (module, attribute name, function).
     """
 
     def __init__(self, attributes: list[tuple[nn.Module, str, Callable[..., Any]]]) -> None:
@@ -120,13 +122,13 @@ Reading = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
 def starting_from(
     mixers: list[tuple[nn.Module, str]], cache: StateCache | None, reading: Reading | None = None
 ) -> SwappedScans:
-    """Context manager in which the mixers start from the cache's states.
+    """Context manager in which these modules start their recurrence from the chunk's start states.
 
     Args:
-        mixers: result of `scans_of`.
-        cache: the chunk's cache; None: nothing is replaced.
-        reading: functions that accept document boundaries (`document_readers`), the boundaries, and
-            the chunk; None: no such function.
+        mixers: (module, function name), from `scans_of`.
+        cache: contains the chunk's start states; None: nothing is replaced.
+        reading: functions that get document boundaries (from `document_readers`), the boundaries,
+            and the chunk; None: there are none.
     """
     if cache is None:
         return SwappedScans([])
@@ -165,20 +167,16 @@ def _scan(
     recurrent_states: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Run `_rnn_scan` from the cache's state and store its end state in the cache.
-
-    This recurrence normally stores its state on the module.
-    """
+    """Run RecurrentGemma's `_rnn_scan` from the cache's start state, and store its end state in the
+    cache instead of on the module."""
     key = Key("recurrent", 0, 0)
     hidden_states, cache.after[key] = real(*args, recurrent_states=cache.before.get(key), **kwargs)
     return hidden_states, None  # The module would store a returned state together with its graph.
 
 
 def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
-    """Run a causal convolution on x [B, D, C] behind the chunk's preceding tokens.
-
-    The unpatched convolution pads its input with zeros.
-    """
+    """Return a causal convolution's output for x [B, D, C], with the inputs before the chunk from
+    the cache in place of zero padding."""
     before = conv.kernel_size[0] - 1
     joined = cache.update_conv_state(x, 0, conv_kernel_size=before)  # [B, D, k - 1 + C]
     # [B, D, k - 1 + C]
@@ -188,9 +186,8 @@ def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class TorchWithState:
-    """Replacement of the name `torch` in a mixer that creates its start state [...] by
-    `torch.zeros`.
-    """
+    """Replacement for the global name `torch` in a module's forward that creates its start state
+    [...] by `torch.zeros`."""
 
     _state: Tensor | None
 
@@ -198,22 +195,24 @@ class TorchWithState:
         return getattr(torch, name)
 
     def zeros(self, *size: Any, **kwargs: Any) -> Tensor:
-        """Return the start state [...] if it exists and has the requested shape, else torch's
-        zeros.
-        """
+        """Return the chunk's start state [...] if it has the requested shape; otherwise torch's
+        zeros."""
         if self._state is not None and tuple(size) == tuple(self._state.shape):
             return self._state
         return torch.zeros(*size, **kwargs)
 
 
 class SelectiveScan:
-    """A selective scan with a start state and a differentiable end state. [Note: state tokens]
+    """Mamba 1's selective scan with a start state and a differentiable end state, which the
+    original scan lacks. Additional tokens in front of the chunk write the start state; those behind
+    read the end state.
 
     Args:
-        scan: (u [B, D, T], dt [B, D, T], A [D, N], B [B, N, T], C [B, N, T], ...) -> y [B, D, T],
-            end state [B, D, N].
-        cache: the chunk's cache, which holds the start state.
-        layer: the mixer's layer_idx. Mixers with several heads call the scan for each head in turn.
+        scan: the original scan: (u [B, D, T], dt [B, D, T], A [D, N], B [B, N, T], C [B, N, T],
+            ...) -> y [B, D, T], end state [B, D, N].
+        cache: contains the chunk's start state.
+        layer: the module's layer_idx. Modules with several heads call the scan for each head in
+            turn.
     """
 
     def __init__(self, scan: Callable[..., Any], cache: StateCache, layer: Any) -> None:
@@ -222,7 +221,7 @@ class SelectiveScan:
         self._calls = 0
 
     def __call__(self, u: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call the scan with its own arguments and return its own results."""
+        """Call the scan with the original's arguments and return the original's results."""
         if u.dtype.itemsize >= 4 or not in_torch(self._scan):
             return self._start_and_end(u, *args, **kwargs)
         wide: list[Any] = [_in_float32(x) for x in args]
@@ -244,9 +243,8 @@ class SelectiveScan:
         return_last_state: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run the scan with writing tokens in front and reading tokens behind, then cut off their
-        outputs.
-        """
+        """Run the scan with additional tokens that write the start state and read the end state.
+        Return its results without these tokens."""
         start = self._start
         if start is not None and start.dim() == 4:  # [B, heads, D, N]
             start = start[:, self._calls]
@@ -294,7 +292,8 @@ def _in_float32(x: Any) -> Any:
 
 
 def _filled(like: Tensor, value: float, tokens: int) -> Tensor:
-    """Return a tensor [..., tokens] filled with `value`, in the dtype of `like`."""
+    """Return a tensor [..., tokens] filled with `value`, otherwise like the tensor `like` [...,
+    T]."""
     return like.new_full((*like.shape[:-1], tokens), value)
 
 
@@ -305,11 +304,18 @@ def _raw(
     softplus: bool,
     dt: Tensor,
 ) -> Tensor:
-    """Return [D]: dt of the writing tokens, before bias and softplus, in dt's dtype and without a
-    graph.
+    """Return the step dt [D] for the additional tokens of `SelectiveScan` that write the start
+    state, before bias and softplus are applied.
 
-    Large values of A reduce the steps, so that the first writing token's value decays by at most
-    exp(-DECAY). A stronger decay would make the inverse overflow.
+    Large values of A reduce the step, so that a written value decays by at most exp(-DECAY) until
+    the chunk begins. A stronger decay could not be undone without overflow.
+
+    Args:
+        A: the scan's A, [D, N].
+        tokens: number of tokens that write.
+        bias: the scan's delta_bias [D].
+        softplus: the scan's delta_softplus.
+        dt: the scan's dt, for its dtype.
     """
     wide = torch.promote_types(dt.dtype, torch.float32)
     largest = A.detach().to(wide).abs().amax(-1)  # [D]
@@ -330,7 +336,18 @@ def _written(
     dtype: torch.dtype,
     parts: int,
 ) -> Tensor:
-    """Return u [B, D, parts * N] of the tokens that write `start` [B, D, N]."""
+    """Return the inputs u [B, D, parts * N] for the additional tokens of `SelectiveScan` that write
+    the state `start` [B, D, N].
+
+    Args:
+        start: the start state.
+        raw: the tokens' step, from `_raw`.
+        A: the scan's A, [D, N].
+        bias: the scan's delta_bias [D].
+        softplus: the scan's delta_softplus.
+        dtype: dtype of u.
+        parts: 2: each value is split into a rounded value and its rounding error; 1: it is not.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     start, A = start.to(wide), A.to(wide)  # noqa: N806
     step = raw.to(wide)
@@ -356,18 +373,17 @@ def _written(
 
 
 class EndState(torch.autograd.Function):
-    """A scan's end state [B, D, N]: the value of the scan, the gradient to the reading tokens.
-
-    [Note: state tokens]
-    """
+    """Autograd Function that returns a scan's end state [B, D, N]. The gradient goes to the outputs
+    of the tokens that read this state."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *readers: Tensor) -> Tensor:
-        """Return `value` [B, D, N], the end state of the scan.
+        """Return `value` [B, D, N], the end state that the scan itself has returned.
 
         Args:
             value: [B, D, N].
-            readers: [B, D, N] each, in the scan's dtype; inputs for the graph alone.
+            readers: outputs [B, D, N] of the reading tokens, in one or two parts; inputs for the
+                graph alone.
         """
         ctx.dtype = readers[0].dtype
         ctx.parts = len(readers)
@@ -375,12 +391,8 @@ class EndState(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient [B, D, N] for each reader, in the readers' dtype, and None for
-        `value`.
-
-        The first reader gets the rounded gradient and the next one the rounding error, so that a
-        wider gradient passes in parts.
-        """
+        """Return the gradient [B, D, N] for each part of the reading tokens' outputs. The first
+        gets the rounded gradient, and the second its rounding error."""
         found = []
         rest = grad
         for _ in range(ctx.parts):

@@ -33,19 +33,18 @@ from streambp.known_names import (
     RECURRENT_UPDATE,
     STATE_PROTOCOL,
 )
-from streambp.nested import rebuilt
 from streambp.recurrent.documents import Segment, kind_of
 from streambp.recurrent.scans import SwappedScans, in_torch, scans_of, starting_from
 from streambp.recurrent.states import StateCache, States
 from streambp.source import written, written_forward
+from streambp.tensors import rebuilt
 
 Part = tuple[Segment, Any, States]  # a segment, the mixer's result for it, and the end states
 
 
 def mixers_of(layer: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules of a layer that mix tokens through states; never the layer
-    itself.
-    """
+    """Return the outermost modules inside a layer that mix tokens by recurrent or convolution
+    states."""
     waiting = list(layer.children())
     found: list[nn.Module] = []
     while waiting:
@@ -59,10 +58,8 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
 
 
 def _names(module: nn.Module) -> set[str]:
-    """Return the global names and attributes in the code of a module's methods.
-
-    Methods of nn.Module and its bases are left out.
-    """
+    """Return the global names and attributes in the code of a module's methods, without those of
+    nn.Module."""
     found: set[str] = set()
     for klass in type(module).__mro__:
         if klass is nn.Module:
@@ -75,14 +72,12 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
-    """Return the arguments that pass document boundaries to all kernels of these mixers.
-
-    () if a kernel accepts none. A convolution and a scan take seq_idx; a delta rule takes
-    cu_seq_lens_q for a single row. transformers' own code, used without kernels, takes neither. The
-    probe checks that kernels respect the boundaries, by comparison with one call for each document.
+    """Return the names of the arguments (seq_idx, cu_seq_lens_q) by which all kernels of these
+    modules get document boundaries; () if one of the kernels accepts none, or is transformers' own
+    code.
 
     Args:
-        mixers: result of `mixers_of`.
+        mixers: modules with states, from `mixers_of`.
         rows: number of rows in the batch.
     """
     found: set[str] = set()
@@ -112,12 +107,14 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
 def in_segments(
     mixers: list[nn.Module], segments: list[Segment], cache: StateCache | None
 ) -> SwappedScans:
-    """Context manager in which the mixers are called once for each segment.
+    """Context manager in which each of these modules is called once for each document in a chunk,
+    so that its states begin anew.
 
     Args:
-        mixers: result of `mixers_of`.
-        segments: segments of the chunk's tokens; []: nothing is replaced.
-        cache: the chunk's cache; None: the layer gets no cache.
+        mixers: modules with states, from `mixers_of`.
+        segments: the chunk's tokens split by document; []: nothing is replaced.
+        cache: contains the chunk's start states and collects its end states; None: the layer gets
+            no cache.
     """
     if not segments:
         return SwappedScans([])
@@ -140,16 +137,16 @@ def _by_segment(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a mixer's forward on one chunk, segment by segment. [Note: segments]
-
-    The forward takes hidden states [B, C, h] and returns tensors [B, C, ...].
+    """Run the forward of a module with states on one chunk, document by document, and return the
+    joined outputs [B, C, ...]. [Note: segments]
 
     Args:
-        module: the mixer.
-        real: the mixer's forward before it was replaced by this function.
-        scans: `scans_of` the mixer.
-        segments: segments of the chunk's tokens.
-        cache: the chunk's cache; None: the layer gets no cache.
+        module: the module.
+        real: the module's own forward, which takes hidden states [B, C, h].
+        scans: functions in the module that take no start state, from `scans_of`.
+        segments: the chunk's tokens split by document.
+        cache: contains the chunk's start states and collects its end states; None: the layer gets
+            no cache.
     """
     given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     rows, tokens = given.shape[:2]
@@ -197,23 +194,24 @@ def _by_segment(
 
 
 def _cut(segment: Segment, rows: int, tokens: int, x: Tensor) -> Tensor:
-    """Return a segment's part of an argument [1 or rows, tokens, ...], others unchanged."""
+    """Return the rows and tokens of one document from a chunk's argument x [1 or rows, tokens,
+    ...]; x itself if its shape is another."""
     if x.dim() < 2 or x.shape[1] != tokens or x.shape[0] not in (1, rows):
         return x
     return _picked(x[:, segment.start : segment.stop], segment.rows, rows)
 
 
 def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:
-    """Select these rows of x [1 or rows, ...]."""
+    """Return these rows of x [1 or rows, ...]; x itself if it has one row for all."""
     if len(picked) == rows or x.shape[0] == 1:
         return x
     return torch.cat([x[row : row + 1] for row in picked])
 
 
 def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tensor | None:
-    """Join outputs [rows of a segment, its tokens, ...] to [rows, C, ...]; None if one has another
-    shape.
-    """
+    """Join a module's outputs for each document in a chunk, [rows of the document, its tokens,
+    ...], to the chunk's output [rows, C, ...]. Return None if one of the outputs has another
+    shape."""
     for segment, part in zip(segments, parts, strict=True):
         if not isinstance(part, Tensor) or part.shape[:2] != (
             len(segment.rows),
@@ -231,7 +229,13 @@ def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tens
 
 
 def _end_states(parts: list[Part], rows: int, tokens: int) -> States:
-    """Return the end states of each row's last document in the chunk."""
+    """Return the states [rows, ...] at the chunk's end, each from the last segment of its row.
+
+    Args:
+        parts: each segment with its output and its end states.
+        rows: batch size.
+        tokens: number of the chunk's tokens.
+    """
     last = [(segment, states) for segment, _, states in parts if segment.stop == tokens]
     if len(last) == 1:
         return last[0][1]

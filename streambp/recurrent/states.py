@@ -14,13 +14,12 @@ chunk. The layer's own forward computes them.
                                                    upstream gradients of the end states
                                                        = gradients of the leaves
 
-[Note: states] A chunk's end states are outputs like its hidden states. The next chunk, which is
-differentiated first, computes their gradients ([Note: prefix accumulation order]). Reads use
-`before` alone and writes use `after` alone. Nothing is written in place, so a recomputation reads
-the same values as forward. End states are copies: a view would keep the chunk's full input alive
-for its last few tokens. Start states are no leaves if no end state depends on a differentiated
-tensor. The trace of unread products detects this case: adapters behind the mixer, in the first
-layer that trains.
+A chunk's end states are outputs like its hidden states. The next chunk, which is differentiated
+first, computes their gradients ([Note: prefix accumulation order]). Reads use `before` alone and
+writes use `after` alone. Nothing is written in place, so a recomputation reads the same values as
+forward. End states are copies: a view would keep the chunk's full input alive for its last few
+tokens. Start states are no leaves if no end state depends on a differentiated tensor. The trace of
+unread products detects this case: adapters behind the mixer, in the first layer that trains.
 """
 
 from __future__ import annotations
@@ -42,10 +41,11 @@ LEAST_TOKENS = 2
 
 
 class Key(NamedTuple):
-    """Key of one state.
+    """Key of one recurrent or convolution state.
 
     Attributes:
-        kind: "conv", "recurrent", "linear" or "returned".
+        kind: "conv", "recurrent" or "linear", by the cache method that stores the state; "returned"
+            for states that the layer returns.
         layer: the layer's index in its model.
         number: the state's number in the layer.
     """
@@ -59,13 +59,14 @@ States = dict[Key, Tensor]
 
 
 class StateCache(ChunkCache):
-    """Cache for one chunk of a layer with states, with transformers' API for linear attention
-    layers.
+    """Cache for one chunk of a layer with recurrent states, in place of transformers' Cache. The
+    cache returns the states at the chunk's start, and collects the states at the chunk's end.
 
     Args:
         start: number of positions before the chunk.
         before: states at the chunk's start; {} for the first chunk, which starts without states.
-        read: see `ChunkCache`.
+        read: function from the chunk's K and V to all K and V so far, for a layer that attends over
+            its cache; None for other layers.
 
     Attributes:
         after: states at the chunk's end, complete after the layer's forward.
@@ -85,13 +86,14 @@ class StateCache(ChunkCache):
         self.after: States = {}
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return True for every layer, like `record_past`."""
+        """Return True for every layer, so that modules do not choose a decode kernel for a single
+        token."""
         return True
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        """True if the chunk starts from a state of this layer and this number; None matches all."""
+        """True if the chunk starts from a state of this layer and number; None stands for any."""
         for key in self.before:
             if layer_idx not in (None, key.layer):
                 continue
@@ -100,11 +102,12 @@ class StateCache(ChunkCache):
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the convolution's last inputs before the chunk, [B, D, k]; None for none."""
+        """Return the convolution's last k inputs before the chunk, [B, D, k]; None if there are
+        none."""
         return self.before.get(Key("conv", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the recurrence's start state [B, ...] in the mixer's shape; None for none."""
+        """Return the recurrence's state [B, ...] at the chunk's start; None if there is none."""
         return self.before.get(Key("recurrent", layer_idx, state_idx))
 
     def update_conv_state(
@@ -115,11 +118,8 @@ class StateCache(ChunkCache):
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Return conv_states [B, D, C] of this chunk with the last k inputs before it,
-        [B, D, k + C].
-
-        The layout in memory stays. The last k inputs of the result are stored as the end state.
-        """
+        """Return the convolution's last k inputs before the chunk, followed by conv_states [B, D,
+        C]: [B, D, k + C]. The last inputs of the result are stored as the end state."""
         key = Key("conv", layer_idx, state_idx)
         before = self.before.get(key)
         if before is None:
@@ -139,28 +139,26 @@ class StateCache(ChunkCache):
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """Store recurrent_states [B, ...] as an end state with its own memory and return it."""
+        """Store recurrent_states [B, ...] as the state at the chunk's end, and return it."""
         self.after[Key("recurrent", layer_idx, state_idx)] = in_own_memory(recurrent_states)
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> None:
-        """Return None, as at the start of a sequence, because the mixer would decode with a state.
-
-        `scans.TorchWithState` passes the state instead.
-        """
+        """Return None, as at the start of a sequence: with a state the module would decode single
+        tokens. `TorchWithState` passes the state instead."""
         return
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Store linear_cache [B, ...] as an end state with its own memory."""
+        """Store linear_cache [B, ...] as the state at the chunk's end."""
         self.after[Key("linear", layer_idx, 0)] = in_own_memory(linear_cache)
 
     @property
     def layers(self) -> Mapping[int, SimpleNamespace]:
-        """Return the chunk's start states in the form that transformers up to 5.22 reads.
+        """Return the states at the chunk's start, in the form that transformers up to 5.22 reads:
+        by layer index, `conv_states` [B, D, k] and `recurrent_states` [B, ...] by number.
 
-        The keys are layers, then numbers: states of convolutions [B, D, k], states of recurrences
-        [B, ...]. The result is created for every call. Stored here, it would put the cache and the
-        chunk's graph into a reference cycle.
+        The result is created for every call. Stored here, it would put the cache and the chunk's
+        graph into a reference cycle.
         """
         found: dict[int, SimpleNamespace] = collections.defaultdict(
             lambda: SimpleNamespace(record_past=True, conv_states={}, recurrent_states={})
@@ -172,19 +170,16 @@ class StateCache(ChunkCache):
 
 
 def in_own_memory(state: Tensor) -> Tensor:
-    """Return the state [B, ...], copied if it is a view of a larger tensor.
-
-    Some kernels return a view of the states of all blocks or tokens.
-    """
+    """Return the state [B, ...], copied if it is a view of a larger tensor, which it would keep
+    alive."""
     if state.untyped_storage().nbytes() == state.nbytes:
         return state
     return state.clone()
 
 
 def leaves_of(states: States) -> States:
-    """Return the same values as leaves of a new graph; only floating-point states require a
-    gradient.
-    """
+    """Return the same states detached, as leaves of a new autograd graph. Floating-point states
+    require a gradient."""
     return {
         key: state.detach().requires_grad_(state.is_floating_point())
         for key, state in states.items()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from streambp.admission.trials import confirmed, few_tokens, gradients_of, same_gradients
 from streambp.attention.attend import Params
-from streambp.attention.carriers import Layout, attention_mask_of
+from streambp.attention.interface import Layout
+from streambp.attention.masks import attention_mask_of
 from streambp.attention.prefix import Prefix
 from streambp.chunks import Chunk
 from streambp.config import StreamConfig
@@ -26,8 +27,8 @@ from streambp.layer.call import TRIAL_TOKENS, LayerCall
 from streambp.layer.chunk_states import Carried
 from streambp.layer.data_flow import trace
 from streambp.layer.products import Labels, UnreadInHalves, computed, left_out
+from streambp.layer.recompute import Parameters
 from streambp.layer.saved import SavedForBackward, linear_of
-from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite, remember
 from streambp.offload.manager import Access
 from streambp.sharded.halves import SplitAtAttention
@@ -36,9 +37,12 @@ from streambp.sharded.shards import HeadGroup, Keys, Shards
 
 
 def keeps(config: StreamConfig, name: str) -> bool:
-    """True if every rank certainly saves "kv" or "attn_out", so that backward can skip exchanges.
+    """True if every rank saves "kv" or "attn_out" with these settings, so that backward needs no
+    collective for it. False if a rank whose host memory is full would recompute instead.
 
-    False if the host of a single rank could run full. [Note: equal exchanges]
+    Args:
+        config: the user's settings.
+        name: "kv" or "attn_out".
     """
     certain = config.offload == "none" or (
         config.offload == "cpu" and config.on_host_full != "recompute"
@@ -47,11 +51,12 @@ def keeps(config: StreamConfig, name: str) -> bool:
 
 
 class ShardedKept(SavedForBackward):
-    """Saved tensors of both halves of a shard's chunks, and of attention over full sequences.
+    """The tensors that a layer call saves for backward where sequences are split over ranks: for
+    the layer's halves before and after attention, and for attention itself.
 
     Attributes:
-        pieces: see `Shards.pieces`.
-        gathers: see `Shards.gathers_keys`.
+        pieces: this rank's chunks of queries, as `Shards.pieces`.
+        gathers: True if K and V are gathered from other ranks (context parallelism).
         products_before: the saved Linears that run before attention.
         products_after: the saved Linears that run after attention.
     """
@@ -61,24 +66,22 @@ class ShardedKept(SavedForBackward):
     products_before: list[str]
     products_after: list[str]
     lends_attended = False
-    # ranks could choose differently by their own memory. [Note: equal exchanges]
+    # ranks could choose differently by their own memory, and exchanges must be equal
     chosen_here = False
 
     @property
     def keeps_kv(self) -> bool:
-        """True if K and V of full sequences are saved.
-
-        Gathered K and V are never saved; they exist only while a layer attends.
-        [Note: equal exchanges]
-        """
+        """True if K and V of full sequences are saved. K and V that were gathered from other ranks
+        never are."""
         return keeps(self.site.config, "kv") and not self.gathers
 
     def order(self) -> list[list[Access]]:
-        """Return the order of backward's reads, each entry the reads of one step.
+        """Return the tensors that backward reads from the store, as (name, chunk index) in the
+        order of reading. The tensors of one inner list are read together.
 
         1. Inputs of the shard's chunks, with outputs of Linears before attention.
-        2. K and V of the full sequences' chunks, if saved.
-        3. Attention outputs of the full sequences' chunks.
+        2. K and V of the full sequences, if saved.
+        3. Attention outputs.
         4. Inputs of the half after attention, last chunk first, with outputs of its Linears.
         5. Inputs of the half before attention, last chunk first, with outputs of its Linears.
         """
@@ -93,7 +96,8 @@ class ShardedKept(SavedForBackward):
         return order
 
     def half_reads(self, index: int, linears: list[str]) -> list[Access]:
-        """Return the reads of one half of a chunk: its input, and the saved outputs of the half's
+        """Return (name, chunk index) of the saved tensors for recomputing one half of the layer
+        (before or after attention) on a chunk: the layer's input, and saved outputs of the half's
         Linears."""
         reads = [("x", index)]
         for name in self.products.keys:
@@ -102,21 +106,27 @@ class ShardedKept(SavedForBackward):
         return reads
 
     def key_reads(self, piece: HeadGroup) -> list[Access]:
-        """Return the reads of K and V for a piece of the full sequence."""
+        """Return (name, chunk index) of the saved K and V for a piece of the full sequence."""
         return [(f"{part}.0", piece.here.index) for part in "kv"]
 
     def attended_reads(self, index: int) -> list[Access]:
-        """Return the reads of a piece's attention output; [] unless both tensors are saved."""
+        """Return (name, chunk index) of a piece's attention output and logsumexp; [] unless both
+        are saved."""
         wanted = [("attn_out.0", index), ("lse.0", index)]
         return wanted if all(self.store.has(*access) for access in wanted) else []
 
 
 class ShardedCall(LayerCall):
-    """One call of a layer on this rank's shard.
+    """One call of a decoder layer, on this rank's tokens of sequences that are split over ranks.
 
     Attributes:
-        plan: the chunks of the shard.
-        pieces: the chunks of queries that this rank attends.
+        plan: the chunks of this rank's tokens.
+        shards: the split, and the exchanges with other ranks.
+        pieces: the chunks of queries whose attention this rank computes.
+        params: parameters of attention; None before the first chunk.
+        heads: number of query heads, and of key/value heads.
+        keys: K and V of full sequences, if saved on the device.
+        unread: the Linears that each half of the layer can skip.
     """
 
     kept: ShardedKept
@@ -166,13 +176,12 @@ class ShardedCall(LayerCall):
         return kept
 
     def look_into_halves(self) -> None:
-        """Determine the products that each half skips; cached for each situation, called while
-        streaming.
+        """Determine which Linears each half of the layer can skip, and store them in `unread`.
+        Cached for calls of the same kind. Must be called inside `LayerCall.streaming`.
 
         Raises:
-            UnsupportedModelError: the layer overwrites its input. Values that the layer computed
-                from the old input are then differentiated, unpatched, at the new input, which the
-                half before attention does not have.
+            UnsupportedModelError: the layer overwrites its input in place, which the half before
+                attention would miss.
         """
         if self.site.tests.overwritten.inputs:
             raise UnsupportedModelError(
@@ -205,15 +214,20 @@ class ShardedCall(LayerCall):
 def _unread_in_halves(
     call: ShardedCall, linears: dict[str, nn.Linear], x: Tensor, chunk: Chunk, random: RandomState
 ) -> UnreadInHalves:
-    """Return the products that each half can skip without a change of its results.
+    """Return the Linears that each half of the layer can skip without a change of its results:
+    proposed by a trace of random tokens, and tested by value.
 
-    Traces of both halves over x [..., B, C, h] propose products. Trials from the same random state
-    confirm the proposals. [Note: writes through pointers]
+    Args:
+        call: the call of the layer.
+        linears: the layer's Linears by name.
+        x: random tokens [..., B, C, h].
+        chunk: the tokens' range of positions.
+        random: the random state from which each run starts.
     """
     x = x.clone().requires_grad_()
 
     def before() -> list[Tensor]:
-        """Run the half before attention and return q, k and v."""
+        """Run the layer's forward up to its attention, and return q, k and v."""
         point = SplitAtAttention()
         with random.replayed():
             call.run(x, chunk, point)
@@ -226,19 +240,20 @@ def _unread_in_halves(
     o = torch.randn_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).requires_grad_()  # [B, H, C, D_v]
 
     def after() -> list[Tensor]:
-        """Run the half after attention and return hidden_states and the extra outputs."""
+        """Run the layer's forward with `o` as attention's output, and return hidden_states and the
+        layer's other outputs."""
         with random.replayed():
             output = call.run(x, chunk, SplitAtAttention(o))
         assert output is not None
         return [output.hidden_states, *output.extras.values()]
 
     def kept(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
-        """Return the subset of these products that a half can skip with the same outputs or
-        gradients.
-        """
+        """Return those of the Linears whose outputs one half of the layer does not need. The half's
+        results are the same without these outputs."""
 
         def given(names: Labels) -> list[Any]:
-            """Return the half's outputs, or its gradients, without these products."""
+            """Run one half of the layer while these Linears return NaN, and return its outputs or
+            its gradients."""
             if not differentiated:
                 with torch.no_grad(), left_out(linears, names):
                     return run()
@@ -247,7 +262,7 @@ def _unread_in_halves(
                 return gradients_of(run(), [x, o, *call.site.layer.parameters()])
 
         def same(results: list[Any]) -> bool:
-            """True if these results equal the results with all products."""
+            """True if these outputs or gradients equal those with all Linears."""
             if differentiated:
                 return same_gradients(call, results, expected)
             return all(map(torch.equal, results, expected))

@@ -3,7 +3,7 @@
 K and V of full sequences are gathered one group of heads at a time. The next group is in transfer
 during attention over the current group. The ranks sum their gradients in float32, group by group. A
 device therefore holds one group of heads of T tokens, for any number of heads. The group size
-follows from the memory of the rank with the least. [Note: equal exchanges]
+follows from the memory of the rank with the least.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ ROOM = 2**30  # bytes for K, V and their gradients on a device without a known l
 
 
 def room_for_keys(device: torch.device) -> int:
-    """Return the bytes that this rank can spend on K and V of full sequences and their
-    gradients.
-    """
+    """Return the bytes of device memory that this rank can spend on gathered K and V and their
+    gradients."""
     if not tells_memory(device):
         return ROOM
     return (
@@ -39,7 +38,8 @@ def room_for_keys(device: torch.device) -> int:
 
 
 def collective(names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return torch.distributed's function under the first of these names that this version has."""
+    """Return the function of torch.distributed with the first of these names that this version of
+    torch has."""
     function: Callable[..., Any] = next(
         getattr(dist, name) for name in names if hasattr(dist, name)
     )
@@ -48,7 +48,7 @@ def collective(names: tuple[str, ...]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class GatheredShards(Shards):
-    """Shards in the layout of torch's context parallelism.
+    """Sequences that torch's context parallelism has split over ranks.
 
     Attributes:
         balanced: True: a sequence has 2 P parts and rank r holds parts r and 2 P - 1 - r. False: a
@@ -63,16 +63,18 @@ class GatheredShards(Shards):
 
     @property
     def _starts(self) -> list[int]:
-        """Return the start of each of this rank's parts in the full sequence, in the rank's
-        order.
-        """
+        """Return the position in the full sequence at which each of this rank's parts begins."""
         if not self.balanced:
             return [self.rank * self.length]
         return [part * self.length // 2 for part in (self.rank, 2 * self.size - 1 - self.rank)]
 
     def pieces(self, batch_size: int, size: int) -> list[HeadGroup]:
-        """Return this rank's parts in sequence order, cut into pieces of at most `size`
+        """Return the chunks of this rank's queries, in sequence order, each of at most `size`
         positions.
+
+        Args:
+            batch_size: number of rows B.
+            size: maximum length of a chunk.
         """
         found: list[HeadGroup] = []
         length = self.length // len(self._starts)
@@ -89,19 +91,21 @@ class GatheredShards(Shards):
         return found
 
     def queries(self, x: Tensor) -> Tensor:
-        """Return x [B, H, T / P, D] unchanged."""
+        """Return queries x [B, H, T / P, D] unchanged: they stay on their rank."""
         return x
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
-        """Return x [B, heads, T / P, D] unchanged."""
+        """Return attention outputs x [B, heads, T / P, D] unchanged: they are on their tokens'
+        rank."""
         return x
 
     def sinks(self, sinks: Tensor) -> Tensor:
-        """Return sinks [H] unchanged."""
+        """Return attention sinks [H] unchanged: every rank has all heads."""
         return sinks
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Reorder [P, B, T / P, ...] of all ranks to [B, T, ...]."""
+        """Return the parts of all ranks, [P, B, T / P, ...], in the order of the sequence: [B, T,
+        ...]."""
         parts = x.transpose(0, 1)  # [B, P, T / P, ...]
         if not self.balanced:
             return parts.flatten(1, 2)
@@ -113,10 +117,8 @@ class GatheredShards(Shards):
         )
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """Reorder [B, T, ...] to each rank's part, [P, B, T / P, ...], contiguous.
-
-        The inverse of `in_order`.
-        """
+        """Return the part of each rank, [P, B, T / P, ...], from full sequences [B, T, ...]. The
+        inverse of `in_order`."""
         if self.balanced:
             back = self._order(x.device).argsort()
             x = x.unflatten(1, (2 * self.size, -1)).index_select(1, back).flatten(1, 2)
@@ -128,8 +130,8 @@ class GatheredShards(Shards):
         Padding may have any positions.
 
         Raises:
-            StreamBPError: the positions do not increase like this, so the shards have another order
-                than the assumed one; on every rank alike.
+            StreamBPError: the positions do not increase like this, so the ranks hold the sequence
+                in another order than assumed. All ranks raise.
         """
         fits = (positions.diff() == 1) | (positions[:, 1:] == 0)  # [1 or B, T - 1]
         if padding is not None:
@@ -149,18 +151,29 @@ class GatheredShards(Shards):
             )
 
     def _order(self, device: torch.device) -> Tensor:
-        """Return [2 P]: for each part of a sequence, its index among the parts of all ranks."""
+        """Return [2 P]: for each part in the order of the sequence, its index in the order of the
+        ranks."""
         part = torch.arange(2 * self.size, device=device)
         return torch.where(part < self.size, 2 * part, 4 * self.size - 1 - 2 * part)
 
     def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
-        """Start to gather the first group from k [B, H_kv, T / P, D] and v; return all groups."""
+        """Start to gather K and V of full sequences from k [B, H_kv, T / P, D] and v of all ranks,
+        and return them as `GatheredKeys`.
+
+        Args:
+            parts: k and v; emptied.
+            heads: H, the number of query heads.
+        """
         return GatheredKeys(self, parts.pop(0), parts.pop(0), heads)
 
     def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
-        """Sum dK [B, T, G, D] and dV over ranks; return this rank's tokens, [B, G, T / P, D].
+        """Sum dK [B, T, G, D] and dV of full sequences over ranks, and return those of this rank's
+        tokens, [B, G, T / P, D].
 
-        The sums are in float32 or wider and are rounded to `dtype` once. `sums` is emptied.
+        Args:
+            sums: dK and dV in float32 or wider; emptied.
+            dtype: dtype of the result.
+            heads: number of key/value heads.
         """
         found: list[Tensor] = []
         while sums:
@@ -172,10 +185,13 @@ class GatheredShards(Shards):
 
 
 def bytes_of_a_head(k: Tensor, v: Tensor, whole: int) -> int:
-    """Return the bytes of one head of k [B, H_kv, T / P, D] and v [B, H_kv, T / P, D_v], gathered.
+    """Return the bytes of device memory for one head of gathered K and V in backward: values in
+    use, values in transfer, and gradients.
 
-    Counted over `whole` tokens: the group in use, the group in transfer, and gradients, one of them
-    in transfer.
+    Args:
+        k: [B, H_kv, T / P, D].
+        v: [B, H_kv, T / P, D_v].
+        whole: T, the number of tokens in a full sequence.
     """
     item = k.element_size()
     wide = torch.promote_types(k.dtype, torch.float32).itemsize
@@ -183,12 +199,12 @@ def bytes_of_a_head(k: Tensor, v: Tensor, whole: int) -> int:
 
 
 class GatheredKeys(Keys):
-    """K and V of all ranks, one group of heads at a time, in order.
+    """K and V of full sequences, gathered from all ranks, some heads at a time.
 
     Args:
-        shards: the group of ranks.
-        k: this rank's, [B, H_kv, T / P, D].
-        v: this rank's, [B, H_kv, T / P, D_v].
+        shards: the split of the sequences.
+        k: this rank's K, [B, H_kv, T / P, D].
+        v: this rank's V, [B, H_kv, T / P, D_v].
         heads: H, the number of query heads.
     """
 
@@ -203,8 +219,11 @@ class GatheredKeys(Keys):
         self.coming = self._start(0)
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """Generate the groups, as in `Keys`; a single group stays in memory until the last
-        iteration.
+        """Yield K and V, one group of heads after the other. The transfer of the next heads runs
+        meanwhile. If all heads fit, they stay in memory for later loops.
+
+        Args:
+            last: True if this is the last loop.
         """
         if self.held is not None:
             group = self.held
@@ -224,11 +243,14 @@ class GatheredKeys(Keys):
             yield self._arrived(coming, first)
 
     def _start(self, first: int) -> list[tuple[Any, Tensor, Tensor]]:
-        """Start to gather K and V of a group.
+        """Start to gather K and V of some heads.
+
+        Args:
+            first: index of the first head.
 
         Returns:
-            for K and for V: the running collective, its result [P, B, T / P, G, D], this rank's
-                part.
+            For K and for V: the running collective, its result [P, B, T / P, G, D], and this rank's
+            part.
         """
         found = []
         for part in self.own:
@@ -241,7 +263,13 @@ class GatheredKeys(Keys):
         return found
 
     def _arrived(self, coming: list[tuple[Any, Tensor, Tensor]], first: int) -> KeyGroup:
-        """Wait for a group's K and V and put them in sequence order."""
+        """Wait until K and V of some heads are gathered, and return them in the order of the
+        sequence.
+
+        Args:
+            coming: the result of `_start`.
+            first: index of the first head.
+        """
         found = []
         while coming:
             work, everyones, _ = coming.pop(0)

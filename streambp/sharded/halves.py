@@ -14,14 +14,17 @@ from streambp.errors import UnsupportedModelError
 
 
 class SplitAtAttention(ChunkAttention):
-    """Attention replacement that ends the half before attention, or starts the half after it.
+    """Replacement of a layer's attention, which cuts the layer's forward in two. The half before
+    attention ends at the attention call. The attention call in the half after attention returns a
+    given output.
 
     Args:
-        o: attention's output [B, H, C, D_v] for the half after attention, which ignores q, k and v;
-            None: this is the half before attention.
+        o: attention's output [B, H, C, D_v] for the half after attention; None: this is the half
+            before attention.
 
     Attributes:
-        projected: arguments of the attention call, with their graph if there is one.
+        projected: arguments of the attention call (q, k, v and others), in the half before
+            attention.
     """
 
     def __init__(self, o: Tensor | None = None) -> None:
@@ -30,7 +33,8 @@ class SplitAtAttention(ChunkAttention):
         self.projected: AttentionCall | None = None
 
     def attend(self, given: AttentionCall) -> Tensor:
-        """Return o [B, C, H, D_v], contiguous; in the half before attention, stop by `RefillDone`.
+        """Return attention's output o as [B, C, H, D_v], contiguous; in the half before attention,
+        raise `RefillDone` to end the forward.
 
         Raises:
             UnsupportedModelError: the call has dropout.
@@ -48,7 +52,7 @@ class SplitAtAttention(ChunkAttention):
         raise RefillDone
 
     def finish(self) -> None:
-        """Check that the layer attended once.
+        """Check, at the end of the layer's forward, that it has attended once.
 
         Raises:
             UnsupportedModelError: the layer attended more or fewer times.

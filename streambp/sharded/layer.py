@@ -23,14 +23,14 @@ are gathered (`sharded/gathered.py`):
                                                                               their tokens are
         chunks of the shard: before attention
 
-[Note: halves] Each half skips the other half's Linear products. The first half stops at attention.
-In the second half nothing reads q, k and v, so their products are skipped. Only elementwise work is
+Each half skips the other half's Linear products. The first half stops at attention. Nothing reads
+q, k and v in the second half, so the second half skips their products. Only elementwise work is
 done twice: the first norm, and the operations on q and k. hidden_states reach the layer's output
 through both halves, so dx has two parts. A parameter's gradient may have two parts as well.
 
-[Note: equal exchanges] A rank's exchanges follow from the model and from settings that
-`gather_shards` compared between all ranks. The exchanges never depend on the free memory of this
-rank's host or on its number of chunks.
+A rank's exchanges must equal those of other ranks. The exchanges follow from the model and from
+settings that `gather_shards` compared between all ranks, never on the free memory of this rank's
+host or on its number of chunks.
 """
 
 from __future__ import annotations
@@ -42,17 +42,16 @@ import torch
 from torch import Tensor
 
 from streambp.admission.entry import backward_in_chunks, stream_layer
-from streambp.attention.attend import Params, PrefixAttention, attend_blocks
+from streambp.attention.attend import Attended, Params, PrefixAttention, attend_blocks
 from streambp.attention.backend import Use, choose_backend
 from streambp.attention.kv import KVBuffer
-from streambp.attention.merge import Attended
 from streambp.attention.prefix import AttentionCall
 from streambp.chunks import Chunk
 from streambp.device import RandomState
 from streambp.errors import UnsupportedModelError
 from streambp.layer.call import LayerCall, Whole, put
-from streambp.layer.function import Strategy, outputs_of, run_forward
-from streambp.layer.gradients import BackwardPass, refuse_other_leaves
+from streambp.layer.function import BackwardPass, Strategy, outputs_of, run_forward
+from streambp.layer.gradients import refuse_other_leaves
 from streambp.layer.products import Labels, See, left_out, summed, tapped
 from streambp.layer.recompute import NULL_CONTEXT
 from streambp.layer.saved import linear_of
@@ -63,9 +62,13 @@ from streambp.sharded.shards import Keys, Shards
 
 
 def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any:
-    """Return the result of the layer's forward for this rank's shard of the tokens.
+    """Compute a decoder layer's forward for this rank's tokens, where sequences are split over
+    ranks, and return its result. Must be called on every rank.
 
-    Must be called on every rank.
+    Args:
+        site: the decoder layer, with its settings and test results.
+        args, kwargs: the arguments of the layer's forward.
+        shards: the split, and the exchanges with other ranks.
 
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: the result cannot be computed
@@ -86,7 +89,8 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
 
 
 def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
-    """Raise the error for a layer that cannot stream."""
+    """Raise the error for a layer that cannot run in chunks: unchunked, it would see this rank's
+    tokens alone."""
     reason = report.because or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
         f"{type(site.layer).__name__} cannot stream: {reason}. With sequences split over ranks it "
@@ -95,12 +99,18 @@ def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
 
 
 def _part(chunk: Chunk) -> tuple[slice, slice, slice]:
-    """Return the index of a chunk's positions in a tensor [B, H, tokens, D]."""
+    """Return the index of a chunk's positions in a tensor [B, H, T / P, D]."""
     return slice(None), slice(None), slice(chunk.start, chunk.stop)
 
 
 def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
-    """Compute the output from both halves and the attention between them, without a graph."""
+    """Compute a decoder layer's outputs for this rank's tokens, without a graph. The parts of the
+    layer before and behind attention run in chunks, and attention runs over full sequences.
+
+    Args:
+        call: the call of the layer.
+        keep: True: save the tensors that backward needs.
+    """
     whole: Whole = {}
     with torch.no_grad(), call.streaming():
         call.look_into_halves()
@@ -158,7 +168,13 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
 
 
 def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
-    """Return q [B, H, T / P, D], k and v [B, H_kv, T / P, D] of the shard, without a graph."""
+    """Run the layer's half before attention in chunks, without a graph. Return q [B, H, T / P, D],
+    k and v [B, H_kv, T / P, D] of this rank's tokens.
+
+    Args:
+        call: the call of the layer.
+        keep: True: save outputs of Linears for backward.
+    """
     projected: list[Tensor] = []
     for chunk in call.plan:
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
@@ -173,7 +189,7 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
 
 
 def _see_projected(see: See | None, found: AttentionCall) -> None:
-    """Pass q, k and v to the witness."""
+    """Pass a chunk's q, k and v to the comparison of backward with forward, if there is one."""
     if see is not None:
         see("q", found.q)
         see("k", found.k)
@@ -183,9 +199,15 @@ def _see_projected(see: See | None, found: AttentionCall) -> None:
 def _collect(
     call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: list[Tensor], count: int
 ) -> AttentionCall:
-    """Run a chunk up to attention and copy the first `count` of q, k, v into `projected`.
+    """Run one chunk of the layer up to its attention, and copy its q, k and v into tensors of all
+    this rank's tokens. Return the arguments of the attention call.
 
-    The first chunk allocates `projected`, tensors of the full shard.
+    Args:
+        call: the call of the layer.
+        hidden_chunk: the chunk's input [..., B, C, h].
+        chunk: the chunk's range of positions.
+        projected: the tensors; [] before the first chunk, which allocates them.
+        count: number of tensors to copy, of q, k and v.
     """
     point = SplitAtAttention()
     call.run(hidden_chunk, chunk, point)
@@ -211,13 +233,14 @@ def _collect(
 
 
 def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tensor, Tensor]:
-    """Return o [B, H', n, D_v] and lse [B, H', n] for q [B, H', n, D]; saved pieces are reused.
+    """Return attention's output o [B, H', n, D_v] and logsumexp lse [B, H', n] for the H' heads and
+    n queries q [B, H', n, D] of this rank. Saved outputs are read instead of being computed.
 
     Args:
-        call: the layer call.
-        q: queries of this rank.
-        keys: K and V that they read.
-        last: see `Keys.groups`.
+        call: the call of the layer.
+        q: the queries.
+        keys: K and V of full sequences.
+        last: True if `keys` are not read again.
     """
     assert call.params is not None
     batch, heads, length, _ = q.shape
@@ -257,9 +280,14 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
 
 
 def _keep_attention(call: ShardedCall, keys: Keys, o: Tensor, lse: Tensor) -> None:
-    """Save the K, V and output of this rank's attention; other ranks may have saved less.
+    """Save what `saves` names of attention: its output and logsumexp, and K and V. A rank with
+    little host memory may save less than other ranks; no exchange depends on this.
 
-    [Note: equal exchanges]
+    Args:
+        call: the call of the layer.
+        keys: K and V of full sequences.
+        o: attention's output, [B, H', n, D_v].
+        lse: logsumexp of attention, [B, H', n].
     """
     if "attn_out" in call.kept.saves:
         for piece in call.pieces:
@@ -280,7 +308,8 @@ def _keep_attention(call: ShardedCall, keys: Keys, o: Tensor, lse: Tensor) -> No
 
 
 def _backward(call: ShardedCall, work: BackwardPass) -> None:
-    """Differentiate the half after attention, attention, and the half before it."""
+    """Compute a layer's gradients and add them to `work`, in this order: the half after attention,
+    attention, the half before attention."""
     q, keys = _exchanged_again(call)
     o, lse = _attend(call, q, keys, last=False)
     at_tokens = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
@@ -297,7 +326,8 @@ def _backward(call: ShardedCall, work: BackwardPass) -> None:
 
 
 def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
-    """Return q and keys for attention in backward: exchanged as in forward, or the saved ones."""
+    """Return q and K, V of full sequences for attention in backward: recomputed and exchanged
+    again, or saved."""
     kept = call.kept
     count = 3
     unread: Labels = frozenset()
@@ -326,7 +356,14 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
 
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
-    """Differentiate the half after attention; its gradient overwrites o [B, H, T / P, D_v]."""
+    """Recompute and differentiate the layer's second half, behind its attention, chunk by chunk.
+    The gradient of attention's output overwrites o [B, H, T / P, D_v].
+
+    Args:
+        call: the call of the layer.
+        work: receives the gradients.
+        o: attention's output for this rank's tokens.
+    """
     kept = call.kept
     linears = call.site.linears
     unread = call.unread.to_differentiate_after.difference(kept.products_after)
@@ -364,9 +401,17 @@ def _add(
     upstream: list[Tensor],
     extra: Tensor | None = None,
 ) -> Tensor | None:
-    """Differentiate one half of a chunk, add the gradients, and return the gradient of `extra`.
+    """Differentiate one half of the layer (before or after attention) on one chunk, and add the
+    gradients to `work`. Return the gradient of `extra`.
 
-    `extra` is None for the half before attention.
+    Args:
+        call: the call of the layer.
+        work: receives the gradients.
+        chunk: the chunk's range of positions.
+        targets: the leaves for the layer's input and arguments.
+        outputs: the half's outputs.
+        upstream: gradients of the outputs.
+        extra: attention's output, for the half after attention; None for the half before.
     """
     wanted = [*targets, *work.shadows, *(() if extra is None else (extra,))]
     found: list[Tensor | None] = [None] * len(wanted)
@@ -383,9 +428,15 @@ def _add(
 def _differentiate_attention(
     call: ShardedCall, q: Tensor, keys: Keys, attended: Attended, d_o: Tensor
 ) -> list[Tensor]:
-    """Differentiate attention piece by piece; return dk and dv [B, H_kv, T / P, D] of this rank.
+    """Compute the gradients of attention. Return dk and dv [B, H_kv, T / P, D] of this rank's
+    tokens. The gradients of q and of attention sinks overwrite q and `call.sinks`.
 
-    The gradients of q and of the sinks overwrite q and `call.sinks`.
+    Args:
+        call: the call of the layer.
+        q: the queries, [B, H', n, D].
+        keys: K and V of full sequences.
+        attended: attention's output and logsumexp.
+        d_o: gradient of the output, [B, H', n, D_v].
     """
     assert call.params is not None
     found: list[list[Tensor]] = [[], []]
@@ -428,7 +479,13 @@ def _differentiate_attention(
 
 
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
-    """Differentiate the half before attention, from gradients [B, H, T / P, D] of q, k and v."""
+    """Recompute and differentiate the layer's first half, up to its attention, chunk by chunk.
+
+    Args:
+        call: the call of the layer.
+        work: receives the gradients.
+        gradients: of q, k and v, [B, H, T / P, D].
+    """
     kept = call.kept
     linears = call.site.linears
     unread = call.unread.to_differentiate_before.difference(kept.products_before)

@@ -19,7 +19,7 @@ from streambp.errors import UnsupportedMaskError
 
 
 class Shown(enum.IntEnum):
-    """Information in one shard's mask about the documents of packed rows."""
+    """Information about packed documents in the mask of one rank's tokens."""
 
     NOTHING = 0
     KNOWN = 1
@@ -35,25 +35,25 @@ def resolve_whole(
     device: torch.device,
     everyones: Callable[[list[int]], list[list[int]]],
 ) -> Spans:
-    """Return the spans that queries of full sequences may read, from a mask of `length` tokens.
+    """Return which keys each query of the full sequences may read, from the attention mask that the
+    model made for this rank's tokens.
 
-    The mask describes one shard. Some facts appear in one shard only: the end of a window, or
-    document boundaries. Ranks therefore exchange their findings and reach the same result. In a
-    shard, the head and the tail of one sequence seem to be two documents. Documents are therefore
-    read from `whole`, never from a shard's mask.
+    This mask may not show the end of a sliding window, or document boundaries. Ranks therefore
+    exchange what their masks show and reach the same result. Document boundaries are read from
+    `whole`: an early and a late part of one sequence in a shard would seem to be two documents.
 
     Args:
-        mask: the model's mask for this rank's shard.
-        whole: spans from padding and packing of the full sequences, without a window.
-        length: number of tokens in the shard.
-        position_ids: the shard's, [1 or B, length].
+        mask: the model's mask for this rank's tokens.
+        whole: the keys by padding and packed documents of the full sequences, without a window.
+        length: number of this rank's tokens in a row.
+        position_ids: [1 or B, length], of these tokens.
         device: device for comparisons of masks.
-        everyones: function that gathers each rank's findings; called once for each mask of the
+        everyones: returns the numbers that each rank passes; called once for each mask of the
             model, on every rank.
 
     Raises:
-        UnsupportedMaskError: the mask is more than padding, packing and a window, or may be; on
-            every rank alike.
+        UnsupportedMaskError: the mask is more than padding, packed documents and a window, or may
+            be; on every rank alike.
     """
     rows = len(whole.rows)
     if mask is None:
@@ -94,14 +94,15 @@ def _shown(
     position_ids: Tensor | None,
     device: torch.device,
 ) -> tuple[int | None, bool, Shown]:
-    """Return a shard mask's window, True if no other window is possible, and its other information.
+    """Return what the mask of this rank's tokens shows: its window, True if no other window is
+    possible, and what it tells about documents.
 
     Args:
-        mask: the model's mask for this rank's shard.
+        mask: the model's mask.
         rows: number of rows in the batch.
         whole: number of tokens in a full sequence.
-        length: number of tokens in the shard.
-        position_ids: the shard's, [1 or B, length].
+        length: number of this rank's tokens in a row.
+        position_ids: [1 or B, length], of these tokens.
         device: device for comparisons of masks.
     """
     if isinstance(mask, Tensor) or mask.description.get("use_vmap", False):

@@ -28,15 +28,15 @@ from torch import Tensor
 from streambp.attention.masks import spans_of_tokens
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
-from streambp.distributed.agreement import all_gather
+from streambp.distributed.engines import all_gather
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
 
 
 class HeadGroup(NamedTuple):
-    """A chunk of queries for one attention call.
+    """A chunk of queries whose attention this rank computes.
 
     Attributes:
-        here: the chunk's positions among the queries of this rank.
+        here: the chunk's positions among this rank's queries.
         whole: the chunk's positions in the full sequence.
     """
 
@@ -45,11 +45,11 @@ class HeadGroup(NamedTuple):
 
 
 class KeyGroup(NamedTuple):
-    """Some heads of K and V, contiguous.
+    """Some heads of K and V of full sequences, contiguous in memory.
 
     Attributes:
-        heads: the query heads that read them.
-        k: [B, T, G, D].
+        heads: the query heads that read these keys.
+        k: [B, T, G, D], with G key heads.
         v: [B, T, G, D_v].
     """
 
@@ -59,29 +59,31 @@ class KeyGroup(NamedTuple):
 
 
 class Keys:
-    """K and V of full sequences, in order, one group of heads at a time.
+    """K and V of full sequences, which are read some heads at a time. This class has all heads in
+    memory.
 
-    This class holds one group in memory: k [B, T, G, D] and v [B, T, G, D_v].
+    Args:
+        k: [B, T, G, D].
+        v: [B, T, G, D_v].
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.both = [KeyGroup(slice(None), k, v)]
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """Yield K and V of full sequences, one group of heads after the other.
+        """Yield K and V, one group of heads after the other.
 
         Args:
-            last: True if the groups are not read again after this loop. Each group's memory is then
-                freed once the caller drops the group.
+            last: True if this is the last loop. The memory is then freed once the caller drops the
+                heads.
         """
         yield self.both.pop() if last else self.both[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """One batch of sharded sequences, B rows of `size * length` tokens.
-
-    This rank holds `length` tokens of each row, in rank order.
+    """Sequences that DeepSpeed Ulysses has split over ranks, and the exchanges of q, k, v and
+    attention outputs. Each of P ranks holds T / P consecutive tokens of every row.
 
     Attributes:
         group: process group of the ranks.
@@ -111,18 +113,21 @@ class Shards:
         return self.size * self.length
 
     def pieces(self, batch_size: int, size: int) -> list[HeadGroup]:
-        """Return pieces that cover the full sequence, in order, each of at most `size`
-        positions.
+        """Return the chunks of queries whose attention this rank computes: all of the sequence,
+        each of at most `size` positions.
+
+        Args:
+            batch_size: number of rows B.
+            size: maximum length of a chunk.
         """
         return [
             HeadGroup(chunk, chunk) for chunk in plan_chunks(self.whole_length, batch_size, size)
         ]
 
     def queries(self, x: Tensor) -> Tensor:
-        """Exchange [B, H, T / P, D] for [B, H / P, T, D], with tokens before heads in memory.
-
-        Fewer heads than ranks are repeated, so that each rank has one head.
-        """
+        """Exchange this rank's tokens of all heads, [B, H, T / P, D], for all tokens of the rank's
+        heads, [B, H / P, T, D], with tokens before heads in memory. If there are fewer heads than
+        ranks, heads are repeated."""
         batch, heads, length, width = x.shape
         if heads < self.size and self.size % heads == 0:
             x = x.repeat_interleave(self.size // heads, dim=1)
@@ -136,9 +141,9 @@ class Shards:
         )
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
-        """Exchange [B, H / P, T, D] for [B, heads, T / P, D]; repeated heads are summed, like
-        gradients.
-        """
+        """Exchange all tokens of this rank's heads, [B, H / P, T, D], for the rank's tokens of
+        all heads, [B, heads, T / P, D]. Heads that `queries` has repeated are summed, as
+        gradients are."""
         batch, _, _, width = x.shape
         # [P, B, H / P, T / P, D]
         mine = self.exchange(x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0))
@@ -149,11 +154,11 @@ class Shards:
         return x.unflatten(1, (heads, -1)).sum(2, dtype=wide).to(x.dtype)
 
     def sinks(self, sinks: Tensor) -> Tensor:
-        """Return a view of sinks [H] for the heads of this rank's queries."""
+        """Return a view of attention sinks [H] for the query heads of this rank."""
         return sinks.chunk(self.size)[self.rank]
 
     def everyones(self, mine: list[int]) -> list[list[int]]:
-        """Gather a list of integers from each rank."""
+        """Return the integers that each rank passes, one list for each rank."""
         assert self.positions is not None
         return [
             said.tolist()
@@ -161,7 +166,8 @@ class Shards:
         ]
 
     def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
-        """Exchange this rank's k [B, H_kv, T / P, D] and v for the K and V that its queries read.
+        """Exchange this rank's k [B, H_kv, T / P, D] and v for K and V of full sequences, of the
+        heads that this rank's queries read.
 
         Args:
             parts: k and v; emptied.
@@ -170,24 +176,24 @@ class Shards:
         return Keys(*(self.queries(parts.pop(0)).transpose(1, 2).contiguous() for _ in range(2)))
 
     def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
-        """Exchange dK [B, T, G, D] and dV of a group for the gradients of this rank's tokens.
+        """Exchange dK [B, T, G, D] and dV of full sequences for dk [B, heads, T / P, D] and dv of
+        this rank's tokens.
 
         Args:
             sums: dK and dV; emptied.
             dtype: dtype of the result.
-            heads: number of K/V heads.
-
-        Returns:
-            dk [B, heads, T / P, D] and dv, in `dtype`.
+            heads: number of key/value heads.
         """
         return [self.tokens(sums.pop(0).to(dtype).transpose(1, 2), heads) for _ in range(2)]
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Reorder [P, B, T / P, ...] of all ranks to [B, T, ...]."""
+        """Return the parts of all ranks, [P, B, T / P, ...], in the order of the sequence: [B, T,
+        ...]."""
         return x.transpose(0, 1).flatten(1, 2)
 
     def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
-        """Do nothing: rank order is sequence order.
+        """Check nothing: under Ulysses, positions in the order of ranks are in the order of the
+        sequence.
 
         Args:
             positions: [1 or B, T] in this order.
@@ -195,7 +201,8 @@ class Shards:
         """
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """Send part i of [P, ...] to rank i; part i of the result comes from rank i."""
+        """Send part i of `parts` [P, ...] to rank i, and return the parts that the ranks have sent,
+        [P, ...]."""
         sent = parts.contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
@@ -220,20 +227,21 @@ def gather_shards(
     agreed: int = 0,
     room: int = 0,
 ) -> Shards:
-    """Combine each rank's shard of position_ids [1 or B, T / P] and of a 2-D mask.
+    """Gather position_ids and padding masks of all ranks, and return the split of the full
+    sequences.
 
     Args:
         kind: class of the result, `Shards` or a subclass.
         group: process group of the ranks.
         tokens: this rank's tokens, [B, T / P, ...].
-        position_ids: this rank's shard, counted over the full sequence.
-        attention_mask: this rank's shard of a padding mask, or None.
-        agreed: number that must be equal on all ranks, because the exchanges depend on it.
-        room: bytes that this rank can spend; the result has the minimum over the ranks.
+        position_ids: [1 or B, T / P] of these tokens, counted over the full sequence.
+        attention_mask: padding mask of these tokens, [B, T / P], or None.
+        agreed: a number that must be equal on all ranks, because the exchanges depend on it.
+        room: bytes that this rank can spend on K and V; the result has the minimum over the ranks.
 
     Raises:
-        StreamBPError: position_ids are missing, or the shards do not fit together; on every rank
-            alike.
+        StreamBPError: position_ids are missing, or the ranks' tensors do not fit together; on every
+            rank alike.
         UnsupportedMaskError: the mask is no padding mask.
     """
     batch_size, length = tokens.shape[:2]
@@ -274,7 +282,8 @@ def gather_shards(
 
 
 def _agree(group: Any, mine: Tensor) -> list[list[int]]:
-    """Gather every rank's numbers and check that all but the last are equal."""
+    """Return the numbers [n] that each rank passes, one list for each rank, and raise on every rank
+    unless all but the last number are equal."""
     try:
         everyones: list[list[int]] = [other.tolist() for other in all_gather(group, mine)]
     except RuntimeError as error:
@@ -298,10 +307,8 @@ def _agree(group: Any, mine: Tensor) -> list[list[int]]:
 
 
 def _kind(batch_size: int, length: int, position_ids: Tensor | None, attention_mask: Any) -> int:
-    """Return 2 * rows of position_ids, plus 1 if there is a mask.
-
-    -1 if position_ids do not fit, -2 if the mask does not fit.
-    """
+    """Return a code that must be equal on all ranks. The code is 2 * rows of position_ids, plus 1
+    with a mask; -1 if position_ids do not fit the tokens, -2 if the mask does not."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != length:
         return -1
     if attention_mask is None:

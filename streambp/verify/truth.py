@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from streambp.known_names import EAGER, EXPERTS_IMPLEMENTATION
-from streambp.nested import replaced
+from streambp.tensors import replaced
 
 
 def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -1,7 +1,7 @@
 """Attention that is not transformers' own is refused by name, or by what it computes: streamed
 layers do not call it.
 
-covers: admission/entry.py, admission/own_run.py, admission/registry.py,
+covers: admission/entry.py, admission/own_run.py, admission/third_party.py,
 distributed/context_parallel.py
 """
 
@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 from transformers.utils.deprecation import deprecate_kwarg
 
 import streambp
-from streambp.admission import entry, own_run, registry
+from streambp.admission import entry, own_run, third_party
 from streambp.errors import UnsupportedModelError
 from tests.families import FAMILIES, build, make_batch
 from tests.oracle import gradients, worst_error
@@ -273,9 +273,9 @@ def test_mutant_the_layer_is_compared_with_itself(monkeypatch):
 )
 def test_transformers_own_are_known(implementation, family):
     (attention,) = {
-        type(m): m for m in registry.distinct_attentions(build(family).model.layers)
+        type(m): m for m in third_party.distinct_attentions(build(family).model.layers)
     }.values()
-    assert registry.foreign_function(attention, implementation) is None
+    assert third_party.foreign_function(attention, implementation) is None
 
 
 def hub_kernel(**also):
@@ -294,8 +294,8 @@ def hub_kernel(**also):
 def test_kernels_of_the_hub(name, function, known):
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)
-    (attention, *_) = registry.distinct_attentions(build("llama").model.layers)
-    assert (registry.foreign_function(attention, name) is None) == known
+    (attention, *_) = third_party.distinct_attentions(build("llama").model.layers)
+    assert (third_party.foreign_function(attention, name) is None) == known
 
 
 @pytest.mark.parametrize(
@@ -304,12 +304,12 @@ def test_kernels_of_the_hub(name, function, known):
 )
 def test_what_transformers_flash_attention_calls(home, ranks, known, monkeypatch):
     """verl replaces it always, ring attention only where sequences are split."""
-    names = {"__name__": home, registry.VERLS_SIZE: lambda: ranks}
+    names = {"__name__": home, third_party.VERLS_SIZE: lambda: ranks}
     exec("def split(*args, **kwargs): ...", names)
     flash = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
     monkeypatch.setitem(flash.__globals__, "_flash_attention_forward", names["split"])
-    (attention, *_) = registry.distinct_attentions(build("llama").model.layers)
-    found = registry.foreign_function(attention, "flash_attention_2")
+    (attention, *_) = third_party.distinct_attentions(build("llama").model.layers)
+    found = third_party.foreign_function(attention, "flash_attention_2")
     assert (found is None) == known
     assert known or f"calls {home}.split" in found
 
@@ -332,8 +332,8 @@ def test_who_splits_sequences_elsewhere_is_named(home, implementation):
         else names["attend"]
     )
     ALL_ATTENTION_FUNCTIONS[implementation] = found
-    (attention, *_) = registry.distinct_attentions(build("llama").model.layers)
-    assert f"is {home}.attend" in registry.foreign_function(attention, implementation)
+    (attention, *_) = third_party.distinct_attentions(build("llama").model.layers)
+    assert f"is {home}.attend" in third_party.foreign_function(attention, implementation)
 
 
 @pytest.mark.parametrize(("mask", "known"), [(sdpa_mask, True), (windowed_mask, False)])

@@ -1,15 +1,21 @@
 """What modules keep of a first batch is of the batch: no trial leaves anything, in whatever way a
 module keeps it.
 
-covers: admission/snapshot.py, admission/tables.py, admission/values.py, admission/generators.py,
+covers: admission/snapshot.py, admission/kept_values.py, admission/tables.py, admission/values.py, admission/generators.py,
 admission/probe.py, admission/first_call.py
 """
 
 from __future__ import annotations
 
+import array
+import builtins
 import collections
 import contextlib
+import copy
 import functools
+import itertools
+import os
+import queue
 import types
 
 import numpy as np
@@ -18,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import streambp
-from streambp.admission import snapshot
+from streambp.admission import kept_values, snapshot
 from streambp.admission.snapshot import Restored, Snapshot
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.planner import estimate, skeleton
@@ -297,6 +303,201 @@ class InTraining(Scaled):
         return 1.0 if self.scale is None else self.scale
 
 
+class InEnvironment(Scaled):
+    def start(self):
+        os.environ.pop("STREAMBP_TEST_SCALE", None)
+
+    def scale_of(self, x):
+        return float(os.environ.setdefault("STREAMBP_TEST_SCALE", repr(float(size_of(x)))))
+
+
+class OnLibrary(Scaled):
+    """In a module of Python's own."""
+
+    def start(self):
+        vars(builtins).pop("_scale_of_a_test", None)
+
+    def scale_of(self, x):
+        if not hasattr(builtins, "_scale_of_a_test"):
+            builtins._scale_of_a_test = size_of(x)
+        return builtins._scale_of_a_test
+
+
+class InQueue(Scaled):
+    def start(self):
+        self.kept = queue.Queue()
+
+    def scale_of(self, x):
+        if self.kept.empty():
+            self.kept.put(size_of(x))
+        return self.kept.queue[0]
+
+
+class InPythonArray(Scaled):
+    def start(self):
+        self.kept = array.array("d", [0.0])
+
+    def scale_of(self, x):
+        if self.kept[0] == 0:
+            self.kept[0] = float(size_of(x))
+        return self.kept[0]
+
+
+class InBytes(Scaled):
+    def start(self):
+        self.kept = bytearray(8)
+
+    def scale_of(self, x):
+        if not any(self.kept):
+            self.kept[:] = np.float64(float(size_of(x))).tobytes()
+        return float(np.frombuffer(bytes(self.kept), np.float64)[0])
+
+
+class Resized(Scaled):
+    def start(self):
+        self.kept = torch.zeros(0)
+
+    def scale_of(self, x):
+        if self.kept.numel() == 0:
+            self.kept.resize_(1).fill_(float(size_of(x)))
+        return self.kept[0]
+
+
+class DataReplaced(Resized):
+    def scale_of(self, x):
+        if self.kept.numel() == 0:
+            self.kept.data = size_of(x).reshape(1)
+        return self.kept[0]
+
+
+class InCache(Scaled):
+    """Of calls without arguments, with a bound to their number and without."""
+
+    most = None
+
+    def start(self):
+        self.last = None
+
+        @functools.lru_cache(self.most)
+        def scale_of():
+            return float(size_of(self.last))
+
+        self.cached = scale_of
+
+    def scale_of(self, x):
+        self.last = x.detach()
+        return self.cached()
+
+
+class InBoundedCache(InCache):
+    most = 4
+
+
+class AsParameter(Scaled):
+    """A trained one, made in the first call."""
+
+    def scale_of(self, x):
+        if "scale" not in self._parameters:
+            self.scale = nn.Parameter(size_of(x))
+        return self.scale
+
+
+class AsModule(Scaled):
+    """A trained one, made in the first call."""
+
+    def scale_of(self, x):
+        if "gate" not in self._modules:
+            self.gate = nn.Linear(1, 1, bias=False)
+            self.gate.weight.data.fill_(float(size_of(x)))
+        return self.gate.weight[0, 0]
+
+
+class InParameterList(Scaled):
+    def start(self):
+        self.kept = nn.ParameterList()
+
+    def scale_of(self, x):
+        if not len(self.kept):
+            self.kept.append(nn.Parameter(size_of(x)))
+        return self.kept[0]
+
+
+class AsClass(Scaled):
+    """The first call makes the module one of another class."""
+
+    def scale_of(self, x):
+        self.scale, self.__class__ = size_of(x), Ready
+        return self.scale
+
+
+class Ready(AsClass):
+    def scale_of(self, x):
+        return self.scale
+
+
+class HookOnce(Scaled):
+    """A hook of the first call takes itself away."""
+
+    def start(self):
+        def hook(module, args):
+            module.scale = size_of(args[0])
+            self.handle.remove()
+
+        self.handle = self.register_forward_pre_hook(hook)
+
+    def scale_of(self, x):
+        return self.scale
+
+
+class OfStaticMethod(Scaled):
+    def start(self):
+        vars(OfStaticMethod.found).pop("scale", None)
+
+    @staticmethod
+    def found(x):
+        if not hasattr(OfStaticMethod.found, "scale"):
+            OfStaticMethod.found.scale = size_of(x)
+        return OfStaticMethod.found.scale
+
+    def scale_of(self, x):
+        return OfStaticMethod.found(x)
+
+
+class InConfigsDict(Scaled):
+    def start(self):
+        self.inner.config.extra = {"scale": None}
+
+    def scale_of(self, x):
+        extra = self.inner.config.extra
+        if extra["scale"] is None:
+            extra["scale"] = float(size_of(x))
+        return extra["scale"]
+
+
+class InGenerator(Scaled):
+    def start(self):
+        def scales():
+            scale = size_of((yield))
+            while True:
+                yield scale
+
+        self.kept = scales()
+        next(self.kept)
+
+    def scale_of(self, x):
+        return self.kept.send(x)
+
+
+class ByCounter(Scaled):
+    def start(self):
+        self.calls = itertools.count()
+
+    def scale_of(self, x):
+        if next(self.calls) == 0:
+            self.scale = size_of(x)
+        return self.scale
+
+
 def by_hook(layer):
     kept = {}
 
@@ -324,11 +525,15 @@ def around_mlp(layer, kind):
 NAMED = (
     "attribute that is None", "missing attribute", "tensor", "tensor through data", "float", "string flag", "list", "dict",
     "set", "deque", "object", "hidden module", "class", "closure", "function", "default", "global dict", "global", "buffer",
-    "parameter", "config", "array", "in training alone",
+    "parameter", "config", "array", "in training alone", "environment", "library", "queue", "Python's array", "bytes",
+    "resized tensor", "replaced data", "cache", "bounded cache", "new parameter", "new module", "parameter list",
+    "new class", "hook of one call", "static method", "dict of a config", "generator", "counter",
 )  # fmt: skip
 KINDS = (
     IsNone, Missing, InPlace, ThroughData, Float, Word, InList, InDict, InSet, InDeque, InObject, InModule, OnClass,
     Closure, OfFunction, OfDefault, InGlobal, AsGlobal, Registered, FrozenParameter, InConfig, InArray, InTraining,
+    InEnvironment, OnLibrary, InQueue, InPythonArray, InBytes, Resized, DataReplaced, InCache, InBoundedCache,
+    AsParameter, AsModule, InParameterList, AsClass, HookOnce, OfStaticMethod, InConfigsDict, InGenerator, ByCounter,
 )  # fmt: skip
 WAYS = {
     name: functools.partial(around_mlp, kind=kind) for name, kind in zip(NAMED, KINDS, strict=True)
@@ -340,7 +545,9 @@ SITUATIONS = {
     "new kind": ((True, BATCHES[1]), (True, make_batch("packed", LENGTH, 4)), (True, BATCHES[3])),
     "evaluation first": ((False, BATCHES[1]), (True, BATCHES[2]), (False, BATCHES[2])),
 }
-FAST = ("missing attribute", "dict", "class", "closure", "hook")
+FAST = ("missing attribute", "dict", "class", "closure", "hook", "new parameter", "generator")
+# Chunks would leave another length or tensor; iterators cannot be put back.
+WHOLE = ("dict", "cache", "bounded cache", "generator", "counter")
 
 
 def made(change):
@@ -382,8 +589,7 @@ def test_a_value_of_the_first_batch(way, situation):
     expected = results(made(WAYS[way]), calls)
     ours = streambp.patch(made(WAYS[way]), CONFIG)
     assert worst_error(results(ours, calls), expected) <= EXACT
-    # A dict that counts calls and notes lengths would hold those of chunks.
-    expected_path = "checkpoints" if way == "dict" else "streams"
+    expected_path = "checkpoints" if way in WHOLE else "streams"
     assert {layer.path for layer in streambp.describe(ours).layers} == {expected_path}
 
 
@@ -531,6 +737,39 @@ def test_everything_is_put_back():
     assert mlp.scale_of.__closure__[0].cell_contents is None
 
 
+NUMBERS = itertools.count()
+
+
+class Numbered(nn.Module):
+    """Takes its number from a global iterator when it is made, and writes to a file."""
+
+    def __init__(self, inner, file):
+        super().__init__()
+        self.inner, self.file, self.number = inner, file, next(NUMBERS)
+
+    def forward(self, x):
+        self.file.write(f"{self.number}\n")
+        return self.inner(x)
+
+
+def test_files_and_the_iterators_of_a_constructor_leave_layers_streaming(tmp_path):
+    with open(tmp_path / "log", "w", encoding="utf-8") as file:
+        ours = streambp.patch(made(functools.partial(around_mlp, kind=lambda m: Numbered(m, file))))
+        results(ours, SITUATIONS["first call"][:1])
+    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+
+
+def test_parameters_without_shapes_are_refused():
+    model = made(lambda layer: setattr(layer, "mlp", nn.LazyLinear(32)))
+    with pytest.raises(UnsupportedModelError, match=r"Call the model on one batch"):
+        streambp.patch(model)
+    calls = SITUATIONS["first call"]
+    results(model, calls)
+    stock = copy.deepcopy(model)
+    ours = streambp.patch(model, CONFIG)
+    assert worst_error(results(ours, calls), results(stock, calls)) <= EXACT
+
+
 @pytest.mark.parametrize(
     ("mutant", "test"),
     [
@@ -538,6 +777,9 @@ def test_everything_is_put_back():
         ("functions", lambda: test_a_value_of_the_first_batch("closure", "first call")),
         ("classes", lambda: test_a_value_of_the_first_batch("class", "first call")),
         ("rewind", test_the_first_call_runs_whole_by_name),
+        ("kept values", lambda: test_a_value_of_the_first_batch("new parameter", "first call")),
+        ("iterators", lambda: test_a_value_of_the_first_batch("generator", "first call")),
+        ("types", lambda: test_a_value_of_the_first_batch("new class", "first call")),
         ("planner", lambda: test_a_count_without_data_leaves_nothing("class")),
         (
             "again",
@@ -554,9 +796,16 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch):
         monkeypatch.setattr(Snapshot, "_read_class", lambda *_: None)
     elif mutant == "rewind":
         monkeypatch.setattr(Restored, "rewind", lambda *_: None)
+    elif mutant == "kept values":
+        untouched = contextlib.nullcontext(types.SimpleNamespace(rewind=lambda: None))
+        monkeypatch.setattr(kept_values, "on_trial", lambda _: untouched)
+    elif mutant == "iterators":
+        monkeypatch.setattr("streambp.admission.entry.why_untestable", lambda _: None)
+    elif mutant == "types":
+        monkeypatch.setattr(snapshot, "TYPE", snapshot.TYPE._replace(refill=lambda *_: None))
     elif mutant == "planner":
         monkeypatch.setattr(skeleton, "leaving_no_trace", lambda _: contextlib.nullcontext())
     else:
         monkeypatch.setattr("streambp.admission.probe.set_once", lambda *_: [])
-    with pytest.raises((AssertionError, BackwardError, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, AttributeError, BackwardError, pytest.fail.Exception)):
         test()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from streambp.attention import attend, kernels, merge
+from streambp.attention import attend, kernels
 from streambp.attention.attend import Params, PrefixAttention, attend_blocks
 from streambp.attention.backend import Backend
 from streambp.attention.kernels import CUDNN, FLASH, MATH
@@ -162,7 +162,7 @@ def run(
     value_size = value_size or size
     recorder, counted = Recorder(), ElementwiseBytes()
     monkeypatch.setattr(kernels, "aten", recorder)
-    monkeypatch.setattr(merge, "fits_triton", lambda *_: True)
+    monkeypatch.setattr(attend, "fits_triton", lambda *_: True)
 
     def merged(o, lse, part_o, part_lse, out):
         counted.add(
@@ -170,7 +170,7 @@ def run(
             o.nbytes + part_o.nbytes + out.nbytes + 2 * lse.nbytes + part_lse.nbytes,
         )
 
-    monkeypatch.setattr(merge, "merge_in_triton", merged)
+    monkeypatch.setattr(attend, "merge_in_triton", merged)
 
     def upload(*given):
         counted.uploads += 1

@@ -1,6 +1,6 @@
 """A 4-D attention mask of any dtype: computed as in the unpatched model, or refused by name.
 
-covers: attention/mask_scan.py, attention/carriers.py
+covers: attention/mask_scan.py, attention/interface.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.attention import carriers
+from streambp.attention import interface
 from streambp.errors import UnsupportedMaskError
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
@@ -73,7 +73,7 @@ def test_layers_with_attention_of_their_own(name, float64_oracle):
 
 def test_mutant_bools_under_eager(monkeypatch, float64_oracle):
     """Eager attention adds True as 1: read as sdpa reads it, the mask gives other gradients."""
-    monkeypatch.setattr(carriers, "_refuse_added_bools", lambda configs: None)
+    monkeypatch.setattr(interface, "_refuse_added_bools", lambda configs: None)
     stock = model_of("qwen3", "eager")
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
     batch = {**make_batch("plain"), "attention_mask": READ}

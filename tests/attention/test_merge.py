@@ -1,7 +1,7 @@
 """Merged outputs and summed gradients; the Triton kernel against torch, in Triton's interpreter,
 and compiled.
 
-covers: attention/backend.py, attention/kernels.py, attention/merge.py, attention/spans.py,
+covers: attention/backend.py, attention/kernels.py, attention/attend.py, attention/spans.py,
   attention/triton_merge.py, chunks.py
 """
 
@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from streambp.attention import triton_merge
+from streambp.attention.attend import MergedOutput, SummedQueries, merge, merge_in_torch
 from streambp.attention.backend import Backend, Use
 from streambp.attention.kernels import CPU_FLASH, MATH
-from streambp.attention.merge import MergedOutput, SummedQueries, merge, merge_in_torch
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import Chunk, ChunkPlan
 from tests.seeds import seeded

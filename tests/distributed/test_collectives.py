@@ -1,7 +1,7 @@
 """Collectives of a micro-step, unpatched and plain checkpointing beside ours; `pytest -s -m full`
 prints the table.
 
-covers: distributed/engines.py, distributed/zero.py
+covers: distributed/engines.py
 """
 
 from __future__ import annotations

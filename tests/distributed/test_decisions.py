@@ -1,8 +1,7 @@
 """Ranks that decide differently: all collectives alike, gradients the unpatched engine's. [Note:
 what a rank decides alone]
 
-covers: distributed/agreement.py, distributed/engines.py, model/deferring.py, model/state.py,
-admission/checkpointed.py
+covers: distributed/engines.py, model/deferring.py, model/state.py, admission/checkpointed.py
 """
 
 from __future__ import annotations

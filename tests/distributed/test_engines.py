@@ -1,7 +1,7 @@
 """Two ranks, gloo, CPU: streamed models under DDP, FSDP2 and DeepSpeed against the bare engine and
 a single process.
 
-covers: distributed/engines.py, distributed/host.py, distributed/zero.py
+covers: distributed/engines.py, distributed/host.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Host memory that several takers share: the ranks of a machine, an engine's offloading and that of
 activations.
 
-covers: distributed/host.py, model/wrappers.py, offload/arena.py
+covers: distributed/host.py, model/wrappers.py, offload/free_memory.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import streambp
 from streambp.distributed.host import HostUse
 from streambp.model import wrappers
-from streambp.offload.arena import host_limit
+from streambp.offload.free_memory import host_limit
 from tests.families import build, make_batch
 from tests.oracle import gradients
 

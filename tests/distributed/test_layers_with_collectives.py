@@ -1,7 +1,7 @@
 """Layers that make collectives by themselves are refused by name, at their first call on every
 rank.
 
-covers: admission/collectives.py, layer/shadows.py
+covers: admission/collectives.py, layer/recompute.py
 """
 
 from __future__ import annotations

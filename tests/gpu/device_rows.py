@@ -40,9 +40,8 @@ from streambp.attention.kernels import Task
 from streambp.attention.spans import Block, Kind
 from streambp.device import is_accelerator, tells_memory
 from streambp.errors import StreamBPError
-from streambp.offload.arena import NO_LIMIT, host_limit
 from streambp.offload.engines import AcceleratorEngine
-from streambp.offload.free_memory import FreeMemory, free_memory
+from streambp.offload.free_memory import NO_LIMIT, FreeMemory, free_memory, host_limit
 from streambp.planner.measure_device import CPU, measure_device, seconds_of_run
 from streambp.planner.work import pairs
 from tests.gpu import script

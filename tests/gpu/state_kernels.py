@@ -202,7 +202,7 @@ def run_selective_scan(
     chunk: Chunk,
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
-    """With the tokens that write and read its states. [Note: state tokens]"""
+    """With the tokens that write and read its states."""
     cache = StateCache(chunk.start, {} if start is None else {Key("recurrent", 0, 0): start})
     u, dt, b, c, z = (tensors[name].mT.contiguous() for name in ("u", "dt", "B", "C", "z"))
     y, end = SelectiveScan(function, cache, 0)(

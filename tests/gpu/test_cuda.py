@@ -21,7 +21,7 @@ from paper_repro.figures import Figures
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
 from streambp.attention import attend, backend, kernels, prefix
-from streambp.layer import gradients as layer_gradients
+from streambp.layer import function as layer_function
 from streambp.offload import manager_of
 from tests.device import ACCELERATOR
 from tests.families import build, make_batch
@@ -125,7 +125,7 @@ def test_figures_fail_where_nothing_is_a_number(monkeypatch):
 
 @pytest.mark.full
 def test_figures_fail_where_gradient_buffers_are_not_used_again(monkeypatch):
-    monkeypatch.setattr(layer_gradients, "may_overwrite", lambda *_: False)
+    monkeypatch.setattr(layer_function, "may_overwrite", lambda *_: False)
     (_, (line, passed)) = report.report(arguments(["256"]))
     assert not passed
     assert "2 gradient buffers a step instead of one" in line

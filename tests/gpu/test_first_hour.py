@@ -1,7 +1,7 @@
 """The headline's rows run without a GPU and fail where they should; the first hour goes on whatever
 its steps find.
 
-covers: attention/merge.py
+covers: attention/attend.py
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.integrations import sdpa_attention
 
 from paper_repro.harness import Job, Row, row_of
 from paper_repro.recipes import METHODS
-from streambp.attention import attend, merge
+from streambp.attention import attend
 from tests.gpu import headline, offload_rows, op_rows, report, state_rows
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def test_the_check_fails_where_the_gradient_is_wrong(mutant, monkeypatch):
 
 def test_the_check_fails_where_layers_do_not_stream(monkeypatch):
     """A wrong merge is found when layers are tried: they run whole, exactly, and say so."""
-    monkeypatch.setattr(merge, "merge", lambda o, lse, part_o, part_lse, out: out.copy_(o))
+    monkeypatch.setattr(attend, "merge", lambda o, lse, part_o, part_lse, out: out.copy_(o))
     line, passed = check()
     assert not passed
     assert "model.layers.0 checkpoints" in line

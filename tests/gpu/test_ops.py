@@ -1,6 +1,6 @@
 """The rows of kernels run without a GPU, and each fails where its kernel is wrong.
 
-covers: accumulate.py, attention/kernels.py, attention/merge.py
+covers: accumulate.py, attention/kernels.py, attention/attend.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from streambp import accumulate
-from streambp.attention import kernels, merge
+from streambp.attention import attend, kernels
 from streambp.attention.kernels import CpuFlashKernel
 from streambp.attention.spans import Kind
 from tests.gpu import op_rows
@@ -118,7 +118,7 @@ def test_a_row_fails_where_blocks_are_merged_wrongly(monkeypatch):
     def first_block_alone(o, lse, part_o, part_lse, out, *_):
         out.copy_(o)
 
-    monkeypatch.setattr(merge, "merge", first_block_alone)
+    monkeypatch.setattr(attend, "merge", first_block_alone)
     line, passed = row(f"plain auto {SIZE}")
     assert not passed
     assert "x as far off as one call" in line

@@ -1,8 +1,8 @@
 """What the head does on CUDA, seen on meta tensors, which stand for it: kernels, blocks, bytes, no
 waiting.
 
-covers: head/blocks.py, head/labels.py, head/log_probs.py, head/one_pass.py, head/triton_fold.py,
-head/triton_gradient.py
+covers: head/blocks.py, head/log_probs.py, head/one_pass.py, head/triton_fold.py,
+  head/triton_gradient.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Calls with labels have no logits: who asks for them all the same gets them, or hears what to do.
 
-covers: model/left_out.py, model/callers.py, model/causal_lm.py, model/padding.py
+covers: model/callers.py, model/causal_lm.py, model/padding.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 import streambp
 from streambp.errors import StreamBPError
-from streambp.model import causal_lm, left_out
+from streambp.model import callers, causal_lm
 from tests.families import VOCABULARY, build, make_batch
 from tests.seeds import seed_torch, seeded
 
@@ -157,6 +157,6 @@ def test_the_mutant_that_asks_nobody(tmp_path, monkeypatch, float64_oracle):
 
 
 def test_the_mutant_that_tells_nobody(monkeypatch):
-    monkeypatch.setattr(left_out, "_tell", lambda: None)
+    monkeypatch.setattr(callers, "_tell", lambda: None)
     with pytest.raises(pytest.fail.Exception):
         test_they_are_none_and_a_warning_says_what_to_do("get")

@@ -617,6 +617,32 @@ def test_the_product_of_one_input_is_freed_when_all_have_read_it(monkeypatch):
     y.sum().backward()
 
 
+def check_looks(monkeypatch):
+    seen, real = [], Adaptation._made
+    monkeypatch.setattr(
+        Adaptation, "_made", lambda self, *args: (seen.append(args[0]), real(self, *args))[1]
+    )
+    model = of_three("xxx")
+    with adapters.adapted(readings(model)):
+        model(given().requires_grad_() * 1.0)
+    assert len(seen) == 2 * 3
+
+
+def test_linears_of_one_input_look_at_each_tensor_once_a_call(monkeypatch):
+    """At the A of each when the first one is called, and at B."""
+    check_looks(monkeypatch)
+
+
+def each_looks_at_its_a_again(monkeypatch):
+    real = Adaptation._work
+    monkeypatch.setattr(Adaptation, "_work", lambda self, *args: real(self, *args[:4]))
+
+
+def looks():
+    with pytest.MonkeyPatch.context() as patch:
+        check_looks(patch)
+
+
 def products_that_stay(monkeypatch):
     real = operation.Shared.of
 
@@ -787,6 +813,7 @@ def freed_when_all_have_read_it():
         (products_that_stay, lambda calls: freed_when_all_have_read_it()),
         (any_x_is_that_of_the_first, lambda calls: check_three("one of another", [3])),
         (factors_for_each_call, lambda calls: test_kernels_of_a_forward()),
+        (each_looks_at_its_a_again, lambda calls: looks()),
     ],
 )
 def test_mutants(mutant, named, calls, monkeypatch):

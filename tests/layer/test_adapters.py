@@ -17,10 +17,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
+from scripts import lora_precision
 from streambp.admission import trials
 from streambp.distributed.engines import Hold
 from streambp.layer import adapted as operation
 from streambp.layer import adapters, call, saved
+from streambp.layer import site as site_module
 from streambp.layer.adapters import Adaptation
 from tests.families import build, make_batch
 from tests.oracle import BAR as PRECISE
@@ -244,13 +246,13 @@ def errors_of_a_call(name, calls):
     for seed in itertools.count():
         stock, batch = with_adapters_in(own, seed), make_batch("plain", length=97, seed=seed)
         true = gradients(copy.deepcopy(stock).float(), **batch)[1]
-        ours, found = streamed(stock, chunk_size=11), []
-        for model in (ours, ours, stock):  # a second step knows what the first one fell back to
+        found = []
+        for model in (streamed(stock, chunk_size=11), stock):
             with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
                 scaled = gradients(model, SCALE, **batch)[1]
             found.append({path: gradient.double() / SCALE for path, gradient in scaled.items()})
         assert not calls
-        yield [relative_l2(one, true) for one in found[1:]]
+        yield [relative_l2(one, true) for one in found]
 
 
 @pytest.mark.full
@@ -260,6 +262,53 @@ def test_what_falls_back_in_a_call_is_as_precise_as_peft(name, calls):
     Linears are summed over chunks in float32: each chunk's rounded alone, the error was 1.10 times
     peft's."""
     assert_as_precise(errors_of_a_call(name, calls))
+
+
+def check_first_step(name, calls, saves=("attn_out", "kv", "*")):
+    own, autocast, _ = FALLS_BACK_IN_A_CALL[name]
+    ours = streamed(with_adapters_in(own), saves=saves, chunk_size=11)
+    steps = []
+    for _ in range(2):
+        with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
+            steps.append(gradients(ours, SCALE, **make_batch("plain", length=34))[1])
+    assert not calls
+    first, later = steps
+    assert later.keys() == first.keys()
+    assert all(torch.equal(later[path], gradient) for path, gradient in first.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "saves"),
+    thinned(
+        itertools.product(FALLS_BACK_IN_A_CALL, ((), ("attn_out", "kv", "*"), "auto")),
+        lambda name, saves: (name, saves) == ("narrower adapters", ()),
+    ),
+)
+def test_the_first_step_of_what_falls_back_in_a_call_is_as_later_ones(name, saves, calls):
+    """Its backward sums in float32, too, though the first forward sets attributes of the layer, so
+    that its Linears are read again before backward."""
+    check_first_step(name, calls, saves)
+
+
+def test_mutant_of_the_first_step(calls, monkeypatch):
+    monkeypatch.setattr(site_module, "keep_reasons", lambda before, found: None)
+    with pytest.raises(AssertionError):
+        check_first_step("narrower adapters", calls)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("saves", [(), ("attn_out", "kv", "*")])
+def test_a_step_after_one_that_fell_back_is_as_ever(saves, calls):
+    """What the step before ran in peft's code is known when the next one begins."""
+    stock, batch = with_adapters_in(torch.float32), make_batch("plain", length=34)
+    ours = streamed(stock, saves=saves, chunk_size=11)
+    with torch.autocast("cpu", torch.float16):
+        gradients(ours, SCALE, **batch)
+    assert not calls
+    found = gradients(ours, **batch)[1]
+    assert calls
+    expected = gradients(streamed(stock, saves=saves, chunk_size=11), **batch)[1]
+    assert all(torch.equal(found[path], gradient) for path, gradient in expected.items())
 
 
 def test_describe_speaks_of_the_last_call():
@@ -557,8 +606,9 @@ def in_half(family, seed, std, autocast=False, wide=True):
         ("qwen2", False, True),
         ("qwen3", True, True),
         ("qwen3", False, False),
+        ("qwen2", True, False),
     ],
-    ids=["qwen3", "qwen2", "autocast", "bfloat16 adapters"],
+    ids=["qwen3", "qwen2", "autocast", "bfloat16 adapters", "qwen2, both"],
 )
 def test_bfloat16_is_as_precise_as_peft(family, autocast, wide, std):
     """Both are draws of one noise: the ratio of their means over models is known to its standard
@@ -570,6 +620,42 @@ def test_bfloat16_is_as_precise_as_peft(family, autocast, wide, std):
     error = statistics.stdev(off) / len(off) ** 0.5
     print(f"{ratio:.3f} +- {error:.3f} of peft's own error over {len(pairs)} models")
     assert ratio <= PRECISE + error
+
+
+def check_truth(monkeypatch):
+    seen = []
+
+    def of(model, **batch):
+        seen.append((next(model.parameters()).dtype, torch.is_autocast_enabled("cpu")))
+        return None, {"x": torch.full((1,), float(len(seen)))}
+
+    monkeypatch.setattr(lora_precision, "gradients", of)
+    lora_precision.measured(lora_precision.SetUp("qwen2", False, True, 0.02), 2, False)
+    assert sorted(seen, key=str) == [(HALF, True)] * 4 + [(torch.float32, False)] * 2
+
+
+def test_the_table_of_precision_compares_with_float32_outside_autocast(monkeypatch):
+    """Of each model: the first one's autocast once stayed on for the truth of all others."""
+    check_truth(monkeypatch)
+
+
+def errors_one_by_one(monkeypatch):
+    """They wait under autocast until the next one is asked for."""
+
+    def errors(set_up, seed, why):
+        stock = lora_precision.model_of(set_up, seed)
+        true = lora_precision.gradients(copy.deepcopy(stock).float())[1]
+        with torch.autocast("cpu", HALF, enabled=set_up.autocast):
+            for _ in range(2):
+                yield lora_precision.error(lora_precision.gradients(stock)[1], true)
+
+    monkeypatch.setattr(lora_precision, "errors", errors)
+
+
+def test_mutant_of_the_table(monkeypatch):
+    errors_one_by_one(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_truth(monkeypatch)
 
 
 @pytest.mark.parametrize("kernels", ["own", "auto"])

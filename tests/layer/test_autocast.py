@@ -1,7 +1,7 @@
 """Autocast in backward: restored for what is computed again, off for gradients. [Note: autocast]
 
 covers: attention/attend.py, attention/kernels.py, head/blocks.py, head/log_probs.py,
-  head/one_pass.py, layer/recompute.py, layer/shadows.py
+  head/one_pass.py, layer/recompute.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 import streambp
 from streambp.accumulate import GradientSum
-from streambp.attention import interface, kernels, merge
+from streambp.attention import attend, interface, kernels
 from streambp.config import StreamConfig
 from streambp.head import blocks
 from streambp.head.log_probs import BlockwiseLogProbs, make_inputs
@@ -225,7 +225,7 @@ def errors_with_windows(seed):
 @contextlib.contextmanager
 def attended_logsumexps():
     """The dtypes of what attention leaves behind."""
-    seen, real = set(), merge.MergedOutput.result
+    seen, real = set(), attend.MergedOutput.result
 
     def result(self):
         attended = real(self)
@@ -233,7 +233,7 @@ def attended_logsumexps():
         return attended
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge.MergedOutput, "result", result)
+        patch.setattr(attend.MergedOutput, "result", result)
         yield seen
 
 

@@ -1,7 +1,7 @@
 """What a chunk costs beside the layer's own operations: dispatches, uploads and waits, on meta and
 without a device.
 
-covers: device.py, layer/call.py, nested.py
+covers: device.py, layer/call.py, tensors.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a mixture of experts costs in chunks: every chunk writes a gradient of all experts' weights.
 
-covers: layer/gradients.py, layer/shadows.py
+covers: layer/gradients.py, layer/recompute.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Expert blocks that DeepSpeed marked as ZeRO-3 leaves before the layer around them was patched.
-[Note: inner leaves]
 
-covers: distributed/engines.py, distributed/zero.py
+covers: distributed/engines.py
 """
 
 from __future__ import annotations

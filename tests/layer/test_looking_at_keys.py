@@ -1,7 +1,7 @@
 """Attention that works out from all keys itself which are read, or how much: indexers, passed
 picks, position biases.
 
-covers: attention/carriers.py, attention/self_attending.py, cache.py, recurrent/carriers.py
+covers: attention/interface.py, attention/self_attending.py, cache.py, recurrent/carriers.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import streambp
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
-from streambp.attention import carriers as attention_carriers
+from streambp.attention import interface as attention_carriers
 from streambp.attention.self_attending import OwnMask
 from streambp.cache import ChunkCache, LayerKeys
 from streambp.known_names import DISTANCES

@@ -1,7 +1,7 @@
 """Adapters whose weights are sparse tensors, which have no storage for the trace of unread products
 to label.
 
-covers: layer/shadows.py
+covers: layer/recompute.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weight gradients that products add up themselves: exact wherever a weight sits and whatever else
 is frozen.
 
-covers: layer/gradients.py, layer/shadows.py
+covers: layer/gradients.py, layer/recompute.py
 """
 
 from __future__ import annotations

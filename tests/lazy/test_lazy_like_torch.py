@@ -1,7 +1,7 @@
 """What programs do to logits beside reading them gives what it gives with real ones: copies,
 aliases, writes, rounding.
 
-covers: lazy/dispatch.py, lazy/index_rules.py, lazy/token_rules.py
+covers: lazy/dispatch.py, lazy/token_rules.py
 """
 
 from __future__ import annotations

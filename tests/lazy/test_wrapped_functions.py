@@ -1,7 +1,7 @@
 """A wrapper around a function of torch runs as often as with real logits, and what it wraps stays
 blockwise.
 
-covers: torchs_own.py, lazy/base.py
+covers: foreign.py, lazy/base.py
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import streambp
-from streambp import torchs_own
+from streambp import foreign
 from streambp.errors import StreamBPError
+from streambp.foreign import torch_own
 from streambp.lazy import base, deferred, dispatch
-from streambp.torchs_own import torch_own
 from tests.families import VOCABULARY, build, make_batch
 from tests.oracle import EXACT, gradients, worst_error
 
@@ -281,7 +281,7 @@ def test_a_z_loss_and_a_module_that_holds_torchs_own_function(monkeypatch, loss,
 
 
 def test_a_function_that_was_wrapped_before_streambp_was_imported(monkeypatch):
-    monkeypatch.setattr(torchs_own, "KEPT", {})
+    monkeypatch.setattr(foreign, "KEPT", {})
     assert "blockwise loss" in compare(F, "cross_entropy", True, "after patch")
 
 
@@ -307,5 +307,5 @@ def test_mutant_the_function_that_stands_under_the_name_is_called(
 
 
 def test_a_custom_operator_has_no_rule_of_torchs():
-    assert torchs_own.rule_name(F.cross_entropy) == "cross_entropy"
-    assert torchs_own.rule_name(torch.ops.aten.softmax) not in dispatch.ROW_RULES
+    assert foreign.rule_name(F.cross_entropy) == "cross_entropy"
+    assert foreign.rule_name(torch.ops.aten.softmax) not in dispatch.ROW_RULES

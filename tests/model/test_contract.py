@@ -285,14 +285,14 @@ def test_captured_gradients_keep_their_values():
 
 
 def test_gradient_buffers_are_reused():
-    from streambp.layer import gradients as layer_gradients
+    from streambp.layer import function as layer_function
 
     _, ours = model_pair(num_hidden_layers=3)
     decisions = []
     with pytest.MonkeyPatch.context() as patch:
-        real = layer_gradients.may_overwrite
+        real = layer_function.may_overwrite
         patch.setattr(
-            layer_gradients, "may_overwrite", lambda *a: decisions.append(real(*a)) or decisions[-1]
+            layer_function, "may_overwrite", lambda *a: decisions.append(real(*a)) or decisions[-1]
         )
         gradients(ours, **make_batch("plain"))
     assert decisions == [False, True, True]

@@ -1,7 +1,7 @@
 """position_ids that do not grow by one: documents in streamed calls, where a plain unpatched call
 attends across.
 
-covers: model/packing.py, model/state.py, model/wrappers.py
+covers: model/state.py, model/wrappers.py
 """
 
 from __future__ import annotations

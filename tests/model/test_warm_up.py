@@ -1,7 +1,7 @@
 """`streambp.warm_up`: hooks that are set after it count what they count on the unpatched model,
 from the first step on.
 
-covers: model/warming.py, model/steps.py, layer/site.py, model/packing.py, admission/entry.py
+covers: model/warming.py, model/steps.py, layer/site.py, model/state.py, admission/entry.py
 """
 
 from __future__ import annotations

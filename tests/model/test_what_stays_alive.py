@@ -1,6 +1,6 @@
 """A patch keeps nothing alive, and a copied part of what was patched has that part alone.
 
-covers: alive.py, model/state.py, model/installed.py, model/patching.py, instance_forward.py
+covers: instance_forward.py, model/state.py, model/installed.py, model/patching.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import streambp
-from streambp import alive
+from streambp import instance_forward
 from streambp.model import installed
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
@@ -162,8 +162,12 @@ class Strong:
 
 @pytest.mark.parametrize("around", ["engine", "two models"])
 def test_mutant_references_that_keep(around, monkeypatch):
-    monkeypatch.setattr(alive, "weakref", SimpleNamespace(ref=Strong))
-    monkeypatch.setattr(alive.Living, "__reduce__", lambda self: (alive.Living, (list(self),)))
-    monkeypatch.setattr(alive.Home, "__reduce__", lambda self: (alive.Home, (self(),)))
+    monkeypatch.setattr(instance_forward, "weakref", SimpleNamespace(ref=Strong))
+    monkeypatch.setattr(
+        instance_forward.Living, "__reduce__", lambda self: (instance_forward.Living, (list(self),))
+    )
+    monkeypatch.setattr(
+        instance_forward.Home, "__reduce__", lambda self: (instance_forward.Home, (self(),))
+    )
     with pytest.raises((AssertionError, AttributeError)):
         check(around, "chunks", "deepcopy")

@@ -1,6 +1,6 @@
 """Offloading when things go wrong: defined behaviour, nothing lost, the next step exact.
 
-covers: offload/arena.py, offload/engines.py, offload/manager.py
+covers: offload/arena.py, offload/engines.py, offload/free_memory.py, offload/manager.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 import streambp
 from streambp.offload import arena, engines, manager, manager_of
-from streambp.offload.arena import host_limit
+from streambp.offload.free_memory import host_limit
 from tests.offload.runs import (
     assert_same,
     broken_activation,

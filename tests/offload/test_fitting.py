@@ -27,8 +27,8 @@ from streambp.errors import BackwardError, DeviceMemoryError
 from streambp.layer.call import LayerCall
 from streambp.layer.saved import SavedForBackward
 from streambp.offload import free_memory, policy
-from streambp.offload.arena import host_limit
 from streambp.offload.costs import Cost, Figures, LayerCost, Product
+from streambp.offload.free_memory import host_limit
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
 from streambp.planner.laws import Law

@@ -2,7 +2,7 @@
 saves=() does.
 
 covers: attention/kv.py, head/one_pass.py, head/recipe.py, layer/gradients.py, layer/oom.py,
-    layer/shadows.py, offload/costs.py, offload/policy.py
+    layer/recompute.py, offload/costs.py, offload/policy.py
 """
 
 from __future__ import annotations

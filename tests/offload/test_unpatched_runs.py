@@ -1,7 +1,7 @@
 """Micro-batches of one chunk that fit many times over run as the unpatched model. [Note:
 micro-batches as unpatched]
 
-covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/packing.py,
+covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/state.py,
     offload/costs.py, offload/policy.py
 """
 

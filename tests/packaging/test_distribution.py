@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from email.parser import HeaderParser
@@ -300,7 +299,8 @@ def test_the_other_project_of_this_name_is_refused(order, archives, tmp_path):
         pip("uninstall", "-y", "streambp", "streambp-hf")
         pip(*ours)
     # Libraries are those of this environment, behind what was installed.
-    libraries = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})"
+    installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    libraries = f"import sys; sys.path.extend({installed!r})"
     result = subprocess.run(
         [python, "-c", f"{libraries}; {MEETS[order]}"],
         capture_output=True, text=True, check=False, cwd=tmp_path, timeout=HANG,

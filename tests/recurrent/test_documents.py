@@ -1,5 +1,4 @@
 """Packed rows in layers with states: where documents start is told to the kernels, in chunks.
-[Note: documents]
 
 covers: admission/probe.py, admission/trials.py, recurrent/documents.py
 """

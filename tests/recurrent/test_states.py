@@ -1,4 +1,4 @@
-"""Recurrences and convolutions in chunks: states that pass from one to the next. [Note: states]
+"""Recurrences and convolutions in chunks: states that pass from one to the next.
 
 covers: layer/call.py, layer/saved.py, recurrent/scans.py
 """

@@ -1,7 +1,7 @@
 """A step that ends early, at any operation and at any bytecode: nothing stays switched, and the
 next step is exact.
 
-covers: layer/function.py, layer/shadows.py, instance_forward.py, model/wrappers.py, model/causal_lm.py
+covers: layer/function.py, layer/recompute.py, instance_forward.py, model/wrappers.py, model/causal_lm.py
 """
 
 from __future__ import annotations

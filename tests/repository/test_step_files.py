@@ -12,12 +12,12 @@ import pytest
 
 from scripts.step_files import SAVES, StepCalls, files_of, warm_step
 
-# A step enters 100 functions before its first chunk, and up to four more in a process in which
+# A step enters 76 functions before its first chunk, and up to four more in a process in which
 # other tests have run: some caches are full there.
 # files of a step; functions before the first chunk; files and functions of a gradient chunk
 LIMITS = {
-    "named": (56, 104, 19, 72),
-    "auto": (61, 157, 21, 78),  # of a step that asks for the free memory again, as some do
+    "named": (42, 80, 15, 72),
+    "auto": (47, 134, 18, 81),  # of a step that asks for the free memory again, as some do
 }
 
 

@@ -1,7 +1,7 @@
 """The suite's own yardsticks: what they let pass, what they catch, and that every draw follows from
 one seed.
 
-covers: accumulate.py, layer/shadows.py
+covers: accumulate.py, layer/recompute.py
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from trl import GRPOConfig, GRPOTrainer
 
-from streambp.distributed.zero import full_shape
+from streambp.distributed.engines import full_shape
 from streambp.errors import ConfigError, StreamBPError
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.integrations.trl.trainer import StreamedTrainer
@@ -97,8 +97,8 @@ class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL
 
 
 class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
-    """PPO on a streamed policy. Arguments are those of TRL's `GRPOTrainer`, with `args` a
-    `StreamPPOConfig`.
+    """Trainer for PPO whose policy is patched by streambp and computed chunk by chunk. Arguments
+    are those of TRL's `GRPOTrainer`, with `args` a `StreamPPOConfig`.
 
     Args:
         value_model: a model with one logit per token (`AutoModelForTokenClassification` with
@@ -187,9 +187,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         return output
 
     def _token_rewards(self, output: dict[str, Any], log_probs: Tensor, mask: Tensor) -> Tensor:
-        """Return [B, T]: the completion's reward at its last token, minus the KL penalty at every
-        token.
-        """
+        """Return the reward of each token [B, T]: the completion's reward at its last token, minus
+        the KL penalty at every token."""
         weights = self.reward_weights.to(self._rewards.device)
         first = self.accelerator.process_index * mask.shape[0]
         scores = (self._rewards * weights).nansum(1)[first : first + mask.shape[0]]  # [B]
@@ -205,7 +204,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         return rewards.masked_fill(~mask, 0.0)
 
     def _steer(self, divergences: Tensor) -> None:
-        """Log the KL per completion, and adapt kl_coef to the target."""
+        """Record the mean KL divergence per completion in the logs, and adapt kl_coef to the target
+        `kl_target`."""
         mode = "train" if self.model.training else "eval"
         mean = divergences.mean().item()
         self._metrics[mode]["kl"].append(mean)
@@ -221,7 +221,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         return mask
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """Return log_probs, entropy and state_values of the completion tokens, [B, T]."""
+        """Return log_probs and entropy of the completion's tokens, and `state_values`: the
+        predicted value of the state before each token, [B, T] each."""
         # [B, prompt + completion]
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
@@ -258,7 +259,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
-        """Save values to a separate file, so that the policy's file loads as any model's."""
+        """Save the value head or value model to a separate file, so that the policy's file loads
+        like any model's."""
         folder = Path(output_dir or self.args.output_dir)
         if state_dict is None:
             state = self.model.state_dict()

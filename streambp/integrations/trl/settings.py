@@ -9,17 +9,17 @@ from streambp.config import StreamConfig
 
 @dataclasses.dataclass
 class StreamArguments:
-    """Settings of streamed models.
+    """Settings of models that streambp patches and computes chunk by chunk.
 
     Args:
         stream_chunk_size: tokens of each row in one chunk, or "auto".
-        stream_saves: tensors that backward need not recompute ("attn_out", "kv"). "auto": as many
-            as fit; []: none.
+        stream_saves: tensors that layers save for backward in place of recomputing them
+            ("attn_out", "kv"). "auto" saves what fits; [] saves none.
         stream_offload: "cpu" stores layer inputs and saved tensors in host memory; "auto" chooses
             `stream_saves` as well.
         stream_host_memory: maximum host memory for offloading, such as "96GiB".
-        stream_gpu_memory: device memory, if offloading, for tensors that exist longer than a chunk,
-            such as "8GiB".
+        stream_gpu_memory: device memory for tensors that exist longer than a chunk, if offloading;
+            for example "8GiB".
         stream_rows: "packed" computes a batch without its padding, and common beginnings of rows
             once. "auto" packs if the caller gets no value at padding; "as_given" never packs.
         stream_weights: "cpu" stores the layers' frozen weights (LoRA bases) in host memory; "auto"
@@ -69,7 +69,7 @@ class StreamArguments:
     )
 
     def stream_config(self) -> StreamConfig:
-        """Return the settings as a `StreamConfig`.
+        """Return the `stream_*` settings as a `StreamConfig`.
 
         Raises:
             ConfigError: `StreamConfig` does not accept a value.

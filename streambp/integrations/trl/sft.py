@@ -18,12 +18,13 @@ from streambp.model.installed import patch_of
 
 @dataclasses.dataclass
 class StreamSFTConfig(StreamArguments, SFTConfig):  # type: ignore[misc]  # TRL is not typed
-    """TRL's `SFTConfig` with `stream_*` fields.
+    """TRL's `SFTConfig` with further `stream_*` fields, the settings of streambp
+    (`StreamArguments`).
 
     Args:
         stream_batch_tokens: maximum number of tokens in a micro-batch; replaces
-            `per_device_train_batch_size`. The loss remains a mean over all labels of a step, as
-            Trainer counts the labels of its micro-batches (`num_items_in_batch`).
+            `per_device_train_batch_size`. The loss remains a mean over all labels of a step,
+            because Trainer counts the labels of its micro-batches (`num_items_in_batch`).
     """
 
     stream_batch_tokens: int | None = dataclasses.field(
@@ -35,8 +36,8 @@ class StreamSFTConfig(StreamArguments, SFTConfig):  # type: ignore[misc]  # TRL 
 
 
 class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TRL is not typed
-    """TRL's `SFTTrainer` on streamed models: the same arguments, with `args` a
-    `StreamSFTConfig`."""
+    """TRL's `SFTTrainer`, whose models are patched by streambp and computed chunk by chunk. The
+    arguments are TRL's, with `args` a `StreamSFTConfig`."""
 
     trl_module = trl.trainer.sft_trainer
     splits_sequences = True
@@ -78,7 +79,7 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
             settings.even_batches = even
 
     def _lengths(self, dataset: Any) -> list[int]:
-        """Return the number of tokens of each row."""
+        """Return the number of tokens of each row of the data set."""
         patched = patch_of(self.model)  # an earlier patch may have other settings
         if patched is not None and patched[1].config.rows == "as_given":
             raise ConfigError(

@@ -16,18 +16,19 @@ from streambp.launch.groups import keep_groups
 from streambp.model.fused_head import FusedHead, add_head
 from streambp.model.installed import streamed_head
 from streambp.model.trainer_logs import StreamCallback
-from streambp.nested import replaced
 from streambp.planner.auto import patch
+from streambp.tensors import replaced
 
 
 def add_streamed_head(
     config: StreamConfig, head_class: type[FusedHead], model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Stream a model and add streambp's fused head; replaces TRL's function that adds TRL's fused
-    head.
+    """Patch a model and add streambp's fused head, in place of TRL's `add_fused_lm_head`.
 
     Args:
         config: settings, unless the model is patched already.
+        head_class: class of the fused head.
+        model: the model.
         args, kwargs: arguments of TRL's `add_fused_lm_head`.
 
     Raises:
@@ -45,12 +46,13 @@ def add_streamed_head(
 
 
 class StreamedTrainer:
-    """Mixin that comes before a TRL trainer among a class's bases; arguments and behaviour are
-    TRL's.
+    """Mixin for a TRL trainer that patches its models; arguments and behaviour are TRL's. The mixin
+    comes before the trainer among a class's bases.
 
-    Policy and reference stream, and streambp's fused head replaces TRL's. A model that was patched
-    before keeps its own settings. If a model shares prefixes, the completions of a prompt stay in
-    one batch. [Note: whole groups] The logs get numbers of the steps (`StreamCallback`).
+    Policy and reference are computed chunk by chunk, and streambp's fused head replaces TRL's. A
+    model that was patched before keeps its own settings. If a model shares prefixes, the
+    completions of a prompt stay in one batch. [Note: whole groups] The logs get numbers of the
+    steps (`StreamCallback`).
 
     Attributes:
         trl_module: module that defines the TRL trainer.
@@ -81,9 +83,11 @@ class StreamedTrainer:
         StreamCallback.add_to(self)
 
     def _refuse_split(self, parallelism: Any) -> None:
-        """Raise if sequences are split over ranks and TRL's trainer does not support splitting.
+        """Raise if sequences are split over ranks and TRL's trainer does not support such
+        sequences.
 
-        TRL's trainer would fail in its first step, on a mask of whole rows and values of a shard.
+        TRL's trainer would fail in its first step, because its mask has full rows and the
+        log-probabilities are those of a part of each row.
         """
         sizes = {name: getattr(parallelism, name, 1) for name in SPLITS}
         if not self.splits_sequences and max(sizes.values()) > 1:

@@ -22,10 +22,16 @@ VALUE_HEAD, VALUE_MODEL = "value_head", "value_model"
 
 
 def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Module) -> Tensor:
-    """Return head(norm(hidden_states)) [B, T] in promote_types(dtype, float32), block by block.
+    """Return the values head(norm(hidden_states)) [B, T] of each token in promote_types(dtype,
+    float32), computed block by block.
 
     Backward recomputes the norm of each block. Normed states of all tokens would need more memory
     than the hidden states.
+
+    Args:
+        hidden_states: [B, T, h].
+        norm: the final norm; None: hidden_states are normed already.
+        head: the value head, a Linear with one output.
     """
 
     def values(block: Tensor) -> Tensor:
@@ -43,16 +49,16 @@ def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Mod
 
 
 class PolicyAndValueHead(FusedHead):
-    """`FusedHead` that also returns `state_values`, aligned with log_probs.
-
-    A value is the value of the state before a label.
-    """
+    """Fused head (`FusedHead`) that also returns `state_values`: for each label, the value of the
+    state before it."""
 
     def call(self, *args: Any, values: bool = False, **kwargs: Any) -> Any:
-        """Run `FusedHead.call`.
+        """Return the result of `FusedHead.call`, with `state_values` if requested.
 
         Args:
+            args: arguments of the model's forward.
             values: True to return `state_values` as well.
+            kwargs: keyword arguments of the model's forward.
         """
         self.with_values = values
         return super().call(*args, **kwargs)
