@@ -6,7 +6,7 @@ H100. Its steps are predicted within 3 % (`tests/planner/test_seconds.py`). Rate
 come from two shares of their datasheets. The same kernels of plain torch run everywhere and reach
 61 % of an H200's memory bandwidth. Attention reaches a share of the dense FLOP/s that depends on
 the architecture. A guess has no measured rate as its base; `streambp plan --measure-device`
-measures.
+measures. TFLOP/s are the datasheets' dense ones in bf16 with float32 sums.
 
 Links between GPUs are guesses for every device. NVLink counts with 80 % of its bandwidth each way
 (H100 and H200 450 GB/s, A100 300, B200 900; MI300X's links 448). GPUs without NVLink have PCIe's
@@ -19,6 +19,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,8 @@ class Rates:
         source: the origin of the rates.
         peers: bytes/s of a GPU to other GPUs of its node, and from them at the same time; a guess.
         network: bytes/s of a GPU between nodes.
-        node: number of GPUs in one node.
+        node: GPUs in one node.
+        assumed: True if no device was named, and this one has about as much memory.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Rates:
     peers: float = 360e9
     network: float = 42.5e9
     node: int = 8
+    assumed: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, node=1, **dict.fromkeys((*FIELDS, "dispatch", *LINKS[:2]), SLOWEST))
@@ -89,8 +93,37 @@ def _row(
     return Rates(name, **fields, guess=guess, source=source)
 
 
-# GB/s each way with both busy: measured on an H200; the usual rate of PCIe 4.0
-GEN5, GEN4 = 48.7, 22.0
+def _by_datasheet(
+    name: str,
+    products: float,
+    bandwidth: float,
+    like: str,
+    link: float,
+    peers: float = 0.0,
+    network: float = 0.0,
+) -> Rates:
+    """Return guessed rates: shares of a datasheet's dense TFLOP/s in bf16 and of its TB/s."""
+    shares = SHARES[like]
+    found = [round(share * products) for share in shares]
+    source = f"{products:,g} TFLOP/s and {bandwidth:g} TB/s, shares of {like}"
+    moved = round(MEMORY_SHARE * bandwidth, 2)
+    links = (peers or link, network or SLOW)
+    return _row(name, found[0], found[1], found[2], moved, link, source, True, *links)
+
+
+# shares of dense TFLOP/s: matrix products, attention forward and backward
+SHARES = {
+    "the H200": (0.675, 0.604, 0.546),
+    "the H100 PCIe": (0.6, 0.5, 0.45),
+    "the A100": (0.8, 0.62, 0.55),
+    "the RTX 4090": (0.95, 0.9, 0.8),
+    "the B200": (0.68, 0.5, 0.45),
+    "the MI300X": (0.5, 0.35, 0.25),
+}
+MEMORY_SHARE = 0.61
+# GB/s each way with both busy. GEN5 was measured on an H200. GEN4 and GEN3 are usual rates of PCIe.
+# GRACE is two thirds of the 450 GB/s between Grace and Hopper.
+GEN5, GEN4, GEN3, GRACE = 48.7, 22.0, 11.0, 300.0
 SLOW = 10.6  # GB/s between nodes
 TABLE = (
     _row("H200", 668, 597, 540, 2.94, GEN5, "fitted on four steps of an 8B model; link measured"),
@@ -109,18 +142,40 @@ TABLE = (
          GEN4, SLOW),
     _row("B200", 1530, 1125, 1012, 4.9, GEN5, "2,250 TFLOP/s and 8.0 TB/s, the H200's shares", True, 720),
     _row("MI300X", 653, 457, 327, 3.2, GEN5, "1,307 TFLOP/s (matmul 668: ml-engineering, MAMF) and 5.3 TB/s", True, 358),
+    _by_datasheet("T4", 65, 0.32, "the H100 PCIe", GEN3),  # float16: the T4 has no bfloat16
+    _by_datasheet("L4", 121, 0.3, "the H100 PCIe", GEN4),
+    _by_datasheet("A10G", 70, 0.6, "the A100", GEN4),
+    _by_datasheet("A30", 165, 0.933, "the A100", GEN4),
+    _by_datasheet("A40", 149.7, 0.696, "the A100", GEN4),
+    _by_datasheet("A6000", 154.8, 0.768, "the A100", GEN4),
+    _by_datasheet("L40", 181, 0.864, "the H100 PCIe", GEN4),
+    _by_datasheet("RTX6000Ada", 364, 0.96, "the H100 PCIe", GEN4),
+    _by_datasheet("RTXPRO6000", 504, 1.792, "the H100 PCIe", GEN5),
+    _by_datasheet("RTX4080", 97.5, 0.717, "the RTX 4090", GEN4),
+    _by_datasheet("RTX5070Ti", 87.9, 0.896, "the RTX 4090", GEN5),
+    _by_datasheet("RTX5080", 112.6, 0.96, "the RTX 4090", GEN5),
+    _by_datasheet("H100-NVL", 835, 3.9, "the H100 PCIe", GEN5),
+    _by_datasheet("H20", 148, 4.0, "the H200", GEN5, 360, 42.5),
+    _by_datasheet("GH200", 989, 4.0, "the H200", GRACE, 360, 42.5),
+    _by_datasheet("B300", 2250, 8.0, "the B200", GEN5, 720, 42.5),
+    _by_datasheet("MI325X", 1307, 6.0, "the MI300X", GEN5, 358, 42.5),
+    _by_datasheet("MI355X", 2500, 8.0, "the MI300X", GEN5, 430, 42.5),
 )  # fmt: skip
 DEVICES: Mapping[str, Rates] = {rates.name: rates for rates in TABLE}
 DEFAULT = "H200"
-# GB
+# GB of the usual device of each size
 USUAL = {
+    "RTX4080": 16,
     "RTX4090": 24,
     "RTX5090": 32,
     "A100-40GB": 40,
     "L40S": 48,
     "H100": 80,
+    "RTXPRO6000": 96,
     "H200": 141,
     "B200": 192,
+    "MI325X": 256,
+    "B300": 288,
 }
 
 
@@ -131,6 +186,26 @@ def device_of(memory: int) -> str | None:
         name for name, size in USUAL.items() if 0.95 * size * 1e9 <= memory <= 1.02 * size * 2**30
     )
     return next(near, None)
+
+
+def assumed_rates(memory: int) -> Rates:
+    """Return the rates of the usual device with `memory` bytes, or else of the one whose memory is
+    nearest.
+    """
+    name = device_of(memory)
+    if name is None:
+        name = min(USUAL, key=lambda one: abs(math.log(USUAL[one] * 1e9 / max(1, memory))))
+    return dataclasses.replace(DEVICES[name], assumed=True)
+
+
+def rates_by_name(name: str) -> Rates | None:
+    """Return the rates of the device that a driver calls `name`; None for an unknown device."""
+    longest = ""
+    for known in DEVICES:
+        written = "[ -]?".join(known.replace("-", ""))
+        if re.search(rf"\b{written}\b", name, re.IGNORECASE) and len(known) > len(longest):
+            longest = known
+    return DEVICES.get(longest)
 
 
 def rates_of(name: str | Path | Rates) -> Rates:

@@ -17,7 +17,7 @@ from streambp.arguments import number, one_of, size, tokens
 from streambp.launch.command import UNPATCHED
 from streambp.launch.hook import VARIABLE
 from streambp.launch.settings import Allowed, with_flags
-from streambp.rates import DEFAULT, DEVICES
+from streambp.rates import DEVICES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 MODEL, LENGTH, MEMORY, GPUS, TRAINING, TIME, OUTPUT = (
@@ -144,6 +144,15 @@ Lora = Annotated[
         metavar="RANK",
     ),
 ]
+LoraTargets = Annotated[
+    str,
+    _option(
+        TRAINING,
+        "names of the Linears that get adapters, separated by commas (default: all that peft "
+        "accepts)",
+        metavar="NAMES",
+    ),
+]
 Full = Annotated[
     bool,
     _option(TRAINING, "train every parameter (default: plan full training and LoRA)", "--full"),
@@ -201,7 +210,7 @@ Rated = Annotated[
     _option(
         TIME,
         f"GPU, for seconds: {', '.join(DEVICES)}, or a file of --measure-device (default: a usual "
-        f"one with so much memory, else {DEFAULT})",
+        "one with about so much memory, which the plan calls assumed)",
         metavar="NAME",
     ),
 ]
@@ -274,6 +283,39 @@ MeanLength = Annotated[
     ),
 ]
 
+FromFile = Annotated[
+    list[Path] | None,
+    _option(
+        MODEL,
+        "read model, lengths, adapters, bits and engine from the YAML or JSON of a training (TRL, "
+        "axolotl, accelerate); may be repeated",
+        "--from",
+        metavar="FILE",
+    ),
+]
+DataSet = Annotated[
+    Path | None,
+    _option(
+        LENGTH,
+        "also print the hours of a training on a data set: a file with the tokens of each row, one "
+        "a line",
+        metavar="FILE",
+    ),
+]
+Epochs = Annotated[
+    Any,
+    _option(LENGTH, "passes over --dataset", parser=number(0.001, 10**6, whole=False), metavar="N"),
+]
+Price = Annotated[
+    Any,
+    _option(
+        LENGTH,
+        "price of an hour of one GPU, for the money of --dataset",
+        parser=number(0, 10**6, whole=False),
+        metavar="P",
+    ),
+]
+
 app = typer.Typer(
     no_args_is_help=False,
     rich_markup_mode="rich",
@@ -307,6 +349,7 @@ def streambp_command(
 def plan(
     context: typer.Context,
     model: Planned = "",
+    from_file: FromFile = None,
     trust_remote_code: Trust = False,
     dtype: Counted = "bfloat16",
     seq_len: Longest = "max",
@@ -315,6 +358,9 @@ def plan(
     prompt: Prompt = None,
     lengths: Lengths = None,
     mean_length: MeanLength = None,
+    dataset: DataSet = None,
+    epochs: Epochs = None,
+    price: Price = None,
     gpu_memory: GpuMemory = None,
     host_memory: HostMemory = None,
     reserve: Reserve = 0.05,
@@ -323,6 +369,7 @@ def plan(
     context_parallel: ContextParallel = 1,
     zero: Zero = 0,
     lora: Lora = None,
+    lora_targets: LoraTargets = "",
     full: Full = False,
     bits: Bits = 16,
     optimizer_bytes: OptimizerBytes = 12,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streambp.chunks import pick_chunk_size
+from streambp.cli.training_files import apply_files
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.fields import shown
@@ -88,6 +89,9 @@ def check_model(name: str, file: bool) -> None:
 
 def _check_plan(arguments: Any) -> None:
     """Check the arguments of `streambp plan`."""
+    arguments.from_text = ""
+    if arguments.from_file:
+        apply_files(arguments)
     for option, file in (
         ("--html", arguments.html),
         ("--measure-device", arguments.measure_device),
@@ -125,6 +129,17 @@ def _check_plan(arguments: Any) -> None:
         raise ConfigError(
             "--full trains every parameter and --lora adapters alone: pass one of the two."
         )
+    if arguments.lora_targets and arguments.lora is None:
+        raise ConfigError("--lora-targets names Linears that get adapters. Add --lora 16.")
+    if arguments.dataset is None and (arguments.epochs or arguments.price) is not None:
+        raise ConfigError(
+            "--epochs and --price are of a data set. Add --dataset FILE, with the tokens of each "
+            "row, one a line."
+        )
+    if arguments.dataset is not None:
+        arguments.dataset = _lengths("--dataset", arguments.dataset)
+        if arguments.seq_len == "max":
+            arguments.seq_len = max(arguments.dataset)
     if arguments.bits < 16 and arguments.lora is None:
         raise ConfigError(
             f"--bits {arguments.bits} is of frozen weights, and full training freezes none. Add "
@@ -171,23 +186,23 @@ def _check_batch(arguments: Any) -> None:
                 f"--batch-size {rows} pass a number from {mean} to {mean * rows - rows + 1}."
             )
     if arguments.lengths is not None:
-        arguments.lengths = _lengths(arguments.lengths)
+        arguments.lengths = _lengths("--lengths", arguments.lengths)
 
 
-def _lengths(file: Path) -> list[int]:
+def _lengths(option: str, file: Path) -> list[int]:
     """Read the tokens of each row of a data set."""
     try:
         words = re.sub(r"[\[\],]", " ", file.read_text("utf-8")).split()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"--lengths {file} cannot be read ({why}). Pass a file of whole numbers, one a line."
+            f"{option} {file} cannot be read ({why}). Pass a file of whole numbers, one a line."
         ) from error
     wrong = next((word for word in words if not re.fullmatch("0*[1-9][0-9]{0,8}", word)), None)
     if wrong is not None or not words:
         found = "no number" if wrong is None else shown(wrong)
         raise ConfigError(
-            f"--lengths {file} has {found}. Each line must hold the tokens of one row, a whole "
+            f"{option} {file} has {found}. Each line must hold the tokens of one row, a whole "
             "number from 1."
         )
     return [int(word) for word in words]

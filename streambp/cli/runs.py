@@ -25,18 +25,30 @@ from streambp.planner.fused_layers import fusion
 from streambp.planner.measure import compare_default, compare_step
 from streambp.planner.measure_device import measure_device
 from streambp.planner.page import page
-from streambp.planner.plan import Plan, plan
-from streambp.planner.profile import Setting
+from streambp.planner.plan import SLOWER, Plan, plan, plan_profile
+from streambp.planner.positions import beyond_positions
+from streambp.planner.profile import Profile, Setting
 from streambp.planner.report import (
     as_json,
     comparison_table,
     default_table,
+    duration,
     plan_table,
     progress,
     remedies_table,
 )
-from streambp.planner.suggestions import Remedy, Training, remedies, with_options
-from streambp.rates import DEFAULT, Rates, device_of, rates_of, write_rates
+from streambp.planner.suggestions import (
+    Training,
+    best_change,
+    faster,
+    profile_of,
+    remedies,
+    seconds_of,
+    with_options,
+)
+from streambp.planner.survey import STREAMED
+from streambp.planner.whole_run import whole_run, whole_run_text
+from streambp.rates import DEFAULT, Rates, assumed_rates, rates_of, write_rates
 from streambp.reporting import reason
 from streambp.verify.compare import verify
 
@@ -127,9 +139,11 @@ def run_plan(arguments: Any) -> int:
             rates=rates,
             cache=not arguments.no_cache,
             said=said,
+            lora_targets=tuple(filter(None, arguments.lora_targets.split(","))),
             every_split=arguments.html is not None and setting.ranks > 1,
         )
         found = counted(lora=training.lora, bits=training.bits)
+        notes = _notes(arguments, found, training, counted)
         if arguments.html is not None:
             _write_page(arguments, found, training, counted)
     if batches:
@@ -143,41 +157,77 @@ def run_plan(arguments: Any) -> int:
         if all(packed.fits for _, packed in ways):
             return FITS
         return DOES_NOT_FIT
+    cost = None
+    if arguments.dataset is not None:
+        cost = whole_run(found, arguments.dataset, arguments.epochs or 1.0, arguments.price)
     if arguments.json:
-        print(as_json(found), file=arguments.out)
+        fields = {**vars(found), "default_wins": found.default_wins, "whole_run": cost}
+        print(as_json(fields), file=arguments.out)
     else:
         if arguments.out.isatty():
             width = shutil.get_terminal_size().columns
         else:
             width = None
-        print(plan_table(found, arguments.modules, width), file=arguments.out)
+        print(plan_table(found, arguments.modules, width, notes), file=arguments.out)
+        if cost is not None:
+            print(f"\n{whole_run_text(cost, found.seq_len)}", file=arguments.out)
         _print_what_fits(arguments, found, training, counted)
     return FITS if found.choice is not None else DOES_NOT_FIT
+
+
+def _notes(
+    arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]
+) -> list[str]:
+    """Return lines about the model's positions, and about Liger's kernels where they are missing."""
+    lines = [arguments.from_text] if arguments.from_text else []
+    config = read_config(arguments.model, arguments.trust_remote_code)
+    warning = beyond_positions(config, found.seq_len)
+    if warning is not None:
+        lines.append(f"Warning: {warning}")
+    missing = arguments.kernels == "auto" and fusion("auto", "cuda") is None
+    if found.choice is None or arguments.json or not missing:
+        return lines
+    names = (STREAMED[0].name, found.choice.method)
+    with contextlib.suppress(StreamBPError):  # a note must not end the plan
+        profile = counted(
+            lora=training.lora, bits=training.bits, with_liger=True, methods=names,
+            every_split=False,
+        ).profile  # fmt: skip
+        liger = plan_profile(profile, found.seq_len, found.memory, found.setting, found.rates)
+        if seconds_of(liger) <= (1 - SLOWER) * seconds_of(found):
+            lines.append(
+                f"With liger-kernel, which is not installed here: {duration(seconds_of(liger))} a "
+                "step, if Liger supports the model (pip install liger-kernel)"
+            )
+    return lines
 
 
 def _print_what_fits(
     arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
-    """Print commands of plans that fit if this plan does not.
+    """Print commands of plans that fit if this plan does not, else of plans that are faster.
 
-    For a plan that fits, print a LoRA plan unless a training was requested.
+    For a plan that fits, also print a LoRA plan unless a training was requested.
     """
+
+    def count(how: Training) -> Profile:
+        """Return the model's profile with a training."""
+        profile: Profile = counted(lora=how.lora, bits=how.bits).profile
+        return profile
+
     if found.choice is None:
-        anew = remedies(
-            found,
-            arguments.seq_len,
-            training,
-            lambda how: counted(lora=how.lora, bits=how.bits).profile,
-        )
-        others = list(anew)
-    elif training == Training() and not arguments.full:
-        how = next(training.smaller())
-        adapters = counted(lora=how.lora, bits=how.bits)
-        if adapters.choice is not None:
-            others = [Remedy(str(how), how.options, adapters)]
-        else:
-            others = []
+        others = list(remedies(found, arguments.seq_len, training, count))
     else:
+        others = list(faster(found, training, count))
+        if training == Training() and not arguments.full:
+            how = next(training.smaller())
+            profile = profile_of(how, count)
+            adapters = None
+            if profile is not None:
+                adapters = best_change(found, found.seq_len, profile, how)
+            if adapters is not None:
+                others.append(adapters)
+    if found.choice is not None and not others:
         return
     commands = []
     for other in others:
@@ -219,15 +269,13 @@ def _batches(arguments: Any) -> list[Batch]:
 
 
 def _rates(arguments: Any) -> Rates:
-    """Return the rates of the named or measured device, or of a usual device with this much
-    memory.
+    """Return the rates of the named or measured device, or of a usual device with about this
+    much memory.
     """
     if arguments.measure_device is None:
-        if arguments.gpu_memory is None:
-            usual = None
-        else:
-            usual = device_of(arguments.gpu_memory)
-        return rates_of(arguments.device or usual or DEFAULT)
+        if arguments.device is None and arguments.gpu_memory is not None:
+            return assumed_rates(arguments.gpu_memory)
+        return rates_of(arguments.device or DEFAULT)
     rates = measure_device(_accelerator() or "cpu")
     write_rates(rates, arguments.measure_device)
     print(

@@ -36,7 +36,7 @@ from streambp.planner.seconds import seconds
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.step import EMBEDDING_BACKWARD
 from streambp.planner.survey import SurveyRecipe, survey
-from streambp.rates import DEFAULT, DEVICES, Rates
+from streambp.rates import DEFAULT, DEVICES, Rates, rates_by_name
 
 Model = TypeVar("Model", bound=nn.Module)
 T = TypeVar("T")
@@ -358,12 +358,7 @@ def rates_here(device: torch.device) -> Rates:
         if device.type == "cuda" and torch.cuda.is_available()
         else ""
     )
-    longest = ""
-    for known in DEVICES:
-        written = known.replace("RTX", "RTX ") in name or known in name
-        if written and len(known) > len(longest):
-            longest = known
-    return DEVICES[longest or DEFAULT]
+    return rates_by_name(name) or DEVICES[DEFAULT]
 
 
 def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:

@@ -21,8 +21,18 @@ from collections.abc import Sequence
 
 from streambp.errors import ConfigError
 from streambp.fields import check_fields
+from streambp.planner.host_weights import with_copies
+from streambp.planner.launch_commands import doors_of, fields_of, written_in_python
 from streambp.planner.laws import features
-from streambp.planner.plan import Memory, Plan, chunk_sizes, fits
+from streambp.planner.plan import (
+    Choice,
+    Memory,
+    Plan,
+    chunk_sizes,
+    fits,
+    placed,
+    where_weights_may_be,
+)
 from streambp.planner.profile import Method, Peak, Profile, Setting, peak
 from streambp.planner.report import GIB, columns, duration, headline
 from streambp.planner.seconds import seconds_of
@@ -120,6 +130,7 @@ class Way:
         resident: bytes of the peak with nothing saved and nothing on the host.
         flops: FLOPs of the step.
         seconds: seconds of the step.
+        choice: the settings.
     """
 
     batch: Batch
@@ -132,6 +143,7 @@ class Way:
     resident: float
     flops: float
     seconds: float
+    choice: Choice
 
 
 def both_ways(
@@ -161,6 +173,8 @@ def both_ways(
         )
     methods = [method for method in profile.methods if method.chunked]
     plain = min(methods, key=lambda method: (method.offload != "none", len(method.saves)))
+    setting = where_weights_may_be(profile, setting)
+    resident = dataclasses.replace(setting, on_host=None)
     ways = []
     for packed in (False, True):
         rows = 1 if packed else len(batch.lengths)
@@ -168,11 +182,16 @@ def both_ways(
         found = []
         for method in methods:
             for size in dict.fromkeys(min(size, tokens // rows) for size in chunk_sizes(rows)):
-                at = peak(profile, method, tokens, rows * size, setting)
+                at, used = placed(profile, method, tokens, rows * size, memory, setting)
                 parts = work(method, batch, packed, size)
                 flops = sum(part.products + part.forward + part.backward for part in parts.values())
-                spent = seconds_of(parts, rates).total
-                kept = peak(profile, plain, tokens, rows * size, setting).total
+                spent = seconds_of(with_copies(parts, used.on_host), rates)
+                kept = peak(profile, plain, tokens, rows * size, resident).total
+                left = None
+                if method.prefix_on_host:
+                    left = max(1, int(memory.usable - at.total))
+                how = (method.name, method.saves, method.offload, size, tokens // rows)
+                choice = Choice(*how, at, flops, spent, left, on_host=used.on_host)
                 found.append(
                     Way(
                         batch,
@@ -184,7 +203,8 @@ def both_ways(
                         at,
                         kept,
                         flops,
-                        spent,
+                        spent.total,
+                        choice,
                     )
                 )
         fitting = [way for way in found if way.fits]
@@ -229,14 +249,14 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
 def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
     """Return a table as text that compares, for each batch, padded rows and one packed row.
 
-    The column "no host" is GiB with nothing saved and nothing on the host.
+    Settings to paste follow, those of the last batch's faster way.
 
     Args:
         plan: the model's plan.
         found: both ways of each batch; the batches differ in row length.
     """
     rows: list[tuple[str, ...]] = [
-        ("rows of", "tokens", "GiB", "no host", "PFLOP", "seconds", "chunk")
+        ("rows of", "tokens", "GiB", "without saves", "PFLOP", "seconds", "chunk")
     ]
     methods = ["by"]
     for plain, packed in found:
@@ -263,4 +283,23 @@ def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
     table = []
     for line, by in zip(columns(rows), methods, strict=True):
         table.append(f"{line}  {by}".rstrip())
-    return "\n".join([headline(plan.profile, plan.setting), str(found[0][0].batch), "", *table])
+    lines = [headline(plan.profile, plan.setting), str(found[0][0].batch), "", *table]
+    lines.append("without saves: GiB with nothing saved and nothing in host memory")
+    return "\n".join([*lines, *_to_paste(plan, found[-1])])
+
+
+def _to_paste(plan: Plan, both: tuple[Way, Way]) -> list[str]:
+    """Return lines with the settings of the faster way of a batch, ready to paste."""
+    fitting = [way for way in both if way.fits]
+    if not fitting:
+        return []
+    way = min(fitting, key=lambda way: way.seconds)
+    fields = fields_of(way.choice)
+    if way.packed:
+        fields["rows"] = "packed"
+    own = way.batch.row - way.batch.prompt
+    of = "completions" if way.batch.prompt else "rows"
+    lines = ["", f"For {of} of {own:,} tokens: {written_in_python(fields)}"]
+    for door, text in doors_of(fields, plan.setting, way.choice.on_host is not None).items():
+        lines.append(f"  {door:<10}{text}")
+    return lines

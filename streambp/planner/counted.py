@@ -55,6 +55,8 @@ class Asked:
     kernels: Kernels = "auto"
     batch_size: int = 1
     attention: Literal["cudnn", "flash"] = "cudnn"
+    lora_targets: tuple[str, ...] = ()
+    with_liger: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20))
@@ -66,7 +68,14 @@ class Asked:
             StreamBPError: the source is unknown, or an option does not apply to it.
         """
         found = Skeleton(
-            self.source, self.dtype, self.lora, self.bits, self.device, self.mixers, self.kernels
+            self.source,
+            self.dtype,
+            self.lora,
+            self.bits,
+            self.device,
+            self.mixers,
+            "liger" if self.with_liger else self.kernels,
+            lora_targets=self.lora_targets,
         )
         found.own_adapters = self.kernels != "auto"
         return found

@@ -101,10 +101,13 @@ def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
         lacking: bytes to free.
         decoded: bytes of one layer's 4-bit weights after decoding.
     """
-    for number in range(1, len(sizes)):
-        on_host = first(sizes, number, decoded)
-        if on_host.freed >= lacking:
-            return on_host
+    total = 0
+    largest = 0
+    for number, size in enumerate(sizes[:-1], 1):
+        total += size
+        largest = max(largest, size)
+        if total - SLOTS * largest - decoded >= lacking:
+            return first(sizes, number, decoded)
     return first(sizes, len(sizes), decoded)
 
 

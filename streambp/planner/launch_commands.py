@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from streambp.planner.plan import Choice
@@ -26,15 +27,35 @@ def fields_of(choice: Choice) -> dict[str, Any]:
 
 
 def python(choice: Choice) -> str:
-    """Return Python code that patches a model with the chosen settings, for any training loop."""
-    fields = fields_of(choice) | {"saves": choice.saves}
-    return f"streambp.StreamConfig({', '.join(f'{name}={quoted(value)}' for name, value in fields.items())})"
+    """Return Python code for `streambp.patch` and any training loop."""
+    return written_in_python(fields_of(choice))
+
+
+def written_in_python(fields: Mapping[str, Any]) -> str:
+    """Return `StreamConfig` fields as Python code."""
+    written_fields = []
+    for name, value in fields.items():
+        if isinstance(value, list):
+            value = tuple(value)
+        written_fields.append(f"{name}={quoted(value)}")
+    return f"streambp.StreamConfig({', '.join(written_fields)})"
 
 
 def doors(choice: Choice, setting: Setting) -> dict[str, str]:
-    """Return the settings of the choice in the form of each other way to start training (trainers,
-    config files, command lines), each as one line of text by the way's name."""
-    fields = fields_of(choice)
+    """Return the options of this plan for each other way to launch training, by its name, as one
+    line of text.
+    """
+    return doors_of(fields_of(choice), setting, choice.on_host is not None)
+
+
+def doors_of(fields: Mapping[str, Any], setting: Setting, on_host: bool) -> dict[str, str]:
+    """Return these `StreamConfig` fields for each way to launch training; none for the defaults.
+
+    Args:
+        fields: the fields, as JSON values.
+        setting: the training setting.
+        on_host: True if layers have their weights in host memory.
+    """
     flags = []
     trl = []
     section = []
@@ -56,7 +77,7 @@ def doors(choice: Choice, setting: Setting) -> dict[str, str]:
             }
         }
     section_of_engine = json.dumps({**engine, "streambp": fields})
-    if choice.on_host is not None:
+    if on_host:
         section_of_engine = ALONE + (IN_BACKWARD if setting.optimizer_on_host else "")
     return {
         "launch": f"{shlex.join(['streambp', 'launch', *flags])} -- PROGRAM ...",

@@ -46,6 +46,7 @@ from streambp.sharded.gathered import MAX_SHARE_OF_FREE_MEMORY
 # tokens of a chunk over all rows of the batch, largest first
 CHUNK_TOKENS = tuple(CHUNKS[1] >> shift for shift in range(4))
 LONGEST = 2**30
+TIED = 0.005  # difference of seconds, relative to the fastest, below which steps are equally fast
 SLOWER = 0.02  # allowed slowdown of the choice with less memory, relative to the fastest
 
 
@@ -205,6 +206,16 @@ class Plan:
     safest: Choice | None = None
 
     @property
+    def default_wins(self) -> bool:
+        """True if `patch` without settings is faster than the choice, by more than a tie."""
+        found = self.by_default
+        if found is None or self.choice is None or not found.fits:
+            return False
+        if self.setting.weights == "cpu":  # by default weights stay on the device
+            return False
+        return found.seconds < (1 - TIED) * self.choice.seconds.total
+
+    @property
     def next_fastest(self) -> tuple[Timed, ...]:
         """Return the two fastest ways to run a step after the chosen one, among those that fit and
         are computed chunk by chunk."""
@@ -239,6 +250,9 @@ def plan(
     cache: bool = False,
     said: Said | None = None,
     every_split: bool = False,
+    lora_targets: Sequence[str] = (),
+    with_liger: bool = False,
+    methods: Sequence[str] = (),
 ) -> Plan:
     """Plan training on sequences of `seq_len` positions in each row, or the longest that fit
     ("max").
@@ -258,6 +272,9 @@ def plan(
             (`planner.counted`).
         said: progress callback with a text and a fraction from 0 to 1.
         every_split: count every kind of sequence sharding, for a page with controls.
+        lora_targets: names of the Linears that get adapters; empty: all that peft accepts.
+        with_liger: plan as if liger-kernel were installed.
+        methods: names of the methods to count; empty: all.
 
     Raises:
         StreamBPError: the model or the device is unknown, the model does not stream, or not over
@@ -266,8 +283,9 @@ def plan(
     known = rates_of(rates)
     setting = setting or Setting()
     asked = Asked(
-        model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention
-    )
+        model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention,
+        tuple(lora_targets), with_liger,
+    )  # fmt: skip
     if seq_len != "max":
         check_length("seq_len", seq_len)
         if seq_len % setting.ranks:
@@ -283,6 +301,8 @@ def plan(
     recipes = (*UNPATCHED, *(SPLIT[setting.split] if setting.split else STREAMED))
     if every_split:
         recipes = (*UNPATCHED, *STREAMED, *(recipe for some in SPLIT.values() for recipe in some))
+    if methods:
+        recipes = tuple(recipe for recipe in recipes if recipe.name in methods)
     profile = counted(asked, recipes, cache, said)
     return plan_profile(profile, seq_len, memory, setting, known)
 
@@ -296,8 +316,9 @@ def plan_profile(
 ) -> Plan:
     """Plan training of a model whose costs were counted.
 
-    With weights="auto", weights stay on the device if a step fits. Otherwise the weights of the
-    smallest possible number of first layers move to host memory.
+    weights="auto" keeps the layers' weights on the device for each method whose step fits.
+    Otherwise the weights of the smallest possible number of first layers move to host memory. The
+    fastest of all these steps is chosen.
 
     Args:
         profile: the model's counted costs.
@@ -310,45 +331,7 @@ def plan_profile(
         ConfigError, UnsupportedModelError: ranks cannot share the model's sequences as the setting
             requests.
     """
-    moved = with_weights_on_host(profile, setting)
-    resident = dataclasses.replace(setting, on_host=None)
-    if moved is not None and setting.weights == "cpu":
-        return _plan_profile(profile, seq_len, memory, moved, rates)
-    found = _plan_profile(profile, seq_len, memory, resident, rates)
-    if moved is None or setting.weights == "device" or found.choice is not None:
-        return found
-    other = _plan_profile(profile, seq_len, memory, moved, rates)
-    if other.choice is None:
-        return found
-    return other
-
-
-def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
-    """Return the setting with all layers' frozen weights in host memory; None if there are no such
-    weights, or several GPUs.
-
-    Trained weights move as well if the setting requests host memory for all weights.
-    """
-    sizes = profile.frozen
-    trained = 0
-    if setting.weights == "cpu" and profile.trained:
-        # each layer has frozen or trained bytes, and 0 of the other kind
-        sizes = tuple(map(max, sizes, profile.trained))
-        trained = sum(profile.trained)
-    if setting.gpus > 1 or not any(sizes):
-        return None
-    born = sum(group.trainable_bytes for group in profile.groups)
-    on_host = dataclasses.replace(first(sizes, len(sizes), profile.decoded), trained=trained)
-    return dataclasses.replace(
-        setting, on_host=dataclasses.replace(on_host, part=min(1.0, trained / max(1, born)))
-    )
-
-
-def _plan_profile(
-    profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates
-) -> Plan:
-    """Plan training of a model whose costs were counted; the number of layers with weights in host
-    memory is fixed by `setting.on_host`."""
+    setting = where_weights_may_be(profile, setting)
     methods = available(profile, setting)
     table = tuple(longest(profile, method, memory, setting) for method in methods)
     best = max(
@@ -374,28 +357,8 @@ def _plan_profile(
         choice = dataclasses.replace(choice, hidden_from=hidden)
     levers = tuple(_levers(profile, best.seq_len, memory, setting))
     times = []
-    within = with_room(profile, memory, setting)
     for method in methods if length else ():
-        one = choose(profile, [method], length, memory, within, rates)
-        if one is not None:
-            size = one.chunk_size
-            spent = one.seconds
-            total = one.peak.total
-        else:
-            size = min(chunk_sizes(profile.batch_size)[-1], length)
-            spent = seconds(method, length, size, rates, within)
-            total = peak(profile, method, length, size, within).total
-        speed = throughput(spent, length, profile.batch_size, within)
-        times.append(
-            Timed(
-                method.name,
-                size if method.chunked else length,
-                one is not None,
-                total,
-                spent.total,
-                speed,
-            )
-        )
+        times.append(_timed(profile, method, length, memory, setting, rates))
     usable = min(memory.usable, memory.gpu - LEFT)
     if length:
         default = by_default(profile, length, usable, setting, rates)
@@ -403,6 +366,62 @@ def _plan_profile(
         default = None
     found = (choice, best.binds, levers, table, tuple(times), rates, default, _safest(fitting))
     return Plan(profile, setting, memory, length, *found)
+
+
+def where_weights_may_be(profile: Profile, setting: Setting) -> Setting:
+    """Return the setting with `on_host` set to all layers if weights may be in host memory, and
+    None otherwise.
+    """
+    moved = with_weights_on_host(profile, setting)
+    if moved is None or setting.weights == "device":
+        return dataclasses.replace(setting, on_host=None)
+    return moved
+
+
+def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
+    """Return the setting with all layers' frozen weights in host memory.
+
+    Trained weights move as well if the setting requests host memory for all weights. None if there
+    are no such weights, or several GPUs.
+    """
+    sizes = profile.frozen
+    trained = 0
+    if setting.weights == "cpu" and profile.trained:
+        # each layer has frozen or trained bytes, and 0 of the other kind
+        sizes = tuple(map(max, sizes, profile.trained))
+        trained = sum(profile.trained)
+    if setting.gpus > 1 or not any(sizes):
+        return None
+    born = sum(group.trainable_bytes for group in profile.groups)
+    on_host = dataclasses.replace(first(sizes, len(sizes), profile.decoded), trained=trained)
+    return dataclasses.replace(
+        setting, on_host=dataclasses.replace(on_host, part=min(1.0, trained / max(1, born)))
+    )
+
+
+def _timed(
+    profile: Profile,
+    method: Method,
+    seq_len: int,
+    memory: Memory,
+    setting: Setting,
+    rates: Rates,
+) -> Timed:
+    """Return a method's row of the plan: its fastest step that fits, or its smallest step."""
+    within = with_room(profile, memory, setting)
+    one = choose(profile, [method], seq_len, memory, within, rates)
+    if one is not None:
+        size = one.chunk_size
+        spent = one.seconds
+        total = one.peak.total
+    else:
+        size = min(chunk_sizes(profile.batch_size)[-1], seq_len)
+        at, used = placed(profile, method, seq_len, size, memory, within)
+        spent = seconds(method, seq_len, size, rates, used)
+        total = at.total
+    speed = throughput(spent, seq_len, profile.batch_size, within)
+    shown = size if method.chunked else seq_len
+    return Timed(method.name, shown, one is not None, total, spent.total, speed)
 
 
 def choose(
@@ -483,17 +502,7 @@ def options(
         else:
             sizes = (seq_len,)
         for size in dict.fromkeys(min(size, seq_len) for size in sizes):
-            at = peak(profile, method, seq_len, size, setting)
-            if method.chunked:
-                used = setting
-            else:
-                used = dataclasses.replace(setting, on_host=None)
-            if used.on_host is not None and setting.weights == "auto":
-                lacking = at.total + used.on_host.freed - memory.usable
-                used = dataclasses.replace(
-                    setting, on_host=fewest(profile.frozen, lacking, profile.decoded)
-                )
-                at = peak(profile, method, seq_len, size, used)
+            at, used = placed(profile, method, seq_len, size, memory, setting)
             how = (method.name, method.saves, method.offload, size, seq_len)
             if method.prefix_on_host:
                 left = max(1, int(memory.usable - at.total))
@@ -504,6 +513,41 @@ def options(
             yield Choice(
                 *how, at, flops(method, seq_len, size, setting), spent, left, sent, used.on_host
             )
+
+
+def placed(
+    profile: Profile,
+    method: Method,
+    seq_len: int,
+    chunk_size: int,
+    memory: Memory,
+    setting: Setting,
+) -> tuple[Peak, Setting]:
+    """Return a step's peak, and the setting with the layers whose weights are in host memory.
+
+    weights="auto" moves the smallest number of layers that makes the step fit the device. Unpatched
+    steps keep all weights on the device.
+
+    Args:
+        profile: the model's counted costs.
+        method: the way to run the step.
+        seq_len: positions of a row.
+        chunk_size: positions of a chunk.
+        memory: memory limits of each rank.
+        setting: the training setting, from `where_weights_may_be`.
+    """
+    resident = dataclasses.replace(setting, on_host=None)
+    if setting.on_host is None or not method.chunked:
+        return peak(profile, method, seq_len, chunk_size, resident), resident
+    used = setting
+    if setting.weights == "auto":
+        at = peak(profile, method, seq_len, chunk_size, resident)
+        lacking = at.total - memory.usable
+        if lacking <= 0:
+            return at, resident
+        on_host = fewest(profile.frozen, lacking, profile.decoded)
+        used = dataclasses.replace(setting, on_host=on_host)
+    return peak(profile, method, seq_len, chunk_size, used), used
 
 
 def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
@@ -542,9 +586,9 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
         high = LONGEST // ranks
         while low < high:  # valid because every phase grows with the length
             middle = (low + high + 1) // 2
-            fitting = fits(peak(profile, method, ranks * middle, size, setting), memory)
-            low, high = (middle, high) if fitting else (low, middle - 1)
-        beyond = peak(profile, method, ranks * (low + 1), size, setting)
+            at, _ = placed(profile, method, ranks * middle, size, memory, setting)
+            low, high = (middle, high) if fits(at, memory) else (low, middle - 1)
+        beyond, _ = placed(profile, method, ranks * (low + 1), size, memory, setting)
         if beyond.total > memory.usable:
             binds = beyond.phase
         else:
@@ -578,9 +622,10 @@ def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Ite
                 memory,
             )
         )
-    moved = with_weights_on_host(profile, setting)
-    if moved is not None and setting.on_host is None and setting.weights != "cpu":
-        options.append(("frozen weights on the host (weights='cpu')", moved, memory))
+    everywhere = dataclasses.replace(setting, weights="cpu")
+    moved = with_weights_on_host(profile, everywhere)
+    if moved is not None and setting.on_host is None:
+        options.append(("weights on the host (weights='cpu')", moved, memory))
     if memory.host is not None:
         options.append(
             ("twice the host memory", setting, dataclasses.replace(memory, host=2 * memory.host))

@@ -199,6 +199,7 @@ class Profile:
         decoded: bytes of one layer's 4-bit weights after decoding; see `OnHost`.
         trained: for each layer the bytes in host memory of its weights, if all of the layer is
             trained.
+        without_adapters: names of the layers' Linears that peft refuses to adapt.
     """
 
     model: str
@@ -215,6 +216,7 @@ class Profile:
     frozen: tuple[int, ...] = ()
     decoded: int = 0
     trained: tuple[int, ...] = ()
+    without_adapters: tuple[str, ...] = ()
 
     def method(self, name: str) -> Method:
         """Return a counted way to run a step, by its name.
@@ -567,8 +569,8 @@ def from_json(data: Mapping[str, Any]) -> Profile:
         methods.append(Method(**{**value, **phases, **given}))
     groups = tuple(Group(**group) for group in data["groups"])
     lists = {}
-    for name in ("left_out", "frozen", "trained"):
-        lists[name] = tuple(data[name])
+    for name in ("left_out", "frozen", "trained", "without_adapters"):
+        lists[name] = tuple(data.get(name, ()))
     return Profile(
         **{**data, **lists, "groups": groups, "methods": tuple(methods), "tree": node(data["tree"])}
     )

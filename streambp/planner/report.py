@@ -14,12 +14,13 @@ from streambp.model.record import UNPATCHED
 from streambp.offload.costs import GRAPH
 from streambp.planner.default import ByDefault
 from streambp.planner.host_weights import SLOTS
-from streambp.planner.launch_commands import doors, python
+from streambp.planner.launch_commands import doors, doors_of, python
 from streambp.planner.measure import Compared
-from streambp.planner.plan import Choice, Plan
+from streambp.planner.plan import SLOWER, Choice, Plan
 from streambp.planner.profile import Node, Profile, Setting
 from streambp.planner.seconds import throughput
-from streambp.planner.suggestions import Remedy, too_large
+from streambp.planner.suggestions import MOST_GPUS, Remedy, seconds_of, too_large
+from streambp.rates import Rates
 
 GIB = 2**30
 BAR = 40
@@ -27,6 +28,7 @@ BY_DEFAULT = 'streambp.patch(model) alone (saves="auto")'
 NAMED_SAVES = ("attn_out", "kv", GRAPH)  # saved tensors other than outputs of Linears
 CODE = "StreamConfig("
 LONG = 120  # columns of a paragraph without a terminal
+WHOLE = 1.9  # bytes of a parameter, above which it has not been quantized
 NARROW = 60  # minimal number of columns; narrower terminals get lines of this width
 # numbers of table columns to try for narrow terminals, without the column of limits
 PANES = (5, 4, 3, 2)
@@ -38,18 +40,19 @@ NAMES = (
 )
 
 
-def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> str:
-    """Return the full plan as text: request, choice, limits, all ways to run a step, phases of the
-    chosen way, and optionally the model's modules.
+def plan_table(
+    plan: Plan, modules: bool = True, width: int | None = None, notes: Sequence[str] = ()
+) -> str:
+    """Return the full plan as text: request, choice, limits, methods, phases, and optionally
+    modules.
 
     Args:
         plan: the plan.
         modules: True to add the modules.
         width: columns of the terminal; None: do not wrap lines.
+        notes: lines to print before the choice.
     """
-    if width is None:
-        width = None
-    else:
+    if width is not None:
         width = max(width, NARROW)
     if plan.memory.host is None:
         host = "no limit"
@@ -57,18 +60,18 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
         host = f"{plan.memory.host / GIB:.1f} GiB"
     gpu = f"{plan.memory.gpu / GIB:.1f} GiB, {plan.memory.usable / GIB:.1f} GiB of it usable"
     lines = [headline(plan.profile, plan.setting), f"Each GPU: {gpu}; host memory for each: {host}"]
-    lines += (
-        [f"Recurrent and convolutional layers: assuming {plan.profile.mixers}"]
-        if plan.profile.mixers
-        else []
-    )
+    lines += [*_notes(plan.profile), *notes]
     lines.append("")
     lines = folded([*lines, *_choice(plan)], width)
     if not any(row.seq_len for row in plan.longest):
         return "\n".join(lines)  # rows of zeros would be useless
     if plan.choice is not None:
         lines += ["", "The same settings elsewhere:"]
-        lines += [f"  {door:<10}{text}" for door, text in doors(plan.choice, plan.setting).items()]
+        if plan.default_wins:
+            ways = doors_of({}, plan.setting, False)
+        else:
+            ways = doors(plan.choice, plan.setting)
+        lines += [f"  {door:<10}{text}" for door, text in ways.items()]
     rows = [("longest sequence", "tokens", f"{plan.seq_len:,} tokens: GiB", "seconds", "tokens/s")]
     times = {timed.method: timed for timed in plan.times if timed.fits}
     for row in plan.longest:
@@ -116,6 +119,31 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
     return "\n".join(lines)
 
 
+def _notes(profile: Profile) -> list[str]:
+    """Return lines about assumed kernels, and weights without adapters or without few bits."""
+    lines = []
+    if profile.mixers:
+        lines.append(f"Recurrent and convolutional layers: assuming {profile.mixers}")
+    if profile.without_adapters:
+        names = ", ".join(profile.without_adapters)
+        lines.append(
+            f"Linears without adapters, because peft refuses them: {names} (--lora-targets chooses)"
+        )
+    sizes = {}
+    for group in profile.groups:
+        frozen = group.parameters - group.trainable
+        stored = group.bytes - group.trainable_bytes
+        sizes[group.name] = (frozen, stored, stored / max(1, frozen))
+    whole = (0, 0, 0.0)
+    experts = sizes.get("expert", whole)
+    if experts[2] > WHOLE and 0 < sizes.get("dense", whole)[2] <= WHOLE:
+        lines.append(
+            f"{_count(experts[0])} parameters of experts stay in {profile.dtype}, "
+            f"{experts[1] / GIB:.1f} GiB: bitsandbytes quantizes Linears, and these experts are none"
+        )
+    return lines
+
+
 def headline(profile: Profile, setting: Setting) -> str:
     """Return one line of text with the model's class, numbers of parameters, dtype, and the
     training setting."""
@@ -150,31 +178,15 @@ def _choice(plan: Plan) -> list[str]:
             (f"{plan.seq_len:,} tokens do not fit" if plan.seq_len else "Not even one token fits")
             + (f": {because}." if because is not None else ".")
         ]
+    elif plan.default_wins and plan.by_default is not None:
+        lines = [f"{plan.seq_len:,} tokens: streambp.patch(model)"]
+        lines.append(_default_line(plan, plan.by_default))
+        lines.append("  With every setting fixed it is slower:")
+        lines += [f"  {line}" for line in _chosen(plan, plan.choice)]
     else:
         lines = _chosen(plan, plan.choice)
-    if plan.by_default is not None:
-        found = plan.by_default
-        how = f"  {BY_DEFAULT}: chunks of {found.chunk_size:,}"
-        if found.fits:
-            kept = []
-            for one in found.saved:
-                if one.name in NAMED_SAVES:
-                    kept.append(f"{one.name} of {one.layers} layers")
-            linears = []
-            for one in found.saved:
-                if one.name not in NAMED_SAVES:
-                    linears.append(one.layers)
-            kept += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
-            how += (
-                ", runs unpatched"
-                if found.way == UNPATCHED
-                else f", saves {', '.join(kept) or 'nothing'}"
-            )
-            lines.append(
-                f"{how}; peak {found.peak / GIB:.1f} GiB, {duration(found.seconds)} a step"
-            )
-        else:
-            lines.append(f"{how}, {found.peak / GIB:.1f} GiB: does not fit")
+    if plan.by_default is not None and not plan.default_wins:
+        lines.append(_default_line(plan, plan.by_default))
     if plan.binds == "host memory":
         where = plan.binds
     else:
@@ -187,6 +199,29 @@ def _choice(plan: Plan) -> list[str]:
     if plan.choice is not None:  # commands of `remedies` follow a plan that does not fit
         lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
     return lines
+
+
+def _default_line(plan: Plan, found: ByDefault) -> str:
+    """Return a line about the step of `patch` without settings."""
+    how = f"chunks of {found.chunk_size:,}"
+    if not plan.default_wins:
+        how = f"{BY_DEFAULT}: {how}"
+    if not found.fits:
+        return f"  {how}, {found.peak / GIB:.1f} GiB: does not fit"
+    kept = []
+    linears = []
+    for one in found.saved:
+        if one.name in NAMED_SAVES:
+            kept.append(f"{one.name} of {one.layers} layers")
+        else:
+            linears.append(one.layers)
+    kept += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
+    if found.way == UNPATCHED:
+        how += ", runs unpatched"
+    else:
+        how += f", saves {', '.join(kept) or 'nothing'}"
+    on = f", on {device_text(plan.rates)}" if plan.default_wins else ""
+    return f"  {how}; peak {found.peak / GIB:.1f} GiB, {duration(found.seconds)} a step{on}"
 
 
 def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
@@ -218,26 +253,38 @@ def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
 
 
 def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
-    """Return lines of text about changes with which a plan would fit, each with the command that
-    prints the changed plan."""
-    if not others:
-        lines = []
-    else:
-        lines = ["", "Commands that fit:" if plan.choice is None else "Beside it:"]
+    """Return lines with other plans that fit, each with the command that prints the plan."""
+    now = seconds_of(plan)
+    lines = []
+    title = ""
     for other, command in zip(others, commands, strict=True):
         choice = other.plan.choice
         assert choice is not None
+        spent = seconds_of(other.plan)
+        if plan.choice is None:
+            kind = "Commands that fit:"
+        elif spent <= (1 - SLOWER) * now:
+            kind = "Faster:"
+        else:
+            kind = "Beside it:"
+        if kind != title:
+            lines += ["", kind]
+            title = kind
+        size = choice.peak.total
+        host = choice.peak.host
+        if other.plan.default_wins and other.plan.by_default is not None:
+            size = other.plan.by_default.peak
+            host = 0.0
         lines += [
-            f"  {other.change}: {choice.seq_len:,} tokens, {choice.peak.total / GIB:.1f} GiB of "
-            f"each GPU, {choice.peak.host / GIB:.1f} GiB of host memory, "
-            f"{duration(choice.seconds.total)} a step",
+            f"  {other.change}: {choice.seq_len:,} tokens, {size / GIB:.1f} GiB of each GPU, "
+            f"{host / GIB:.1f} GiB of host memory, {duration(spent)} a step",
             f"    {command}",
         ]
     if plan.choice is None and not others:
         lines += [
             "",
-            "Nothing that was tried fits: LoRA on 4-bit weights, the optimizer state on the host, "
-            "1,024 GPUs.",
+            "Nothing that was tried fits: LoRA on 4-bit weights, weights and optimizer state on "
+            f"the host, {MOST_GPUS} GPUs. Take GPUs with more memory (--gpu-memory).",
         ]
     return lines
 
@@ -262,14 +309,15 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
     }
     for name, value in (("waiting", spent.waiting), ("exchanges", spent.exchange)):
         parts |= {name: value} if value >= 0.005 * spent.total else {}
-    if plan.rates.guess:
-        guess = ", some of its rates guessed"
-    else:
-        guess = ""
     lines.append(
-        f"  {duration(spent.total)} a step, {speed:,.0f} tokens/s, on {plan.rates.name}{guess}: "
+        f"  {duration(spent.total)} a step, {speed:,.0f} tokens/s, on {device_text(plan.rates)}: "
         + ", ".join(f"{name} {duration(value)}" for name, value in parts.items())
     )
+    if plan.setting.gpus > 1:
+        lines.append(
+            "  seconds of several GPUs were not measured; parameters and gradients that the GPUs "
+            "exchange are left out"
+        )
     if on_host is not None:
         hidden = "their copies take longer than the layers at any length"
         if choice.hidden_from is not None:
@@ -299,6 +347,16 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
         took = duration(safest.seconds.total)
         lines.append(f"  safest, {safest.peak.total / GIB:.1f} GiB in {took}: {python(safest)}")
     return lines
+
+
+def device_text(rates: Rates) -> str:
+    """Return the device's name, and what is not known of it."""
+    text = rates.name
+    if rates.assumed:
+        text += " (assumed from the memory; --device NAME for yours)"
+    if rates.guess:
+        text += ", some of its rates guessed"
+    return text
 
 
 def duration(seconds: float) -> str:

@@ -12,8 +12,7 @@ import copy
 import dataclasses
 import functools
 import logging
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from unittest import mock
@@ -30,11 +29,11 @@ from streambp.admission.stacks import bare_layers, find_stacks, states_argument
 from streambp.distributed.engines import drops_masks, full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
-from streambp.known_names import MODULE_HOOKS, MOVES
-from streambp.libraries import required
+from streambp.known_names import MODULE_HOOKS
 from streambp.model.patching import unpatch
 from streambp.offload.decoded import CountedPackedLinear
 from streambp.offload.ranges import bytes_on_host
+from streambp.planner.adapters import with_adapters
 from streambp.planner.configuration import build, read_config
 from streambp.planner.count import Replayed
 from streambp.planner.fused_layers import Kernels, fuse_layers, fused_rotary, fusion
@@ -63,8 +62,13 @@ class Skeleton:
             torch on a CPU.
         kernels: code of norms, gated activations and rotary embeddings, as in `StreamConfig`;
             "auto": Liger's on a GPU if liger-kernel is installed here.
-        fewer: copy only some layers of a model, one or a few for each structure; the skeleton's
-            parameters are then those of these layers.
+        fewer: copy only the representative layers of a model; the skeleton's parameters are then
+            those of these layers.
+        lora_targets: names of the Linears that get adapters; empty: every Linear of the layers that
+            peft accepts.
+
+    Attributes:
+        without_adapters: names of the layers' Linears that peft refuses to adapt.
 
     Raises:
         StreamBPError: the source is unknown, or `lora` or `bits` do not apply to it.
@@ -80,6 +84,7 @@ class Skeleton:
         mixers: Mixers | None = None,
         kernels: Kernels = "own",
         fewer: bool = False,
+        lora_targets: Sequence[str] = (),
     ) -> None:
         self.device = device
         self.bits = bits
@@ -90,6 +95,7 @@ class Skeleton:
         self.own_adapters = (
             False  # streamed layers leave adapters to peft, whatever a recipe's config says
         )
+        self.without_adapters: tuple[str, ...] = ()
         self._reduced: ShrunkModel | None = None
         with self.active():
             if isinstance(source, nn.Module):
@@ -105,7 +111,7 @@ class Skeleton:
                     lambda one: AutoModelForCausalLM.from_config(copy.deepcopy(one), **options),
                 )
             if lora is not None:
-                self.model = _with_adapters(self.model, lora)
+                self.model, self.without_adapters = with_adapters(self.model, lora, lora_targets)
             if bits != 16:
                 _quantise(self.model, bits)
         self.fused = fusion(kernels, device)
@@ -258,35 +264,6 @@ def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **k
 def _constant(value: Any, _: Any) -> Any:
     """Return `value`; a partial of this function is the getter of a property."""
     return value
-
-
-def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Return the model with LoRA adapters of this rank."""
-    with required("peft"):
-        from peft import LoraConfig, get_peft_model
-    with mock.patch.object(nn.Module, MOVES, _renewed), warnings.catch_warnings():
-        # warnings about peft's own calls are useless for a plan
-        warnings.simplefilter("ignore", FutureWarning)
-        return get_peft_model(
-            model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        )  # type: ignore[arg-type]
-
-
-def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Replace `nn.Module._apply`, which moves and casts modules, and create new parameters.
-
-    torch would swap fake tensors in place, which their weak references forbid.
-    """
-    for each in module.modules() if recurse else (module,):
-        for name, parameter in each._parameters.items():
-            if parameter is not None:
-                each._parameters[name] = nn.Parameter(
-                    fn(parameter.detach()), parameter.requires_grad
-                )
-        each._buffers.update(
-            {name: fn(buffer) for name, buffer in each._buffers.items() if buffer is not None}
-        )
-    return module
 
 
 def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:

@@ -1,18 +1,25 @@
-"""Options of `streambp plan` that make a plan fit. Each option is planned before it is proposed."""
+"""Options of `streambp plan` that make a plan fit, or faster. Each option is planned before it is
+proposed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from streambp.planner.plan import Memory, Plan, plan_profile
+from streambp.errors import StreamBPError
+from streambp.planner.plan import SLOWER, Plan, plan_profile
 from streambp.planner.profile import Profile, Setting, static
 
 # Rank of proposed adapters, and bits of proposed frozen weights.
 RANK = 16
 BITS: Literal[4] = 4
-MOST_GPUS = 1024
+MOST_GPUS = 8
+OPTIMIZER_THERE = "the optimizer state on the host"
+PLENTY = 2**50  # bytes of a device on which everything fits
 
 
 class Training(NamedTuple):
@@ -65,6 +72,70 @@ class Remedy:
     plan: Plan
 
 
+def settings_of(given: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
+    """Generate settings on the same GPUs, each with its command-line options. The first one is
+    `given`.
+    """
+    places: list[tuple[tuple[str, ...], Setting]] = [((), given)]
+    for place in ("auto", "cpu"):
+        if place != given.weights and given.weights != "cpu":
+            moved = dataclasses.replace(given, weights=place)  # type: ignore[arg-type]
+            places.append((("--weights", place), moved))
+    for options, setting in places:
+        yield options, setting
+        if given.optimizer and not given.optimizer_on_host:
+            there = dataclasses.replace(setting, optimizer_on_host=True)
+            yield ("--optimizer-on-host", *options), there
+
+
+def seconds_of(plan: Plan) -> float:
+    """Return the seconds of a plan's fastest step; infinity if none fits."""
+    if plan.choice is None:
+        return math.inf
+    if plan.default_wins and plan.by_default is not None:
+        return plan.by_default.seconds
+    return plan.choice.seconds.total
+
+
+def best_change(
+    found: Plan,
+    seq_len: int | Literal["max"],
+    profile: Profile,
+    training: Training | None,
+) -> Remedy | None:
+    """Return the fastest plan of a profile on the same GPUs; None if none fits.
+
+    The smallest number of command-line options wins among plans that are equally fast within
+    `SLOWER`.
+
+    Args:
+        found: the plan whose setting changes.
+        seq_len: the requested length.
+        profile: the model with the training.
+        training: the training, if it differs from the plan's; None: the plan's own.
+    """
+    tried: list[Remedy] = []
+    for options, setting in settings_of(found.setting):
+        if training is None and not options:
+            continue
+        with contextlib.suppress(StreamBPError):  # ranks that cannot share the heads, for example
+            plan = plan_profile(profile, seq_len, found.memory, setting, found.rates)
+            if plan.choice is None:
+                continue
+            changes = []
+            if training is not None:
+                changes.append(str(training))
+                options = (*training.options, *options)
+            if "--optimizer-on-host" in options:
+                changes.append(OPTIMIZER_THERE)
+            if plan.choice.on_host is not None:
+                changes.append("the layers' weights on the host")
+            tried.append(Remedy(" and ".join(changes), options, plan))
+    bar = (1 + SLOWER) * min((seconds_of(one.plan) for one in tried), default=0.0)
+    near = [one for one in tried if seconds_of(one.plan) <= bar]
+    return min(near, key=lambda one: len(one.options), default=None)
+
+
 def remedies(
     found: Plan,
     seq_len: int | Literal["max"],
@@ -73,7 +144,7 @@ def remedies(
 ) -> Iterator[Remedy]:
     """Generate changes that make a plan fit: on the same GPUs, on more GPUs, or with fewer tokens.
 
-    Each kind occurs at most once. A second change on the same GPUs follows if the first one puts
+    The first change keeps the training. Smaller trainings follow, until one of them needs no
     weights in host memory.
 
     Args:
@@ -82,75 +153,136 @@ def remedies(
         training: the requested training.
         count: returns the model's profile for a training; called only if necessary.
     """
-    same, wider, given = (
-        list[tuple[Training, Setting]](),
-        list[tuple[Setting, Memory]](),
-        found.setting,
-    )
-    for how in (training, *training.smaller()):  # the smallest change of the training first
-        if how != training:
-            same.append((how, given))
-        if given.optimizer and not given.optimizer_on_host:
-            same.append((how, dataclasses.replace(given, optimizer_on_host=True)))
-        if given.weights == "device":
-            same.append((how, dataclasses.replace(given, weights="auto")))
-    gpus = given.gpus if given.gpus > 1 and given.zero < 3 else 2 * given.gpus
-    while gpus <= MOST_GPUS:  # more GPUs leave less host memory to each
-        host = None if found.memory.host is None else found.memory.host * given.gpus // gpus
-        for on_host in dict.fromkeys((given.optimizer_on_host, True)):
-            more = dataclasses.replace(given, gpus=gpus, zero=3, optimizer_on_host=on_host)
-            wider.append((more, dataclasses.replace(found.memory, host=host)))
-        gpus *= 2
-    on_device = True
-    for how, setting in same:
-        profile = found.profile if how == training else count(how)
-        plan = plan_profile(profile, seq_len, found.memory, setting, found.rates)
-        if plan.choice is not None and (on_device or plan.choice.on_host is None):
-            on_device = plan.choice.on_host is None
-            on_host = setting.optimizer_on_host and not found.setting.optimizer_on_host
-            parts = ([str(how)] if how != training else []) + (
-                ["the optimizer state on the host"] if on_host else []
-            )
-            parts += (
-                ["the layers' frozen weights on the host"]
-                if plan.choice.on_host is not None
-                else []
-            )
-            moved = ("--weights", "auto") if setting.weights != found.setting.weights else ()
-            there = ("--optimizer-on-host",) if on_host else ()
-            yield Remedy(
-                " and ".join(parts),
-                (*(how.options if how != training else ()), *there, *moved),
-                plan,
-            )
-            if on_device:
-                break
-    for setting, memory in wider:
-        plan = plan_profile(found.profile, seq_len, memory, setting, found.rates)
-        if plan.choice is not None:
-            on_host = setting.optimizer_on_host and not found.setting.optimizer_on_host
-            change = f"{setting.gpus} GPUs with ZeRO-3" + (
-                " and the optimizer state on the host" if on_host else ""
-            )
-            options = (
-                "--gpus",
-                str(setting.gpus),
-                "--zero",
-                "3",
-                *(("--optimizer-on-host",) if on_host else ()),
-            )
-            yield Remedy(change, options, plan)
+    named = 0
+    last = None
+    same = best_change(found, seq_len, found.profile, None)
+    if same is not None:
+        named += 1
+        yield same
+    for how in training.smaller():
+        if same is not None and on_device(same):
             break
-    longest = max(row.seq_len for row in found.longest if found.profile.method(row.method).chunked)
-    if seq_len != "max" and 0 < longest < seq_len:
-        plan = plan_profile(found.profile, longest, found.memory, found.setting, found.rates)
-        yield Remedy(f"{longest:,} tokens at most", ("--seq-len", str(longest)), plan)
+        profile = profile_of(how, count)
+        if profile is None:
+            continue
+        last = (profile, how)
+        smaller = best_change(found, seq_len, profile, how)
+        if smaller is not None:
+            named += 1
+            yield smaller
+            if on_device(smaller):
+                break
+    for wider in _on_more_gpus(found, seq_len):
+        named += 1
+        yield wider
+    shorter = _fewer_tokens(found, seq_len, found.profile, None)
+    if shorter is None and not named and last is not None:
+        shorter = _fewer_tokens(found, seq_len, *last)
+    if shorter is not None:
+        yield shorter
+
+
+def _fewer_tokens(
+    found: Plan,
+    seq_len: int | Literal["max"],
+    profile: Profile,
+    training: Training | None,
+) -> Remedy | None:
+    """Return the plan of the longest sequence that is shorter than the requested one; None if none
+    fits.
+    """
+    if seq_len == "max" and training is None:
+        return None
+    for options, setting in settings_of(found.setting):
+        if training is None and options:
+            break
+        most = plan_profile(profile, "max", found.memory, setting, found.rates)
+        if most.choice is None or (seq_len != "max" and most.seq_len >= seq_len):
+            continue
+        changes = []
+        if training is not None:
+            changes.append(str(training))
+            options = (*training.options, *options)
+        if "--optimizer-on-host" in options:
+            changes.append(OPTIMIZER_THERE)
+        changes.append(f"{most.seq_len:,} tokens at most")
+        return Remedy(" and ".join(changes), (*options, "--seq-len", str(most.seq_len)), most)
+    return None
+
+
+def _on_more_gpus(found: Plan, seq_len: int | Literal["max"]) -> Iterator[Remedy]:
+    """Generate the plan with the smallest number of GPUs that fits, up to `MOST_GPUS`."""
+    given = found.setting
+    gpus = given.gpus if given.gpus > 1 and given.zero < 3 else 2 * given.gpus
+    while gpus <= max(MOST_GPUS, given.gpus):  # more GPUs leave less host memory to each
+        host = None if found.memory.host is None else found.memory.host * given.gpus // gpus
+        memory = dataclasses.replace(found.memory, host=host)
+        for on_host in dict.fromkeys((given.optimizer_on_host, True)):
+            setting = dataclasses.replace(given, gpus=gpus, zero=3, optimizer_on_host=on_host)
+            plan = plan_profile(found.profile, seq_len, memory, setting, found.rates)
+            if plan.choice is None:
+                continue
+            change = f"{gpus} GPUs with ZeRO-3"
+            options: tuple[str, ...] = ("--gpus", str(gpus), "--zero", "3")
+            if on_host and not given.optimizer_on_host:
+                change += " and the optimizer state on the host"
+                options += ("--optimizer-on-host",)
+            yield Remedy(change, options, plan)
+            return
+        gpus *= 2
+
+
+def faster(
+    found: Plan, training: Training, count: Callable[[Training], Profile]
+) -> Iterator[Remedy]:
+    """Generate changes of a plan that fits which lower its seconds by more than `SLOWER`: where
+    weights and optimizer live, and 4 bits for frozen weights.
+
+    Args:
+        found: the plan that fits.
+        training: the plan's training.
+        count: returns the model's profile for a training; called only if memory binds.
+    """
+    now = seconds_of(found)
+    plenty = dataclasses.replace(found.memory, gpu=PLENTY, host=None)
+    ideal = plan_profile(found.profile, found.seq_len, plenty, found.setting, found.rates)
+    if seconds_of(ideal) >= (1 - SLOWER) * now:
+        return  # more memory does not help
+    same = best_change(found, found.seq_len, found.profile, None)
+    if same is not None and seconds_of(same.plan) <= (1 - SLOWER) * now:
+        yield same
+        now = seconds_of(same.plan)
+    if training.lora is not None and training.bits > BITS:
+        how = Training(training.lora, BITS)
+        profile = profile_of(how, count)
+        if profile is not None:
+            smaller = best_change(found, found.seq_len, profile, how)
+            if smaller is not None and seconds_of(smaller.plan) <= (1 - SLOWER) * now:
+                yield smaller
+
+
+def profile_of(training: Training, count: Callable[[Training], Profile]) -> Profile | None:
+    """Return a model's profile with a training; None if the model cannot be trained like that."""
+    try:
+        return count(training)
+    except Exception:  # peft and transformers raise anything for models without usual Linears
+        return None
+
+
+def on_device(remedy: Remedy) -> bool:
+    """True if all of the layers' weights are on the device."""
+    choice = remedy.plan.choice
+    return choice is not None and choice.on_host is None
 
 
 def too_large(plan: Plan) -> str | None:
     """Return text with the bytes of weights, gradients and optimizer state if these alone exceed
-    the device's memory; otherwise None."""
-    kept = static(plan.profile, plan.setting)
+    the device's memory; otherwise None.
+    """
+    setting = plan.setting
+    if setting.weights == "auto":
+        setting = dataclasses.replace(setting, on_host=None)
+    kept = static(plan.profile, setting)
     shares = {
         "weights": kept.weights,
         "gradients": kept.gradients,

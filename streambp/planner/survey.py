@@ -188,6 +188,7 @@ def survey(
         modules = module_tree(skeleton, reduced, batch_size)
     shape = (name, dtype, len(reduced.kinds), batch_size, groups, unsharded)
     mixers = assumed(skeleton.model, skeleton.mixers)
+    on_host["without_adapters"] = skeleton.without_adapters
     return Profile(*shape, tuple(methods), modules, tuple(left_out), mixers, **on_host)
 
 

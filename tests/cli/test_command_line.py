@@ -46,7 +46,7 @@ BAD = {
     f"{PLAN} --batch-size 0": "--batch-size is '0'", f"{PLAN} --lora 0": "--lora is '0'",
     f"{PLAN} --lora x": "--lora is 'x'",
     f"{PLAN} --bits 3": "must be one of 4, 8, 16", f"{PLAN} --bits 4": "Add --lora 16",
-    f"{PLAN} --full --lora 4": "pass one",
+    f"{PLAN} --full --lora 4": "pass one", f"{PLAN} --lora-targets q_proj": "Add --lora 16",
     f"{PLAN} --optimizer-bytes nan": "--optimizer-bytes is 'nan'",
     f"{PLAN} --optimizer-bytes -1": "--optimizer-bytes is '-1'",
     f"{PLAN} --optimizer-bytes inf": "--optimizer-bytes is 'inf'", f"{PLAN} --dtype int8": "--dtype is 'int8'",

@@ -10,16 +10,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
+import shlex
 import sys
 
 import pytest
 import torch
 from transformers import Qwen3Config
 
-from streambp.cli import main
+import streambp
+from streambp.cli import main, parse
 from streambp.errors import ConfigError
 from streambp.head import recipe
 from streambp.head.log_probs import HeadInputs
+from streambp.launch.settings import from_flags
 from streambp.planner import batches
 from streambp.planner.batches import Batch, both_ways, work
 from streambp.planner.plan import Memory
@@ -254,11 +258,17 @@ def test_groups_on_the_command_line(tmp_path, capsys, monkeypatch):
     for length, ratio in zip(batches.COMPLETIONS, ("11.00", "6.00", "2.67"), strict=True):
         assert f"{length:,}: as given" in table
         assert ratio in table
+    (pasted,) = re.findall(r"For completions of 16,384 tokens: (.*)", table)
+    assert eval(pasted, {"streambp": streambp}).rows == "packed"
+    (launch,) = re.findall(r"  launch +streambp (.*)", table)
+    assert from_flags(parse(shlex.split(launch))).config.rows == "packed"
     assert main([*ask, "--prompt", "1k", "--seq-len", "1280", "--json"]) == 0
     ((rows, shared),) = json.loads(capsys.readouterr().out)["batches"]
     assert (rows["tokens"], shared["tokens"]) == (16 * 1280, 1024 + 16 * 256)
     assert main([*ask, "--prompt", "32k", "--gpu-memory", "16GiB"]) == 1
-    assert "does not fit" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "does not fit" in table
+    assert "StreamConfig" not in table
     for wrong in ([], ["--prompt", "1k", "--seq-len", "512"]):
         assert main([*ask, *wrong]) == 2
         assert "needs --prompt" in capsys.readouterr().err

@@ -29,9 +29,10 @@ from streambp.offload import costs as costs_of_steps
 from streambp.offload import free_memory, policy
 from streambp.offload.costs import GRAPH
 from streambp.planner import auto
+from streambp.planner.adapters import with_adapters
 from streambp.planner.count import StepCount
 from streambp.planner.seconds import seconds
-from streambp.planner.skeleton import Skeleton, _with_adapters
+from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import streamed, survey
 from streambp.rates import DEFAULT, DEVICES
 from tests.offload.test_policy import planned_and_kept
@@ -140,7 +141,7 @@ def adapted_afterwards(memory):
     state_of(found).saves_policy.begins(HERE)
     state_of(found).saves_policy.ended()
     with found.active():
-        found.model = _with_adapters(found.model, 16)
+        found.model, _ = with_adapters(found.model, 16)
     return SetUp(found, states=8)
 
 

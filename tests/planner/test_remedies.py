@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import shlex
 
 import pytest
@@ -20,10 +21,10 @@ from streambp.planner.counted import Asked
 from streambp.planner.laws import Law
 from streambp.planner.plan import plan_profile
 from streambp.planner.profile import Group, Method, Phase, static
-from streambp.planner.report import plan_table
+from streambp.planner.report import device_text, plan_table
 from streambp.planner.suggestions import Training, remedies, too_large, with_options
 from streambp.planner.survey import STREAMED, survey
-from streambp.rates import DEVICES, USUAL, device_of
+from streambp.rates import DEVICES, USUAL, assumed_rates, device_of, rates_by_name
 from tests.planner.laws import made_work
 from tests.planner.test_estimates import made_up
 
@@ -228,8 +229,66 @@ def test_the_device_follows_from_the_memory():
     for name, size in USUAL.items():
         assert device_of(size * GIB) == name
         assert device_of(int(size * 1e9)) == name
-    assert device_of(16 * GIB) is None
+    assert device_of(12 * GIB) is None
     assert device_of(60 * GIB) is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "name"), [(6, "RTX4080"), (16, "RTX4080"), (22, "RTX4090"), (96, "RTXPRO6000"), (300, "B300")]
+)  # fmt: skip
+def test_an_assumed_card_is_the_nearest_and_says_so(memory, name):
+    """A smaller card is never given a larger one's speed."""
+    found = assumed_rates(memory * GIB)
+    assert (found.name, found.assumed) == (name, True)
+    assert not DEVICES[name].assumed
+    text = device_text(found)
+    assert text.startswith(f"{name} (assumed from the memory; --device NAME for yours)")
+    assert "assumed" not in device_text(DEVICES[name])
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTXPRO6000"),
+        ("NVIDIA GeForce RTX 5070 Ti", "RTX5070Ti"),
+        ("NVIDIA GeForce RTX 5070", None),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("", None),
+    ],
+)
+def test_a_device_is_known_by_its_drivers_name(told, name):
+    found = rates_by_name(told)
+    assert (found.name if found is not None else None) == name
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_rates_are_below_the_datasheets(name):
+    """Published dense TFLOP/s in bf16 and TB/s; each row's source has them."""
+    published = {"H200": (989, 4.8), "H100": (989, 3.35), "RTX5090": (224, 1.79)}
+    row = DEVICES[name]
+    numbers = re.findall(r"([\d.,]+) TFLOP/s|([\d.]+) TB/s|of (312) ", row.source)
+    compute = [float((one or three).replace(",", "")) for one, _, three in numbers if one or three]
+    bandwidth = [float(two) for _, two, _ in numbers if two]
+    most = published.get(name) or (max(compute, default=312), bandwidth[0])
+    assert max(row.forward, row.backward) <= row.products <= most[0] * 1e12
+    assert row.bandwidth <= 0.8 * most[1] * 1e12
+
+
+def test_seconds_of_several_gpus_are_called_unmeasured():
+    profile = counted_profile("made up", Training())
+    for gpus in (1, 2):
+        setting = Setting(gpus=gpus, zero=3 if gpus > 1 else 0)
+        found = plan_profile(profile, 1024, Memory(90_000_000, None, 0.0), setting)
+        assert ("several GPUs were not measured" in plan_table(found, False)) == (gpus > 1)
 
 
 def test_options_replace_what_was_given():

@@ -358,9 +358,9 @@ def test_a_device_is_found_by_its_name_or_file(tmp_path):
     assert rates_of(str(file)) == read_rates(file) == rates(source="here", guess=True)
     with pytest.raises(
         streambp.StreamBPError,
-        match=r"'H20O' is not in the table.*Did you mean H200\?.*--measure-device",
+        match=r"'H10O' is not in the table.*Did you mean H100\?.*--measure-device",
     ):
-        rates_of("H20O")
+        rates_of("H10O")
     file.write_text('{"name": "half"}')
     with pytest.raises(streambp.StreamBPError, match=r"No rates of a device .*missing.*'products'"):
         rates_of(file)

@@ -80,7 +80,8 @@ def test_weights_go_to_the_host_where_a_step_does_not_fit_otherwise():
     profile, length = made(), 1000
     resident = plan_profile(profile, length, Memory(14_000_000, None, 0.0), Setting())
     assert resident.choice.on_host is None
-    assert any("frozen weights on the host" in lever.change for lever in resident.levers)
+    on_device = plan_profile(profile, length, resident.memory, Setting(weights="device"))
+    assert any("weights on the host" in lever.change for lever in on_device.levers)
     for room, layers in ((11_000_000, 3), (8_000_000, 6), (4_100_000, 10)):
         memory = Memory(room, None, 0.0)
         found = plan_profile(profile, length, memory, Setting()).choice
@@ -136,7 +137,7 @@ def test_remedies_name_the_host():
     found = plan_profile(profile, 1000, Memory(8_000_000, None, 0.0), Setting(weights="device"))
     first_of_all = next(remedies(found, 1000, Training(16), lambda how: profile))
     assert first_of_all.options == ("--weights", "auto")
-    assert "frozen weights on the host" in first_of_all.change
+    assert first_of_all.change == "the layers' weights on the host"
     read = cli.parse(
         ["plan", "MODEL", "--gpu-memory", "8GiB", "--lora", "16", *first_of_all.options]
     )

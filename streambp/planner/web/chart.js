@@ -1,6 +1,6 @@
 // Peak memory and seconds against T, and tooltips.
 
-const at_length = (method, tokens) => peak(shown.profile, method, tokens, shown.size, shown.setting).total;
+const at_length = (method, tokens) => placed(shown.profile, method, tokens, shown.size, shown.memory, shown.setting)[0].total;
 
 /** Seconds with the fastest chunks that fit; they depend on all settings but T, and are kept until one of those changes. */
 const times_kept = { of: "", found: new Map() };

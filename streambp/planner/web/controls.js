@@ -116,10 +116,10 @@ function evaluate({ profile, seq_len, setting: asked, memory, rates }) {
     const time = timed(profile, method, seq_len, memory, setting, rates, within);
     const chosen = plan.choice !== null && plan.choice.method === method.name;
     const found = chosen ? plan.choice : choose(profile, [method], seq_len, memory, setting, rates, within);
-    const { chunk_size } = found || time;
+    const { chunk_size } = found || time, [closest_at, used] = placed(profile, method, seq_len, chunk_size, memory, setting);
     return {
-      method, chunk_size, at: found ? found.peak : peak(profile, method, seq_len, chunk_size, setting), fits: time.fits, chosen,
-      spent: found ? found.seconds : seconds(method, seq_len, chunk_size, rates, setting), flops: flops(method, seq_len, chunk_size, setting),
+      method, chunk_size, at: found ? found.peak : closest_at, fits: time.fits, chosen,
+      spent: found ? found.seconds : seconds(method, seq_len, chunk_size, rates, used), flops: flops(method, seq_len, chunk_size, setting),
       longest: longest(profile, method, memory, setting, within), offered,
     };
   });

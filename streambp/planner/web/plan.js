@@ -214,14 +214,28 @@ function longest(profile, method, memory, setting, only) {
 function longest_with(profile, method, memory, setting, size) {
   setting = with_room(profile, memory, setting);
   const ranks = ranks_of(setting);
+  const at = (tokens) => placed(profile, method, ranks * tokens, size, memory, setting)[0];
   let low = 0, high = Math.floor(data.longest / ranks);
   while (low < high) {
     const middle = Math.floor((low + high + 1) / 2);
-    if (fits(peak(profile, method, ranks * middle, size, setting), memory)) low = middle;
+    if (fits(at(middle), memory)) low = middle;
     else high = middle - 1;
   }
-  const beyond = peak(profile, method, ranks * (low + 1), size, setting);
+  const beyond = at(low + 1);
   return { method: method.name, seq_len: ranks * low, binds: beyond.total > usable(memory) ? beyond.phase : "host memory" };
+}
+
+/** A step's peak, and the setting with the layers whose weights are on the host: with "auto" as few as it takes to fit, or none. */
+function placed(profile, method, seq_len, chunk_size, memory, setting) {
+  const resident = { ...setting, on_host: null };
+  if (!setting.on_host || !method.chunked) return [peak(profile, method, seq_len, chunk_size, resident), resident];
+  let used = setting;
+  if (setting.weights === "auto") {
+    const at = peak(profile, method, seq_len, chunk_size, resident), lacking = at.total - usable(memory);
+    if (lacking <= 0) return [at, resident];
+    used = { ...setting, on_host: fewest(profile.frozen, lacking, profile.decoded) };
+  }
+  return [peak(profile, method, seq_len, chunk_size, used), used];
 }
 
 /** Every method with every chunk size, or with one chunk where it is not cut; `only`: with chunks of that size. */
@@ -231,11 +245,7 @@ function options(profile, methods, seq_len, memory, setting, rates, only) {
     const sizes = !method.chunked ? [seq_len] : only === undefined ? chunk_sizes(profile.batch_size) : [only];
     return [...new Set(sizes.map((size) => Math.min(size, seq_len)))].map((size) => {
       const { name, saves, offload } = method;
-      let at = peak(profile, method, seq_len, size, setting), used = method.chunked ? setting : { ...setting, on_host: null };
-      if (used.on_host && setting.weights === "auto") {
-        used = { ...setting, on_host: fewest(profile.frozen, at.total + freed(used.on_host) - usable(memory), profile.decoded) };
-        at = peak(profile, method, seq_len, size, used);
-      }
+      const [at, used] = placed(profile, method, seq_len, size, memory, setting);
       return {
         method: name, saves, offload, chunk_size: size, seq_len, peak: at,
         flops: flops(method, seq_len, size, setting), seconds: seconds(method, seq_len, size, rates, used),
@@ -280,8 +290,8 @@ function timed(profile, method, seq_len, memory, setting, rates, only) {
   setting = with_room(profile, memory, setting);
   const choice = choose(profile, [method], seq_len, memory, setting, rates, only);
   const size = choice ? choice.chunk_size : Math.min(only === undefined ? chunk_sizes(profile.batch_size).at(-1) : only, seq_len);
-  const spent = choice ? choice.seconds : seconds(method, seq_len, size, rates, setting);
-  const total = choice ? choice.peak.total : peak(profile, method, seq_len, size, setting).total;
+  const [at, used] = choice ? [choice.peak] : placed(profile, method, seq_len, size, memory, setting);
+  const spent = choice ? choice.seconds : seconds(method, seq_len, size, rates, used), { total } = at;
   return {
     method: method.name, chunk_size: method.chunked ? size : seq_len, fits: choice !== null, peak: total, seconds: spent.total,
     tokens_per_second: throughput(spent, seq_len, profile.batch_size, setting),
@@ -299,10 +309,8 @@ function levers(profile, now, memory, setting, only) {
   if (setting.optimizer && !setting.optimizer_on_host) {
     options.push(["optimizer state on the host", { ...setting, optimizer_on_host: true }, memory]);
   }
-  const moved = with_weights_on_host(profile, setting);
-  if (moved && !setting.on_host && setting.weights !== "cpu") {
-    options.push(["frozen weights on the host (weights='cpu')", moved, memory]);
-  }
+  const moved = with_weights_on_host(profile, { ...setting, weights: "cpu" });
+  if (moved && !setting.on_host) options.push(["weights on the host (weights='cpu')", moved, memory]);
   if (memory.host !== null) options.push(["twice the host memory", setting, { ...memory, host: 2 * memory.host }]);
   if (setting.gpus > 1 && setting.zero < 3) {
     options.push([`ZeRO-3 over the ${setting.gpus} GPUs`, { ...setting, zero: 3 }, memory]);
@@ -328,17 +336,15 @@ function levers(profile, now, memory, setting, only) {
     .filter((lever) => lever.seq_len > 1.05 * now);
 }
 
-/** With weights "auto" they are on the device if a step fits so; else those of as few of the first layers as it takes are not. */
-function plan_profile(profile, seq_len, memory, setting, rates, only) {
-  const moved = with_weights_on_host(profile, setting), resident = { ...setting, on_host: null };
-  if (moved && setting.weights === "cpu") return plan_with(profile, seq_len, memory, moved, rates, only);
-  const found = plan_with(profile, seq_len, memory, resident, rates, only);
-  if (!moved || setting.weights === "device" || found.choice) return found;
-  const other = plan_with(profile, seq_len, memory, moved, rates, only);
-  return other.choice ? other : found;
+/** The setting, with all layers' weights on the host where they may be there. */
+function where_weights_may_be(profile, setting) {
+  const moved = with_weights_on_host(profile, setting);
+  return moved && setting.weights !== "device" ? moved : { ...setting, on_host: null };
 }
 
-function plan_with(profile, seq_len, memory, setting, rates, only) {
+/** Of all methods the fastest step that fits, with weights on the host where they may be there and a method needs it. */
+function plan_profile(profile, seq_len, memory, asked, rates, only) {
+  const setting = where_weights_may_be(profile, asked);
   const methods = available(profile, setting), chunked = methods.filter((method) => method.chunked);
   const table = methods.map((method) => longest(profile, method, memory, setting, only));
   const streamed = table.filter((row) => chunked.some((method) => method.name === row.method));

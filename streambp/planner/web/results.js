@@ -35,7 +35,7 @@ function show_verdict() {
     ["Peak per GPU", gib("peak", at.total), `of ${memory_text(limit)} usable`],
     ["Host per GPU", gib("host", at.host), host_limit],
     ["Longest that fits", figure("longest", best.seq_len, whole(best.seq_len)), "tokens"],
-    ["A step", figure("seconds", spent.total, time_text(spent.total)), `on ${rates.name}${rates.guess ? ", guessed" : ""}`],
+    ["A step", figure("seconds", spent.total, time_text(spent.total)), `on ${rates.name}${rates.guess ? ", guessed" : ""}${setting.gpus > 1 ? ", not measured on several GPUs" : ""}`],
     ["Throughput", figure("tokens_per_second", speed, whole(speed)), "tokens/s"],
     ...(split_of(setting) ? [["To other ranks", gib("link", link_bytes(choice ? profile.methods.find(({ name }) => name === choice.method)
       : closest.method, seq_len, setting)), "a step, each GPU"]] : []),
@@ -103,10 +103,10 @@ function show_next() {
 }
 
 function show_levers() {
-  const { plan, memory } = shown, setting = { ...shown.setting, on_host: null };
+  const { plan, memory } = shown;
   const trainings = data.profiles.flatMap(({ training }, index) => {
     if (index === Number(form.training.value)) return [];
-    const profile = profile_of(index), chunked = available(profile, setting).filter((method) => method.chunked);
+    const profile = profile_of(index), setting = where_weights_may_be(profile, shown.setting), chunked = available(profile, setting).filter((method) => method.chunked);
     const seq_len = Math.max(...chunked.map((method) => longest(profile, method, memory, setting).seq_len));
     return seq_len > 1.05 * plan.best.seq_len ? [{ change: `train ${training}`, seq_len, setting, memory, index }] : [];
   });
@@ -121,7 +121,7 @@ function show_levers() {
       for (const name of ["gpus", "ulysses", "context_parallel"]) form[name].value = lever.setting[name];
       form.zero.value = lever.setting.zero;
       form.on_host.checked = lever.setting.optimizer_on_host;
-      if (lever.setting.on_host) form.weights.value = "cpu";
+      form.weights.value = lever.setting.weights;
       form.gpu.value = lever.memory.gpu / GIB;
       if (lever.memory.host !== null) form.host.value = (lever.memory.host * lever.setting.gpus) / GIB;
       update();

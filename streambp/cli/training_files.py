@@ -1,0 +1,191 @@
+"""Options of `streambp plan` from the files that describe a training: TRL's and HfArgumentParser's
+YAML or JSON, axolotl's, and accelerate's.
+
+Options of the command line win over a file's keys. A key without an option here is left alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from streambp.errors import ConfigError
+from streambp.fields import shown
+from streambp.libraries import required
+
+MODEL_KEYS = ("model_name_or_path", "base_model", "model_name")
+NUMBERS = {
+    "seq_len": ("max_length", "max_seq_length", "sequence_len", "cutoff_len"),
+    "batch_size": ("per_device_train_batch_size", "micro_batch_size"),
+    "gpus": ("num_processes",),
+    "ulysses": ("sequence_parallel_degree",),
+    "context_parallel": ("context_parallel_size",),
+}
+RANK = ("lora_r", "lora_rank", "r")
+TARGETS = ("lora_target_modules", "target_modules")
+EVERY_LINEAR = ("all-linear", "all")
+FOUR, EIGHT = "load_in_4bit", "load_in_8bit"
+TRAININGS = ("--full", "--lora", "--bits")
+
+
+def apply_files(arguments: Any) -> None:
+    """Set the arguments of `plan` that training files give and the command line does not.
+
+    `arguments.from_text` becomes one line with the options that were read.
+
+    Raises:
+        ConfigError: a file cannot be read, or a key has an invalid value.
+    """
+    found: dict[str, Any] = {}
+    for file in arguments.from_file:
+        found |= options_of(read(file), file)
+    given = set()
+    for word in arguments.given:
+        given.add(word.partition("=")[0])
+    if given & set(TRAININGS):
+        for name in ("full", "lora", "bits", "lora_targets"):
+            found.pop(name, None)
+    words: list[str] = []
+    for name, value in found.items():
+        if f"--{name.replace('_', '-')}" in given or (name == "model" and arguments.model):
+            continue
+        setattr(arguments, name, value)
+        if name == "model":
+            words.insert(0, str(value))
+        elif value is True:
+            words.append(f"--{name.replace('_', '-')}")
+        else:
+            words.append(f"--{name.replace('_', '-')} {value}")
+    files = ", ".join(map(str, arguments.from_file))
+    arguments.from_text = f"From {files}: {' '.join(words) or 'nothing'}"
+
+
+def read(file: Path) -> Mapping[str, Any]:
+    """Return a file's keys.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no keys.
+    """
+    try:
+        text = file.read_text("utf-8")
+        if file.suffix == ".json":
+            found = json.loads(text)
+        else:
+            with required("yaml"):
+                yaml = importlib.import_module("yaml")
+            try:
+                found = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ValueError(" ".join(str(error).split())) from error
+    except (OSError, ValueError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--from {file} cannot be read ({why}). Pass the YAML or JSON file of a training."
+        ) from error
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"--from {file} holds {shown(found)} instead of keys. Pass the YAML or JSON file of a "
+            "training."
+        )
+    return found
+
+
+def options_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return a file's options by the names of `plan`'s arguments.
+
+    Raises:
+        ConfigError: a key has an invalid value.
+    """
+    found: dict[str, Any] = {}
+    for key in MODEL_KEYS:
+        if keys.get(key):
+            found["model"] = str(keys[key])
+    for name, names in NUMBERS.items():
+        value = first_number(keys, names, file)
+        if value is not None:
+            found[name] = value
+    if (first_number(keys, ("gradient_accumulation_steps",), file) or 1) > 1:
+        found["accumulate"] = True
+    dtype = str(keys.get("dtype") or keys.get("torch_dtype") or "").removeprefix("torch.")
+    if dtype in ("float32", "bfloat16", "float16"):
+        found["dtype"] = dtype
+    return found | training_of(keys, file) | engine_of(keys, file)
+
+
+def first_number(keys: Mapping[str, Any], names: Sequence[str], file: Path) -> int | None:
+    """Return the first of these keys that has a value.
+
+    Raises:
+        ConfigError: the value is no whole number from 1.
+    """
+    for name in names:
+        value = keys.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(
+                f"{name} in {file} is {shown(value)}; it must be a whole number from 1."
+            )
+        return value
+    return None
+
+
+def section_of(keys: Mapping[str, Any], name: str, file: Path) -> Mapping[str, Any]:
+    """Return the keys of a section; none if the section is absent.
+
+    Raises:
+        ConfigError: the section holds something else.
+    """
+    found = keys.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{name} in {file} is {shown(found)}; it must hold keys.")
+    return found
+
+
+def training_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return options of adapters and of quantized weights; `full` for a model without adapters."""
+    adapter = keys.get("adapter")
+    if not (adapter or keys.get("use_peft") or keys.get("peft_config")):
+        if any(map(keys.get, MODEL_KEYS)):
+            return {"full": True}
+        return {}
+    within = {**keys, **section_of(keys, "peft_config", file)}
+    found: dict[str, Any] = {"lora": first_number(within, RANK, file) or 16}
+    targets = within.get(TARGETS[0]) or within.get(TARGETS[1])
+    if isinstance(targets, str) and targets not in EVERY_LINEAR:
+        targets = [targets]
+    if isinstance(targets, list) and not set(targets) & set(EVERY_LINEAR):
+        found["lora_targets"] = ",".join(map(str, targets))
+    if keys.get(FOUR) or adapter == "qlora":
+        found["bits"] = 4
+    elif keys.get(EIGHT):
+        found["bits"] = 8
+    return found
+
+
+def engine_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return options of DeepSpeed and FSDP: from accelerate's file, from a section of the file, or
+    from DeepSpeed's own file.
+    """
+    name = "deepspeed_config" if keys.get("deepspeed_config") else "deepspeed"
+    if isinstance(keys.get(name), str):
+        beside = Path(keys[name])
+        if not beside.is_absolute() and not beside.is_file():
+            beside = file.parent / beside
+        engine = read(beside)
+    else:
+        engine = section_of(keys, name, file)
+    section = section_of(engine, "zero_optimization", file) or engine
+    found: dict[str, Any] = {}
+    stage = section.get("stage", section.get("zero_stage"))
+    if stage in (0, 1, 2, 3):
+        found["zero"] = stage
+    device = section_of(section, "offload_optimizer", file).get("device")
+    if "cpu" in (device, section.get("offload_optimizer_device")):
+        found["optimizer_on_host"] = True
+    if keys.get("fsdp") or keys.get("fsdp_config"):
+        found["zero"] = 3
+    return found

@@ -1,0 +1,89 @@
+"""LoRA adapters of a model without data, on the Linears that peft accepts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+from torch import Tensor, nn
+
+from streambp.errors import ConfigError
+from streambp.known_names import MOVES
+from streambp.libraries import required
+from streambp.reporting import reason
+
+EVERY_LINEAR = "all-linear"
+
+
+def with_adapters(
+    model: nn.Module, rank: int, targets: Sequence[str] = ()
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return the model with LoRA adapters, and the names of Linears that peft refuses to adapt.
+
+    Args:
+        model: the model without data; changed.
+        rank: rank of the adapters.
+        targets: names of the Linears that get adapters; empty: all that peft accepts.
+
+    Raises:
+        ConfigError: peft refuses a target, or the model has no Linear of this name.
+    """
+    with required("peft"):
+        from peft import LoraConfig, get_peft_model
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    names: dict[str, None] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            names[path.rpartition(".")[2]] = None
+    refused: list[str] = []
+    if not targets:
+        refused = [name for name in names if _is_refused(model, name)]
+    modules: str | list[str] = list(targets) or EVERY_LINEAR
+    if refused:
+        modules = [name for name in names if name not in refused]
+    config = LoraConfig(r=rank, target_modules=modules, task_type="CAUSAL_LM")
+    with mock.patch.object(nn.Module, MOVES, _renewed), warnings.catch_warnings():
+        # warnings about peft's own calls are useless for a plan
+        warnings.simplefilter("ignore")
+        try:
+            return get_peft_model(model, config), tuple(refused)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ConfigError(
+                f"peft adds no adapters of rank {rank} to {type(model).__name__} "
+                f"({reason(error)}). Pass names of its Linears: --lora-targets "
+                f"{','.join(name for name in names if not _is_refused(model, name))}."
+            ) from error
+
+
+def _is_refused(model: nn.Module, name: str) -> bool:
+    """True if peft refuses to adapt Linears of this name in models of this type."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    probe = nn.Module()
+    probe.config = getattr(model, "config", None)  # type: ignore[assignment]
+    probe.add_module(name, nn.Linear(2, 2))
+    try:
+        with mock.patch.object(nn.Module, MOVES, _renewed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inject_adapter_in_model(LoraConfig(r=1, target_modules=[name]), probe)
+    except ValueError:
+        return True
+    return False
+
+
+def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Apply `fn` like `nn.Module._apply`, but create new parameters.
+
+    torch would swap fake tensors in place, which their weak references forbid.
+    """
+    for each in module.modules() if recurse else (module,):
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                each._parameters[name] = nn.Parameter(
+                    fn(parameter.detach()), parameter.requires_grad
+                )
+        each._buffers.update(
+            {name: fn(buffer) for name, buffer in each._buffers.items() if buffer is not None}
+        )
+    return module

@@ -1,0 +1,57 @@
+"""Sequences that are longer than the positions a model was made for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+FULL = "full_attention"  # key of the angles of layers without a window, if layers differ
+ORIGINAL = "original_max_position_embeddings"
+
+
+def beyond_positions(config: PreTrainedConfig, seq_len: int) -> str | None:
+    """Return a warning if rows have more positions than the model, with code that extends them;
+    None if they have not.
+
+    Args:
+        config: the model's configuration.
+        seq_len: positions of a row.
+    """
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    if not isinstance(most, int) or seq_len <= most:
+        return None
+    warning = f"Rows of {seq_len:,} tokens exceed the model's {most:,} positions"
+    angles = getattr(text, "rope_parameters", None)
+    if not isinstance(angles, Mapping) or not angles:
+        return f"{warning}. Positions beyond those were never trained; take shorter rows."
+    where = "config.rope_parameters"
+    if FULL in angles:
+        angles = angles[FULL]
+        where = f'config.rope_parameters["{FULL}"]'
+    fields = extension(angles, most, seq_len)
+    if config is not text:
+        where = where.replace("config", "config.get_text_config()", 1)
+    config_text = where.partition(".rope_parameters")[0]
+    reached = int(fields["factor"] * fields[ORIGINAL])
+    written = repr(fields).replace("'", '"')
+    return (
+        f"{warning}. Extend them before the model is loaded with this config: "
+        f"{where}.update({written}); {config_text}.max_position_embeddings = {reached}"
+    )
+
+
+def extension(angles: Mapping[str, Any], most: int, seq_len: int) -> dict[str, Any]:
+    """Return fields of rotary angles that reach `seq_len` positions by YaRN.
+
+    Args:
+        angles: the model's fields.
+        most: positions of the model.
+        seq_len: positions that are needed.
+    """
+    original = angles.get(ORIGINAL) or most
+    factor = math.ceil(2 * seq_len / original) / 2
+    return {"rope_type": "yarn", "factor": factor, ORIGINAL: original}

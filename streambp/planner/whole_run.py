@@ -1,0 +1,101 @@
+"""Hours and money of training on a data set, from the tokens of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from streambp.planner.plan import Plan
+from streambp.planner.seconds import seconds
+from streambp.planner.suggestions import seconds_of
+
+STEPS_OF_TWO = 8  # lengths within a factor of two that are told apart
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeRun:
+    """Cost of all steps of a training, without the optimizer's own time, loading and evaluation.
+
+    Attributes:
+        rows: rows of the data set.
+        tokens: tokens of the rows, which are cut at the plan's length.
+        epochs: passes over the data set.
+        packed_hours: hours if rows are packed into rows of the plan's length.
+        hours: hours with one row of the data set for each row of a step; None for several rows of a
+            micro-batch.
+        gpu_hours: GPUs times the hours of the faster way.
+        price: money for `gpu_hours`; None without a price.
+    """
+
+    rows: int
+    tokens: int
+    epochs: float
+    packed_hours: float
+    hours: float | None
+    gpu_hours: float
+    price: float | None
+
+
+def whole_run(
+    plan: Plan, lengths: Sequence[int], epochs: float = 1.0, price: float | None = None
+) -> WholeRun | None:
+    """Return the cost of a training; None if the plan does not fit.
+
+    Args:
+        plan: the plan of one step.
+        lengths: tokens of each row of the data set.
+        epochs: passes over the data set.
+        price: money for an hour of one GPU.
+    """
+    choice = plan.choice
+    if choice is None:
+        return None
+    cut = [min(length, plan.seq_len) for length in lengths]
+    tokens = sum(cut)
+    setting = plan.setting
+    replicas = setting.gpus / setting.ranks
+    rows_at_once = plan.profile.batch_size * replicas
+    steps = math.ceil(epochs * tokens / (rows_at_once * plan.seq_len))
+    packed = steps * seconds_of(plan) / 3600
+    hours = None
+    if plan.profile.batch_size == 1:
+        used = dataclasses.replace(setting, on_host=choice.on_host)
+        method = plan.profile.method(choice.method)
+        total = 0.0
+        for length, number in Counter(map(rounded_up, cut)).items():
+            whole = min(length, plan.seq_len)
+            whole += -whole % setting.ranks
+            chunk = min(choice.chunk_size, whole)
+            total += number * seconds(method, whole, chunk, plan.rates, used).total
+        hours = epochs * total / replicas / 3600
+    fastest = min(packed, hours) if hours is not None else packed
+    spent = setting.gpus * fastest
+    money = None if price is None else price * spent
+    return WholeRun(len(cut), tokens, epochs, packed, hours, spent, money)
+
+
+def rounded_up(length: int) -> int:
+    """Return the next of a few lengths, at most a tenth above."""
+    return math.ceil(2 ** (math.ceil(STEPS_OF_TWO * math.log2(length)) / STEPS_OF_TWO))
+
+
+def whole_run_text(found: WholeRun, seq_len: int) -> str:
+    """Return the cost as one line."""
+    ways = [f"{hours_text(found.packed_hours)} packed into rows of {seq_len:,} tokens"]
+    if found.hours is not None:
+        ways.append(f"{hours_text(found.hours)} row by row")
+    money = "" if found.price is None else f", {found.price:,.2f} of money"
+    return (
+        f"{found.rows:,} rows with {found.tokens:,} tokens, {found.epochs:g} epochs: "
+        f"{' or '.join(ways)}; {found.gpu_hours:,.3g} GPU hours{money}. Without the optimizer's "
+        "time, loading and evaluation."
+    )
+
+
+def hours_text(hours: float) -> str:
+    """Return hours as text, and less than two hours in minutes."""
+    if hours < 2:
+        return f"{60 * hours:,.3g} minutes"
+    return f"{hours:,.3g} hours"

@@ -1,0 +1,51 @@
+"""Wrong lines of `plan` that people write: one error each, with a remedy and without torch.
+
+covers: cli/checks.py, cli/app.py, cli/training_files.py
+"""
+
+from __future__ import annotations
+
+from tests.cli.test_command_line import PLAN, run_lines
+
+# A wrong line, and words of the one line that answers it.
+WRONG = {
+    "plan m --gpu-memory 24GBs": "text of a number and a unit",
+    "plan m --gpu-memory 24 GiB": "Write 24GiB", "plan m --gpu-memory=": "--gpu-memory is ''",
+    f"{PLAN} --host-memory -1GiB": "--host-memory is '-1GiB'",
+    f"{PLAN} --seq-len 64k32": "such as 65536, 64k or 1M", f"{PLAN} --seq-len 2**16": "is '2**16'",
+    f"{PLAN} --seq-len 0k": "--seq-len is '0k'", f"{PLAN} --batch-size two": "a whole number from 1",
+    f"{PLAN} --lora-targets": "requires an argument", f"{PLAN} --bits 4 --full": "Add --lora 16",
+    f"{PLAN} --lora-targets q_proj": "Add --lora 16", f"{PLAN} --lora 16 --full": "pass one of the two",
+    f"{PLAN} --weights disk": "one of device, cpu, auto", f"{PLAN} --weights": "requires an argument",
+    f"{PLAN} --optimizer-on-host true": "unexpected extra argument(s) (true)",
+    f"{PLAN} --json true": "unexpected extra argument(s) (true)",
+    f"{PLAN} --accumulate 4": "unexpected extra argument(s) (4)", f"{PLAN} --zero": "requires an argument",
+    f"{PLAN} --gpus": "requires an argument", f"{PLAN} --device": "requires an argument",
+    f"{PLAN} --device RTX9999": "run `streambp plan --measure-device FILE`",
+    f"{PLAN} --device l40z": "Did you mean L40", f"{PLAN} --attention fa3": "one of cudnn, flash",
+    f"{PLAN} --dtype half": "one of float32, bfloat16", f"{PLAN} --from absent.yaml": "cannot be read",
+    "plan --gpu-memory 8GiB --from /": "Pass the YAML or JSON file", f"{PLAN} --from": "requires an argument",
+    f"{PLAN} --dataset absent.txt": "Pass a file of whole numbers", f"{PLAN} --dataset /": "cannot be read",
+    f"{PLAN} --epochs 3": "Add --dataset FILE", f"{PLAN} --price 2": "Add --dataset FILE",
+    f"{PLAN} --epochs 0": "--epochs is '0'", f"{PLAN} --epochs many": "--epochs is 'many'",
+    f"{PLAN} --price -1": "--price is '-1'", f"{PLAN} --price $2": "--price is '$2'",
+    f"{PLAN} --lengths absent": "Add --batch-size 8", f"{PLAN} --mean-length 2k": "Add --batch-size 8",
+    f"{PLAN} --group 4 --lengths x": "pass one of them",
+    f"{PLAN} --group 4 --prompt 8k --mean-length 4k": "pass one of them",
+    "plan m n --gpu-memory 8GiB": "unexpected extra argument(s) (n)",
+    f"{PLAN} --gpu-mem 4GiB": "--gpu-memory", f"{PLAN} --html": "requires an argument",
+    "plan https://huggingface.co/Qwen/Qwen3-8B --gpu-memory 8GiB": "an id on the Hub",
+    f"{PLAN} --html /": "Pass another file", f"{PLAN} --measure-device /": "Pass another file",
+    f"{PLAN} --kernels": "requires an argument", f"{PLAN} --mixers fla": "one of kernels, torch, installed",
+    f"{PLAN} --reserve 100%": "from 0 to 0.99",
+}  # fmt: skip
+
+
+def test_each_wrong_line_of_a_plan_gets_one_line():
+    found = run_lines(list(WRONG))
+    assert len(found) == len(WRONG) > 40
+    for line, code, said, printed, heavy in found:
+        assert (code, printed, heavy, said.count("\n")) == (2, 0, [], 1), line
+        assert said.startswith("streambp"), line
+        assert WRONG[line] in said, (line, said)
+        assert "no verdict" not in said, line

@@ -1,0 +1,262 @@
+"""A plan is the fastest of all settings that it knows, and names each option that is faster.
+
+covers: planner/plan.py, planner/suggestions.py, planner/report.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+
+import pytest
+
+from streambp import cli
+from streambp.planner import Memory, Setting
+from streambp.planner.counted import Asked
+from streambp.planner.default import ByDefault
+from streambp.planner.laws import Law
+from streambp.planner.plan import plan_profile
+from streambp.planner.profile import Group, Method, Phase
+from streambp.planner.report import plan_table, remedies_table
+from streambp.planner.suggestions import (
+    MOST_GPUS,
+    Training,
+    faster,
+    remedies,
+    seconds_of,
+    settings_of,
+    with_options,
+)
+from streambp.planner.survey import STREAMED, survey
+from streambp.rates import DEVICES
+from tests.planner.laws import made_work
+from tests.planner.released import RELEASED
+from tests.planner.test_estimates import made_up
+from tests.planner.test_weights_on_host import SIZE, SIZES, made
+
+GIB = 2**30
+MILLION = 10**6
+CARDS = (24, 48, 80)
+LENGTHS = (2**14, 2**16, 2**18)
+LORA = Training(16)
+planning = sys.modules["streambp.planner.plan"]
+suggesting = sys.modules["streambp.planner.suggestions"]
+
+
+def method(name, tokens, work):
+    """A streamed step with `tokens` bytes for each token."""
+    work = (*made_work(work, 0.0, "forward"), *made_work(work, 0.0))
+    born = Phase("backward 0", Law(200_000, tokens, 5), 100_000)
+    return Method(name, (), "none", False, True, (born,), (born,), Law(), work)
+
+
+def two_speeds():
+    """Eleven million bytes of weights; a fast step of 8 bytes a token, and a slow one of 1."""
+    methods = (method("large and fast", 8000, 3e9), method("small and slow", 1000, 9e9))
+    return dataclasses.replace(made(), methods=methods)
+
+
+def check_weights_move_for_speed():
+    """The slow method fits with all weights on the device, the fast one with some on the host."""
+    memory = Memory(14 * MILLION, None, 0.0)
+    on_device = plan_profile(two_speeds(), 1000, memory, Setting(weights="device"))
+    found = plan_profile(two_speeds(), 1000, memory, Setting())
+    assert on_device.choice.method == "small and slow"
+    assert found.choice.method == "large and fast"
+    assert 0 < found.choice.on_host.layers < found.choice.on_host.of
+    assert found.choice.peak.total <= memory.usable
+    assert found.choice.seconds.total < 0.5 * on_device.choice.seconds.total
+    times = {one.method: one for one in found.times}
+    assert times["large and fast"].seconds == found.choice.seconds.total
+    assert times["small and slow"].fits
+    return found
+
+
+def test_weights_move_to_the_host_where_that_is_faster():
+    found = check_weights_move_for_speed()
+    assert not list(faster(found, LORA, lambda how: two_speeds()))
+    longer = {row.method: row.seq_len for row in found.longest}
+    assert found.seq_len <= longer["large and fast"] < longer["small and slow"]
+
+
+def test_weights_that_stay_are_seen(monkeypatch):
+    monkeypatch.setattr(planning, "with_weights_on_host", lambda profile, setting: None)
+    with pytest.raises(AssertionError):
+        check_weights_move_for_speed()
+
+
+def test_the_longest_sequence_has_weights_on_the_host():
+    memory = Memory(14 * MILLION, None, 0.0)
+    found = plan_profile(two_speeds(), "max", memory, Setting())
+    device = plan_profile(two_speeds(), "max", memory, Setting(weights="device"))
+    assert found.choice.on_host.layers == found.choice.on_host.of
+    assert found.seq_len > device.seq_len
+    too_long = plan_profile(two_speeds(), found.seq_len + 1, memory, Setting())
+    assert too_long.choice is None
+    # Host memory for a part of the weights: as few layers as possible are there.
+    narrow = dataclasses.replace(memory, host=6 * SIZE)
+    some = plan_profile(two_speeds(), "max", narrow, Setting())
+    assert device.seq_len < some.seq_len < found.seq_len
+    assert some.choice.peak.host <= 6 * SIZE
+    assert plan_profile(two_speeds(), some.seq_len + 1, narrow, Setting()).choice is None
+
+
+def with_default(share):
+    """A plan, and a default step that takes `share` of the choice's seconds."""
+    found = plan_profile(two_speeds(), 1000, Memory(90 * MILLION, None, 0.0), Setting())
+    spent = share * found.choice.seconds.total
+    default = ByDefault("streamed", 512, True, (), 3.0 * GIB, spent)
+    return dataclasses.replace(found, by_default=default)
+
+
+@pytest.mark.parametrize(("share", "wins"), [(0.9, True), (0.998, False), (1.1, False)])
+def test_the_default_is_printed_first_where_it_is_faster(share, wins):
+    found = with_default(share)
+    text = plan_table(found, modules=False)
+    assert found.default_wins == wins
+    assert ("1,000 tokens: streambp.patch(model)\n" in text) == wins
+    assert ("streambp launch -- PROGRAM" in text) == wins
+    assert ("StreamSFTConfig()" in text) == wins
+    assert "streambp.StreamConfig(chunk_size=" in text
+    spent = found.by_default.seconds if wins else found.choice.seconds.total
+    assert seconds_of(found) == spent
+
+
+def test_the_default_does_not_win_against_a_request():
+    """It keeps weights on the device; and it has to fit."""
+    found = with_default(0.5)
+    elsewhere = dataclasses.replace(found, setting=Setting(weights="cpu"))
+    assert not elsewhere.default_wins
+    misfit = dataclasses.replace(found.by_default, fits=False)
+    assert not dataclasses.replace(found, by_default=misfit).default_wins
+
+
+def four_bits(how):
+    """Two speeds, with a quarter of the weights' bytes."""
+    profile = two_speeds()
+    assert how.bits == 4
+    group = dataclasses.replace(profile.groups[0], bytes=11 * SIZE // 4)
+    return dataclasses.replace(profile, groups=(group,), frozen=(SIZE // 4,) * len(SIZES))
+
+
+def slow_link():
+    """Rates with which no weights can come from the host."""
+    return dataclasses.replace(DEVICES["H200"], link=1.0)
+
+
+def check_four_bits_are_named():
+    """Where memory binds, and a quarter of the weights' bytes makes room for the fast method."""
+    memory = Memory(14 * MILLION, None, 0.0)
+    found = plan_profile(two_speeds(), 1000, memory, Setting(optimizer=0), slow_link())
+    named = list(faster(found, LORA, four_bits))
+    assert [one.options for one in named] == [("--lora", "16", "--bits", "4")]
+    table = "\n".join(remedies_table(found, named, ["streambp plan again"]))
+    assert "Faster:\n  LoRA of rank 16 on 4-bit weights: 1,000 tokens" in table
+
+
+def test_four_bits_are_named_where_memory_binds():
+    check_four_bits_are_named()
+    plenty = Memory(900 * MILLION, None, 0.0)
+    found = plan_profile(two_speeds(), 1000, plenty, Setting(), slow_link())
+    assert not list(faster(found, LORA, pytest.fail))
+
+
+def test_an_option_that_is_not_named_is_seen(monkeypatch):
+    monkeypatch.setattr(suggesting, "SLOWER", 0.9)
+    with pytest.raises(AssertionError):
+        check_four_bits_are_named()
+
+
+def trained_layers():
+    """Ten layers of a million bytes each, all of them trained."""
+    group = Group("dense", 5_500_000, 11 * SIZE, 5_500_000, 11 * SIZE)
+    return made_up(groups=(group,), methods=(method("streamed", 8, 3e9),), trained=SIZES,
+                   frozen=(0,) * len(SIZES))  # fmt: skip
+
+
+def test_full_training_is_told_of_weights_on_the_host():
+    """The weights alone have 11 MB, and the card has 8."""
+    found = plan_profile(trained_layers(), 1000, Memory(8 * MILLION, None, 0.0), Setting())
+    assert found.choice is None
+    first = next(iter(remedies(found, 1000, Training(), pytest.fail)))
+    assert "--weights" in first.options
+    assert first.plan.setting.weights == "cpu"
+    assert first.plan.choice.peak.total <= 8 * MILLION
+    assert "the layers' weights on the host" in first.change
+
+
+def test_no_remedy_has_more_gpus_than_a_node():
+    found = plan_profile(trained_layers(), 1000, Memory(3 * MILLION, None, 0.0), Setting())
+    for remedy in remedies(found, 1000, Training(), lambda how: trained_layers()):
+        assert remedy.plan.setting.gpus <= MOST_GPUS
+    roomy = plan_profile(trained_layers(), 1000, Memory(30 * MILLION, None, 0.0), Setting())
+    named = remedies(roomy, 1000, Training(), lambda how: trained_layers())
+    wider = [one.plan.setting for one in named if "--gpus" in one.options]
+    assert [(setting.gpus, setting.zero) for setting in wider] == [(2, 3)]
+
+
+def test_a_model_that_takes_no_adapters_has_other_remedies():
+    def refuse(how):
+        raise ValueError("Module 'out_proj' is incompatible")
+
+    found = plan_profile(trained_layers(), 1000, Memory(20 * MILLION, None, 0.0), Setting())
+    named = list(remedies(found, 1000, Training(), refuse))
+    assert named
+    assert not any("--lora" in one.options for one in named)
+
+
+@functools.cache
+def counted_profile(name, training):
+    asked = Asked(RELEASED[name](), lora=training.lora, bits=training.bits)
+    return survey(asked.skeleton(), STREAMED, accumulating=False, tree=False)
+
+
+def replanned(remedy, memory, training, length, count):
+    """The plan of the printed command, read by the command line's own parser."""
+    given = ["plan", "MODEL", "--seq-len", str(length), "--gpu-memory", str(memory.gpu)]
+    given += ["--host-memory", str(memory.host)]
+    read = cli.parse(with_options([*given, *training.options], remedy.options))
+    setting = Setting(
+        gpus=read.gpus or 1, zero=read.zero, weights=read.weights,
+        optimizer_on_host=read.optimizer_on_host,
+    )  # fmt: skip
+    host = dataclasses.replace(memory, host=memory.host // setting.gpus)
+    profile = count(Training(read.lora, read.bits))
+    return plan_profile(profile, read.seq_len, host, setting)
+
+
+def check_cell(name, memory, training, length):
+    """One plan: nothing that it knows is 2 % faster and not named, and its remedies fit."""
+    count = functools.partial(counted_profile, name)
+    found = plan_profile(count(training), length, memory, Setting())
+    if found.choice is None:
+        named = list(remedies(found, length, training, count))
+        assert named, (name, memory, training, length)
+        for one in named:
+            assert replanned(one, memory, training, length, count).choice == one.plan.choice
+        return False
+    named = list(faster(found, training, count))
+    best = min(map(seconds_of, (found, *(one.plan for one in named))))
+    trainings = [training, *(how for how in training.smaller() if training.lora is not None)]
+    for how in trainings:
+        for _, setting in settings_of(Setting()):
+            other = plan_profile(count(how), length, memory, setting)
+            assert seconds_of(other) > 0.98 * best, (name, memory, training, length, how, setting)
+    for one in named:
+        assert replanned(one, memory, training, length, count).choice == one.plan.choice
+    return True
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RELEASED)
+def test_plans_of_released_models(name):
+    """27 plans of each: three cards, three trainings and three lengths."""
+    fitting = 0
+    for training in (Training(), LORA, Training(16, 4)):
+        for size in CARDS:
+            for length in LENGTHS:
+                memory = Memory(size * GIB, 256 * GIB)
+                fitting += check_cell(name, memory, training, length)
+    print(f"\n{name}: {fitting} of 27 plans fit")
+    assert fitting

@@ -1,0 +1,107 @@
+"""Models whose Linears peft does not all adapt: what is left out is named, and can be chosen.
+
+covers: planner/adapters.py, planner/skeleton.py, planner/report.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from streambp import cli
+from streambp.errors import ConfigError
+from streambp.planner import Memory, Setting, adapters
+from streambp.planner.counted import Asked
+from streambp.planner.plan import plan_profile
+from streambp.planner.profile import Group, from_json, to_json
+from streambp.planner.report import plan_table
+from streambp.planner.skeleton import Skeleton
+from streambp.planner.survey import streamed, survey
+from tests import zoo
+from tests.tiers import thinned
+
+peft = pytest.importorskip("peft", reason="adapters need peft")
+
+MAMBAS = ("mamba", "falcon_h1", "mamba2", "falcon_mamba", "nemotron_h")
+GIB = 2**30
+
+
+def adapted_names(model):
+    """The last part of the path of each Linear with adapters."""
+    return {
+        path.split(".")[-3] for path, _ in model.named_modules() if path.endswith(".lora_A.default")
+    }
+
+
+def check_left_out(name):
+    skeleton = Skeleton(zoo.tiny_config(name), torch.bfloat16, 4, 16, "cuda")
+    assert skeleton.without_adapters == ("out_proj",)
+    found = adapted_names(skeleton.model)
+    assert found
+    assert "out_proj" not in found
+    assert "lm_head" not in found
+
+
+@pytest.mark.parametrize("name", thinned(MAMBAS, lambda name: name == "falcon_h1"))
+def test_what_peft_refuses_is_left_out(name):
+    check_left_out(name)
+
+
+def test_a_refusal_that_nobody_asks_for_is_seen(monkeypatch):
+    monkeypatch.setattr(adapters, "_is_refused", lambda model, name: False)
+    with pytest.raises(ConfigError, match="peft adds no adapters"):
+        check_left_out("falcon_h1")
+
+
+def test_other_models_have_adapters_on_every_linear():
+    skeleton = Skeleton(zoo.tiny_config("qwen3"), torch.bfloat16, 4, 16, "cuda")
+    assert skeleton.without_adapters == ()
+    wanted = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert adapted_names(skeleton.model) == wanted
+
+
+def test_targets_are_those_that_were_named():
+    options = {"lora": 4, "lora_targets": ("q_proj", "v_proj")}
+    skeleton = Asked(zoo.tiny_config("qwen3"), **options).skeleton()
+    assert adapted_names(skeleton.model) == {"q_proj", "v_proj"}
+    with pytest.raises(ConfigError, match="--lora-targets q_proj,k_proj"):
+        Asked(zoo.tiny_config("qwen3"), lora=4, lora_targets=("nothing",)).skeleton()
+    with pytest.raises(ConfigError, match="out_proj"):
+        Asked(zoo.tiny_config("falcon_h1"), lora=4, lora_targets=("out_proj",)).skeleton()
+
+
+def test_the_plan_names_them():
+    asked = Asked(zoo.tiny_config("falcon_h1"), lora=4)
+    profile = survey(asked.skeleton(), [streamed()], accumulating=False, tree=False)
+    assert from_json(json.loads(json.dumps(to_json(profile)))) == profile
+    table = plan_table(plan_profile(profile, 4096, Memory(80 * GIB), Setting()), modules=False)
+    assert "Linears without adapters, because peft refuses them: out_proj" in table
+
+
+def test_experts_that_stay_whole_are_told(counted):
+    """Of 4 bits; not where all weights have 16, and not of a model without experts."""
+    dense = Group("dense", 1_000_000, 600_000, 0, 0)
+    experts = Group("expert", 9_000_000, 18_000_000, 0, 0)
+    for groups, told in (
+        ((dense, experts), True),
+        ((dense,), False),
+        ((dataclasses.replace(dense, bytes=2_000_000), experts), False),
+    ):
+        profile = dataclasses.replace(counted, groups=groups)
+        table = plan_table(plan_profile(profile, 4096, Memory(80 * GIB), Setting()), modules=False)
+        words = "9.00M parameters of experts stay in bfloat16, 0.0 GiB: bitsandbytes quantizes"
+        assert (words in table) == told
+
+
+@pytest.fixture(scope="module")
+def counted():
+    asked = Asked(zoo.tiny_config("qwen3"), lora=4)
+    return survey(asked.skeleton(), [streamed()], accumulating=False, tree=False)
+
+
+def test_targets_on_the_command_line():
+    line = ["plan", "m", "--gpu-memory", "8GiB", "--lora", "8", "--lora-targets", "q_proj,v_proj"]
+    assert cli.parse(line).lora_targets == "q_proj,v_proj"

@@ -1,0 +1,108 @@
+"""Rows beyond a model's positions are warned of, and the printed line extends them.
+
+covers: planner/positions.py, cli/runs.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from streambp import cli
+from streambp.cli import runs
+from streambp.planner import positions
+from streambp.planner.positions import beyond_positions
+from tests import zoo
+from tests.planner.released import RELEASED
+from tests.planner.test_fastest import method, two_speeds
+
+planning = sys.modules["streambp.planner.plan"]
+CODE = re.compile(r"this config: (.*)")
+
+
+def check_line(name, length):
+    """The line runs; the angles of the model are then scaled, and its steps run."""
+    config = zoo.tiny_config(name)
+    found = beyond_positions(config, length)
+    assert found.startswith(f"Rows of {length:,} tokens exceed the model's ")
+    exec(CODE.search(found)[1], {"config": config})
+    assert config.get_text_config().max_position_embeddings >= length
+    assert beyond_positions(config, length) is None
+    model = AutoModelForCausalLM.from_config(config)
+    rotary = [part for part in model.modules() if hasattr(part, "inv_freq")]
+    plain = AutoModelForCausalLM.from_config(zoo.tiny_config(name))
+    before = [part for part in plain.modules() if hasattr(part, "inv_freq")]
+    assert len(rotary) == len(before) > 0
+    for one, other in zip(rotary, before, strict=True):
+        assert not torch.equal(one.inv_freq, other.inv_freq)
+    ids = torch.randint(0, config.vocab_size, (1, 33))
+    assert torch.isfinite(model(input_ids=ids, labels=ids, use_cache=False).loss)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_line_extends_the_model(name):
+    most = zoo.tiny_config(name).max_position_embeddings
+    check_line(name, 3 * most)
+
+
+def test_a_factor_that_is_too_small_is_seen(monkeypatch):
+    real = positions.extension
+    halved = {"factor": 1.5}
+    monkeypatch.setattr(positions, "extension", lambda *args: real(*args) | halved)
+    with pytest.raises(AssertionError):
+        check_line("llama", 3 * zoo.tiny_config("llama").max_position_embeddings)
+
+
+def test_released_models():
+    """What a model reaches, extended or not, is the bar; a factor grows from the original."""
+    qwen = RELEASED["Qwen3-8B"]()
+    assert beyond_positions(qwen, 40_960) is None
+    assert '"factor": 2.0, "original_max_position_embeddings": 40960' in beyond_positions(
+        qwen, 65_536
+    )
+    gpt_oss = RELEASED["gpt-oss-20b"]()
+    assert beyond_positions(gpt_oss, 131_072) is None
+    assert '"factor": 64.0, "original_max_position_embeddings": 4096' in beyond_positions(
+        gpt_oss, 262_144
+    )
+    assert "take shorter rows" in beyond_positions(zoo.tiny_config("gpt2"), 10**6)
+
+
+def planned(tmp_path, monkeypatch, *options):
+    """The words of a plan of a tiny model; a step takes a third of the time with Liger."""
+    slow, fast = method("streambp", 8, 3e9), method("streambp", 8, 1e9)
+
+    def counted(asked, *_):
+        profile = two_speeds()
+        return type(profile)(**{**vars(profile), "methods": (fast if asked.with_liger else slow,)})
+
+    monkeypatch.setattr(planning, "counted", counted)
+    zoo.tiny_config("qwen3").save_pretrained(tmp_path)
+    return cli.main(["plan", str(tmp_path), "--gpu-memory", "80GiB", "--full", *options])
+
+
+def test_both_are_printed_by_a_plan(tmp_path, monkeypatch, capsys):
+    most = zoo.tiny_config("qwen3").max_position_embeddings
+    monkeypatch.setattr(runs, "fusion", lambda *_: None)
+    assert planned(tmp_path, monkeypatch, "--seq-len", str(2 * most)) == 0
+    said = capsys.readouterr().out
+    assert f"Warning: Rows of {2 * most:,} tokens exceed" in said
+    assert "With liger-kernel, which is not installed here: " in said
+    assert planned(tmp_path, monkeypatch, "--seq-len", str(most), "--kernels", "own") == 0
+    said = capsys.readouterr().out
+    assert "Warning" not in said
+    assert "liger-kernel" not in said
+    assert planned(tmp_path, monkeypatch, "--seq-len", str(2 * most), "--json") == 0
+    printed = capsys.readouterr()
+    json.loads(printed.out[printed.out.index("{") :])
+
+
+def test_installed_kernels_are_not_offered(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runs, "fusion", lambda *_: "liger")
+    assert planned(tmp_path, monkeypatch, "--seq-len", "64") == 0
+    assert "liger-kernel" not in capsys.readouterr().out
