@@ -40,7 +40,8 @@ def check(arguments: Any) -> None:
     if arguments.command in ("plan", "verify", "profile") and (
         arguments.model or arguments.command != "plan"
     ):
-        check_model(arguments.model, file=arguments.command == "plan")
+        file = arguments.command == "plan" or getattr(arguments, "random", False)
+        check_model(arguments.model, file)
 
 
 def check_model(name: str, file: bool) -> None:
@@ -212,6 +213,11 @@ def _check_step(arguments: Any) -> None:
                 f"{arguments.seq_len}; at least two tokens must be no padding."
             )
         arguments.config = StreamConfig(chunk_size, saves)
+        arguments.against = tuple(filter(None, arguments.against.split(",")))
+        if arguments.layers is not None and not arguments.random:
+            raise ConfigError(
+                "--layers is of random weights, and a checkpoint has all its layers. Add --random."
+            )
         return
     arguments.config = StreamConfig(
         arguments.chunk_size or "auto", saves, offload=arguments.offload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import shlex
 import shutil
@@ -38,7 +39,9 @@ from streambp.planner.report import (
 from streambp.planner.suggestions import Remedy, Training, remedies, with_options
 from streambp.rates import DEFAULT, Rates, device_of, rates_of, write_rates
 from streambp.reporting import reason
-from streambp.verify.compare import verify
+from streambp.verify.compare import compare_methods
+from streambp.verify.methods import check_methods
+from streambp.verify.random_model import CutModel, random_model
 
 EXACT, NOT_EXACT = 0, 1
 FITS, DOES_NOT_FIT = 0, 1
@@ -77,16 +80,40 @@ def _device(asked: str) -> str:
 def run_verify(arguments: Any) -> int:
     """Print the distances between the streamed gradients and the unpatched model's."""
     device = _device(arguments.device)
+    check_methods(arguments.against)
+    notes = []
     with progress(sys.stderr, "running") as said:
-        said("nothing yet: weights are loaded", 0.0)
-        model = _load(arguments).to(device)
-        config = arguments.config
-        result = verify(
-            model, arguments.seq_len, int(config.chunk_size), config.saves, arguments.seed,
-            left_padding=arguments.left_padding, said=said,
+        if arguments.random:
+            said("nothing yet: random weights are made", 0.0)
+            cut = _random(arguments)
+            model = cut.model
+            notes.append(cut.note())
+        else:
+            said("nothing yet: weights are loaded", 0.0)
+            model = _load(arguments)
+        result = compare_methods(
+            model.to(device), arguments.against, arguments.seq_len,
+            int(arguments.config.chunk_size), arguments.config.saves, arguments.seed,
+            arguments.left_padding, said,
         )  # fmt: skip
-    print(as_json(result) if arguments.json else result.table(arguments.top), file=arguments.out)
-    return EXACT if result.exact else NOT_EXACT
+    judged = result.verification
+    judged = dataclasses.replace(judged, notes=(*notes, *judged.notes))
+    result = dataclasses.replace(result, verification=judged)
+    if arguments.json:
+        found = dataclasses.asdict(judged)
+        if arguments.against:
+            found["methods"] = result.methods
+        print(as_json(found), file=arguments.out)
+    else:
+        print(result.table(arguments.top), file=arguments.out)
+    return EXACT if judged.exact else NOT_EXACT
+
+
+def _random(arguments: Any) -> CutModel:
+    """Return a model of random weights for `streambp verify --random`."""
+    dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    config = read_config(arguments.model, arguments.trust_remote_code)
+    return random_model(config, arguments.layers, dtype, arguments.seed)
 
 
 def run_plan(arguments: Any) -> int:
