@@ -30,6 +30,15 @@ class MethodResult:
     peak: int
     seconds: float
 
+    def __str__(self) -> str:
+        """Return the verdict in one line."""
+        return f"{self.name}: {self.verdict}, error {self.error:.1e}"
+
+    @property
+    def verdict(self) -> str:
+        """Return "exact" or "NOT EXACT"."""
+        return "exact" if self.exact else "NOT EXACT"
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -56,9 +65,8 @@ class Comparison:
         ]
         noise = max(self.verification.whole_unpatched, FLOOR)
         for method in self.methods:
-            judged = "exact" if method.exact else "NOT EXACT"
             lines.append(
-                f"{method.name:<{WIDTH}}  {judged:>9}  {method.error:>9.2e}  "
+                f"{method.name:<{WIDTH}}  {method.verdict:>9}  {method.error:>9.2e}  "
                 f"{method.error / noise:>7.2f}  {method.peak / MIB:>9.1f}  {method.seconds:>8.3f}"
             )
         for method in self.methods[1:]:
