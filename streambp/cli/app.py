@@ -422,6 +422,10 @@ def profile(
     snapshot: Annotated[
         Path | None, _option(OUTPUT, "write torch's memory snapshot of the step (CUDA)")
     ] = None,
+    html: Annotated[
+        Path | None,
+        _option(OUTPUT, "also draw the memory of each phase, predicted and measured, as a page"),
+    ] = None,
     json: Json = False,
 ) -> SimpleNamespace:
     """Run one step and compare its memory with the estimate."""

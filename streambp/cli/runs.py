@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streambp.chunks import plan_chunks
 from streambp.cli.environment import as_text, environment
+from streambp.cli.profile_page import profile_page
 from streambp.device import is_accelerator
 from streambp.errors import StreamBPError
 from streambp.fields import shown
@@ -271,13 +272,7 @@ def _write_page(
     arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
     """Write the page, with the model's other trainings for its switch and its remedies."""
-    path = Path(arguments.model).resolve()
-    if path.is_file():
-        name = path.parent.name
-    elif path.is_dir():
-        name = path.name
-    else:
-        name = arguments.model
+    name = _shown_name(arguments.model)
     profiles = {training: found.profile}
     for how in (Training(), *training.smaller()):
         if how not in profiles:
@@ -290,6 +285,16 @@ def _write_page(
             own[str(how)] = counted(lora=how.lora, bits=how.bits, kernels="own").profile
     others = {str(how): profile for how, profile in profiles.items() if how != training}
     arguments.html.write_text(page(found, name, others, str(training), own), "utf-8")
+
+
+def _shown_name(model: str) -> str:
+    """Return the model's name for a heading: that of its folder, or its id on the Hub."""
+    path = Path(model).resolve()
+    if path.is_file():
+        return path.parent.name
+    if path.is_dir():
+        return path.name
+    return model
 
 
 def run_profile(arguments: Any) -> int:
@@ -307,6 +312,9 @@ def run_profile(arguments: Any) -> int:
         rows = compare_step(model, ids, config, chunk, arguments.snapshot)
         said("a step by default", 0.75)
         default = compare_default(model, ids)
+    if arguments.html is not None:
+        text = profile_page(rows, _shown_name(arguments.model), length, chunk)
+        arguments.html.write_text(text, "utf-8")
     if arguments.json:
         if default is None:
             found = None
