@@ -33,6 +33,13 @@ def _option(panel: str, told: str, *names: str, **more: Any) -> Any:
 Checkpoint = Annotated[
     str, typer.Argument(metavar="PATH_OR_ID", help="a checkpoint's folder, or its id on the Hub")
 ]
+Judged = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH_OR_ID",
+        help="a checkpoint's folder, or its id on the Hub; with --random a config.json too",
+    ),
+]
 Planned = Annotated[
     str,
     typer.Argument(
@@ -80,6 +87,32 @@ Saves = Annotated[
 Seed = Annotated[Any, _option(LENGTH, "seed of the random tokens", parser=number(0), metavar="N")]
 Padding = Annotated[
     Any, _option(LENGTH, "tokens of padding at the start", parser=number(0), metavar="N")
+]
+Random = Annotated[
+    bool,
+    _option(
+        MODEL,
+        "random weights, made from the model's configuration: no weights are downloaded",
+        "--random",
+    ),
+]
+Layers = Annotated[
+    Any,
+    _option(
+        MODEL,
+        "with --random, keep so many first layers (default: as many as have every kind of layer)",
+        parser=number(1),
+        metavar="N",
+    ),
+]
+Against = Annotated[
+    str,
+    _option(
+        OUTPUT,
+        "other methods to judge, on the same model, with their peak memory and seconds: unpatched, "
+        "checkpointing, trl, liger; separated by commas",
+        metavar="METHODS",
+    ),
 ]
 Top = Annotated[
     Any, _option(OUTPUT, "parameters to list, 0 for all", parser=number(0), metavar="N")
@@ -397,7 +430,9 @@ def plan(
 @app.command(rich_help_panel="Before training")
 def verify(
     context: typer.Context,
-    model: Checkpoint,
+    model: Judged,
+    random: Random = False,
+    layers: Layers = None,
     trust_remote_code: Trust = False,
     dtype: Loaded = "float32",
     device: Device = "",
@@ -406,6 +441,7 @@ def verify(
     saves: Saves = "",
     seed: Seed = 0,
     left_padding: Padding = 0,
+    against: Against = "",
     top: Top = 20,
     json: Json = False,
 ) -> SimpleNamespace:
@@ -432,6 +468,10 @@ def profile(
     ] = "none",
     snapshot: Annotated[
         Path | None, _option(OUTPUT, "write torch's memory snapshot of the step (CUDA)")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        _option(OUTPUT, "also draw the memory of each phase, predicted and measured, as a page"),
     ] = None,
     json: Json = False,
 ) -> SimpleNamespace:

@@ -41,7 +41,8 @@ def check(arguments: Any) -> None:
     if arguments.command in ("plan", "verify", "profile") and (
         arguments.model or arguments.command != "plan"
     ):
-        check_model(arguments.model, file=arguments.command == "plan")
+        file = arguments.command == "plan" or getattr(arguments, "random", False)
+        check_model(arguments.model, file)
 
 
 def check_model(name: str, file: bool) -> None:
@@ -92,23 +93,8 @@ def _check_plan(arguments: Any) -> None:
     arguments.from_text = ""
     if arguments.from_file:
         apply_files(arguments)
-    for option, file in (
-        ("--html", arguments.html),
-        ("--measure-device", arguments.measure_device),
-    ):
-        if file is None:
-            continue
-        try:  # checked before minutes of counting; an existing file is not changed
-            new = not file.exists()
-            with file.open("a"):
-                pass
-            if new:
-                file.unlink()
-        except (OSError, ValueError) as error:  # ValueError: a NUL byte
-            why = getattr(error, "strerror", None) or error
-            raise StreamBPError(
-                f"{option} {file} cannot be written ({why}). Pass another file."
-            ) from error
+    _check_writable("--html", arguments.html)
+    _check_writable("--measure-device", arguments.measure_device)
     if arguments.device is not None:
         if arguments.measure_device is not None:
             raise ConfigError(
@@ -146,6 +132,23 @@ def _check_plan(arguments: Any) -> None:
             "--lora 16, or leave it out."
         )
     _check_batch(arguments)
+
+
+def _check_writable(option: str, file: Path | None) -> None:
+    """Check that a file can be written, before minutes of work. An existing file is not changed."""
+    if file is None:
+        return
+    try:
+        new = not file.exists()
+        with file.open("a"):
+            pass
+        if new:
+            file.unlink()
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte
+        why = getattr(error, "strerror", None) or error
+        raise StreamBPError(
+            f"{option} {file} cannot be written ({why}). Pass another file."
+        ) from error
 
 
 def _check_batch(arguments: Any) -> None:
@@ -227,7 +230,13 @@ def _check_step(arguments: Any) -> None:
                 f"{arguments.seq_len}; at least two tokens must be no padding."
             )
         arguments.config = StreamConfig(chunk_size, saves)
+        arguments.against = tuple(filter(None, arguments.against.split(",")))
+        if arguments.layers is not None and not arguments.random:
+            raise ConfigError(
+                "--layers is of random weights, and a checkpoint has all its layers. Add --random."
+            )
         return
+    _check_writable("--html", arguments.html)
     arguments.config = StreamConfig(
         arguments.chunk_size or "auto", saves, offload=arguments.offload
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streambp.chunks import plan_chunks
 from streambp.cli.environment import as_text, environment
+from streambp.cli.profile_page import profile_page
 from streambp.device import is_accelerator
 from streambp.errors import StreamBPError
 from streambp.fields import shown
@@ -50,7 +52,9 @@ from streambp.planner.survey import STREAMED
 from streambp.planner.whole_run import whole_run, whole_run_text
 from streambp.rates import DEFAULT, Rates, assumed_rates, rates_of, write_rates
 from streambp.reporting import reason
-from streambp.verify.compare import verify
+from streambp.verify.compare import compare_methods
+from streambp.verify.methods import check_methods
+from streambp.verify.random_model import CutModel, random_model
 
 EXACT, NOT_EXACT = 0, 1
 FITS, DOES_NOT_FIT = 0, 1
@@ -89,16 +93,40 @@ def _device(asked: str) -> str:
 def run_verify(arguments: Any) -> int:
     """Print the distances between the streamed gradients and the unpatched model's."""
     device = _device(arguments.device)
+    check_methods(arguments.against)
+    notes = []
     with progress(sys.stderr, "running") as said:
-        said("nothing yet: weights are loaded", 0.0)
-        model = _load(arguments).to(device)
-        config = arguments.config
-        result = verify(
-            model, arguments.seq_len, int(config.chunk_size), config.saves, arguments.seed,
-            left_padding=arguments.left_padding, said=said,
+        if arguments.random:
+            said("nothing yet: random weights are made", 0.0)
+            cut = _random(arguments)
+            model = cut.model
+            notes.append(cut.note())
+        else:
+            said("nothing yet: weights are loaded", 0.0)
+            model = _load(arguments)
+        result = compare_methods(
+            model.to(device), arguments.against, arguments.seq_len,
+            int(arguments.config.chunk_size), arguments.config.saves, arguments.seed,
+            arguments.left_padding, said,
         )  # fmt: skip
-    print(as_json(result) if arguments.json else result.table(arguments.top), file=arguments.out)
-    return EXACT if result.exact else NOT_EXACT
+    judged = result.verification
+    judged = dataclasses.replace(judged, notes=(*notes, *judged.notes))
+    result = dataclasses.replace(result, verification=judged)
+    if arguments.json:
+        found = dataclasses.asdict(judged)
+        if arguments.against:
+            found["methods"] = result.methods
+        print(as_json(found), file=arguments.out)
+    else:
+        print(result.table(arguments.top), file=arguments.out)
+    return EXACT if judged.exact else NOT_EXACT
+
+
+def _random(arguments: Any) -> CutModel:
+    """Return a model of random weights for `streambp verify --random`."""
+    dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    config = read_config(arguments.model, arguments.trust_remote_code)
+    return random_model(config, arguments.layers, dtype, arguments.seed)
 
 
 def run_plan(arguments: Any) -> int:
@@ -292,13 +320,7 @@ def _write_page(
     arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
     """Write the page, with the model's other trainings for its switch and its remedies."""
-    path = Path(arguments.model).resolve()
-    if path.is_file():
-        name = path.parent.name
-    elif path.is_dir():
-        name = path.name
-    else:
-        name = arguments.model
+    name = _shown_name(arguments.model)
     profiles = {training: found.profile}
     for how in (Training(), *training.smaller()):
         if how not in profiles:
@@ -311,6 +333,16 @@ def _write_page(
             own[str(how)] = counted(lora=how.lora, bits=how.bits, kernels="own").profile
     others = {str(how): profile for how, profile in profiles.items() if how != training}
     arguments.html.write_text(page(found, name, others, str(training), own), "utf-8")
+
+
+def _shown_name(model: str) -> str:
+    """Return the model's name for a heading: that of its folder, or its id on the Hub."""
+    path = Path(model).resolve()
+    if path.is_file():
+        return path.parent.name
+    if path.is_dir():
+        return path.name
+    return model
 
 
 def run_profile(arguments: Any) -> int:
@@ -328,6 +360,9 @@ def run_profile(arguments: Any) -> int:
         rows = compare_step(model, ids, config, chunk, arguments.snapshot)
         said("a step by default", 0.75)
         default = compare_default(model, ids)
+    if arguments.html is not None:
+        text = profile_page(rows, _shown_name(arguments.model), length, chunk)
+        arguments.html.write_text(text, "utf-8")
     if arguments.json:
         if default is None:
             found = None

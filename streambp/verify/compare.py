@@ -23,14 +23,16 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from streambp.chunks import pick_chunk_size
 from streambp.config import StreamConfig
+from streambp.device import is_accelerator, tells_memory
 from streambp.distributed.engines import engine_of
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
 from streambp.known_names import FUNCTION_OF_NODE, LIGER
@@ -40,12 +42,23 @@ from streambp.model.chosen_kernels import choose_kernels
 from streambp.model.describe import describe
 from streambp.model.fused_layers import fused_modules
 from streambp.model.patching import install, unpatch
+from streambp.planner.count import AllocatedBytes, LiveBytes
 from streambp.verify.choices import CountedChoices
+from streambp.verify.comparison import Comparison, MethodResult
+from streambp.verify.methods import Method, check_libraries, check_methods, name_of, prepared
 from streambp.verify.truth import available_memory, float64_experts, in_float64, on_host
-from streambp.verify.verdict import NOTABLE, Distances, Verification, find_problems, rate
+from streambp.verify.verdict import (
+    NOTABLE,
+    Distances,
+    ParameterError,
+    Verification,
+    find_problems,
+    rate,
+)
 
 DRAWS = 4  # maximal number of batches. [Note: choices]
 OTHER_TOKENS = 1_000_003  # step between the seeds of two batches
+TIMED = 2  # steps of which the faster one counts
 ELEMENTS = 2**24  # elements of a gradient compared in one step
 GIB = 2**30
 PADDING_NOTE = (
@@ -86,16 +99,81 @@ def verify(
         StreamBPError: the model cannot be streamed, or cannot be judged in this way. A failed
             verdict raises nothing.
     """
+    return compare_methods(
+        model, (), seq_len, chunk_size, saves, seed, left_padding, said, **fields
+    ).verification
+
+
+def compare_methods(
+    model: nn.Module,
+    against: Sequence[Method],
+    seq_len: int = 512,
+    chunk_size: int | None = None,
+    saves: tuple[str, ...] = (),
+    seed: int = 0,
+    left_padding: int = 0,
+    said: Callable[[str, float], None] | None = None,
+    **fields: Any,
+) -> Comparison:
+    """Compare the gradients of streaming and of other methods with the unpatched model's.
+
+    Args:
+        model: as for `verify`.
+        against: other methods: "unpatched", "checkpointing", "trl" or "liger", or a function. The
+            function gets a copy of the model with the same parameters, may change the copy, and
+            returns its forward: a function of the model's arguments whose result has a loss.
+            Methods are judged as streaming is, on the same tokens. If there are any, the peak
+            memory and the seconds of a step are measured for each method and for streaming.
+        seq_len, chunk_size, saves, seed, left_padding, said, fields: as for `verify`.
+
+    Raises:
+        StreamBPError: as for `verify`, or a method cannot run on this model.
+    """
+    check_methods(against)
     config = StreamConfig(chunk_size=pick_chunk_size(seq_len, chunk_size), saves=saves, **fields)
+    told = said or _say_nothing
     narrow, wide = _check(model, seq_len)
+    check_memory(model, narrow, wide, len(against))
+    check_libraries(against, next(model.parameters()).device)
     undecided = []  # number of differing choices for each undecided batch
     for draw in range(DRAWS):
         batch = _make_batch(model, seq_len, seed + draw * OTHER_TOKENS, left_padding)
-        found, runs = _judge(model, config, batch, narrow, wide, said or (lambda what, done: None))
+        draw_found = _judge(model, against, config, batch, narrow, wide, told)
+        found = draw_found.verification
+        runs = draw_found.runs
         differing = runs[0].choices.differing(runs[1].choices)
         if found.exact or not differing:
             break
         undecided.append(differing)
+    untouched = _untouched(model, runs)
+    notes = _find_notes(found, undecided, bool(left_padding), untouched)
+    found = dataclasses.replace(found, notes=(*found.notes, *notes))
+    if not against:
+        return Comparison(found, ())
+    told("steps that are measured", 0.9)
+    with _set_aside(model):
+        costs = [_measure_streamed(model, config, batch)]
+        for method in against:
+            with prepared(model, method) as forward:
+                costs.append(_measure(forward, model, batch))
+    streamed = MethodResult(
+        "streambp", found.exact, found.problems, found.whole_streamed, *costs[0]
+    )
+    others = []
+    for method, judged, cost in zip(against, draw_found.judged, costs[1:], strict=True):
+        exact = not judged.problems
+        others.append(
+            MethodResult(name_of(method), exact, judged.problems, judged.whole.streamed, *cost)
+        )
+    return Comparison(found, (streamed, *others))
+
+
+def _say_nothing(what: str, done: float) -> None:
+    """Ignore the progress."""
+
+
+def _untouched(model: nn.Module, runs: tuple[VerifyRun, ...]) -> list[str]:
+    """Return the names of trainable parameters that got no gradient in any run."""
     touched = set()
     for run in runs:
         for name in run.gradients:
@@ -104,23 +182,19 @@ def verify(
     for name, p in model.named_parameters():
         if p.requires_grad and name not in touched:
             untouched.append(name)
-    return dataclasses.replace(
-        found, notes=(*found.notes, *_find_notes(found, undecided, bool(left_padding), untouched))
-    )
+    return untouched
 
 
 def _judge(
     model: nn.Module,
+    against: Sequence[Method],
     config: StreamConfig,
     batch: Batch,
     narrow: torch.dtype,
     wide: torch.dtype,
     said: Said,
-) -> tuple[Verification, tuple[VerifyRun, VerifyRun]]:
-    """Judge one batch and return the verdict, the streamed run and the unpatched run.
-
-    The verdict's notes name the parts that did not stream.
-    """
+) -> Draw:
+    """Judge one batch. The verdict's notes name the parts that did not stream."""
     # float16 underflows for the small gradients of a mean, streamed or not
     scale = 1024.0 if narrow == torch.float16 else 1.0
     with (
@@ -140,24 +214,28 @@ def _judge(
                 f"The unpatched model's own gradients are not finite in {_name(narrow)}, so there "
                 "is nothing to compare with. Try float32."
             )
+        runs = [streamed, unpatched]
+        for method in against:
+            said(name_of(method), 0.5)
+            with prepared(model, method) as forward:
+                runs.append(_run(model, batch, scale, forward))
         said(f"the truth in {_name(wide)}", 0.6)
-        loss, distances = _run_truth(model, batch, scale, wide, (streamed, unpatched))
-    rated, whole = rate(distances)
-    distance = Distances(loss, abs(streamed.loss - loss), abs(unpatched.loss - loss))
-    problems = find_problems(
-        rated, whole, distance, set(unpatched.gradients), set(streamed.gradients)
-    )
+        truth = _run_truth(model, batch, scale, wide, tuple(runs))
+    streaming = _rate(*truth, runs, 0)
+    judged = []
+    for number in range(2, len(runs)):
+        judged.append(_rate(*truth, runs, number))
     size = int(config.chunk_size)
     seq_len = batch["input_ids"].shape[1]
     found = Verification(
-        exact=not problems,
-        problems=problems,
-        parameters=rated,
-        whole_streamed=whole.streamed,
-        whole_unpatched=whole.unpatched,
+        exact=not streaming.problems,
+        problems=streaming.problems,
+        parameters=streaming.rated,
+        whole_streamed=streaming.whole.streamed,
+        whole_unpatched=streaming.whole.unpatched,
         loss_streamed=streamed.loss,
         loss_unpatched=unpatched.loss,
-        loss_truth=loss,
+        loss_truth=truth[0],
         model=type(model).__name__,
         dtype=_name(narrow),
         truth_dtype=_name(wide),
@@ -167,7 +245,64 @@ def _judge(
         window=_window(model),
         notes=tuple(notes),
     )
-    return found, (streamed, unpatched)
+    return Draw(found, tuple(runs), tuple(judged))
+
+
+class Judged(NamedTuple):
+    """Errors of one run's gradients.
+
+    Attributes:
+        rated: the errors of each parameter, worst first.
+        whole: the errors of the full gradient.
+        problems: evidence against exactness; empty if exact.
+    """
+
+    rated: tuple[ParameterError, ...]
+    whole: ParameterError
+    problems: tuple[str, ...]
+
+
+class Draw(NamedTuple):
+    """Results of one batch.
+
+    Attributes:
+        verification: the verdict on streaming.
+        runs: the streamed run, the unpatched run, and the run of each other method.
+        judged: the errors of each other method.
+    """
+
+    verification: Verification
+    runs: tuple[VerifyRun, ...]
+    judged: tuple[Judged, ...]
+
+
+def _rate(
+    loss: float, distances: dict[str, list[float]], runs: list[VerifyRun], number: int
+) -> Judged:
+    """Return the errors of one run's gradients.
+
+    Args:
+        loss: the truth's loss.
+        distances: the norm of each gradient of the truth, its elements, and the distance of each
+            run from it.
+        runs: streamed, unpatched, and other methods.
+        number: index of the run.
+    """
+    unpatched = runs[1]
+    by_name = {}
+    for name, (norm, elements, *others) in distances.items():
+        by_name[name] = Distances(norm, others[number], others[1], int(elements))
+    rated, whole = rate(by_name)
+    distance = Distances(loss, abs(runs[number].loss - loss), abs(unpatched.loss - loss))
+    found = find_problems(
+        rated,
+        whole,
+        distance,
+        set(unpatched.gradients),
+        set(runs[number].gradients),
+        "streamed" if number == 0 else "by this method",
+    )
+    return Judged(rated, whole, found)
 
 
 def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
@@ -226,20 +361,37 @@ def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
             f"seq_len is {seq_len}, but this {name} has {positions} positions. Pass at most "
             f"{positions}."
         )
-    needed = 0  # bytes for the wide model and two sets of gradients
+    return narrow, wide
+
+
+def check_memory(model: nn.Module, narrow: torch.dtype, wide: torch.dtype, others: int = 0) -> None:
+    """Check that the host has memory for the truth and for each run's gradients.
+
+    Args:
+        model: the model; tensors on `meta` are counted with the memory that they will take.
+        narrow: the least precise dtype of the parameters.
+        wide: dtype of the truth.
+        others: number of other methods.
+
+    Raises:
+        StreamBPError: it has not.
+    """
+    sets = 2 + others
+    needed = 0
     for parameter in model.parameters():
         needed += parameter.numel() * wide.itemsize
         if parameter.requires_grad:
-            needed += 2 * parameter.numel() * narrow.itemsize
+            needed += sets * parameter.numel() * narrow.itemsize
+        if parameter.is_meta:
+            needed += parameter.nbytes
     available = available_memory()
     if available is not None and needed > available:
         raise StreamBPError(
-            f"The model in {_name(wide)} and two sets of {_name(narrow)} gradients take "
+            f"The model in {_name(wide)} and {sets} sets of {_name(narrow)} gradients take "
             f"{needed / GIB:.1f} GiB of host memory; {available / GIB:.1f} are free. Use a machine "
-            "with more memory or a narrower dtype, or call streambp.verify.verify on the model "
-            "loaded with fewer layers (from_pretrained(..., num_hidden_layers=4))."
+            "with more memory or a narrower dtype, or verify fewer layers of random weights: "
+            "streambp verify --random --layers 2."
         )
-    return narrow, wide
 
 
 def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0) -> Batch:
@@ -312,10 +464,19 @@ class VerifyRun:
     choices: CountedChoices
 
 
-def _run(model: nn.Module, batch: Batch, scale: float) -> VerifyRun:
-    """Run one step and move its gradients to the host."""
+def _run(
+    model: nn.Module, batch: Batch, scale: float, forward: Callable[..., Any] | None = None
+) -> VerifyRun:
+    """Run one step and move its gradients to the host.
+
+    Args:
+        model: the model whose parameters get the gradients.
+        batch: arguments of the model.
+        scale: factor of the loss before backward.
+        forward: another method's forward; None: the model's.
+    """
     choices = CountedChoices()
-    loss, streamed_layers = _backward(model, batch, scale, choices)
+    loss, streamed_layers = _backward(forward or model, batch, scale, choices)
     gradients: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -325,12 +486,15 @@ def _run(model: nn.Module, batch: Batch, scale: float) -> VerifyRun:
 
 
 def _backward(
-    model: nn.Module, batch: Batch, scale: float, within: contextlib.AbstractContextManager[Any]
+    model: Callable[..., Any],
+    batch: Batch,
+    scale: float,
+    within: contextlib.AbstractContextManager[Any],
 ) -> tuple[float, int]:
     """Run forward and backward and return the loss and the number of streamed layers.
 
     Args:
-        model: any of the three models.
+        model: any of the models, or another method's forward.
         batch: arguments of the model.
         scale: factor of the loss before backward.
         within: context manager for the forward.
@@ -389,9 +553,10 @@ def _run_truth(
     batch: Batch,
     scale: float,
     wide: torch.dtype,
-    runs: tuple[VerifyRun, VerifyRun],
-) -> tuple[float, dict[str, Distances]]:
-    """Return the truth's loss and each parameter's distances from the truth.
+    runs: tuple[VerifyRun, ...],
+) -> tuple[float, dict[str, list[float]]]:
+    """Return the truth's loss, and for each parameter the norm of its gradient, its number of
+    elements and the distance of each run.
 
     Each gradient of the truth is freed after its comparison. The host never holds a full set of
     wide gradients.
@@ -402,27 +567,27 @@ def _run_truth(
         experts = float64_experts(truth)
     else:
         experts = contextlib.nullcontext()
-    found: dict[str, Distances] = {}
+    found: dict[str, list[float]] = {}
 
     def compare(name: str, parameter: Tensor) -> None:
-        """Compare one parameter's gradient with both runs and free it."""
+        """Compare one parameter's gradient with all runs and free it."""
         gradient = parameter.grad
         parameter.grad = None
-        streamed, unpatched = (_distance(gradient, run.gradients.get(name)) for run in runs)
-        found[name] = Distances(_distance(gradient, None), streamed, unpatched, parameter.numel())
+        distances = [_distance(gradient, run.gradients.get(name)) for run in runs]
+        found[name] = [_distance(gradient, None), parameter.numel(), *distances]
 
     for name, parameter in truth.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(functools.partial(compare, name))
     inputs = {name: tensor.cpu() for name, tensor in batch.items()}
     with experts:
-        loss, _ = _backward(
+        step = _backward(
             truth,
             inputs,
             scale,
             in_float64() if wide == torch.float64 else contextlib.nullcontext(),
         )
-    return loss, found
+    return step[0], found
 
 
 def _distance(truth: Tensor | None, other: Tensor | None) -> float:
@@ -439,6 +604,52 @@ def _distance(truth: Tensor | None, other: Tensor | None) -> float:
         wide = [block.double() for block in blocks]
         total += float((wide[0] - wide[1] if len(wide) == 2 else wide[0]).square().sum())
     return math.sqrt(total)
+
+
+def _measure_streamed(model: nn.Module, config: StreamConfig, batch: Batch) -> tuple[int, float]:
+    """Return the peak bytes and the seconds of a streamed step, behind a first one with its
+    trials.
+    """
+    install(model, config)
+    try:
+        return _measure(model, model, batch)
+    finally:
+        unpatch(model)
+
+
+def _measure(forward: Callable[..., Any], model: nn.Module, batch: Batch) -> tuple[int, float]:
+    """Return the peak bytes beyond the weights, and the seconds, of forward and backward.
+
+    Args:
+        forward: the method's forward.
+        model: the model whose parameters get the gradients.
+        batch: arguments of the model.
+    """
+    device = next(model.parameters()).device
+    count: LiveBytes | AllocatedBytes
+
+    def step() -> float:
+        """Run a step and return its seconds."""
+        begin = time.perf_counter()
+        _backward(forward, batch, 1.0, contextlib.nullcontext())
+        if is_accelerator(device):
+            torch.accelerator.synchronize(device)
+        seconds = time.perf_counter() - begin
+        for parameter in model.parameters():
+            parameter.grad = None
+        return seconds
+
+    step()
+    seconds = min(step() for _ in range(TIMED))
+    if tells_memory(device):
+        count = AllocatedBytes(device)
+    else:
+        count = LiveBytes()
+    with count:
+        count.reset_peak()
+        step()
+        peak = count.peak
+    return peak, seconds
 
 
 def _window(model: nn.Module) -> int | None:

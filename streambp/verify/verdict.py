@@ -203,20 +203,22 @@ def find_problems(
     loss: Distances,
     expected: set[str],
     found: set[str],
+    run: str = "streamed",
 ) -> tuple[str, ...]:
-    """Return all evidence that the streamed gradient is not exact. [Note: verdict]
+    """Return all evidence that a run's gradient is not exact. [Note: verdict]
 
     Args:
         rated: every parameter's errors.
         whole: the full gradient's errors.
         loss: distances of the losses.
         expected: parameters with a gradient in the unpatched run.
-        found: parameters with a gradient in the streamed run.
+        found: parameters with a gradient in the run.
+        run: the run's name.
     """
     problems = []
     for names, what in (
-        (expected - found, "get none streamed"),
-        (found - expected, "get one only streamed"),
+        (expected - found, f"get none {run}"),
+        (found - expected, f"get one only {run}"),
     ):
         if names:
             problems.append(

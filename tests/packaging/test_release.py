@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 HOME = "https://example.org/owner/name"
+PINNED = re.compile(r"[\w-]+/[\w-]+@[0-9a-f]{40}")  # a tag can be moved to other code
 FILE = re.compile(r"(?<![\w./-])(?:tests|scripts|examples|\.ci|streambp)/[\w./]+")
 
 
@@ -56,7 +57,7 @@ def test_a_workflow_runs_what_exists(path):
     for name, _, step in steps(path):
         assert ("run" in step) != ("uses" in step), (name, step)
         if "uses" in step:
-            assert re.fullmatch(r"[\w-]+/[\w-]+@[\w/.-]+", step["uses"]), step
+            assert PINNED.fullmatch(step["uses"]), step
             continue
         ran += 1
         text = re.sub(r"\$\{\{.*?\}\}", "VALUE", step["run"])
@@ -69,6 +70,35 @@ def test_a_workflow_runs_what_exists(path):
         ]
         assert wrong == []
     assert ran
+
+
+def test_pins_say_their_version_and_one_action_has_one_pin():
+    """Dependabot renews the hash and the version behind it."""
+    pins = {}
+    for path in WORKFLOWS:
+        for line in re.findall(r"uses: ([^.\s].*)$", path.read_text("utf-8"), re.MULTILINE):
+            action, pin, version = re.fullmatch(r"(\S+)@(\w+) # (v[\d.]+)", line).groups()
+            pins.setdefault(action, set()).add((pin, version))
+    assert pins
+    assert all(len(found) == 1 for found in pins.values()), pins
+
+
+@pytest.mark.parametrize("action", ["actions/checkout@v4", "pypa/publish@release/v1", "a/b@main"])
+def test_a_tag_is_no_pin(action):
+    assert not PINNED.fullmatch(action)
+
+
+def test_archives_are_attested_with_their_bill_of_materials():
+    job = read(GITHUB / "workflows" / "release.yml")["jobs"]["attest"]
+    assert job["permissions"] == {"id-token": "write", "attestations": "write"}
+    attested = {}
+    for step in job["steps"]:
+        action = step.get("uses", "").partition("@")[0]
+        if action.startswith("actions/attest"):
+            attested[action] = step["with"]
+    assert set(attested) == {"actions/attest-build-provenance", "actions/attest-sbom"}
+    assert {given["subject-path"] for given in attested.values()} == {"dist/*"}
+    assert any("sbom.json" in step.get("run", "") for step in job["steps"])
 
 
 def test_a_missing_script_is_found():

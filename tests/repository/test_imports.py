@@ -37,8 +37,8 @@ FOLDERS = {
         "attention", "recurrent", "distributed", "layer", "admission", "sharded", "head", "lazy", "offload",
         "prefixes",
     ),
-    "verify": ("distributed", "layer", "model"),
     "planner": ("attention", "distributed", "admission", "sharded", "head", "offload", "model"),
+    "verify": ("distributed", "layer", "model", "planner"),
     "launch": ("model", "planner"),
     "integrations": ("distributed", "losses", "admission", "head", "model", "planner", "launch"),
 }  # fmt: skip

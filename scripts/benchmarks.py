@@ -1,0 +1,250 @@
+"""Write the benchmark page and its picture from the rows of `paper_repro/results`.
+
+python -m scripts.benchmarks            writes docs/explanation/benchmarks.md and the picture
+python -m scripts.benchmarks --check    exit code 1 if a file is not what the rows give
+
+Measured figures are the first row of each method and length in h100/timed.csv; later rows repeat
+some with another commit or set-up. Computed figures are the planner's, from predicted_longest.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import html
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "paper_repro" / "results"
+PAGE = ROOT / "docs" / "explanation" / "benchmarks.md"
+PICTURE = ROOT / "docs" / "pictures" / "benchmarks.svg"
+
+DEFAULT = "streambp.patch(model)"
+LEAN = "streambp, saves and offload"
+TRL = "TRL"
+METHODS = {
+    "streambp-default": DEFAULT,
+    "streambp-lean-liger": LEAN,
+    "trl-selective-liger": TRL,
+}
+SETUPS = (  # columns `trained`, `shape` and `tokens` of the rows
+    ("full", "Qwen3-8B", 2048),
+    ("full", "Qwen3-8B", 4096),
+    ("full", "Qwen3-8B", 16384),
+    ("full", "Qwen3-8B", 65536),
+    ("LoRA", "Qwen3-8B", 16384),
+    ("LoRA", "Qwen3-8B", 131072),
+    ("full AdamW", "Qwen3-4B", 4096),
+)
+COMPUTED = {  # method in predicted_longest.csv -> name here
+    "plain": "no checkpointing",
+    "checkpointing": "checkpointing",
+    "checkpointing, fused head": "checkpointing, chunked head",
+    "streambp": "streambp",
+    "streambp offload, rest kept": "streambp, offload",
+}
+BUDGET = ("Qwen3-8B", "full", "79.0")
+MISSING = "not measured"
+
+WIDTH = 720
+ROW = 26
+LABEL = 222  # columns of labels
+BAR = 330  # longest bar
+STYLE = """
+svg { background: #ffffff; }
+text { font: 13px system-ui, sans-serif; fill: #1f2328; }
+.title { font-weight: 600; font-size: 15px; }
+.note { fill: #59636e; font-size: 12px; }
+.ours { fill: #4051b5; }
+.theirs { fill: #b0b7c3; }
+@media (prefers-color-scheme: dark) {
+  svg { background: #0d1117; }
+  text { fill: #e6edf3; }
+  .note { fill: #9198a1; }
+  .ours { fill: #8c9eff; }
+  .theirs { fill: #58606b; }
+}
+"""
+
+
+class Measured(NamedTuple):
+    """Seconds and peak memory of one step."""
+
+    seconds: float
+    gib: float
+
+
+class Bar(NamedTuple):
+    """One bar of a panel: its label, its length and the text behind it."""
+
+    label: str
+    value: float
+    text: str
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table."""
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def measured() -> dict[tuple[str, str, int, str], Measured]:
+    """Return seconds and memory by training, shape, tokens and method."""
+    found: dict[tuple[str, str, int, str], Measured] = {}
+    for row in rows(RESULTS / "h100" / "timed.csv"):
+        method = METHODS.get(row["method"])
+        if method is None or row["status"] != "ok":
+            continue
+        key = (row["trained"], row["shape"], int(row["tokens"]), method)
+        found.setdefault(key, Measured(float(row["seconds"]), float(row["peak_gib"])))
+    return found
+
+
+def longest() -> dict[str, int]:
+    """Return the computed longest sequence of each method."""
+    found = {}
+    for row in rows(RESULTS / "predicted_longest.csv"):
+        if (row["shape"], row["trained"], row["gpu_gib"]) == BUDGET and row["method"] in COMPUTED:
+            found[COMPUTED[row["method"]]] = int(row["tokens"])
+    return found
+
+
+def page() -> str:
+    """Return the page's text."""
+    found = measured()
+    first = rows(RESULTS / "h100" / "timed.csv")[0]
+    lines = [
+        "# Benchmarks",
+        "",
+        "<!-- written by python -m scripts.benchmarks -->",
+        "",
+        "![Longest sequence and memory beside other methods](../pictures/benchmarks.svg)",
+        "",
+        "## Seconds and memory of a step",
+        "",
+        f"Forward and backward in bf16, batch size 1, on one {first['device']}. Versions: "
+        f"{first['versions']}.",
+        "TRL has its chunked head, selective checkpointing and Liger's kernels; streambp has Liger's "
+        "kernels too.",
+        f'"{LEAN}" is `saves=("attn_out",), offload="cpu"`. Rows: `paper_repro/results/h100/timed.csv`; '
+        "[how they were measured](measurements.md#on-one-h100).",
+        "",
+        f"| trained | model | tokens | `{DEFAULT}` | {LEAN} | {TRL} |",
+        "|---|---|---|---|---|---|",
+    ]
+    for trained, shape, tokens in SETUPS:
+        cells = [trained, shape, f"{tokens:,}"]
+        for method in METHODS.values():
+            row = found.get((trained, shape, tokens, method))
+            cells.append(MISSING if row is None else f"{row.seconds:.2f} s, {row.gib:.1f} GiB")
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## Longest sequence",
+        "",
+        "Computed by `streambp plan`, not measured: all parameters of Qwen3-8B's shape, forward and "
+        "backward on a GPU of 80 GB, 115 GiB of host memory. Rows: "
+        "`paper_repro/results/predicted_longest.csv`.",
+        "",
+        "| method | tokens |",
+        "|---|---|",
+    ]
+    lines += [f"| {method} | {tokens:,} |" for method, tokens in longest().items()]
+    lines += [
+        "",
+        "## Not measured",
+        "",
+        "Several GPUs, other GPUs than this one, axolotl, Unsloth and DeepSpeed's ALST beside streambp, "
+        "TRL at 131,072 tokens, and full training of more than 65,536 tokens.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def panel(title: str, note: str, bars: list[Bar], top: int) -> tuple[list[str], int]:
+    """Return a panel's SVG elements and the row below it."""
+    parts = [
+        f'<text class="title" x="16" y="{top + 16}">{html.escape(title)}</text>',
+        f'<text class="note" x="16" y="{top + 34}">{html.escape(note)}</text>',
+    ]
+    most = max(bar.value for bar in bars)
+    y = top + 46
+    for bar in bars:
+        kind = "ours" if bar.label.startswith("streambp") else "theirs"
+        width = max(2.0, BAR * bar.value / most)
+        parts.append(f'<text x="16" y="{y + 14}">{html.escape(bar.label)}</text>')
+        parts.append(
+            f'<rect class="{kind}" x="{LABEL}" y="{y}" width="{width:.1f}" height="18" rx="3"/>'
+        )
+        parts.append(
+            f'<text x="{LABEL + width + 8:.1f}" y="{y + 14}">{html.escape(bar.text)}</text>'
+        )
+        y += ROW
+    return parts, y + 14
+
+
+def picture() -> str:
+    """Return the picture as SVG."""
+    bars = []
+    for method, tokens in longest().items():
+        bars.append(Bar(method, tokens, f"{tokens:,} tokens"))
+    parts, top = panel(
+        "Longest sequence, Qwen3-8B, all parameters, 80 GB",
+        "computed by streambp plan: forward and backward, 115 GiB of host memory",
+        bars,
+        14,
+    )
+    found = measured()
+    bars = []
+    for method in (LEAN, TRL, DEFAULT):
+        row = found["full", "Qwen3-8B", 65536, method]
+        bars.append(Bar(method, row.gib, f"{row.gib:.1f} GiB, {row.seconds:.2f} s"))
+    more, top = panel(
+        "Peak memory and seconds of a step, 65,536 tokens",
+        "measured on one H100 of 80 GB; the default uses all free memory",
+        bars,
+        top,
+    )
+    legend = (
+        f'<rect class="ours" x="16" y="{top}" width="12" height="12" rx="2"/>'
+        f'<text x="34" y="{top + 11}">streambp</text>'
+        f'<rect class="theirs" x="116" y="{top}" width="12" height="12" rx="2"/>'
+        f'<text x="134" y="{top + 11}">other methods</text>'
+    )
+    height = top + 26
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+            'aria-label="Longest sequence and memory beside other methods">',
+            f"<style>{STYLE}</style>",
+            *parts,
+            *more,
+            legend,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """Write the files, or compare them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    stale = 0
+    for path, text in ((PAGE, page()), (PICTURE, picture())):
+        if path.is_file() and path.read_text("utf-8") == text:
+            continue
+        stale = 1
+        if not arguments.check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, "utf-8")
+        print(path.relative_to(ROOT))
+    return stale if arguments.check else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,153 @@
+"""Write the memory of a step, predicted and measured, as one HTML file with a picture.
+
+The file has no external references and no script.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from streambp.planner.measure import Compared
+
+MIB = 2**20
+WIDTH = 1000  # units of the picture, which is stretched to the window
+HEIGHT = 320
+LINES = 4  # horizontal lines above zero
+LABELLED = 0.1  # part of the width from which a run of phases has a label
+PARTS = ("forward", "backward")  # phases of layers, whose names have a number
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e; --page: #ffffff;
+  --line: #d1d9e0; --measured: #4051b5; --predicted: #bc4c00; --band: #f6f8fa; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9198a1; --page: #0d1117;
+  --line: #3d444d; --measured: #8c9eff; --predicted: #ffa657; --band: #161b22; } }
+body { margin: 0 auto; max-width: 1100px; padding: 16px; background: var(--page);
+  color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 20px; margin: 0 0 4px; overflow-wrap: anywhere; }
+p { margin: 0 0 12px; color: var(--soft); overflow-wrap: anywhere; }
+.legend span { margin-right: 16px; color: var(--ink); white-space: nowrap; }
+.legend i { display: inline-block; width: 22px; height: 0; margin-right: 6px;
+  vertical-align: middle; border-top: 3px solid var(--measured); }
+.legend i.predicted { border-top: 3px dashed var(--predicted); }
+.chart { display: grid; grid-template-columns: auto minmax(0, 1fr); column-gap: 8px; }
+.scale { display: flex; flex-direction: column; justify-content: space-between; height: 320px;
+  font-size: 12px; color: var(--soft); text-align: right; line-height: 1; }
+svg { width: 100%; height: 320px; display: block; }
+svg line { stroke: var(--line); vector-effect: non-scaling-stroke; }
+svg path { fill: none; stroke-width: 2.5; vector-effect: non-scaling-stroke; }
+.measured { stroke: var(--measured); }
+.predicted { stroke: var(--predicted); stroke-dasharray: 7 5; }
+.band { fill: var(--band); }
+.hit { fill: transparent; }
+.parts { grid-column: 2; display: flex; font-size: 12px; color: var(--soft); }
+.parts div { overflow: hidden; text-align: center; border-left: 1px solid var(--line);
+  min-width: 0; text-overflow: ellipsis; white-space: nowrap; }
+.wide { overflow-x: auto; margin-top: 16px; }
+table { border-collapse: collapse; }
+th, td { padding: 2px 12px 2px 0; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+"""
+
+
+def profile_page(rows: Sequence[Compared], name: str, seq_len: int, chunk_size: int) -> str:
+    """Return the content of the file.
+
+    Args:
+        rows: the phases of a step in order, with predicted and measured bytes.
+        name: the model's name.
+        seq_len: tokens of the row.
+        chunk_size: tokens of a chunk.
+    """
+    peak = max(max(row.predicted, row.measured) for row in rows)
+    top = peak * 1.05 or 1.0
+    measured = max(rows, key=lambda row: row.measured)
+    predicted = max(rows, key=lambda row: row.predicted)
+    scale = []
+    for step in range(LINES, -1, -1):
+        scale.append(f"<div>{top * step / LINES / MIB:,.1f} MiB</div>")
+    title = html.escape(f"Memory of a step: {name}")
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{title}</title><style>{STYLE}</style></head><body>",
+            f"<h1>{title}</h1>",
+            f"<p>{seq_len:,} tokens in chunks of {chunk_size:,}; peak of each phase beyond the "
+            f"memory before the step. Measured peak: {measured.measured / MIB:,.1f} MiB in "
+            f"{html.escape(measured.phase)}. Predicted: {predicted.predicted / MIB:,.1f} MiB in "
+            f"{html.escape(predicted.phase)}.</p>",
+            '<p class="legend"><span><i></i>measured</span>'
+            '<span><i class="predicted"></i>predicted</span></p>',
+            f'<div class="chart"><div class="scale">{"".join(scale)}</div>',
+            _picture(rows, top),
+            f'<div class="parts">{_parts(rows)}</div></div>',
+            f'<div class="wide">{_table(rows)}</div>',
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def _picture(rows: Sequence[Compared], top: float) -> str:
+    """Return the picture, with a line of the measured and one of the predicted bytes."""
+    step = WIDTH / len(rows)
+    parts = []
+    for number, row in enumerate(rows):
+        if row.phase.partition(" ")[0] == PARTS[1]:
+            parts.append(
+                f'<rect class="band" x="{number * step:.2f}" y="0" width="{step:.2f}" '
+                f'height="{HEIGHT}"/>'
+            )
+    for line in range(LINES + 1):
+        y = HEIGHT * line / LINES
+        parts.append(f'<line x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    for kind in ("measured", "predicted"):
+        points = []
+        for number, row in enumerate(rows):
+            y = HEIGHT * (1 - getattr(row, kind) / top)
+            points.append(f"{number * step:.2f} {y:.2f} H{(number + 1) * step:.2f}")
+        parts.append(f'<path class="{kind}" d="M{" L".join(points)}"/>')
+    for number, row in enumerate(rows):
+        parts.append(
+            f'<rect class="hit" x="{number * step:.2f}" y="0" width="{step:.2f}" '
+            f'height="{HEIGHT}"><title>{html.escape(row.phase)}: measured '
+            f"{row.measured / MIB:,.1f} MiB, predicted {row.predicted / MIB:,.1f} MiB"
+            "</title></rect>"
+        )
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="Memory of each phase, measured and predicted">{"".join(parts)}</svg>'
+    )
+
+
+def _parts(rows: Sequence[Compared]) -> str:
+    """Return labels for runs of phases: "forward" for all layers' forwards."""
+    runs: list[list[str]] = []
+    for row in rows:
+        first = row.phase.partition(" ")[0]
+        label = first if first in PARTS else row.phase
+        if runs and runs[-1][0] == label:
+            runs[-1].append(label)
+        else:
+            runs.append([label])
+    cells = []
+    for run in runs:
+        label = run[0] if len(run) >= len(rows) * LABELLED else ""
+        cells.append(f'<div style="flex: {len(run)} 1 0" title="{run[0]}">{label}</div>')
+    return "".join(cells)
+
+
+def _table(rows: Sequence[Compared]) -> str:
+    """Return a table of the phases."""
+    lines = []
+    for row in rows:
+        lines.append(
+            f"<tr><td>{html.escape(row.phase)}</td><td>{row.predicted / MIB:,.2f}</td>"
+            f"<td>{row.measured / MIB:,.2f}</td></tr>"
+        )
+    return (
+        "<table><thead><tr><th>MiB</th><th>predicted</th><th>measured</th></tr>"
+        f"</thead><tbody>{''.join(lines)}</tbody></table>"
+    )

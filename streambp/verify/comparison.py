@@ -1,0 +1,82 @@
+"""Exactness, memory and time of several methods on one model, as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from streambp.verify.verdict import FLOOR, Verification
+
+MIB = 2**20
+WIDTH = 30  # columns of a method's name
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodResult:
+    """Exactness and cost of one method.
+
+    Attributes:
+        name: the method.
+        exact: True if no problem was found.
+        problems: evidence against exactness; empty if exact.
+        error: relative error of the full gradient.
+        peak: peak bytes of forward and backward beyond the weights, gradients included.
+        seconds: seconds of forward and backward.
+    """
+
+    name: str
+    exact: bool
+    problems: tuple[str, ...]
+    error: float
+    peak: int
+    seconds: float
+
+    def __str__(self) -> str:
+        """Return the verdict in one line."""
+        return f"{self.name}: {self.verdict}, error {self.error:.1e}"
+
+    @property
+    def verdict(self) -> str:
+        """Return "exact" or "NOT EXACT"."""
+        return "exact" if self.exact else "NOT EXACT"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Result of `compare_methods`; `str()` is a report.
+
+    Attributes:
+        verification: the verdict on streaming.
+        methods: streaming and the other methods; empty without other methods.
+    """
+
+    verification: Verification
+    methods: tuple[MethodResult, ...]
+
+    def table(self, top: int = 20) -> str:
+        """Return the verdict with the `top` worst parameters, and one line for each method."""
+        verdict = self.verification.table(top)
+        if not self.methods:
+            return verdict
+        lines = [
+            verdict,
+            "",
+            f"{'method':<{WIDTH}}  {'gradient':>9}  {'error':>9}  {'x noise':>7}  "
+            f"{'peak MiB':>9}  {'seconds':>8}",
+        ]
+        noise = max(self.verification.whole_unpatched, FLOOR)
+        for method in self.methods:
+            lines.append(
+                f"{method.name:<{WIDTH}}  {method.verdict:>9}  {method.error:>9.2e}  "
+                f"{method.error / noise:>7.2f}  {method.peak / MIB:>9.1f}  {method.seconds:>8.3f}"
+            )
+        for method in self.methods[1:]:
+            for problem in method.problems:
+                lines.append(f"{method.name}: {problem}")
+        lines.append(
+            "peak: of forward and backward, with gradients and without weights; seconds: of "
+            "the faster of two steps, after a first one"
+        )
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()

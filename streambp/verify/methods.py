@@ -1,0 +1,201 @@
+"""Other ways to train on long sequences, which `verify` compares with streaming on one model.
+
+Each method gets a copy of the model's modules that shares all parameters and buffers with the
+model. The model itself is not changed, and a copy costs no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from streambp.device import is_accelerator
+from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
+from streambp.fields import shown
+from streambp.known_names import LIGER as LIGER_PACKAGE
+from streambp.known_names import NOT_OF_LAYERS
+from streambp.libraries import required
+from streambp.model.fused_layers import NoKernelsError, put_on
+
+UNPATCHED = "unpatched"
+CHECKPOINTING = "checkpointing"
+TRL = "trl"
+LIGER = "liger"
+METHODS = (UNPATCHED, CHECKPOINTING, TRL, LIGER)
+TOLD = {
+    UNPATCHED: "unpatched",
+    CHECKPOINTING: "checkpointing",
+    TRL: "checkpointing, TRL's head",
+    LIGER: "checkpointing, Liger's kernels",
+}
+LAYER_KERNELS = (*NOT_OF_LAYERS, "rms_norm", "layer_norm", "swiglu", "geglu")
+HEAD = "fused_linear_cross_entropy"
+FLAG = "gradient_checkpointing"  # transformers' attribute of modules that checkpoint
+
+Forward = Callable[..., Any]
+Method: TypeAlias = str | Callable[[Any], Forward]
+
+
+def name_of(method: Method) -> str:
+    """Return a method's name for a table."""
+    if isinstance(method, str):
+        return TOLD[method]
+    return getattr(method, "__name__", type(method).__name__)
+
+
+def check_methods(methods: Sequence[Method]) -> None:
+    """Check the names of methods.
+
+    Raises:
+        ConfigError: a name is unknown, or occurs twice.
+    """
+    names = [method for method in methods if isinstance(method, str)]
+    for name in names:
+        if name not in METHODS:
+            raise ConfigError(
+                f"against names {shown(name)}; it must be among {', '.join(METHODS)}. Several "
+                "names are separated by commas."
+            )
+    if len(set(names)) < len(names):
+        raise ConfigError(f"against is {', '.join(names)}. Name each method once.")
+
+
+def check_libraries(methods: Sequence[Method], device: torch.device) -> None:
+    """Check that the methods can run here.
+
+    Args:
+        methods: the methods.
+        device: the model's device.
+
+    Raises:
+        MissingLibraryError: a method's library is not installed.
+        StreamBPError: a library is too old, or its kernels need a GPU.
+    """
+    if TRL in methods:
+        _trl()
+    if LIGER in methods:
+        _liger()
+        if not is_accelerator(device):
+            raise StreamBPError(
+                f"Liger's kernels need a GPU, and this model is on {device.type}. Leave "
+                f"{LIGER} out, or move the model to a GPU."
+            )
+
+
+@contextlib.contextmanager
+def prepared(model: nn.Module, method: Method) -> Iterator[Forward]:
+    """Context manager with the forward of a method, which takes the model's arguments.
+
+    Args:
+        model: the unpatched model, in eval mode. Its parameters get the gradients.
+        method: the method.
+
+    Raises:
+        StreamBPError: the library does not support this model.
+    """
+    if method == UNPATCHED:
+        yield model
+        return
+    other: Any = _shared_copy(model)
+    if not isinstance(method, str):
+        yield method(other)
+        return
+    forward: Forward = other
+    if method == TRL:
+        forward = _with_trls_head(other)
+    if method == LIGER:
+        _with_ligers_kernels(other)
+    _checkpoint(other)
+    yield forward
+
+
+def _shared_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of the modules with the same parameters and buffers."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        memo[id(tensor)] = tensor
+    return copy.deepcopy(model, memo)
+
+
+def _checkpoint(model: Any) -> None:
+    """Enable transformers' checkpointing, as `gradient_checkpointing=True` does in training.
+
+    Only modules in training mode checkpoint. The flag is set on these modules alone, and their
+    dropout is 0, because the other runs draw none.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} supports no gradient checkpointing in transformers. Pass "
+            f"{UNPATCHED} instead."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its name changes in transformers 6
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if not hasattr(module, FLAG):
+            continue
+        module.training = True
+        for field, value in vars(module).items():
+            if isinstance(value, float) and "drop" in field:
+                setattr(module, field, 0.0)
+
+
+def _trl() -> Callable[[Any], None]:
+    """Return a function that adds TRL's chunked head and selective checkpointing to a model."""
+    with required("trl"):
+        importlib.import_module("trl")
+    try:
+        from trl.models import enable_selective_activation_checkpointing
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError as error:
+        raise StreamBPError(
+            f"This trl has no chunked head or no selective checkpointing ({error}). Install it: "
+            "pip install 'trl>=1.16'."
+        ) from error
+
+    def add(model: Any) -> None:
+        """Add both to a model."""
+        add_fused_lm_head(model)
+        enable_selective_activation_checkpointing(model)
+
+    return add
+
+
+def _with_trls_head(model: Any) -> Forward:
+    """Add TRL's chunked head and selective checkpointing; return the forward that uses them."""
+    _trl()(model)
+    return functools.partial(model, fused_lm_head=True)
+
+
+def _liger() -> Callable[..., None]:
+    """Return Liger's function that puts its kernels on a model."""
+    with required(LIGER_PACKAGE):
+        package = importlib.import_module(f"{LIGER_PACKAGE}.transformers")
+    apply: Callable[..., None] = package._apply_liger_kernel_to_instance
+    return apply
+
+
+def _with_ligers_kernels(model: nn.Module) -> None:
+    """Put Liger's norms and MLPs on a model, and Liger's fused linear cross-entropy.
+
+    The model keeps its own rotation: Liger's is set for all models of the process, and the other
+    runs would have it, too.
+    """
+    apply = _liger()
+    try:
+        put_on(model)
+    except NoKernelsError as error:
+        raise UnsupportedModelError(
+            f"{error.found}. Leave {LIGER} out of the methods to compare with."
+        ) from error
+    parts = dict.fromkeys(LAYER_KERNELS, False)
+    parts[HEAD] = True
+    apply(model=model, **parts)

@@ -1,0 +1,144 @@
+"""Models with random weights, made from a configuration and cut to a few layers.
+
+A model's code is exact or not whatever its weights are. The first layers of a model, with random
+weights, can therefore be judged before the weights are downloaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+
+from streambp.errors import ConfigError, StreamBPError
+from streambp.planner.configuration import build
+from streambp.planner.skeleton import Skeleton, reduced_layers
+from streambp.verify.compare import check_memory
+
+MOST = 8  # layers, unless more are asked for
+SPREAD = 0.02  # standard deviation of the noise on parameters that are constant
+SHARED_LAYERS = "num_kv_shared_layers"  # last layers that read the keys of layers before
+
+
+@dataclasses.dataclass(frozen=True)
+class CutModel:
+    """A model with random weights.
+
+    Attributes:
+        model: the model.
+        layers: number of its layers.
+        depth: number of layers of the full model.
+        needed: number of first layers among which each kind of layer occurs.
+    """
+
+    model: PreTrainedModel
+    layers: int
+    depth: int
+    needed: int
+
+    def note(self) -> str:
+        """Return a sentence on what was judged."""
+        told = f"random weights; the first {self.layers} of {self.depth} layers"
+        if self.layers < self.needed:
+            return (
+                f"{told}, which are not of every kind: pass --layers {self.needed} to judge all "
+                "kinds of layers"
+            )
+        return f"{told}, among which are all kinds of layers"
+
+
+def random_model(
+    config: PreTrainedConfig, layers: int | None, dtype: torch.dtype | None, seed: int
+) -> CutModel:
+    """Return a model of random weights, on the host.
+
+    Args:
+        config: the model's configuration; not changed.
+        layers: number of first layers to keep; None: enough for all kinds of layers, at most MOST.
+        dtype: dtype of the weights; None: the configuration's.
+        seed: seed of the weights.
+
+    Raises:
+        ConfigError: the model has fewer layers.
+        StreamBPError: the configuration is none of a causal language model, cannot be cut, or its
+            model does not fit into the memory of the host.
+    """
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    skeleton = Skeleton(config, dtype, None, 16, "cuda")
+    kinds = reduced_layers(skeleton.model).kinds
+    needed = max(kinds.index(kind) for kind in set(kinds)) + 1
+    kept = layers or min(needed, MOST)
+    if kept > len(kinds):
+        raise ConfigError(
+            f"--layers is {kept}, and the model has {len(kinds)} layers. Pass a smaller number."
+        )
+    cut = cut_config(config, kept, len(kinds))
+    with torch.device("meta"):
+        empty = _build(cut, dtype)
+    if len(reduced_layers(empty).kinds) != kept:
+        raise StreamBPError(
+            f"{type(config).__name__} does not say in num_hidden_layers how many layers it has. "
+            f"Pass --layers {len(kinds)}."
+        )
+    wide = torch.float32 if torch.finfo(dtype).bits == 16 else torch.float64
+    check_memory(empty, dtype, wide)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = _build(cut, dtype)
+        _vary_constants(model)
+    return CutModel(model, kept, len(kinds), needed)
+
+
+def cut_config(config: PreTrainedConfig, layers: int, depth: int) -> PreTrainedConfig:
+    """Return a copy of a configuration with fewer layers.
+
+    Args:
+        config: the configuration, which may hold that of a language model.
+        layers: number of layers to keep, the first ones.
+        depth: number of layers of the full model. Lists of this length have a value for each layer.
+    """
+    if layers == depth:
+        return config
+    cut = copy.deepcopy(config)
+    text: Any = cut.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == depth:
+            setattr(text, name, value[:layers])
+    shared = getattr(text, SHARED_LAYERS, 0) or 0
+    if shared:
+        setattr(text, SHARED_LAYERS, max(0, shared - (depth - layers)))
+    text.num_hidden_layers = layers
+    return cut
+
+
+def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the causal language model of a configuration.
+
+    Raises:
+        StreamBPError: there is none; the message names the field.
+    """
+    trusted = type(config).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
+    made: PreTrainedModel = build(
+        config,
+        lambda one: AutoModelForCausalLM.from_config(
+            copy.deepcopy(one), dtype=dtype, trust_remote_code=trusted
+        ),
+    )
+    return made
+
+
+@torch.no_grad()
+def _vary_constants(model: nn.Module) -> None:
+    """Add noise to parameters whose elements are all equal.
+
+    A bias of zeros hides terms that are lost on the way through it.
+    """
+    for parameter in model.parameters():
+        flat = parameter.flatten()  # [n]
+        if len(flat) and bool((flat == flat[0]).all()):
+            parameter.add_(torch.randn_like(parameter) * SPREAD)
