@@ -519,10 +519,8 @@ def _as_in_a_step(call: LayerCall) -> Iterator[None]:
     layer's parameters are detached. Stored values are removed afterwards."""
     parameters = Parameters(call.site.layer, call.device, call.site.of(slots_of))
     graph = torch.is_grad_enabled() and may_have_graphs(call)
-    given = (
-        parameters.replaced([p.detach() for p in parameters.current()])
-        if graph
-        else torch.no_grad()
-    )
+    given: contextlib.AbstractContextManager[Any] = torch.no_grad()
+    if graph:
+        given = parameters.replaced([p.detach() for p in parameters.current()])
     with undone(roots_of(call.site, call.look)), given:
         yield

@@ -93,11 +93,9 @@ class UnpatchedRun:
             f"{type(a).__name__} with attn_implementation={own_implementation(a.config)!r}"
             for a in attentions
         }  # type: ignore[arg-type]
-        return (
-            f"{type(layer).__name__} ({', '.join(sorted(names))})"
-            if names
-            else type(layer).__name__
-        )
+        if names:
+            return f"{type(layer).__name__} ({', '.join(sorted(names))})"
+        return type(layer).__name__
 
     def agrees(self, whole: list[Tensor]) -> bool:
         """True if streambp's result for the same input equals the unpatched layer's, up to

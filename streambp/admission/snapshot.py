@@ -386,11 +386,10 @@ def is_foreign(known: Any) -> bool:
     """True if a class or a function is third-party: its package is none of those that streambp
     knows (the standard library, torch, transformers and so on).
     """
-    home = (
-        known.__globals__.get("__name__")
-        if isinstance(known, types.FunctionType)
-        else known.__module__
-    )
+    if isinstance(known, types.FunctionType):
+        home = known.__globals__.get("__name__")
+    else:
+        home = known.__module__
     return str(home).partition(".")[0] not in KNOWN
 
 

@@ -274,11 +274,10 @@ def kind_of(layer: nn.Module) -> LayerKind:
         attention: NoAttention = OverCache(cache)
     elif attends(layer):
         picks = any(map(_hands_picks, _attentions(layer)))
-        top = (
-            next((getattr(indexer, INDEX_TOPK) for indexer in indexers_of(layer)), None)
-            if picks
-            else None
-        )
+        if picks:
+            top = next((getattr(indexer, INDEX_TOPK) for indexer in indexers_of(layer)), None)
+        else:
+            top = None
         attention = Picking(top) if picks else ThroughInterface()
     else:
         attention = NoAttention() if replaced is None else ForeignAttention(replaced)

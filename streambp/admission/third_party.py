@@ -316,11 +316,10 @@ def why_rows(module: nn.Module) -> str | None:
         own = (forward for forward in forwards(inner) if not isinstance(forward, InstanceForward))
         for function in (*own, getattr(type(inner), "forward", inner), type(inner)):
             if not known(function):
-                what = (
-                    type(inner).__name__
-                    if function is type(inner)
-                    else f"the forward {full_name(function)}"
-                )
+                if function is type(inner):
+                    what = type(inner).__name__
+                else:
+                    what = f"the forward {full_name(function)}"
                 return (
                     f"{what} (in {path or 'the model'}) is another's, and would see another row "
                     "than the batch's"

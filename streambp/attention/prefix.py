@@ -75,11 +75,10 @@ class SiteSize:
         wide = torch.promote_types(k.dtype, torch.float32).itemsize
         elements = (k.numel() + v.numel()) // k.shape[2]
         keys = elements * k.element_size()
-        padding = (
-            0
-            if width is None
-            else v.shape[0] * v.shape[1] * (width - v.shape[3]) * v.element_size()
-        )
+        if width is None:
+            padding = 0
+        else:
+            padding = v.shape[0] * v.shape[1] * (width - v.shape[3]) * v.element_size()
         return cls(keys, elements * wide, keys + padding, v.shape[3])
 
 
@@ -432,11 +431,10 @@ class PrefixChunkAttention(ChunkAttention):
                 f"The layer attends {prefix.calls} times to keys that an indexer picks; expected "
                 "was once. Please report this model."
             )
-        layout = (
-            prefix.layout
-            if picks is None
-            else PickedMask.of(prefix.layout, prefix.length, chunk, picks)
-        )
+        if picks is None:
+            layout = prefix.layout
+        else:
+            layout = PickedMask.of(prefix.layout, prefix.length, chunk, picks)
         if self.stage is not Stage.RECOMPUTE:
             plan = backend.plan(
                 layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD

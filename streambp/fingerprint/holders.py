@@ -121,11 +121,9 @@ def entries_of(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Hol
     wanted = None if names is None else list(names)
 
     def read() -> Content:
-        return (
-            dict(table)
-            if wanted is None
-            else {name: table[name] for name in wanted if name in table}
-        )
+        if wanted is None:
+            return dict(table)
+        return {name: table[name] for name in wanted if name in table}
 
     return Holder(table, read, table.__setitem__, table.__delitem__)
 

@@ -107,11 +107,9 @@ def short_name(hook: Any) -> str:
     hook = getattr(hook, "func", hook)
     code = getattr(hook, "__code__", None)
     name = name_of(hook).rpartition(".")[2]
-    return (
-        name
-        if code is None
-        else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
-    )
+    if code is None:
+        return name
+    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def base_of(leaf: str) -> str:

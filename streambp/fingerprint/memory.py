@@ -379,11 +379,9 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 def _key(key: Any) -> str:
     """Return the label of a dictionary key for a path."""
-    return (
-        repr(key)
-        if isinstance(key, (str, int, float, tuple))
-        else name_of(type(key)).rpartition(".")[2]
-    )
+    if isinstance(key, (str, int, float, tuple)):
+        return repr(key)
+    return name_of(type(key)).rpartition(".")[2]
 
 
 def _home(known: type) -> str:

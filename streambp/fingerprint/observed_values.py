@@ -85,11 +85,9 @@ def plain_leaf(value: Any, name: str) -> ObservedValue | None:
     known = type(value)
     if value is None or known is bool or known is str:
         return ObservedValue(name, value, value)
-    return (
-        ObservedValue(name, value, ("number", value != 0))
-        if known is int or known is float
-        else None
-    )
+    if known is int or known is float:
+        return ObservedValue(name, value, ("number", value != 0))
+    return None
 
 
 def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[ObservedValue]:

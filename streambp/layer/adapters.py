@@ -82,11 +82,9 @@ class Adapter(NamedTuple):
     @property
     def drops(self) -> float:
         """Return the dropout probability; 0 if the dropout is inactive."""
-        return (
-            float(self.dropout.p)
-            if isinstance(self.dropout, nn.Dropout) and self.dropout.training
-            else 0.0
-        )
+        if isinstance(self.dropout, nn.Dropout) and self.dropout.training:
+            return float(self.dropout.p)
+        return 0.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -149,11 +147,9 @@ def _kinds() -> tuple[Any, ...]:
     """Return the classes of peft's LoRA Linears; () if peft is not imported."""
     plain, packed = sys.modules.get(LORA_LAYERS), sys.modules.get(LORA_OF_PACKED)
     kinds = () if plain is None else (plain.Linear,)
-    return (
-        kinds
-        if packed is None or not hasattr(packed, "Linear4bit")
-        else (*kinds, packed.Linear4bit)
-    )
+    if packed is None or not hasattr(packed, "Linear4bit"):
+        return kinds
+    return (*kinds, packed.Linear4bit)
 
 
 def _read(module: Any) -> Reading:

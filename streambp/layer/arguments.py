@@ -229,11 +229,10 @@ class Arguments:
             StreamBPError: an argument's length differs from the sequence's.
         """
         if leaves is None:
-            leaves = (
-                self.leaves(chunk, [False] * len(self.differentiable))
-                if self.differentiable
-                else []
-            )
+            if self.differentiable:
+                leaves = self.leaves(chunk, [False] * len(self.differentiable))
+            else:
+                leaves = []
         named = self._parts.get(chunk)
         if named is None:
             named = self._parts[chunk] = {}

@@ -118,11 +118,10 @@ def collect(
     Raises:
         UnsupportedModelError: a recorded tensor is neither [B * C, ...] nor [B, C, ...].
     """
-    extras = (
-        {OutputSlot(RETURNED, index): tensor for index, tensor in returned.items()}
-        if returned
-        else {}
-    )
+    if returned:
+        extras = {OutputSlot(RETURNED, index): tensor for index, tensor in returned.items()}
+    else:
+        extras = {}
     rows, tokens = hidden_states.shape[-3:-1]
     for name, tensors in recorded.items():
         for index, tensor in enumerate(tensors):
@@ -647,11 +646,10 @@ class LayerCall:
             named, starting = self.packing.entered(named, chunk, cache)
         before = {name: dict(named[name]) for name in shared} if shared else {}
         picked = picking(self.parts.indexers, point) if kind.attention.picks_keys else NULL_CONTEXT
-        choosing = (
-            NULL_CONTEXT
-            if self.site.choices is None
-            else self.site.choices.at(chunk, hidden_chunk.shape[-3])
-        )
+        if self.site.choices is None:
+            choosing = NULL_CONTEXT
+        else:
+            choosing = self.site.choices.at(chunk, hidden_chunk.shape[-3])
         if self.arguments.folds:
             hidden_chunk = self.arguments.as_given(hidden_chunk)
         for (

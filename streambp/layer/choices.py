@@ -79,11 +79,9 @@ class ReplayedChoices(TorchFunctionMode):
     def typical(self) -> float:
         """Return the root mean square, over all tokens, of the relative distance of router scores
         from those of the first run; 0 if no choice was replayed."""
-        return (
-            float(torch.cat([far.flatten() for far in self.far.values()]).mean()) ** 0.5
-            if self.far
-            else 0.0
-        )
+        if self.far:
+            return float(torch.cat([far.flatten() for far in self.far.values()]).mean()) ** 0.5
+        return 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -419,11 +419,10 @@ class StreamedLayer(torch.autograd.Function):
             # One gradient for each parameter, in its dtype.
             values = parameters.current()
             found = call.attempt(lambda _: work.sums.result(values))
-            found = (
-                found
-                if call.backward.send_gradients is None
-                else call.backward.send_gradients(values, found)
-            )
+            if call.backward.send_gradients is None:
+                found = found
+            else:
+                found = call.backward.send_gradients(values, found)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
@@ -509,11 +508,10 @@ def computed_with_graph(
     leaves = call.arguments.leaves(chunk, arguments)
     origin = GraphMarker()
     with torch.enable_grad():
-        given = (
-            MarkGraphStart.apply(hidden_chunk, origin, False)
-            if chunk.stop == call.plan.length
-            else hidden_chunk
-        )
+        if chunk.stop == call.plan.length:
+            given = MarkGraphStart.apply(hidden_chunk, origin, False)
+        else:
+            given = hidden_chunk
         output, _ = call.compute(given, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
     assert output is not None
     return Graph(output, origin, hidden_chunk, leaves, shadows)

@@ -211,11 +211,9 @@ def weights_of(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
     if ADAPTED in module.__dict__:
         module = module.base_layer  # type: ignore[assignment]
     slots = module.__dict__[PARAMETERS]
-    return (
-        (slots["weight"], slots["bias"])
-        if "weight" in slots and "bias" in slots
-        else (module.weight, module.bias)
-    )
+    if "weight" in slots and "bias" in slots:
+        return (slots["weight"], slots["bias"])
+    return (module.weight, module.bias)
 
 
 def _adding(

@@ -362,11 +362,10 @@ class SavedForBackward:
         names = [name for name in self.saves if name not in SAVES]
         if names:
             linears = self.products.linears = self.site.linears
-            products = (
-                matching(linears, names)
-                if self.named
-                else [name for name in linears if name in names]
-            )
+            if self.named:
+                products = matching(linears, names)
+            else:
+                products = [name for name in linears if name in names]
             kept = [name for name in products if name not in overwritten.products]
             if self.named and len(kept) < len(products):
                 raise self._overwritten(

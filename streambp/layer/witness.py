@@ -180,11 +180,10 @@ class Witness:
                     return
                 base = unchanged
                 if base is not None:
-                    base = (
-                        self.witnesses.combined(base.detach())
-                        if rows is None
-                        else base.detach()[..., rows, :].clone()
-                    )
+                    if rows is None:
+                        base = self.witnesses.combined(base.detach())
+                    else:
+                        base = base.detach()[..., rows, :].clone()
                 self._found.append(
                     self.compared()(then, now if rows is None else now.clone(), base)
                 )
@@ -270,11 +269,10 @@ class Witnesses:
         whole = type(x) is Tensor and x.is_contiguous()
         # as_strided makes one view, reshape and t two; this runs twice for each chunk.
         # [n, rows]
-        columns = (
-            x.as_strided((features, rows), (1, features))
-            if whole
-            else x.reshape(rows, features).t()
-        )
+        if whole:
+            columns = x.as_strided((features, rows), (1, features))
+        else:
+            columns = x.reshape(rows, features).t()
         if not torch._C._is_any_autocast_enabled():
             found = torch.mv(columns, weights)
         else:

@@ -88,11 +88,10 @@ class CausalLMForward(InstanceForward):
         if running.names_cache is None:
             running.names_cache = names_cache(self.module, kwargs)
         try:
-            trls = (
-                None
-                if self.previous is None
-                else trls_head(getattr(self.previous, "__func__", None))
-            )
+            if self.previous is None:
+                trls = None
+            else:
+                trls = trls_head(getattr(self.previous, "__func__", None))
             if (
                 trls is not None
                 and not kwargs.get(ASKS_TRLS_HEAD)
@@ -163,11 +162,9 @@ class CausalLMForward(InstanceForward):
                 kind: Any = _with_log_probs(scored.__class__)
                 return kind(**scored, log_probs=tokens.log_probs)
             output = None if self.state.unpatched is None else self._unstreamed(kwargs)
-            return (
-                self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True)
-                if output is None
-                else output
-            )
+            if output is None:
+                return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True)
+            return output
 
     def _note(
         self,
@@ -264,11 +261,10 @@ class CausalLMForward(InstanceForward):
         if is_initialized():
             self._refuse_unshifted(kwargs)
         self._leave_cache(kwargs)
-        lazy = (
-            HeadRequest(self.state.pending, beside_loss=True)
-            if hands_out and self._is_lazy(kwargs)
-            else None
-        )
+        if hands_out and self._is_lazy(kwargs):
+            lazy = HeadRequest(self.state.pending, beside_loss=True)
+        else:
+            lazy = None
         request.norms = self.norms if lazy is None else self._steady_norms
         request.handed_out = lazy is not None
         request.num_items = kwargs.get("num_items_in_batch")

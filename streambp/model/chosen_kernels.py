@@ -123,11 +123,9 @@ def without_driver(kind: str) -> str | None:
         found = driver.get_active_torch_device().type
     except Exception as error:  # no driver, or no compiler for the driver
         return f"Triton has no driver here ({type(error).__name__}: {error})."
-    return (
-        None
-        if found == kind
-        else f"Triton's kernels run on devices of type {found!r} here, and not on {kind!r}."
-    )
+    if found == kind:
+        return None
+    return f"Triton's kernels run on devices of type {found!r} here, and not on {kind!r}."
 
 
 def by_device(

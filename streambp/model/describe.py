@@ -314,11 +314,9 @@ def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
     told = "; ".join(
         (*parts, *(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.items()))
     )
-    return (
-        f"the model's own; where layers stream: {told}"
-        if record is not None and record.way == UNPATCHED
-        else told
-    )
+    if record is not None and record.way == UNPATCHED:
+        return f"the model's own; where layers stream: {told}"
+    return told
 
 
 def _describe_offload(found: PatchState, record: StepRecord | None) -> str:
@@ -327,17 +325,14 @@ def _describe_offload(found: PatchState, record: StepRecord | None) -> str:
     manager = found.offloader
     config = found.config
     if manager is None:
-        return (
-            "nothing leaves the device"
-            if found.weights is None
-            else "no saved tensor leaves the device"
-        )
+        if found.weights is None:
+            return "nothing leaves the device"
+        return "no saved tensor leaves the device"
     limit = config.host_memory
-    budget = (
-        "nine tenths of the host memory available"
-        if limit is None
-        else f"{sized(int(limit))} of host memory"
-    )
+    if limit is None:
+        budget = "nine tenths of the host memory available"
+    else:
+        budget = f"{sized(int(limit))} of host memory"
     ranks = local_ranks()
     if ranks > 1:
         budget += (
@@ -353,11 +348,10 @@ def _describe_offload(found: PatchState, record: StepRecord | None) -> str:
     sizes = {"parameters": use.parameters, "optimizer state": use.optimizer}
     beside = " and ".join(f"{sized(size)} of {what}" for what, size in sizes.items() if size)
     if beside:
-        coming = (
-            f", and {sized(use.to_come)} are set aside for its gradients and states"
-            if use.to_come
-            else ""
-        )
+        if use.to_come:
+            coming = f", and {sized(use.to_come)} are set aside for its gradients and states"
+        else:
+            coming = ""
         beside = f", beside the engine's {beside}{coming}"
     parts = [
         f"{moved} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){beside}"
@@ -386,11 +380,10 @@ def _weights(weights: HostWeights) -> str:
     if not layers:
         return f"weights of all {staying} layers have room on the device"
     beside = f"; those of {staying} layers have room on the device" if staying else ""
-    leaving = (
-        f"; gradients have {sized(weights.ranges.beside)} of the host"
-        if weights.ranges.beside
-        else ""
-    )
+    if weights.ranges.beside:
+        leaving = f"; gradients have {sized(weights.ranges.beside)} of the host"
+    else:
+        leaving = ""
     return (
         f"{sized(weights.ranges.bytes)} of weights of {len(layers)} layers live on the host, "
         f"beside two layers' memory ({sized(weights.device_bytes)}) on the device: "
@@ -519,11 +512,10 @@ def _compiled(model: nn.Module, found: PatchState) -> list[str]:
     )
     apart = compiled_around(model, found.root, layers, [w.module for w in found.wrappers])
     if apart is not None:
-        rest = (
-            f"{', '.join(sorted(apart))} run compiled"
-            if apart
-            else "what is around them is eager, too"
-        )
+        if apart:
+            rest = f"{', '.join(sorted(apart))} run compiled"
+        else:
+            rest = "what is around them is eager, too"
         notes.append(f"streamed layers stay eager under torch.compile; {rest}")
     if inside:
         within = "run compiled inside of streamed layers; outputs of Linears in there are not saved"

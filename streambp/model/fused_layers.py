@@ -190,16 +190,14 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
     InstalledKernels(tuple(change for change in changes if change.module in undone)).take_off()
     if problem is not None or not any(change.name == "forward" for change in fused.replaced):
         fused.take_off()
-        found = (
-            f"{type(problem).__name__}: {problem}"
-            if problem
-            else "it changes nothing of a model that is there already"
-        )
-        found = (
-            f"it computes otherwise than {', '.join(fused.left)}"
-            if fused.left and not problem
-            else found
-        )
+        if problem:
+            found = f"{type(problem).__name__}: {problem}"
+        else:
+            found = "it changes nothing of a model that is there already"
+        if fused.left and not problem:
+            found = f"it computes otherwise than {', '.join(fused.left)}"
+        else:
+            found = found
         raise NoKernelsError(
             f"Liger could not be applied to this {type(causal).__name__}: {found}",
             f"{LEAVE_OUT}, or apply Liger before the model is made",
@@ -252,11 +250,10 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     if rounding == LIGERS_ROUNDINGS[0]:
         normed = normed.bfloat16().float()
-    weight = (
-        weights[0].float()
-        if any(value is not None for value in parameters.values())
-        else 1.0 - offset
-    )
+    if any(value is not None for value in parameters.values()):
+        weight = weights[0].float()
+    else:
+        weight = 1.0 - offset
     found = (normed * (offset + weight)).bfloat16()
     known = rounding in LIGERS_ROUNDINGS and rounded.dtype == found.dtype
     return not known or bool((found != rounded).float().mean() > BY_CHANCE)

@@ -73,11 +73,10 @@ def record_of(state: PatchState) -> StepRecord | None:
     chosen = step.choice if isinstance(step.choice, Chosen) else None
     saved = _saved(state, step, chosen)
     kept = next((one for one in saved if one.name == GRAPH), None)
-    way = (
-        KEPT_GRAPH
-        if kept and kept.layers == len(step.reports) and step.let_go is None
-        else STREAMED
-    )
+    if kept and kept.layers == len(step.reports) and step.let_go is None:
+        way = KEPT_GRAPH
+    else:
+        way = STREAMED
     if step.unpatched:
         way = UNPATCHED
     elif step.reports and all(report.because is not None for report in step.reports):
@@ -88,11 +87,10 @@ def record_of(state: PatchState) -> StepRecord | None:
         for s, r in zip(steps.sites, step.reports, strict=False)
         if r.because is not None
     ]
-    places = (
-        {}
-        if state.root is None or not whole
-        else {id(module): name for name, module in state.root.named_modules()}
-    )
+    if state.root is None or not whole:
+        places = {}
+    else:
+        places = {id(module): name for name, module in state.root.named_modules()}
     split = state.history.split
     return StepRecord(
         number=step.number,
@@ -177,19 +175,16 @@ def head_of(state: PatchState) -> str:
     the text says how they will be computed."""
     heads = [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]
     if not heads:
-        models = (
-            []
-            if state.root is None
-            else [m for m in state.root.modules() if isinstance(m, PreTrainedModel)]
-        )
+        if state.root is None:
+            models = []
+        else:
+            models = [m for m in state.root.modules() if isinstance(m, PreTrainedModel)]
         others = [head for head in (m.get_output_embeddings() for m in models) if head is not None]  # type: ignore[operator]
         # A head that computes logits without a single weight (a ModuleList of heads).
         other = next((type(head).__name__ for head in others if not hasattr(head, "weight")), None)
-        return (
-            f"builds the logits: the head is a {other}, costs memory"
-            if other
-            else "none (no language-model head)"
-        )
+        if other:
+            return f"builds the logits: the head is a {other}, costs memory"
+        return "none (no language-model head)"
     told = [_what_became_of(head) for head in heads]
     if len(set(told)) == 1:
         return told[0]
@@ -231,9 +226,8 @@ def _what_became_of(head: CausalLMForward) -> str:
     if told is None:
         return f"{BLOCKWISE} when labels are given; no call yet in training or with labels"
     predicted = f"; {PREDICTED}" if head.predicted else ""
-    missing = (
-        f" ({head.unlabelled} of {head.trained} training calls came without labels)"
-        if head.unlabelled
-        else ""
-    )
+    if head.unlabelled:
+        missing = f" ({head.unlabelled} of {head.trained} training calls came without labels)"
+    else:
+        missing = ""
     return f"{told}{predicted}{missing}"

@@ -219,21 +219,18 @@ class StepRecord:
     def _room(self, size: float | None, verb: str) -> str:
         if size is None:
             return ""
-        return (
-            f"{verb} {sized(size)}"
-            if self.free is None
-            else f"{verb} {out_of(size, max(0.0, self.free))} free"
-        )
+        if self.free is None:
+            return f"{verb} {sized(size)}"
+        return f"{verb} {out_of(size, max(0.0, self.free))} free"
 
     @property
     def line(self) -> str:
         """Return one line for a log: the step's number and sentence, the saved tensors, and how the
         loss was computed."""
-        names = (
-            f" ({', '.join(saved.name for saved in self.saved)})"
-            if self.saved_bytes and self.way == STREAMED
-            else ""
-        )
+        if self.saved_bytes and self.way == STREAMED:
+            names = f" ({', '.join(saved.name for saved in self.saved)})"
+        else:
+            names = ""
         return f"step {self.number}: {self}{names}; head: {self.head}"
 
     def numbers(self) -> dict[str, float]:

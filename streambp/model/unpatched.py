@@ -118,11 +118,10 @@ class UnpatchedRuns:
             packs: returns True if the patched call would pack rows with common prefixes into one
                 row; called last, because the function reads the batch.
         """
-        given = (
-            kwargs.get("input_ids")
-            if kwargs.get("input_ids") is not None
-            else kwargs.get("inputs_embeds")
-        )
+        if kwargs.get("input_ids") is not None:
+            given = kwargs.get("input_ids")
+        else:
+            given = kwargs.get("inputs_embeds")
         if not isinstance(given, Tensor) or given.dim() < 2:
             return None
         self.saves_policy.begins(given.device)
@@ -150,11 +149,10 @@ class UnpatchedRuns:
         finally:
             self.within = False
         # Here and not in the except block, because the error's frames reference tensors.
-        after = (
-            self.saves_policy.free(given.device)
-            if result is not None and tells_memory(given.device)
-            else None
-        )
+        if result is not None and tells_memory(given.device):
+            after = self.saves_policy.free(given.device)
+        else:
+            after = None
         took = 0.0 if before is None or after is None else before - after
         if before is not None and took > found.bytes + IGNORED_SHARE_OF_FREE_MEMORY * before:
             self.factor *= took / found.bytes
@@ -222,11 +220,9 @@ class UnpatchedRuns:
         for site in self.steps.sites:
             if not any(map(SEEN_WRITING, site.tests.results.values())) or not is_plain(site):
                 return False
-        size = (
-            self.saves_policy.size(batch_size, length, given.device)
-            if self.saves_policy.sizes
-            else self.config.chunk_size
-        )
+        size = self.config.chunk_size
+        if self.saves_policy.sizes:
+            size = self.saves_policy.size(batch_size, length, given.device)
         return len(plan_chunks(length, batch_size, size)) == 1
 
     def _heed_backward(self) -> None:

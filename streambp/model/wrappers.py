@@ -148,11 +148,9 @@ class LayerForward(InstanceForward):
             unpatched.enter_layer()
             return self.original(*args, **kwargs)
         with self.state.owner.enter():
-            return (
-                self._call(args, kwargs)
-                if running.failed is None
-                else self._on_trial(running.failed, args, kwargs)
-            )
+            if running.failed is None:
+                return self._call(args, kwargs)
+            return self._on_trial(running.failed, args, kwargs)
 
     def _on_trial(
         self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -267,11 +265,10 @@ class BackboneForward(InstanceForward):
     def _call(self, kwargs: dict[str, Any]) -> Any:
         state = self.state
         running = self.state.running
-        given = (
-            kwargs.get("input_ids")
-            if kwargs.get("input_ids") is not None
-            else kwargs.get("inputs_embeds")
-        )
+        if kwargs.get("input_ids") is not None:
+            given = kwargs.get("input_ids")
+        else:
+            given = kwargs.get("inputs_embeds")
         if state.weights is not None:
             state.weights.begin(given)
         before = running.bypass, running.shards, running.packed_rows

@@ -208,11 +208,9 @@ class ObservedCosts:
     def times(self) -> list[float]:
         """Return the seconds of each chunk's forward; [] if chunks were not timed."""
         pairs = zip(self.marks, self.marks[1:], strict=False)
-        return (
-            []
-            if self.engine is None
-            else [self.engine.seconds(before, after) for before, after in pairs]
-        )
+        if self.engine is None:
+            return []
+        return [self.engine.seconds(before, after) for before, after in pairs]
 
 
 def attention_rate(layers: Iterable[ObservedCosts]) -> float:

@@ -183,11 +183,9 @@ class AcceleratorEngine(Engine):
         self._running: collections.deque[tuple[str, torch.Event, torch.Event]] = collections.deque()
 
     def _stream(self, queue: str) -> torch.Stream:
-        return (
-            self._streams[queue]
-            if queue in self._streams
-            else torch.accelerator.current_stream(self.device)
-        )
+        if queue in self._streams:
+            return self._streams[queue]
+        return torch.accelerator.current_stream(self.device)
 
     def beside(self, device: torch.device) -> Engine:
         """Return an engine for another device with streams of its own, which uses the same host

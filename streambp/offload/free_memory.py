@@ -196,11 +196,10 @@ def host_limit(
         return max(0, int(0.9 * available) - set_aside) if available != math.inf else NO_LIMIT
     if wanted + set_aside > available:
         shared = f" for each of {ranks} ranks on this machine" if ranks > 1 else ""
-        beside = (
-            f", and the engine's offloading will take {set_aside / 2**30:.1f} GiB"
-            if set_aside
-            else ""
-        )
+        if set_aside:
+            beside = f", and the engine's offloading will take {set_aside / 2**30:.1f} GiB"
+        else:
+            beside = ""
         raise StreamBPError(
             f"host_memory is {wanted / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB of "
             f"host memory are available{shared}{beside}. Lower host_memory, or leave it out to use "

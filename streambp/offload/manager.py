@@ -99,11 +99,10 @@ class OffloadManager:
         elif device not in engines:
             engines[device] = next(iter(engines.values())).beside(device)
         if self.arena is None:
-            wanted = (
-                None
-                if self.host_memory is None
-                else max(1, self.host_memory - self.held - self.to_come)
-            )
+            if self.host_memory is None:
+                wanted = None
+            else:
+                wanted = max(1, self.host_memory - self.held - self.to_come)
             limit = host_limit(
                 wanted, set_aside=self.set_aside + (self.to_come if wanted is None else 0)
             )
@@ -187,11 +186,10 @@ class OffloadManager:
             if arena.grow(stack, wanted) or arena.grow(stack, padded(size)):
                 host = stack.push(size)
         if host is not None:
-            view = (
-                host.view(tensor.dtype).view(tensor.shape)
-                if size
-                else tensor.new_empty(tensor.shape, device=host.device)
-            )
+            if size:
+                view = host.view(tensor.dtype).view(tensor.shape)
+            else:
+                view = tensor.new_empty(tensor.shape, device=host.device)
             entry = Entry(engine, host=view)
             self.transfers.send(holding, entry, tensor, holding.free_after, foreign)
             return entry

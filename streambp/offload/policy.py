@@ -383,11 +383,10 @@ class SavesPolicy:
             operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values())
         )
         attends = whole.attention_flops / measured.attention <= whole.attn_out / measured.link
-        why = (
-            {"attn_out": "attending again is faster than copying"}
-            if attends and whole.attn_out
-            else {}
-        )
+        if attends and whole.attn_out:
+            why = {"attn_out": "attending again is faster than copying"}
+        else:
+            why = {}
         hidden = measured.seconds * measured.link  # bytes whose copies hide behind forward
         room = min(hidden, measured.host) - whole.x
         self._batch.plan = self._fill(
@@ -495,11 +494,10 @@ class SavesPolicy:
         if free is None:
             return
         if not batch.others_are_seen:
-            gone = (
-                sum(lack.wished.get(other.site.index, 0.0) for other in self._waiting)
-                if lack.gone
-                else 0.0
-            )
+            if lack.gone:
+                gone = sum(lack.wished.get(other.site.index, 0.0) for other in self._waiting)
+            else:
+                gone = 0.0
             lack.missing = max(lack.missing, batch.at_work + gone - free)
         if free < batch.at_work and not lack.gone:
             self._drop(kept, "less memory was free than a chunk takes")

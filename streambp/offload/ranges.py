@@ -339,11 +339,9 @@ class HostRanges:
         stack = BufferStack("weights")
         available = host_limit(None) if self.host_memory is None else NO_LIMIT
         if size > available or not self._arena.grow(stack, size):
-            found = (
-                f"{available / 2**30:.2f} GiB are available"
-                if size > available
-                else self._arena.refused
-            )
+            found = self._arena.refused
+            if size > available:
+                found = f"{available / 2**30:.2f} GiB are available"
             raise HostMemoryError(
                 f"{who} want {size / 2**30:.2f} GiB of host memory beside {others / 2**30:.2f} GiB "
                 "of other weights and gradients, and "

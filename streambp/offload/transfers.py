@@ -166,11 +166,10 @@ class Transfers:
         assert entry.host is not None
         # a view would keep its storage alive
         part = tensor.untyped_storage().nbytes() > tensor.nbytes
-        tensor = (
-            tensor.clone(memory_format=torch.contiguous_format)
-            if part or foreign
-            else tensor.contiguous()
-        )
+        if part or foreign:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        else:
+            tensor = tensor.contiguous()
         engine = entry.engine
         engine.access(COMPUTE, tensor, write=True)
         engine.wait(OUT, engine.record(COMPUTE))  # [Note: offload order], 1

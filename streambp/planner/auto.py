@@ -353,11 +353,10 @@ def in_a_thread(work: Callable[[], T]) -> T:
 def rates_here(device: torch.device) -> Rates:
     """Return a device's speeds (FLOP/s, bytes/s), found by its name; default values for an unknown
     device."""
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda" and torch.cuda.is_available()
-        else ""
-    )
+    if device.type == "cuda" and torch.cuda.is_available():
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = ""
     return rates_by_name(name) or DEVICES[DEFAULT]
 
 
