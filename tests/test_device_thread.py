@@ -23,6 +23,7 @@ from tests.offload.runs import assert_same
 from tests.offload.test_limits import PLENTY
 from tests.offload.test_unpatched_runs import chooser_of
 from tests.seeds import seed_torch
+from tests.versions import needs_mambas_states
 
 CHUNK = 5
 SAVES = ("attn_out", "kv", "*")
@@ -89,7 +90,12 @@ def test_streamed_layers(settings, mode):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", "mamba2", "qwen3_next", "deepseek_v3", "gpt_oss", "bloom", "deepseek_v32"]
+    "name",
+    [
+        "qwen3_moe",
+        pytest.param("mamba2", marks=needs_mambas_states),
+        *("qwen3_next", "deepseek_v3", "gpt_oss", "bloom", "deepseek_v32"),
+    ],
 )
 def test_other_kinds_of_layers(name):
     compare(zoo.build(name, torch.float32), make_batch("plain"), saves=())

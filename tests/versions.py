@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from packaging import version
+from transformers import Trainer, modeling_rope_utils
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.aria import modeling_aria
@@ -97,6 +98,24 @@ SHARES_THROUGH_CACHE = ".shared_layers[" in inspect.getsource(modeling_gemma3n)
 needs_sharing_without_cache = pytest.mark.skipif(
     SHARES_THROUGH_CACHE,
     reason="this transformers' Gemma 3n shares keys and values in its cache alone, in training none",
+)
+
+# Before, each kind of layer can compute the frequencies of long sequences once only.
+LONGROPE_BY_KIND_FAILS = 'hasattr(self, f"{layer_type}_long_inv_freq")' in inspect.getsource(
+    modeling_rope_utils
+)
+needs_counted_versions = pytest.mark.skipif(
+    version.parse("5.20") > NOW,
+    reason="limits are counted with the newest transformers; with older ones a step looks at more of a model",
+)
+needs_names_in_graphs = pytest.mark.skipif(
+    version.parse(torch.__version__) < version.parse("2.13"),
+    reason="torch 2.11's compiler raises at a lookup by a subclass of str, as a routed config's name is",
+)
+# The loss of a micro-batch is divided by all labels of the step, and by the number of micro-batches
+# once more: by accelerate, which is told that number.
+TRAINER_DIVIDES_TWICE = '["num_steps"] = 1' not in inspect.getsource(
+    Trainer.create_accelerator_and_postprocess
 )
 
 # On meta: a product of half-precision factors, added to a sum in float32.

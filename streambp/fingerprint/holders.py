@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-WIDE = 64  # recorded entries of a longer container, counted from its end
+WIDE = 64  # recorded plain values of a long container, counted from its end
+LONG = 20_000  # largest length of a container whose entries are all restored
 GONE = object()
 Content = dict[Any, Any]
 
@@ -53,12 +54,12 @@ class Holder:
 
 class Entries(Holder):
     """A list, a deque or a set, and a copy of its entries to restore them. A list or deque of more
-    than `WIDE` entries is only cut back to its recorded length."""
+    than `LONG` entries is only cut back to its recorded length."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
         self.length = len(owner)
-        self.short = self.length <= WIDE or isinstance(owner, set)
+        self.short = self.length <= LONG or isinstance(owner, set)
         tail = list(owner) if self.short else list(itertools.islice(reversed(owner), WIDE))[::-1]
         start = self.length - len(tail)
         self.content = {start + index: value for index, value in enumerate(tail)}

@@ -5,8 +5,8 @@ forwards, globals that they name, and objects or containers reachable from there
 path, such as `mlp.kept[3]`. Parameters, buffers, and objects of torch, transformers and similar
 libraries are left out: these libraries store nothing of a batch.
 
-The search visits at most `MOST` objects, nearest first, and the last `WIDE` entries of a long
-container.
+The search visits at most `MOST` objects, nearest first, and the last `WIDE` plain values of a
+container. If a container has more than `LONG` entries, only its last `WIDE` entries are visited.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streambp.fingerprint.holders import (
     GONE,
+    LONG,
     WIDE,
     Content,
     Entries,
@@ -148,7 +149,7 @@ class Memory:
             self._open_mapping(path, value)
         elif isinstance(value, (list, deque, set)):
             self._note(f"len({path})", len(value))
-            self._open(path, Entries(value), "[{}]".format)
+            self._open(path, Entries(value), "[{}]".format, WIDE)
         elif isinstance(value, (tuple, frozenset)):
             if len(value) <= WIDE:
                 self._waiting.extend((f"{path}[{index}]", part) for index, part in enumerate(value))
@@ -226,8 +227,8 @@ class Memory:
 
     def _open_mapping(self, path: str, table: dict[Any, Any]) -> None:
         self._note(f"len({path})", len(table))
-        if len(table) <= WIDE:
-            self._open(path, entries_of(table), lambda key: f"[{_key(key)}]")
+        if len(table) <= LONG:
+            self._open(path, entries_of(table), lambda key: f"[{_key(key)}]", WIDE)
             return
         length = len(table)
         before = dict(itertools.islice(reversed(table.items()), WIDE))
@@ -271,9 +272,26 @@ class Memory:
                 (base.__name__, base) for base in known.__mro__ if _home(base) not in KNOWN
             )
 
-    def _open(self, path: str, holder: Holder, named: Callable[[Any], str] = ".{}".format) -> None:
+    def _open(
+        self,
+        path: str,
+        holder: Holder,
+        named: Callable[[Any], str] = ".{}".format,
+        plain: int = sys.maxsize,
+    ) -> None:
+        """Add the entries of a container to the objects that are visited.
+
+        Args:
+            path: the container's path.
+            holder: the container.
+            named: returns the label of an entry in a path.
+            plain: number of entries at the end whose plain values are visited.
+        """
         self.holders.append(holder)
-        for key, value in holder.content.items():
+        left = len(holder.content) - plain
+        for index, (key, value) in enumerate(holder.content.items()):
+            if index < left and isinstance(value, PLAIN):
+                continue
             self._waiting.append((f"{path}{named(key)}".removeprefix("."), value))
 
 

@@ -1,5 +1,7 @@
 """Runs a module on several ranks and brings back what they printed.
 
+A rank that is killed says first where it was.
+
 [Note: ranks that are forked] A fresh Python takes seconds for its imports. Ranks are forked from
 one server instead, that imports torch and the workers' modules once for each process of tests, and
 does nothing with them: each rank still starts without a process group, without DeepSpeed and
@@ -8,12 +10,14 @@ without a tensor.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib
 import importlib.util
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -21,6 +25,7 @@ import time
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,12 +33,15 @@ import pytest
 from tests.distributed.worker import DONE, SECONDS
 from tests.hangs import HANG
 
+SAY_WHERE = getattr(signal, "SIGUSR1", None)  # Windows has none
+SECONDS_TO_SAY = 2
+
 
 def run(engine, cases):
     """Rank 0's rows of the worker on two ranks, one for each case, all of whose runs trained under
     that engine."""
-    if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
+    if engine == "deepspeed":
+        need_deepspeed()
     if any(case.get("lora") for case in cases):
         pytest.importorskip("peft", reason="peft is not installed")
     outputs, _ = launch(
@@ -53,10 +61,34 @@ def run(engine, cases):
 
 def run_split(*arguments, ranks=2):
     """What rank 0 of the worker for split sequences prints after RESULT."""
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
+    need_deepspeed()
     return result_of(
         *launch("tests.distributed.split_worker", *arguments, ranks=ranks, seconds=HANG)
+    )
+
+
+def need_deepspeed() -> None:
+    """Skip without DeepSpeed, and build its extension before a rank needs it."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    failed = build_extension()
+    assert not failed, failed
+
+
+@functools.cache
+def build_extension() -> str:
+    """Build what DeepSpeed compiles at its start, or find it built; why that failed, or "".
+
+    On a busy machine a compiler takes minutes, more than ranks have. A rank that is killed in the
+    middle leaves torch's lock file, for which all later ones would wait without a word.
+    """
+    outputs, codes = launch("tests.distributed.extension", ranks=1, seconds=HANG)
+    if codes == [0]:
+        return ""
+    return (
+        f"DeepSpeed's extension was not built in {HANG} s. If an earlier build was killed, delete "
+        "the file lock in its folder, in $TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions.\n"
+        + outputs[0][-3000:]
     )
 
 
@@ -100,8 +132,18 @@ def as_program(module: str, arguments: tuple[str, ...], output: Path) -> None:
     with output.open("w") as file:
         for printed in (1, 2):
             os.dup2(file.fileno(), printed)
+    if SAY_WHERE is not None:
+        faulthandler.register(SAY_WHERE)
     sys.argv = [module, *arguments]
     importlib.import_module(module).main()
+
+
+def say_where(process: Any) -> None:
+    """A rank whose time is over prints what its threads are in."""
+    if SAY_WHERE is None or process.pid is None or not process.is_alive():
+        return
+    os.kill(process.pid, SAY_WHERE)
+    process.join(timeout=SECONDS_TO_SAY)
 
 
 def launch(module, *arguments, ranks=2, seconds):
@@ -124,6 +166,8 @@ def launch(module, *arguments, ranks=2, seconds):
                 process.start()
             for process in processes:
                 process.join(timeout=max(0.1, deadline - time.monotonic()))
+            for process in processes:
+                say_where(process)
         finally:
             for process in processes:
                 if process.pid is not None:

@@ -6,17 +6,19 @@ covers: distributed/engines.py, model/deferring.py, model/state.py, admission/ch
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
+import time
 
 import pytest
 
+from tests.distributed import ranks
 from tests.distributed.decisions import DECISIONS, ENGINES, PADDING, SECONDS, fours, pairs
-from tests.distributed.ranks import launch, result_of, run_split
+from tests.distributed.ranks import launch, need_deepspeed, result_of, run_split
 from tests.distributed.recorded import DifferentError
 from tests.distributed.worker import DONE
+from tests.hangs import HANG
 
 BAR = 1e-6  # of the gradients of all steps and the weights after the last, in float32
 ALONE = {  # one case for each cure; that of FSDP2 has its own ranks
@@ -44,8 +46,8 @@ AFTER = {"engine": "zero-3", "decisions": ["a hook mixes", "own loss, lazy"], "p
 def rows_of(cases):
     """What the ranks say of cases under one engine, as far as they came, and what they printed."""
     engine, ranks = cases[0]["engine"], len(cases[0]["decisions"])
-    if engine.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
+    if engine.startswith("zero"):
+        need_deepspeed()
     outputs, _ = launch(
         "tests.distributed.decisions",
         json.dumps(cases),
@@ -231,3 +233,26 @@ def test_every_pair_where_sequences_are_split(split):
     print(f"\n{split}, 2 ranks: {len(found)} cases, all collectives alike; worst {max(errors):.1e}")
     assert len(found) == len(cases) == 15
     assert max(errors) <= 1e-10
+
+
+def main():
+    """A rank that waits for ever."""
+    print("begun", flush=True)
+    time.sleep(HANG)
+
+
+@pytest.mark.skipif(ranks.SAY_WHERE is None, reason="this system has no signal for it")
+def test_a_rank_whose_time_is_over_says_where_it_is(tmp_path):
+    output = tmp_path / "output"
+    given = ("tests.distributed.test_decisions", ("0", "0"), output)
+    process = ranks.server().Process(target=ranks.as_program, args=given, daemon=True)
+    process.start()
+    try:
+        while process.is_alive() and not (output.exists() and "begun" in output.read_text()):
+            time.sleep(0.1)
+        ranks.say_where(process)
+    finally:
+        process.kill()
+        process.join()
+    assert "test_decisions.py" in output.read_text()
+    assert "in main" in output.read_text()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import faulthandler
-import importlib.util
 import json
 import os
 import pickle
@@ -25,7 +24,7 @@ from streambp.errors import ConfigError, StreamBPError
 from streambp.integrations import in_backward, optimizer_in_backward
 from streambp.verify import verify
 from tests.distributed.engines import ENGINES, config_for
-from tests.distributed.ranks import launch, result_of
+from tests.distributed.ranks import launch, need_deepspeed, result_of
 from tests.distributed.test_pipeline_parallel import example
 from tests.distributed.watch import engines_seen
 from tests.distributed.worker import batches, distance
@@ -243,8 +242,8 @@ def expected(one, ranks):
 
 
 def check(library, given, ranks=2):
-    if library == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
+    if library == "deepspeed":
+        need_deepspeed()
     there = launch(
         "tests.distributed.test_helpers",
         str(ranks),

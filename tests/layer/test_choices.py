@@ -110,10 +110,13 @@ def test_mutant_a_tie_decides(family, monkeypatch):
         test_a_tie_in_the_router_refuses_nothing(family, "weights", monkeypatch)
 
 
-def while_streaming(monkeypatch, model, name, change):
-    """The forward of the model's class of that name is `change` of it while its layer streams."""
+def while_streaming(monkeypatch, model, ending, change):
+    """While its layer streams, the forward of the first module whose path in the model, or whose
+    class, ends so is `change` of it."""
     found = next(
-        type(module) for module in model.modules() if type(module).__name__.lower().endswith(name)
+        type(module)
+        for path, module in model.named_modules()
+        if path.endswith(f".{ending}") or type(module).__name__.lower().endswith(ending)
     )
     real = found.forward
 

@@ -17,6 +17,7 @@ from streambp.config import StreamConfig
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
 from tests.seeds import seeded
+from tests.versions import needs_names_in_graphs
 
 CHUNK, CHUNKS, LENGTH = 7, 4, 23  # the last chunk has two tokens
 TOKEN_WISE = ("mlp", "input_layernorm", "post_attention_layernorm")
@@ -146,6 +147,7 @@ def test_settings_with_compiled_modules(saves, offload):
     assert runs > 0
 
 
+@needs_names_in_graphs
 def test_whole_attention_compiled_breaks_at_the_blocks():
     counted = Counted("eager")
     errors, runs, model = steps_of(

@@ -17,6 +17,7 @@ from tests import zoo
 from tests.families import build, make_batch
 from tests.offload.runs import assert_same
 from tests.seeds import seed_torch
+from tests.versions import needs_mambas_states
 
 SETTINGS = {
     "nothing": {"saves": ()},
@@ -37,7 +38,9 @@ MODELS = {
     "left-padded-tiles-dropout",
     "plain-shared-windows",
 )
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["windows", "dropout", pytest.param("states", marks=needs_mambas_states)]
+)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("mode", ["plain", "packed", "left-padded"])
 def test_steps_are_the_same_with_another_default_device(name, settings, mode):

@@ -13,6 +13,7 @@ from streambp.offload.engines import BACK, Engine
 from tests import zoo
 from tests.families import build, make_batch
 from tests.seeds import seeded
+from tests.versions import STATES_IN_CHUNKS
 
 FAMILIES = (
     "llama",
@@ -24,6 +25,7 @@ FAMILIES = (
     "qwen3_next",
     "falcon_h1",
 )
+HYBRIDS = ("qwen3_next", "falcon_h1")
 
 
 class Inverting(Engine):
@@ -74,6 +76,10 @@ def patched(model, weights="cpu", **settings):
 
 def made(family="qwen3", dtype=torch.float32, weights="cpu", **settings):
     """A family's model with adapters, patched; of "qwen3" one with four layers."""
+    if family in HYBRIDS and not STATES_IN_CHUNKS:
+        pytest.skip(
+            "before transformers 5.15 hybrids run whole, where their weights must be on the device"
+        )
     model = build(family, num_hidden_layers=4) if family == "qwen3" else zoo.build(family)
     return patched(with_adapters(model.to(dtype)).train(), weights, **settings)
 

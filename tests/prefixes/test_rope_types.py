@@ -18,6 +18,7 @@ from streambp.admission.snapshot import Snapshot
 from tests.oracle import EXACT, gradients, worst_error
 from tests.seeds import seed_torch, seeded
 from tests.tiers import thinned
+from tests.versions import LONGROPE_BY_KIND_FAILS
 
 SIZES = {
     "hidden_size": 32,
@@ -102,6 +103,10 @@ def results(model, generates, batches):
 def test_frequencies_are_those_of_the_unpatched_model(
     rope, kind, generates, batches, float64_oracle
 ):
+    if (rope, kind) == ("longrope", "per kind of layer") and LONGROPE_BY_KIND_FAILS:
+        pytest.skip(
+            "this transformers' longrope of a kind of layer fails at a second long sequence"
+        )
     stock, ours = (
         build(kind, rope),
         streambp.patch(build(kind, rope), streambp.StreamConfig(chunk_size=16, saves=())),
@@ -117,4 +122,6 @@ def test_frequencies_are_those_of_the_unpatched_model(
 def test_a_trial_that_leaves_its_length_turns_this_red(monkeypatch, float64_oracle):
     monkeypatch.setattr(Snapshot, "restore", lambda *_, **__: None)
     with pytest.raises(AssertionError):
-        test_frequencies_are_those_of_the_unpatched_model("dynamic", "one", True, "around", None)
+        test_frequencies_are_those_of_the_unpatched_model(
+            "dynamic", "per kind of layer", True, "around", None
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 
 from scripts.step_files import SAVES, StepCalls, files_of, warm_step
+from tests.versions import needs_counted_versions
 
 # A step enters 76 functions before its first chunk, and up to four more in a process in which
 # other tests have run: some caches are full there.
@@ -26,6 +27,7 @@ def step(request: pytest.FixtureRequest) -> tuple[str, StepCalls]:
     return request.param, warm_step(SAVES[request.param])
 
 
+@needs_counted_versions
 def test_a_step_enters_no_more_files_and_functions_than_before(step: tuple[str, StepCalls]) -> None:
     saves, record = step
     chunk = record.gradient_chunk()

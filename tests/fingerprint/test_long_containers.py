@@ -1,0 +1,83 @@
+"""Statistics in a container with many entries: each entry is that of the unpatched model.
+
+A layer that runs whole runs the hook in forward and once more in its recomputation.
+
+covers: fingerprint/memory.py, fingerprint/holders.py
+"""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+
+import streambp
+from streambp.fingerprint import holders, memory
+from tests.families import build, make_batch, mix_neighbours
+
+ENTRIES = 3 * holders.WIDE + 1
+
+
+def replaced(kept, key, value):
+    kept[key] = kept[key] + value
+
+
+def written(kept, key, value):
+    kept[key] += value
+
+
+def zeros():
+    return [torch.zeros(32, dtype=torch.float64) for _ in range(ENTRIES)]
+
+
+STORES = {
+    "numbers in a dict": (lambda: dict.fromkeys(range(ENTRIES), 0.0), replaced),
+    "tensors in a dict": (lambda: dict(enumerate(zeros())), replaced),
+    "tensors in a dict, in place": (lambda: dict(enumerate(zeros())), written),
+    "numbers in a list": (lambda: [0.0] * ENTRIES, replaced),
+    "tensors in a list, in place": (zeros, written),
+    "tensors in a deque": (lambda: collections.deque(zeros()), replaced),
+}
+
+
+def sums(store, patched):
+    """What the hook has added up to each entry after two steps and an evaluation."""
+    (made, add), model = STORES[store], build("qwen3", torch.float64)
+    kept = made()
+
+    def hook(module, args, out):
+        x = args[0].detach().flatten(0, -2)
+        total = x.sum(0) if "tensors" in store else float(len(x))
+        for key in range(ENTRIES):
+            add(kept, key, total)
+
+    model.model.layers[1].mlp.up_proj.register_forward_hook(hook)
+    if patched:
+        streambp.patch(model, streambp.StreamConfig(chunk_size=5, saves=(), rows="as_given"))
+    for seed in (1, 2):
+        model(**make_batch("plain", seed=seed), use_cache=False).loss.backward()
+    with torch.no_grad():
+        model.eval()(**make_batch("plain", seed=3), use_cache=False)
+    if patched:
+        assert {layer.path for layer in streambp.describe(model).layers} == {"checkpoints"}
+    return [torch.as_tensor(kept[key]) for key in range(ENTRIES)]
+
+
+def check(store, monkeypatch):
+    mix_neighbours(monkeypatch, build("qwen3"))
+    expected, found = (sums(store, patched) for patched in (False, True))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_each_entry_of_a_layer_that_runs_whole(store, monkeypatch):
+    check(store, monkeypatch)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_mutant_restores_the_last_entries_alone(store, monkeypatch):
+    for module in (holders, memory):
+        monkeypatch.setattr(module, "LONG", holders.WIDE)
+    with pytest.raises(AssertionError):
+        check(store, monkeypatch)
