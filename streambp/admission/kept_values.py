@@ -50,7 +50,7 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.hooks import unwatched
-from streambp.fingerprint.memory import KNOWN, PLAIN, Memory, is_theirs, undone
+from streambp.fingerprint.memory import KNOWN, PLAIN, Memory, is_theirs, stored_on, undone
 from streambp.fingerprint.snapshots import LayerSnapshot
 from streambp.known_names import GLOBAL_HOOKS
 from streambp.layer.call import LayerCall, plan_of
@@ -382,9 +382,15 @@ class _Trial:
             # Draw the weights inside, so that each run has the same weights.
             with self.random.replayed(), given, as_trained(self.call) as shadows:
                 run(shadows or [])
+            on_weights = {
+                f"parameter {number}.{name}": value
+                for number, shadow in enumerate(shadows or [])
+                for name, value in stored_on(shadow).items()
+            }
             del shadows
             after = Memory(self.roots)
             found, elsewhere = after.changed(before, writes), writes.kept_elsewhere(after)
+            found.update(on_weights)
             return {**found, OUT_OF_SIGHT: elsewhere} if elsewhere else found
 
     def whole(self, shadows: list[Tensor]) -> None:
