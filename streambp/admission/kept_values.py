@@ -45,7 +45,7 @@ from streambp.admission.rehearsal import (
     rehearsing,
 )
 from streambp.admission.snapshot import Restored, Snapshot
-from streambp.attention.prefix import Stage
+from streambp.attention.prefix import Prefix, Stage
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.errors import StreamBPError, UnsupportedModelError
@@ -57,7 +57,7 @@ from streambp.layer.call import LayerCall, plan_of
 from streambp.layer.recompute import Parameters, slots_of
 from streambp.layer.site import REACH, LayerSite, remember
 from streambp.recurrent.documents import in_several, tried_rows
-from streambp.recurrent.states import LEAST_TOKENS
+from streambp.recurrent.states import LEAST_TOKENS, States
 
 T = TypeVar("T")
 Roots = list[tuple[str, Any]]
@@ -413,10 +413,26 @@ class _Trial:
         packing = self.call.packing
         plan = plan.avoiding(packing.barriers) if packing.barriers else plan
         chunks = list(plan.with_least(LEAST_TOKENS))
+        prefix = causal_prefix(self.call, length)
         with torch.no_grad():
-            self._run(Stage.FORWARD, chunks, lambda ended: ended)
-        if self.graph:
+            ran = list(rehearsed(self.call, self.x.detach(), chunks, Stage.FORWARD, prefix))
+        if self.graph and prefix.picked:  # indexers pick keys in the order of the sequence
             self._run(Stage.RECOMPUTE, chunks, lambda ended: ended)
+        elif self.graph:
+            prefix.overwritten = True  # as in `_run`
+            starts = [started for started, _ in ran]
+            for chunk, started in zip(reversed(chunks), reversed(starts), strict=True):
+                self._recompute(chunk, started, prefix)
+
+    def _recompute(self, chunk: Chunk, started: States | None, prefix: Prefix) -> None:
+        """Recompute and differentiate one chunk. A step does so from the last chunk to the first,
+        and the first chunk's values remain.
+        """
+        x = chunk.part(self.x, -2).detach().requires_grad_()
+        output, _ = self.call.compute(x, chunk, Stage.RECOMPUTE, prefix, states=started)
+        if output is not None and output.hidden_states.requires_grad:
+            upstream = chunk.part(self.upstream, -2)
+            torch.autograd.grad(output.hidden_states, [x], upstream, allow_unused=True)
 
     def _run(self, stage: Stage, chunks: list[Chunk], start: Callable[[Any], Any]) -> None:
         graph = stage is Stage.RECOMPUTE

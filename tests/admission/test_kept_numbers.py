@@ -1,5 +1,5 @@
 """Numbers of numpy, and numbers that are kept in configs, parameters, queues, arrays and text
-files, are what they are unpatched.
+files, are what they are unpatched; so is what is kept of the last token.
 
 covers: fingerprint/memory.py, admission/kept_values.py
 """
@@ -18,7 +18,7 @@ import pytest
 
 from streambp.admission import kept_values
 from streambp.fingerprint import memory
-from tests.admission.test_kept_values import STEPS, check, paths, train
+from tests.admission.test_kept_values import STEPS, check, evaluate, paths, train
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
@@ -153,3 +153,48 @@ def test_mutants_turn_these_red(way, monkeypatch):
     MUTANTS[way](monkeypatch)
     with pytest.raises((AssertionError, KeyError, AttributeError)):
         check(WAYS[way], (train,))
+
+
+# What depends on the order of chunks.
+
+
+def last_token(layer):
+    kept = {}
+    recorder(layer, lambda out: kept.update(last=out[:, -1].detach().clone()))
+    return lambda: kept["last"]
+
+
+def norm_of_the_last_token(layer):
+    recorder(layer, lambda out: setattr(layer.mlp, "norm", norm(out[:, -1])))
+    return lambda: layer.mlp.norm
+
+
+LATER = {way.__name__: way for way in (last_token, norm_of_the_last_token)}
+THREE = (train, train, train)
+
+
+@pytest.mark.parametrize("way", LATER)
+def test_later_steps_keep_what_the_unpatched_model_keeps(way):
+    model = check(LATER[way], THREE)
+    assert paths(model)[1] == "checkpoints"
+
+
+def test_the_last_token_streams_in_evaluation():
+    model = check(last_token, (evaluate, evaluate))
+    assert paths(model)[1] == "streams"
+
+
+def recomputed_in_order(monkeypatch):
+    monkeypatch.setattr(kept_values, "reversed", lambda chunks: chunks, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("way", "mutant"),
+    [
+        ("last_token", recomputed_in_order),
+    ],
+)
+def test_mutants_of_later_steps_turn_these_red(way, mutant, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(LATER[way], THREE)
