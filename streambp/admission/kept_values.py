@@ -7,7 +7,8 @@ for each chunk, and backward's recomputation would store them again. A layer wit
 is therefore tested for stored values. The test runs a few tokens from the same start, once as
 unpatched, once in chunks as in a step. Values reachable from that code (`fingerprint/memory.py`)
 must be equal afterwards: shapes, numbers, lengths. Sums over tokens are equal. If a value differs,
-the layer runs unchunked, and its recomputation stores nothing.
+the layer runs unchunked, and its recomputation stores nothing. Calls of other kinds then run
+unchunked too, as long as the value is reachable: code may store it in every tenth call.
 
 A later call may read a stored value by its length: routes stored for a replay fit the full sequence
 and no chunk. A test on a few tokens does not detect this. A call is therefore a kind of its own if
@@ -325,7 +326,8 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
         noisy = _differing(whole, again, coarsest(call, x))
         differing = {path: told for path, told in differing.items() if path not in noisy}
     if not differing:
-        return None
+        return _why_kept_before(call.site, roots)
+    call.site.tests.differing |= differing.keys()
     otherwise = _differing(whole, trial.left(trial.at_once), coarsest(call, x))
     # Tensors in graphs are out of sight as well, and differ for another attention.
     otherwise = {
@@ -338,6 +340,17 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
             "stores the values, or pass output_attentions=True, so that the call runs unpatched."
         )
     return f"{KEEPS_VALUES} ({_named(differing)})"
+
+
+def _why_kept_before(site: LayerSite, roots: Roots) -> str | None:
+    """Return the text that names the stored values that differed in another kind of call; None if
+    there are none.
+
+    Code may store a value in some calls alone: every tenth, or where a maximum grows. Calls of a
+    new kind may do so later, even if their own test stored nothing.
+    """
+    there = Memory(roots).values.keys() & site.tests.differing
+    return f"{KEEPS_VALUES} ({_named(dict.fromkeys(sorted(there), ''))})" if there else None
 
 
 def _named(differing: dict[str, str]) -> str:

@@ -1,5 +1,5 @@
 """Numbers of numpy, and numbers that are kept in configs, parameters, queues, arrays and text
-files, are what they are unpatched; so is what is kept of the last token.
+files, are what they are unpatched; so is what is kept in some calls alone, or of the last token.
 
 covers: fingerprint/memory.py, admission/kept_values.py
 """
@@ -155,7 +155,7 @@ def test_mutants_turn_these_red(way, monkeypatch):
         check(WAYS[way], (train,))
 
 
-# What depends on the order of chunks.
+# What depends on the order of chunks, and what is kept in some calls alone.
 
 
 def last_token(layer):
@@ -169,7 +169,34 @@ def norm_of_the_last_token(layer):
     return lambda: layer.mlp.norm
 
 
-LATER = {way.__name__: way for way in (last_token, norm_of_the_last_token)}
+def largest_norm(layer):
+    """It seldom grows after the first step."""
+    kept = {"largest": 0.0}
+    recorder(layer, lambda out: kept.update(largest=max(kept["largest"], norm(out))))
+    return lambda: kept["largest"]
+
+
+def every_second_call(layer):
+    """The number of the step is the program's."""
+    step, kept = {"number": 0}, {}
+
+    def record(out):
+        if step["number"] % 2 == 0:
+            kept["norm"] = norm(out)
+
+    recorder(layer, record)
+
+    def read():
+        step["number"] += 1
+        return dict(kept)
+
+    return read
+
+
+LATER = {
+    way.__name__: way
+    for way in (last_token, norm_of_the_last_token, largest_norm, every_second_call)
+}
 THREE = (train, train, train)
 
 
@@ -188,10 +215,16 @@ def recomputed_in_order(monkeypatch):
     monkeypatch.setattr(kept_values, "reversed", lambda chunks: chunks, raising=False)
 
 
+def no_kind_remembers(monkeypatch):
+    monkeypatch.setattr(kept_values, "_why_kept_before", lambda site, roots: None)
+
+
 @pytest.mark.parametrize(
     ("way", "mutant"),
     [
         ("last_token", recomputed_in_order),
+        ("largest_norm", no_kind_remembers),
+        ("every_second_call", no_kind_remembers),
     ],
 )
 def test_mutants_of_later_steps_turn_these_red(way, mutant, monkeypatch):
