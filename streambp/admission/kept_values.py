@@ -7,7 +7,8 @@ entry for each chunk, and backward's recomputation would store these values agai
 is therefore tested for stored values. The test runs a few tokens from the same start, once as
 unpatched, once in chunks as in a step. Values reachable from that code (`fingerprint/memory.py`)
 must be equal afterwards: shapes, numbers, lengths. Sums over tokens are equal. If a value differs,
-the layer runs unchunked, and its recomputation stores nothing.
+the layer runs unchunked, and its recomputation stores nothing. Calls of other kinds then run
+unchunked too, as long as the value is reachable: code may store it in every tenth call.
 
 A later call may read a stored value by its length: routes stored for a replay fit the full sequence
 and no chunk. A test on a few tokens does not detect this. Calls whose length is that of a
@@ -45,19 +46,19 @@ from streambp.admission.rehearsal import (
     rehearsing,
 )
 from streambp.admission.snapshot import Restored, Snapshot
-from streambp.attention.prefix import Stage
+from streambp.attention.prefix import Prefix, Stage
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.hooks import unwatched
-from streambp.fingerprint.memory import KNOWN, PLAIN, Memory, is_theirs, undone
+from streambp.fingerprint.memory import KNOWN, PLAIN, Memory, is_theirs, stored_on, undone
 from streambp.fingerprint.snapshots import LayerSnapshot
 from streambp.known_names import GLOBAL_HOOKS
 from streambp.layer.call import LayerCall, plan_of
 from streambp.layer.recompute import Parameters, slots_of
 from streambp.layer.site import REACH, LayerSite, remember
 from streambp.recurrent.documents import in_several, tried_rows
-from streambp.recurrent.states import LEAST_TOKENS
+from streambp.recurrent.states import LEAST_TOKENS, States
 
 T = TypeVar("T")
 Roots = list[tuple[str, Any]]
@@ -337,7 +338,8 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
         noisy = _differing(whole, again, coarsest(call, x))
         differing = {path: told for path, told in differing.items() if path not in noisy}
     if not differing:
-        return None
+        return _why_kept_before(call.site, roots)
+    call.site.tests.differing |= differing.keys()
     otherwise = _differing(whole, trial.left(trial.at_once), coarsest(call, x))
     # Tensors in graphs are out of sight as well, and differ for another attention.
     otherwise = {
@@ -350,6 +352,17 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
             "stores the values, or pass output_attentions=True, so that the call runs unpatched."
         )
     return f"{KEEPS_VALUES} ({_named(differing)})"
+
+
+def _why_kept_before(site: LayerSite, roots: Roots) -> str | None:
+    """Return the text that names the stored values that differed in another kind of call; None if
+    there are none.
+
+    Code may store a value in some calls alone: every tenth, or where a maximum grows. Calls of a
+    new kind may do so later, even if their own test stored nothing.
+    """
+    there = Memory(roots).values.keys() & site.tests.differing
+    return f"{KEEPS_VALUES} ({_named(dict.fromkeys(sorted(there), ''))})" if there else None
 
 
 def _named(differing: dict[str, str]) -> str:
@@ -399,9 +412,15 @@ class _Trial:
             # Draw the weights inside, so that each run has the same weights.
             with self.random.replayed(), given, as_trained(self.call) as shadows:
                 run(shadows or [])
+            on_weights = {
+                f"parameter {number}.{name}": value
+                for number, shadow in enumerate(shadows or [])
+                for name, value in stored_on(shadow).items()
+            }
             del shadows
             after = Memory(self.roots)
             found, elsewhere = after.changed(before, writes), writes.kept_elsewhere(after)
+            found.update(on_weights)
             return {**found, OUT_OF_SIGHT: elsewhere} if elsewhere else found
 
     def whole(self, shadows: list[Tensor]) -> None:
@@ -429,10 +448,26 @@ class _Trial:
         packing = self.call.packing
         plan = plan.avoiding(packing.barriers) if packing.barriers else plan
         chunks = list(plan.with_least(LEAST_TOKENS))
+        prefix = causal_prefix(self.call, length)
         with torch.no_grad():
-            self._run(Stage.FORWARD, chunks, lambda ended: ended)
-        if self.graph:
+            ran = list(rehearsed(self.call, self.x.detach(), chunks, Stage.FORWARD, prefix))
+        if self.graph and prefix.picked:  # indexers pick keys in the order of the sequence
             self._run(Stage.RECOMPUTE, chunks, lambda ended: ended)
+        elif self.graph:
+            prefix.overwritten = True  # as in `_run`
+            starts = [started for started, _ in ran]
+            for chunk, started in zip(reversed(chunks), reversed(starts), strict=True):
+                self._recompute(chunk, started, prefix)
+
+    def _recompute(self, chunk: Chunk, started: States | None, prefix: Prefix) -> None:
+        """Recompute and differentiate one chunk. A step does so from the last chunk to the first,
+        and the first chunk's values remain.
+        """
+        x = chunk.part(self.x, -2).detach().requires_grad_()
+        output, _ = self.call.compute(x, chunk, Stage.RECOMPUTE, prefix, states=started)
+        if output is not None and output.hidden_states.requires_grad:
+            upstream = chunk.part(self.upstream, -2)
+            torch.autograd.grad(output.hidden_states, [x], upstream, allow_unused=True)
 
     def _run(self, stage: Stage, chunks: list[Chunk], start: Callable[[Any], Any]) -> None:
         graph = stage is Stage.RECOMPUTE

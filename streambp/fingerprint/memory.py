@@ -2,8 +2,9 @@
 
 The search follows attributes of modules and classes, closures, defaults and attributes of hooks and
 forwards, globals that they name, and objects or containers reachable from there. Each value has a
-path, such as `mlp.kept[3]`. Parameters, buffers, and objects of torch, transformers and similar
-libraries are left out: these libraries store nothing of a batch.
+path, such as `mlp.kept[3]`. Values of parameters and buffers, and objects of torch, transformers
+and similar libraries are left out: these libraries store nothing of a batch. Programs may store
+values as attributes of a model's config and of a parameter, so these attributes are included.
 
 The search visits at most `MOST` objects, nearest first, and the last `WIDE` plain values of a
 container. If a container has more than `LONG` entries, only its last `WIDE` entries are visited.
@@ -11,12 +12,15 @@ container. If a container has more than `LONG` entries, only its last `WIDE` ent
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import contextvars
 import functools
 import gc
+import io
 import itertools
+import queue
 import sys
 import threading
 import time
@@ -30,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
 
 from streambp.fingerprint.holders import (
     GONE,
@@ -56,8 +61,19 @@ PATIENCE = 0.2  # seconds before a live tensor counts as stored
 CONTAINERS = (list, set, dict, deque)
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 ARRAYS = (Tensor, np.ndarray)
+NUMBERS = (bool, int, float, complex, np.generic)
+ENGINES = ("ds_", "_")  # attributes of parameters that engines change
 # The standard library's classes in which programs store values.
-HOLDERS = (types.SimpleNamespace, threading.local, collections.UserDict, collections.UserList)
+HOLDERS = (
+    types.SimpleNamespace,
+    threading.local,
+    collections.ChainMap,
+    collections.UserDict,
+    collections.UserList,
+    queue.Queue,
+    queue.LifoQueue,
+    queue.PriorityQueue,
+)
 WEAK_HOLDERS = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 HOLDS = frozenset(kind.__name__ for kind in (*HOLDERS, *WEAK_HOLDERS))
 KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names))
@@ -134,6 +150,8 @@ class Memory:
         self.values[name] = value
 
     def _visit(self, path: str, value: Any) -> None:
+        if isinstance(value, np.generic):  # a number of numpy, such as the result of np.mean
+            value = value.item()
         if isinstance(value, (*PLAIN, *ARRAYS)):
             self._note(path, value)
             return
@@ -145,11 +163,17 @@ class Memory:
             self._open(
                 path, attributes_of(value, lambda name: name in TORCHS or name.startswith(THEIRS))
             )
+            for name, parameter in value._parameters.items():
+                self._visit_parameter(f"{path}.{name}".removeprefix("."), parameter)
         elif isinstance(value, dict):
             self._open_mapping(path, value)
         elif isinstance(value, (list, deque, set)):
             self._note(f"len({path})", len(value))
             self._open(path, Entries(value), "[{}]".format, WIDE)
+        elif isinstance(value, (array.array, bytearray)):
+            self._visit_array(path, value)
+        elif isinstance(value, (io.StringIO, io.BytesIO)):
+            self._visit_text(path, value)
         elif isinstance(value, (tuple, frozenset)):
             if len(value) <= WIDE:
                 self._waiting.extend((f"{path}[{index}]", part) for index, part in enumerate(value))
@@ -181,6 +205,43 @@ class Memory:
                 self._open(path, attributes_of_class(value))
         else:
             self._visit_object(path, value)
+
+    def _visit_array(self, path: str, value: array.array[Any] | bytearray) -> None:
+        def write(_: Any, before: Any) -> None:
+            value[:] = before
+
+        self.holders.append(Holder(value, lambda: {None: value[:]}, write, lambda _: None))
+        self._note(f"len({path})", len(value))
+        start = max(0, len(value) - WIDE)
+        for index, number in enumerate(value[start:], start):
+            self._note(f"{path}[{index}]", number)
+
+    def _visit_text(self, path: str, file: io.StringIO | io.BytesIO) -> None:
+        if file.closed:
+            return
+
+        def write(_: Any, before: Any) -> None:
+            file.seek(0)
+            file.truncate()
+            file.write(before)
+
+        self.holders.append(Holder(file, lambda: {None: file.getvalue()}, write, lambda _: None))
+        self._note(f"len({path})", len(file.getvalue()))
+
+    def _visit_parameter(self, path: str, parameter: nn.Parameter | None) -> None:
+        """Find numbers and tensors that programs store as attributes of a parameter, for example a
+        norm of its inputs. Engines store their own objects there, which are left out.
+        """
+        if parameter is None or id(parameter) in self._seen:
+            return
+        self._seen.add(id(parameter))
+        attributes = vars(parameter)
+
+        def write(name: Any, value: Any) -> None:
+            attributes[name] = value
+
+        read = functools.partial(stored_on, parameter)
+        self._open(path, Holder(parameter, read, write, attributes.__delitem__))
 
     def _visit_function(self, path: str, function: types.FunctionType) -> None:
         if not is_theirs(function):
@@ -248,7 +309,8 @@ class Memory:
     def _visit_object(self, path: str, value: Any) -> None:
         known = type(value)
         home = _home(known)
-        if home in KNOWN and not (home in sys.stdlib_module_names and known.__name__ in HOLDS):
+        of_library = home in sys.stdlib_module_names and known.__name__ in HOLDS
+        if home in KNOWN and not (of_library or isinstance(value, PreTrainedConfig)):
             return
         if isinstance(getattr(value, "__dict__", None), dict):
             self._open(path, attributes_of(value, lambda name: name.startswith(THEIRS)))
@@ -293,6 +355,15 @@ class Memory:
             if index < left and isinstance(value, PLAIN):
                 continue
             self._waiting.append((f"{path}{named(key)}".removeprefix("."), value))
+
+
+def stored_on(parameter: Tensor) -> Content:
+    """Return the numbers and tensors that programs stored as attributes of a parameter [...]."""
+    return {
+        name: value
+        for name, value in vars(parameter).items()
+        if isinstance(value, (*NUMBERS, *ARRAYS)) and not name.startswith(ENGINES)
+    }
 
 
 class Writes(TorchDispatchMode):

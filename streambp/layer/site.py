@@ -213,6 +213,8 @@ class LayerTests:
         hooks_run_in_tests: by name of a third-party hook, the modules it is registered on; the hook
             ran in tests.
         warm_up: the model's warm-up state; None: `warm_up` was not called.
+        differing: paths of stored values that differ in chunks, found in tests of any kind of call.
+            [Note: kept values]
 
     A test runs the layer's hooks. A hook that accumulates values would then keep the test's tokens
     and gradients. A hook that only reads values cannot change the result of a test. After
@@ -234,6 +236,7 @@ class LayerTests:
     tested_hooks: set[HookKey] = dataclasses.field(default_factory=set)
     hooks_run_in_tests: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     warm_up: WarmUp | None = None
+    differing: set[str] = dataclasses.field(default_factory=set)
 
     def result(self, kind: frozenset[tuple[str, Any]]) -> TrialResult:
         """Return the test results for this kind of call; new, empty results if there are none.

@@ -1,0 +1,233 @@
+"""Numbers of numpy, and numbers that are kept in configs, parameters, queues, arrays and text
+files, are what they are unpatched; so is what is kept in some calls alone, or of the last token.
+
+covers: fingerprint/memory.py, admission/kept_values.py
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import io
+import itertools
+import queue
+import types
+
+import numpy as np
+import pytest
+
+from streambp.admission import kept_values
+from streambp.fingerprint import memory
+from tests.admission.test_kept_values import STEPS, check, evaluate, paths, train
+from tests.tiers import thinned
+
+pytestmark = pytest.mark.usefixtures("float64_oracle")
+Memory = memory.Memory
+
+
+def norm(out):
+    return float(out.detach().norm())
+
+
+def recorder(layer, record):
+    layer.mlp.register_forward_hook(lambda module, args, out: record(out))
+
+
+def number_of_numpy(layer):
+    kept = {}
+    recorder(layer, lambda out: kept.update(norm=np.float32(norm(out))))
+    return lambda: float(kept["norm"])
+
+
+def count_of_numpy(layer):
+    kept = {}
+    recorder(layer, lambda out: kept.update(positive=(out.detach().numpy() > 0).sum()))
+    return lambda: int(kept["positive"])
+
+
+def attribute_of_the_config(layer):
+    config = layer.self_attn.config
+    recorder(layer, lambda out: setattr(config, "last_norm", norm(out)))
+    return lambda: config.last_norm
+
+
+def attribute_of_a_weight(layer):
+    weight = layer.mlp.up_proj.weight
+    recorder(layer, lambda out: setattr(weight, "norm_of_tokens", norm(out)))
+    return lambda: weight.norm_of_tokens
+
+
+def attribute_of_the_weight_in_use(layer):
+    """While chunks are differentiated, other tensors are in the place of the weights."""
+    weight = layer.mlp.up_proj.weight
+
+    def hook(module, args, out):
+        module.up_proj.weight.norm_of_tokens = norm(out)
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: weight.norm_of_tokens
+
+
+def numbers_in_a_queue(layer):
+    kept = queue.Queue()
+    recorder(layer, lambda out: kept.put(norm(out)))
+    return lambda: list(kept.queue)
+
+
+def numbers_in_an_array(layer):
+    kept = array.array("d")
+    recorder(layer, lambda out: kept.append(norm(out)))
+    return lambda: list(kept)
+
+
+def bytes_in_an_array(layer):
+    kept = bytearray()
+    recorder(layer, lambda out: kept.append(out.shape[1]))
+    return lambda: list(kept)
+
+
+def lines_of_text(layer):
+    file = io.StringIO()
+    recorder(layer, lambda out: print(f"{norm(out):.6f}", file=file))
+    return file.getvalue
+
+
+def chain_of_dicts(layer):
+    kept = collections.ChainMap({})
+    recorder(layer, lambda out: kept.__setitem__("norm", norm(out)))
+    return lambda: kept["norm"]
+
+
+WAYS = {
+    way.__name__: way
+    for way in (
+        number_of_numpy, count_of_numpy, attribute_of_the_config, attribute_of_a_weight,
+        attribute_of_the_weight_in_use, numbers_in_a_queue,
+        numbers_in_an_array, bytes_in_an_array, lines_of_text, chain_of_dicts,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.fast(4)
+@pytest.mark.parametrize(
+    ("way", "steps", "when"),
+    thinned(
+        itertools.product(WAYS, STEPS, ["before", "after"]),
+        lambda way, steps, when: (steps, when) in (("train", "before"), ("evaluate", "after")),
+    ),
+)
+def test_what_is_kept_is_what_the_unpatched_model_keeps(way, steps, when):
+    model = check(WAYS[way], STEPS[steps], when)
+    assert paths(model)[1] == "checkpoints"
+
+
+def without_configs(monkeypatch):
+    monkeypatch.setattr(memory, "PreTrainedConfig", types.NoneType)
+
+
+def without_numpy(monkeypatch):
+    real = Memory._visit
+
+    def visit(self, path, value):
+        if not isinstance(value, np.generic):
+            real(self, path, value)
+
+    monkeypatch.setattr(Memory, "_visit", visit)
+
+
+MUTANTS = {
+    "number_of_numpy": without_numpy,
+    "count_of_numpy": without_numpy,
+    "attribute_of_the_config": without_configs,
+    "attribute_of_a_weight": lambda m: m.setattr(Memory, "_visit_parameter", lambda *_: None),
+    "attribute_of_the_weight_in_use": lambda m: m.setattr(kept_values, "stored_on", lambda _: {}),
+    "numbers_in_a_queue": lambda m: m.setattr(memory, "HOLDS", frozenset()),
+    "chain_of_dicts": lambda m: m.setattr(memory, "HOLDS", frozenset()),
+    "numbers_in_an_array": lambda m: m.setattr(Memory, "_visit_array", lambda *_: None),
+    "lines_of_text": lambda m: m.setattr(Memory, "_visit_text", lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("way", MUTANTS)
+def test_mutants_turn_these_red(way, monkeypatch):
+    MUTANTS[way](monkeypatch)
+    with pytest.raises((AssertionError, KeyError, AttributeError)):
+        check(WAYS[way], (train,))
+
+
+# What depends on the order of chunks, and what is kept in some calls alone.
+
+
+def last_token(layer):
+    kept = {}
+    recorder(layer, lambda out: kept.update(last=out[:, -1].detach().clone()))
+    return lambda: kept["last"]
+
+
+def norm_of_the_last_token(layer):
+    recorder(layer, lambda out: setattr(layer.mlp, "norm", norm(out[:, -1])))
+    return lambda: layer.mlp.norm
+
+
+def largest_norm(layer):
+    """It seldom grows after the first step."""
+    kept = {"largest": 0.0}
+    recorder(layer, lambda out: kept.update(largest=max(kept["largest"], norm(out))))
+    return lambda: kept["largest"]
+
+
+def every_second_call(layer):
+    """The number of the step is the program's."""
+    step, kept = {"number": 0}, {}
+
+    def record(out):
+        if step["number"] % 2 == 0:
+            kept["norm"] = norm(out)
+
+    recorder(layer, record)
+
+    def read():
+        step["number"] += 1
+        return dict(kept)
+
+    return read
+
+
+LATER = {
+    way.__name__: way
+    for way in (last_token, norm_of_the_last_token, largest_norm, every_second_call)
+}
+THREE = (train, train, train)
+
+
+@pytest.mark.parametrize("way", LATER)
+def test_later_steps_keep_what_the_unpatched_model_keeps(way):
+    model = check(LATER[way], THREE)
+    assert paths(model)[1] == "checkpoints"
+
+
+def test_the_last_token_streams_in_evaluation():
+    model = check(last_token, (evaluate, evaluate))
+    assert paths(model)[1] == "streams"
+
+
+def recomputed_in_order(monkeypatch):
+    monkeypatch.setattr(kept_values, "reversed", lambda chunks: chunks, raising=False)
+
+
+def no_kind_remembers(monkeypatch):
+    monkeypatch.setattr(kept_values, "_why_kept_before", lambda site, roots: None)
+
+
+@pytest.mark.parametrize(
+    ("way", "mutant"),
+    [
+        ("last_token", recomputed_in_order),
+        ("largest_norm", no_kind_remembers),
+        ("every_second_call", no_kind_remembers),
+    ],
+)
+def test_mutants_of_later_steps_turn_these_red(way, mutant, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(LATER[way], THREE)
