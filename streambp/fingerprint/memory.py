@@ -1,8 +1,8 @@
 """Find the values that third-party code inside a layer can store, and detect what a run left there.
 
-The search follows attributes of modules and classes, closures, defaults and attributes of hooks and
-forwards, globals that they name, and objects or containers reachable from there. Each value has a
-path, such as `mlp.kept[3]`. Values of parameters and buffers, and objects of torch, transformers
+The search follows attributes of modules, classes, hooks and forwards. The closures, defaults and
+globals of hooks and forwards are followed as well, and so are objects and containers reachable from
+any of these. Each value has a path, such as `mlp.kept[3]`. Values of parameters and buffers, and objects of torch, transformers
 and similar libraries are left out: these libraries store nothing of a batch. Programs may store
 values as attributes of a model's config and of a parameter, so these attributes are included.
 
@@ -229,8 +229,9 @@ class Memory:
         self._note(f"len({path})", len(file.getvalue()))
 
     def _visit_parameter(self, path: str, parameter: nn.Parameter | None) -> None:
-        """Find numbers and tensors that programs store as attributes of a parameter, for example a
-        norm of its inputs. Engines store their own objects there, which are left out.
+        """Find numbers and tensors among a parameter's attributes, such as a norm of inputs.
+
+        Attributes of engines are left out.
         """
         if parameter is None or id(parameter) in self._seen:
             return
@@ -358,7 +359,7 @@ class Memory:
 
 
 def stored_on(parameter: Tensor) -> Content:
-    """Return the numbers and tensors that programs stored as attributes of a parameter [...]."""
+    """Return the numbers and tensors [...] among a parameter's attributes."""
     return {
         name: value
         for name, value in vars(parameter).items()

@@ -856,6 +856,7 @@ def nothing_is_tried(monkeypatch):
 def tokens_of_the_call(monkeypatch):
     """They are the call's own, of which live routes are the recorded ones."""
     monkeypatch.setattr(torch.Tensor, "neg_", lambda x: x)
+    monkeypatch.setattr(kept_values, "_why_kept_before", lambda site, roots: None)
 
 
 def kinds_are_not_told(monkeypatch):
