@@ -286,7 +286,10 @@ def _loss(
         one = torch.ones(
             (), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device
         )
-        total: Any = OnePassNLL.apply(inputs, request.pending, one / divisor, *tensors)
+        scale = one / divisor
+        if scale.numel() == 1:  # a count may be a tensor of any shape
+            scale = scale.reshape(())
+        total: Any = OnePassNLL.apply(inputs, request.pending, scale, *tensors)
     else:
         found = BlockwiseLogProbs.apply(inputs, request.wanted or (), *tensors)
         request.hidden_states = lambda: source

@@ -1,6 +1,6 @@
 """The one-pass loss expects the upstream gradient that came the last time. [Note: expected scale]
 
-covers: head/log_probs.py
+covers: head/log_probs.py, head/recipe.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import streambp
 from streambp.head.log_probs import HeadGradients
 from tests.families import build, make_batch
-from tests.oracle import gradients, worst_error
+from tests.oracle import EXACT, gradients, worst_error
 
 
 @pytest.fixture
@@ -48,6 +48,18 @@ def check_late_factors(seen):
     assert seen[1:] == pytest.approx([1.0, 1.0])
     gradients(copy.deepcopy(model), **make_batch("plain"))
     assert seen[3] == 1.0  # a copy has learnt nothing yet
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_the_count_of_labels_may_be_a_tensor_of_any_shape(shape, float64_oracle):
+    stock = build("qwen3", torch.float64)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
+    batch = make_batch("plain") | {"num_items_in_batch": torch.full(shape, 7)}
+    for _ in range(2):
+        results = [gradients(model, **batch) for model in (stock, ours)]
+        (loss, expected), (found_loss, found) = results
+        assert found_loss.shape == loss.shape == shape
+        assert worst_error(found, expected) <= EXACT
 
 
 def test_gradients_are_exact_whatever_came_before(float64_oracle):
