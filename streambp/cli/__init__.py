@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> Any:
-    """Return a command's parsed arguments, or an exit code if the line asks for help; without
-    torch.
+    """Return a command's parsed arguments, or an exit code if the line asks for help. torch is not
+    imported.
 
     Raises:
         ConfigError: the line is wrong.

@@ -26,7 +26,14 @@ MODEL, LENGTH, MEMORY, GPUS, TRAINING, TIME, OUTPUT = (
 
 
 def _option(panel: str, told: str, *names: str, **more: Any) -> Any:
-    """Return a typer option in a help panel."""
+    """Return a typer option.
+
+    Args:
+        panel: heading of the help page under which the option is listed.
+        told: help text of the option.
+        names: names of the option, such as "--json"; empty: the parameter's name.
+        more: other arguments of `typer.Option`.
+    """
     return typer.Option(*names, help=told, rich_help_panel=panel, **more)
 
 
@@ -358,7 +365,8 @@ app = typer.Typer(
 
 
 def _arguments(context: typer.Context) -> SimpleNamespace:
-    """Return a command's name and arguments."""
+    """Return a namespace with the arguments of the running command, and the command's name as
+    `command`."""
     return SimpleNamespace(command=context.info_name, **context.params)
 
 
@@ -501,9 +509,8 @@ def launch(
     uninstall: Annotated[bool, typer.Option("--uninstall", help="remove that file")] = False,
     **settings: Any,
 ) -> SimpleNamespace:
-    """Return the arguments; flags are `StreamConfig`'s fields, and unknown words are kept for an
-    error.
-    """
+    """Return the arguments of `streambp launch`. The fields of `StreamConfig` are options as well.
+    Words that are no options are in `extra`, for an error message."""
     return SimpleNamespace(extra=context.args, **vars(_arguments(context)))
 
 

@@ -152,7 +152,8 @@ def _check_writable(option: str, file: Path | None) -> None:
 
 
 def _check_batch(arguments: Any) -> None:
-    """Check the arguments of a micro-batch of several rows, and read `arguments.lengths`."""
+    """Check the arguments of `streambp plan` that describe a micro-batch of several rows. The file
+    in `arguments.lengths` is replaced by the numbers in it."""
     ways = ("group", "lengths", "mean_length")
     named = []
     for name in ways:
@@ -193,7 +194,7 @@ def _check_batch(arguments: Any) -> None:
 
 
 def _lengths(option: str, file: Path) -> list[int]:
-    """Read the tokens of each row of a data set."""
+    """Return the numbers in a file: the tokens of each row of a data set."""
     try:
         words = re.sub(r"[\[\],]", " ", file.read_text("utf-8")).split()
     except (OSError, ValueError) as error:
@@ -212,7 +213,8 @@ def _lengths(option: str, file: Path) -> list[int]:
 
 
 def _check_step(arguments: Any) -> None:
-    """Check the arguments of `verify` and `profile`, and set `arguments.config`."""
+    """Check the arguments of `verify` and `profile`, and set `arguments.config` to the
+    `StreamConfig` of the step."""
     for option, length in (
         ("--seq-len", arguments.seq_len),
         ("--chunk-size", arguments.chunk_size),

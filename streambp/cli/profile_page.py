@@ -51,7 +51,7 @@ th:first-child, td:first-child { text-align: left; }
 
 
 def profile_page(rows: Sequence[Compared], name: str, seq_len: int, chunk_size: int) -> str:
-    """Return the content of the file.
+    """Return the HTML page of a step's memory, predicted and measured.
 
     Args:
         rows: the phases of a step in order, with predicted and measured bytes.
@@ -91,7 +91,8 @@ def profile_page(rows: Sequence[Compared], name: str, seq_len: int, chunk_size: 
 
 
 def _picture(rows: Sequence[Compared], top: float) -> str:
-    """Return the picture, with a line of the measured and one of the predicted bytes."""
+    """Return an SVG picture of the bytes of each phase, with a line for measured and a line for
+    predicted bytes."""
     step = WIDTH / len(rows)
     parts = []
     for number, row in enumerate(rows):
@@ -123,7 +124,8 @@ def _picture(rows: Sequence[Compared], top: float) -> str:
 
 
 def _parts(rows: Sequence[Compared]) -> str:
-    """Return labels for runs of phases: "forward" for all layers' forwards."""
+    """Return the labels below the picture as HTML. Consecutive phases of the same kind, for example
+    the forwards of all layers, share a label."""
     runs: list[list[str]] = []
     for row in rows:
         first = row.phase.partition(" ")[0]
@@ -140,7 +142,7 @@ def _parts(rows: Sequence[Compared]) -> str:
 
 
 def _table(rows: Sequence[Compared]) -> str:
-    """Return a table of the phases."""
+    """Return an HTML table with the predicted and the measured MiB of each phase."""
     lines = []
     for row in rows:
         lines.append(

@@ -297,9 +297,8 @@ def _batches(arguments: Any) -> list[Batch]:
 
 
 def _rates(arguments: Any) -> Rates:
-    """Return the rates of the named or measured device, or of a usual device with about this
-    much memory.
-    """
+    """Return the rates of the device: measured here, or by its name, or those of a usual device
+    with about the requested memory."""
     if arguments.measure_device is None:
         if arguments.device is None and arguments.gpu_memory is not None:
             return assumed_rates(arguments.gpu_memory)
@@ -319,7 +318,8 @@ def _rates(arguments: Any) -> Rates:
 def _write_page(
     arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
-    """Write the page, with the model's other trainings for its switch and its remedies."""
+    """Write the planner's HTML page. The page includes profiles of the model for other kinds of
+    training (LoRA, 4 bits), between which its controls switch."""
     name = _shown_name(arguments.model)
     profiles = {training: found.profile}
     for how in (Training(), *training.smaller()):

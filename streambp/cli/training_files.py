@@ -116,7 +116,7 @@ def options_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def first_number(keys: Mapping[str, Any], names: Sequence[str], file: Path) -> int | None:
-    """Return the first of these keys that has a value.
+    """Return the value of the first of these keys that has a value; None if no key has a value.
 
     Raises:
         ConfigError: the value is no whole number from 1.
@@ -134,7 +134,7 @@ def first_number(keys: Mapping[str, Any], names: Sequence[str], file: Path) -> i
 
 
 def section_of(keys: Mapping[str, Any], name: str, file: Path) -> Mapping[str, Any]:
-    """Return the keys of a section; none if the section is absent.
+    """Return the keys of a section with their values; {} if the section is absent.
 
     Raises:
         ConfigError: the section holds something else.
@@ -146,7 +146,8 @@ def section_of(keys: Mapping[str, Any], name: str, file: Path) -> Mapping[str, A
 
 
 def training_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return options of adapters and of quantized weights; `full` for a model without adapters."""
+    """Return the options for LoRA and quantized weights, by the names of `plan`'s arguments. The
+    result is {"full": True} if the file names a model and no adapter."""
     adapter = keys.get("adapter")
     if not (adapter or keys.get("use_peft") or keys.get("peft_config")):
         if any(map(keys.get, MODEL_KEYS)):
@@ -167,9 +168,9 @@ def training_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def engine_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return options of DeepSpeed and FSDP: from accelerate's file, from a section of the file, or
-    from DeepSpeed's own file.
-    """
+    """Return the options for ZeRO, FSDP and an optimizer in host memory, by the names of `plan`'s
+    arguments. The options are read from accelerate's file, from a section of a training file, or
+    from DeepSpeed's own file."""
     name = "deepspeed_config" if keys.get("deepspeed_config") else "deepspeed"
     if isinstance(keys.get(name), str):
         beside = Path(keys[name])

@@ -20,8 +20,8 @@ NO_HOST_MEMORY = re.compile(
 
 
 def padded(size: int) -> int:
-    """Return the bytes that a tensor of `size` bytes occupies in host memory, with the
-    alignment."""
+    """Return the bytes that a tensor of `size` bytes occupies in host memory: `size`, rounded up to
+    the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -34,8 +34,9 @@ class BufferStack:
         segments: the memory.
         size: bytes of all segments.
         used: allocated bytes.
-        last_uses: the last copy's event for each engine and queue; the content may be overwritten
-            after these events. Copies of other devices count as well. [Note: offload order], wait 5
+        last_uses: dict from (engine, queue) to the event of the last copy that read or wrote this
+            memory. The content may be overwritten after all of these events. [Note: offload order],
+            wait 5
     """
 
     kind: str
@@ -76,12 +77,13 @@ class Arena:
 
     Args:
         limit: budget in bytes.
-        buffer: allocates a number of bytes.
-        settle: waits until no copy accesses host memory any more.
+        buffer: function that allocates a number of bytes of host memory.
+        settle: function that waits until no copy accesses host memory any more.
 
     Attributes:
         allocated: bytes of all stacks.
-        refused: the system's error text if an allocation within the budget failed.
+        refused: error text of the system, if the last call of `grow` failed within the budget; None
+            otherwise.
     """
 
     limit: int

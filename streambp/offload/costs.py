@@ -165,8 +165,8 @@ class ObservedCosts:
         tokens: tokens over all rows.
         length: tokens of each row.
         chunks: number of chunks.
-        unread: filled by the layer's backward: which Linear outputs backward never reads, for each
-            kind of backward.
+        unread: dict from kinds of backward (with frozen weights or without) to Linear outputs that
+            backward never reads; filled by the layer's backward.
         engine: provides the clock that times the chunks; None: no timing.
     """
 
@@ -194,7 +194,7 @@ class ObservedCosts:
 
     def learnt(self) -> LayerCost | None:
         """Return the layer's measured bytes and FLOPs, without Linear outputs that no backward
-        reads. None before a backward has run."""
+        reads. None if forward has not ended or no backward has run."""
         if len(self.costs) < self.chunks or not self.unread:
             return None
         unread = frozenset.intersection(*(found.recompute for found in self.unread.values()))
@@ -262,7 +262,8 @@ class Measured:
 
 @dataclasses.dataclass
 class Chosen:
-    """Tensors that "auto" chose to save in one micro-batch, and the numbers behind the choice.
+    """Tensors that saves="auto" chose to save in one micro-batch, and the numbers behind the
+    choice.
 
     Attributes:
         tokens: tokens over all rows.
@@ -270,14 +271,16 @@ class Chosen:
         chunk: tokens of each chunk over all rows.
         room: bytes that a step without saved tensors leaves free, on the device or for copies to
             the host.
-        measured: measurements behind the choice of tensors on the host; None: they stay on the
-            device.
-        inputs: bytes of the layers' inputs, for saved tensors on the host.
-        left_out: reasons for tensors that some or all layers do not save, by name.
+        measured: measurements behind the choice, if saved tensors are copied to the host; None:
+            saved tensors stay on the device.
+        inputs: bytes of the layers' inputs, which are copied to the host before other saved
+            tensors; 0 if saved tensors stay on the device.
+        left_out: dict from names of tensors that some or all layers do not save to the reasons.
         least: the fewest free bytes that the device reported.
-        let_go: the reason why all saved tensors were freed; None: none was freed.
-        bytes: saved bytes by name.
-        layers: number of layers by name.
+        let_go: the reason why all saved tensors were freed before their backward; None: no tensor
+            was freed.
+        bytes: bytes that all layers save, by name of the tensor.
+        layers: number of layers that save the tensor, by name of the tensor.
     """
 
     tokens: int
@@ -310,7 +313,8 @@ class Chosen:
 
 @dataclasses.dataclass
 class AsUnpatched:
-    """Prediction for a micro-batch that ran through the unpatched model's forward.
+    """Predicted memory of a micro-batch for which a patched model ran the unpatched forward,
+    because memory was plentiful.
 
     Attributes:
         tokens: tokens over all rows.
@@ -341,8 +345,8 @@ class Need:
         raise NotImplementedError
 
     def at_work(self, chunk: int) -> float:
-        """Return the bytes needed to compute one chunk of `chunk` tokens, beyond what exists
-        before."""
+        """Return the bytes needed to compute one chunk of `chunk` tokens, beyond the bytes in use
+        before the chunk."""
         raise NotImplementedError
 
     def __call__(self, tokens: int, chunk: int, present: float = 0.0) -> float:
@@ -398,11 +402,12 @@ class Shortage:
         key: tokens of a step, and tokens of a chunk.
         room: bytes available for saved tensors.
         planned: bytes of the tensors planned to be saved.
-        wished: planned bytes by layer.
+        wished: `planned`, by layer index.
         missing: largest shortfall in bytes; a negative number of bytes stayed free.
         gone: True if the saved tensors were freed.
         failed: True if the device ran out of memory.
-        margin: bytes that the next similar micro-batch leaves free in addition.
+        margin: bytes that the next similar micro-batch leaves free, in addition to those that its
+            prediction leaves free.
         back: fraction of the margin returned after a successful micro-batch.
     """
 
@@ -434,15 +439,15 @@ class Shortage:
 
 @dataclasses.dataclass
 class BatchSaves:
-    """Tensors that the layers save in the running micro-batch, and the free memory expected on the
-    way.
+    """Tensors that the layers save in the running micro-batch, and the free memory that is expected
+    while its forward runs.
 
     Attributes:
         plan: tensors that each layer saves, by the layer's index.
         device: device of the first layer; only layers on this device save.
         last: index of the layer whose forward began last; infinity before the first layer.
         expected: free bytes planned for the start of the next layer.
-        slack: smallest shortfall in bytes that counts.
+        slack: shortfall of free memory, in bytes, up to which nothing is changed.
         at_work: bytes that a chunk needs free; -infinity if nothing is saved.
         shortage: memory that the micro-batch lacked; None if nothing is saved.
         retries: number of retries of the device's allocator before the micro-batch.

@@ -53,7 +53,7 @@ class DecodedLinear:
 
     Attributes:
         module: the Linear.
-        weight: the dequantized weight [out, in], once needed.
+        weight: the dequantized weight [out, in]; None before the first call.
     """
 
     module: Any  # an nn.Linear of bitsandbytes
@@ -100,16 +100,17 @@ def _decoded(module: Any) -> Tensor:
 
 
 class CountedPackedLinear(nn.Module):
-    """Base class of Linears that represent a Linear with a 4-bit weight in a model without data.
+    """Base class of Linears that take the place of a 4-bit Linear when memory and FLOPs are counted
+    on meta or fake tensors.
 
     Attributes:
-        compute_dtype: the dtype that the weight is decoded to.
+        compute_dtype: dtype of the dequantized weight.
     """
 
     compute_dtype: torch.dtype
 
     def decoded(self) -> Tensor:
-        """Return a weight [out, in] without data."""
+        """Return a dequantized weight [out, in], as a meta or fake tensor."""
         raise NotImplementedError
 
 
@@ -133,13 +134,14 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def has_packed_weight(module: nn.Module) -> bool:
-    """True if a Linear has a 4-bit weight, or represents one that has."""
+    """True if a module is a 4-bit Linear, or a `CountedPackedLinear` in the place of a 4-bit
+    Linear."""
     return isinstance(module, CountedPackedLinear) or is_packed(module)
 
 
 def packed_linears(layer: nn.Module) -> list[nn.Module]:
-    """Return the Linears with 4-bit weights inside a layer. A Linear whose forward other code
-    replaced is left out."""
+    """Return the Linears with 4-bit weights inside a layer. A Linear with an instance attribute
+    `forward` is left out, because other code has replaced its forward."""
     return [
         module for module in layer.modules() if is_packed(module) and FORWARD not in vars(module)
     ]

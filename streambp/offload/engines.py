@@ -100,12 +100,13 @@ class Engine:
         return torch.empty_like(host, device=self.device)
 
     def record(self, queue: str) -> Any:
-        """Return an event behind all work that is now in a queue. None if no work is pending."""
+        """Return an event that completes after all work that is now in a queue; None if no work is
+        pending."""
         return None
 
     def wait(self, queue: str, event: Any) -> None:
-        """Make a queue wait for an event before its later work. The queue HOST stands for the
-        calling thread, which is blocked."""
+        """Make a queue wait for an event before its later work. The queue HOST is the calling
+        thread, which is blocked until the event completes."""
 
     def settle(self) -> None:
         """Wait, on the calling thread, until all copies are done."""
@@ -138,7 +139,8 @@ class Engine:
         return dict(self._spent)
 
     def clock(self, queue: str = COMPUTE) -> Any:
-        """Return the time at which a queue reaches this point, for `seconds`."""
+        """Return a timestamp of the moment at which a queue reaches this point. `seconds` takes two
+        such timestamps."""
         return time.perf_counter()
 
     def seconds(self, start: Any, stop: Any) -> float:
@@ -147,8 +149,8 @@ class Engine:
         return float(stop - start)
 
     def memory(self) -> DeviceMemory | None:
-        """Return the bytes that torch's allocator has on the device: now, peak and limit
-        (`memory_limit`). None if unknown."""
+        """Return the bytes that torch's allocator has allocated on the device, with their peak and
+        limit; None if the allocator of the device has no statistics."""
         if not tells_memory(self.device):
             return None
         allocated = counted_bytes(self.device, "allocated")

@@ -20,11 +20,12 @@ class LinkBudget:
 
     Args:
         manager: moves saved tensors to the host.
-        on_device: True to set the manager's device budget too, from the memory that the measured
+        on_device: True to also set the manager's `gpu_memory`, from the memory that the measured
             step left free. [Note: device budget]
 
     Attributes:
-        measured: measurements by the number of bits of the length.
+        measured: dict from `length.bit_length()` of a row length to the measurements of a forward
+            of such a length.
     """
 
     def __init__(self, manager: OffloadManager, on_device: bool) -> None:
@@ -51,10 +52,10 @@ class LinkBudget:
         return self.measured.get(length.bit_length())
 
     def watch(self, seen: ObservedCosts) -> ObservedCosts:
-        """Make a layer's chunks be timed, by adding a clock to the layer's measurements.
+        """Set the engine of a layer's measurements, so that the layer's chunks are timed.
 
         Args:
-            seen: measurements of the layer's forward; returned.
+            seen: measurements of the layer's forward; changed and returned.
         """
         _, seen.engine = self.manager.start(seen.device)
         memory = None if seen.engine in self._memory else seen.engine.memory()

@@ -91,8 +91,8 @@ class OffloadManager:
         )
 
     def start(self, device: torch.device) -> tuple[Arena, Engine]:
-        """Return the host memory pool and the copy engine for a device. The first call creates
-        both."""
+        """Return the host memory pool and the copy engine for a device. The first call creates the
+        pool, and the first call for a device its engine."""
         engines = self.transfers.engines
         if not engines:
             engines[device] = self._given_engine or make_engine(device)
@@ -128,8 +128,8 @@ class OffloadManager:
         return HostTensors(self, batch, engine, stays)
 
     def scratch(self, device: torch.device) -> HostTensors:
-        """Return host storage for K and V of one layer, chunk by chunk, for one pass over the
-        chunks."""
+        """Return storage on the host for K and V of all chunks of one layer, for a single forward
+        or backward of the layer."""
         arena, engine = self.start(device)
         holding = Holding(arena, "prefix")
         self._holdings.add(holding)
@@ -155,14 +155,14 @@ class OffloadManager:
     ) -> Entry | None:
         """Start the copy of a tensor [...] to the host, and return the record of the copy.
 
-        A tensor that does not fit stays on the device. If the tensor can be recomputed, the result
-        may be None: the tensor is not saved.
+        A tensor that does not fit stays on the device. The result is None if the tensor is
+        optional, does not fit, and `on_host_full` is "recompute": the tensor is then not saved.
 
         Args:
             holding: host memory of the micro-batch.
             engine: engine of the tensor's device.
             tensor: the tensor.
-            optional: True if the tensor can be recomputed.
+            optional: True if backward can recompute the tensor.
             foreign: True if other code may change the tensor in place; the host gets its present
                 values.
 
@@ -254,15 +254,15 @@ class OffloadManager:
 
 
 class HostTensors:
-    """Storage of tensors on the host, by name and chunk, for one device. All tensors are in one
-    stack of host memory.
+    """Storage of a layer's tensors on the host, by name and chunk. The tensors are from a single
+    device and share a stack of host memory.
 
-    The tensors are what one layer saves for backward: each is taken once, from the last chunk to
-    the first. Or the tensors are K and V of one layer's chunks.
+    Tensors saved for backward are taken once, from the last chunk to the first. K and V of the
+    chunks are read and changed many times, and have a storage of their own.
 
     Attributes:
         stays: True if all tensors stay on the device.
-        bytes: bytes of all tensors put in.
+        bytes: bytes of all tensors that were ever stored.
         kept: bytes of tensors that stay on the device and were not taken yet. [Note: device budget]
 
     Raises:
@@ -390,8 +390,9 @@ class HostTensors:
         [Note: order of reads]
 
         Args:
-            order: groups of (name, chunk) in backward's order; backward reads a group at once.
-            workspace: further device bytes that backward needs.
+            order: groups of (name, chunk) in backward's order; backward reads all tensors of a
+                group together.
+            workspace: device bytes that the layer's backward needs beside the stored tensors.
         """
         self._order = order
         self._position = 0
@@ -399,11 +400,11 @@ class HostTensors:
         self._manager.workspace = max(self._manager.workspace, workspace)
 
     def read_ahead(self) -> None:
-        """Start the copies to the device that backward needs next, in this layer or in the layer
-        before.
+        """Start the copies to the device that backward needs next, in this layer, or in the layer
+        before if this layer has no more.
 
-        Groups of tensors that backward reads together are started one after the other. The start of
-        groups ends once the number of copies reaches the size of the largest group.
+        Tensors that backward reads together form a group. Groups are started in backward's order,
+        until at least as many tensors are on their way as the largest group has.
         """
         started = 0
         if not self._order:  # forward runs, or the store holds a prefix's tiles

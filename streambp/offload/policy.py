@@ -140,7 +140,7 @@ class SavesPolicy:
 
         Args:
             device: the device of the input.
-            with_layers: True if the call comes from the first layer.
+            with_layers: True if the caller is the first layer and not the model.
         """
         if not self._begun:
             getattr(self.free, "forget", bool)()
@@ -198,8 +198,8 @@ class SavesPolicy:
     def predicted(
         self, free: float, tokens: int, chunk: int, device: torch.device, length: int
     ) -> tuple[bool, dict[int, list[Candidate]], float]:
-        """Return three predictions for a step in chunks of `chunk` tokens: if the step fits into
-        memory, the tensors that each layer can save, and the seconds.
+        """Return three predictions for a step in chunks of `chunk` tokens: True if the step fits
+        into memory, the tensors that each layer can save, and the seconds.
 
         Args:
             free: free bytes of the device.
@@ -238,7 +238,7 @@ class SavesPolicy:
     def saves(
         self, kept: Any, rows: int, can_keep_graph: Callable[[], bool]
     ) -> tuple[tuple[str, ...] | None, bool, ObservedCosts | None]:
-        """Return which tensors a layer must save in the forward that begins now.
+        """Return the tensors that a layer must save in its forward, which begins now.
 
         Args:
             kept: record of what this call saves, with a method that frees saved tensors.
@@ -246,9 +246,9 @@ class SavesPolicy:
             can_keep_graph: returns True if the layer's autograd graph may be saved.
 
         Returns:
-            Names of the tensors in the form of `StreamConfig.saves`, a Linear by its exact name;
-                None: the names in the configuration.
-            True if the layer's autograd graph is saved instead.
+            Names of the tensors in the form of `StreamConfig.saves`; the output of a Linear has the
+                Linear's name in the layer. None: the names in the configuration.
+            True if the layer's autograd graph is saved in place of single tensors.
             An object that records bytes and FLOPs of the layer's chunks; None: both are known.
         """
         index = kept.site.index
@@ -367,8 +367,9 @@ class SavesPolicy:
             batch.shortage = Shortage((tokens, chunk), room, planned, wished)
 
     def _begin_on_host(self, link: LinkBudget, length: int, chunk: int) -> None:
-        """Choose the saved tensors that are copied to the host in this micro-batch. If none was
-        measured yet, this forward is measured. [Note: saves on the host]
+        """Choose the saved tensors that are copied to the host in this micro-batch. If no forward
+        of similar length was measured yet, this forward is measured and nothing is chosen. [Note:
+        saves on the host]
 
         Args:
             link: budget and measurements of the copies.
@@ -436,7 +437,8 @@ class SavesPolicy:
         most FLOPs for each byte first.
 
         Args:
-            rooms: bytes for saved tensors, reduced by the chosen tensors.
+            rooms: pairs [index, bytes] as in `_rooms`; the bytes of the chosen tensors are
+                subtracted in place.
             indices: indices of the layers.
             device: only layers on this device save; None: all layers save.
             tokens: tokens over all rows.
@@ -503,7 +505,8 @@ class SavesPolicy:
             self._drop(kept, "less memory was free than a chunk takes")
 
     def let_go(self, kept: Any | None = None) -> bool:
-        """Free all saved tensors after the device ran out of memory. True if any tensor was saved.
+        """Free all saved tensors after the device ran out of memory. Return True if any tensor was
+        saved.
 
         Args:
             kept: record of what the running layer's call saves; None: no layer runs.
@@ -520,8 +523,8 @@ class SavesPolicy:
             lack.failed = True
 
     def learn(self) -> Mapping[int, LayerCost]:
-        """Return the known bytes and FLOPs of each layer's saved tensors by index, with the
-        measurements of layers whose backward has run."""
+        """Return bytes and FLOPs of the tensors that each layer may save, by layer index.
+        Predictions are replaced by measurements for layers whose backward has run."""
         costs = self.known.costs
         for index, seen in list(self._seen.items()):
             cost = seen.learnt()
@@ -535,7 +538,7 @@ class SavesPolicy:
 
     def graphs(self, tokens: int, device: torch.device) -> tuple[float, float] | None:
         """Return the bytes of all layers' autograd graphs for `tokens` tokens in one chunk, and the
-        free bytes beside a step without saved tensors.
+        bytes that a step without saved tensors in one chunk leaves free.
 
         None if either is unknown, or a layer is on another device.
         """
@@ -558,7 +561,8 @@ class SavesPolicy:
         return free
 
     def _drop(self, kept: Any | None, because: str) -> bool:
-        """Free all saved tensors of all layers. True if any tensor was saved.
+        """Free all saved tensors of the layers on the running device. Return True if any tensor was
+        saved.
 
         Args:
             kept: record of what the running layer's call saves, whose buffers stay; None: no layer

@@ -37,8 +37,8 @@ WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
 @dataclasses.dataclass(eq=False)
 class OneLayer:
-    """Minimal replacement for a layer's record, for a layer that is not patched: only the bytes of
-    its weights are counted."""
+    """Record with a decoder layer that is not patched, for code that needs only the `layer` of a
+    `LayerSite`."""
 
     layer: nn.Module
 
@@ -48,6 +48,7 @@ class WeightSlice:
     """One tensor's place in the host memory that holds all weights of its layer.
 
     Attributes:
+        tensor: the tensor, whose `.data` is moved between host and device.
         offset: first byte in the layer's memory.
         home: view of the layer's memory with the tensor's shape [...].
     """
@@ -57,8 +58,8 @@ class WeightSlice:
     home: Tensor
 
     def within(self, memory: Tensor) -> Tensor:
-        """Return the same tensor's view in another memory with the layout of the layer's host
-        memory, a copy on the device for example.
+        """Return the tensor's view in another memory with the same layout, such as a copy of the
+        layer's memory on the device.
 
         Args:
             memory: [bytes] uint8.
@@ -81,7 +82,8 @@ class LayerRange:
     Attributes:
         memory: memory of all weights [bytes], uint8.
         pieces: the place of each weight in the memory.
-        tensors: all tensors of the layer when the memory was filled.
+        tensors: all tensors of the layer when the memory was filled, with those that stay on the
+            device.
         wanting: one byte for each tensor: 1 if the tensor required a gradient.
         trains: True if weights on the host require a gradient.
     """
@@ -185,16 +187,20 @@ class HostRanges:
         self._holders.clear()
 
     def bytes_of(self, index: int, trained: bool = False) -> int:
-        """Return the host bytes of a layer's frozen weights; with `trained`, the host bytes of a
-        layer that has no frozen weights."""
+        """Return the bytes that a layer's frozen weights take in host memory. If `trained` is True,
+        return the bytes of a layer without frozen weights, and 0 for all other layers."""
         found = [
             tensor for tensor in self.streamed(index).values() if tensor.requires_grad == trained
         ]
         return _laid_out(found)[1] if found else 0
 
     def streamed(self, index: int) -> dict[int, Tensor]:
-        """Return the tensors [...] of a layer that are on the host whenever the layer's weights
-        are, by id()."""
+        """Return the tensors [...] of a layer that are in host memory while the layer does not run,
+        by id().
+
+        The result has the layer's frozen tensors, or all tensors if none is frozen. Tensors that
+        belong to other modules as well stay on the device.
+        """
         tensors = {id(tensor): tensor for tensor in tensors_inside(self.sites[index].layer)}
         if not tensors.keys() <= self._holders.keys():
             self._holders.clear()
@@ -238,7 +244,7 @@ class HostRanges:
         self._holders.clear()
 
     def known(self, index: int) -> LayerRange | None:
-        """Return a layer's range of host memory if it is still valid, and None otherwise.
+        """Return a layer's range of host memory if the range is still valid, and None otherwise.
 
         A valid range has the layer's present tensors, of any shape, at unchanged addresses.
         """

@@ -30,12 +30,13 @@ class Entry:
 
     Attributes:
         engine: engine of the tensor's device.
-        source: the tensor on the device.
-        host: the copy on the host, complete after `copied_out`.
+        source: the tensor on the device; None once its memory was released.
+        host: the copy on the host, complete after `copied_out`; None: the tensor stays on the
+            device.
         copied_out: event after the copy to the host.
-        read: event after the last copy back.
-        version: version of a source that other code may change in place while the source waits on
-            the device.
+        read: event after the last copy back to the device; None: no copy.
+        version: version counter at the time of saving, for a layer input that stays on the device
+            and that other code may change in place; None for other tensors.
         budgeted: True if the tensor stays on the device and counts against `gpu_memory`.
     """
 
@@ -50,8 +51,14 @@ class Entry:
 
 @dataclasses.dataclass(eq=False)
 class Departure:
-    """A copy to the host that may be running: its source `tensor` must not be freed before
-    `event`."""
+    """A copy to the host that may still be running.
+
+    Attributes:
+        entry: state of the tensor.
+        tensor: the source on the device, which must not be freed before `event`.
+        event: event after the copy.
+        group: number of the group of copies.
+    """
 
     entry: Entry
     tensor: Tensor
@@ -66,7 +73,8 @@ class Holding:
     Attributes:
         stores: weak references to the stores of tensors in the stack (`manager.HostTensors`), one
             for each layer of a forward.
-        retire: a finalizer that returns the stack once; its `alive` is True before.
+        retire: `weakref.finalize` that returns the stack to the pool, at most once; its attribute
+            `alive` is False afterwards.
     """
 
     def __init__(self, arena: Arena, kind: str) -> None:
@@ -84,7 +92,8 @@ class Holding:
 
     @property
     def layer_bytes(self) -> int:
-        """Return the bytes of the layer that has stored most so far; 0 before the first layer."""
+        """Return the largest number of bytes that one layer has stored so far; 0 before the first
+        layer."""
         return max((store.bytes for store in self.alive()), default=0)
 
 
@@ -133,10 +142,11 @@ class Transfers:
         return {name: sum(seconds[name] for seconds in spent) for name in SPENT}
 
     def begin(self, owner: object, chunk: int) -> None:
-        """Begin the group of copies of one chunk. Device memory of older groups is freed.
+        """Begin the group of copies of one chunk. The device memory of older groups, except the
+        previous group, is released after the compute stream has waited for the copies.
 
         Args:
-            owner: the store of the tensors.
+            owner: the storage of the tensors (`HostTensors`).
             chunk: index of the chunk.
         """
         key = (weakref.ref(owner), chunk)

@@ -272,11 +272,10 @@ class HostWeights:
     def arriving(
         self, index: int, weights: list[Tensor], device: torch.device
     ) -> tuple[Leave | None, list[Tensor]]:
-        """Return a function that copies gradients to the host, and the layer's weights [...] as
-        inputs of its autograd function.
+        """Return a function that copies the gradients of a layer's weights to the host, and the
+        weights [...] to pass to the layer's autograd function.
 
-        None in place of the function: no trained weight is on the host. [Note: gradients on the
-        host]
+        The function is None if no trained weight is on the host. [Note: gradients on the host]
 
         Args:
             index: index of the layer.

@@ -19,10 +19,11 @@ EVERY_LINEAR = "all-linear"
 def with_adapters(
     model: nn.Module, rank: int, targets: Sequence[str] = ()
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return the model with LoRA adapters, and the names of Linears that peft refuses to adapt.
+    """Add LoRA adapters to a model. Return the model, and the names of the Linears that peft
+    refuses to adapt.
 
     Args:
-        model: the model without data; changed.
+        model: the model, on meta or fake tensors; changed.
         rank: rank of the adapters.
         targets: names of the Linears that get adapters; empty: all that peft accepts.
 
@@ -73,9 +74,11 @@ def _is_refused(model: nn.Module, name: str) -> bool:
 
 
 def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Apply `fn` like `nn.Module._apply`, but create new parameters.
+    """Apply `fn` to a module's parameters and buffers like `nn.Module._apply`, but create new
+    parameters.
 
-    torch would swap fake tensors in place, which their weak references forbid.
+    `nn.Module._apply` swaps fake tensors in place, which fails because fake tensors have weak
+    references.
     """
     for each in module.modules() if recurse else (module,):
         for name, parameter in each._parameters.items():

@@ -63,8 +63,9 @@ class StepNeed(Need):
 
     Attributes:
         method: the step's counted memory, as a function of tokens and chunk size.
-        factor: multiplies the counted bytes.
-        casts: bytes added afterwards, for autocast's copies of weights.
+        factor: number by which the counted bytes are multiplied, for autocast; 1.0 without
+            autocast.
+        casts: bytes of autocast's copies of weights, added to the product.
         rows: batch size of the count.
     """
 
@@ -77,14 +78,17 @@ class StepNeed(Need):
     )
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
-        """Return pairs (index, bytes) for each phase of a step: the last layer that still waits for
-        its backward, and the bytes needed.
+        """Return pairs (index, bytes): the most bytes in use while the layers 0 to `index` still
+        wait for their backward.
+
+        The index is infinity for forward and the head, and -1 for backward of the embedding.
 
         Args:
             tokens: tokens of all rows.
             chunk: tokens of a chunk, over all rows.
-            present: fraction of the gradients that exist already; interpolates between a first and
-                an accumulating step.
+            present: fraction of the gradients that exist before the step. The bytes are
+                interpolated between a step that creates gradients (0) and a step that adds to all
+                gradients (1).
         """
         key = tokens, chunk, present
         if key in self._asked:
@@ -111,8 +115,8 @@ class StepNeed(Need):
         return found
 
     def at_work(self, chunk: int) -> float:
-        """Return the bytes needed to compute a chunk of `chunk` tokens, beyond what exists
-        before."""
+        """Return the bytes needed to compute a chunk of `chunk` tokens, beyond the bytes in use
+        before the chunk."""
         return (
             self.factor
             * max(1, chunk // self.rows)
@@ -197,7 +201,7 @@ class ModelStates:
 
     A state is the size, requires_grad flag and dtype of each parameter, its device if
     weights="device", and autocast's dtype. For a new state, a step is counted on a copy of the
-    model without data, if the device's free memory is known. Calling this object returns the
+    model with meta tensors, if the device's free memory is known. Calling this object returns the
     prediction for the model's present state. [Note: saves that fit]
 
     Args:
@@ -259,8 +263,8 @@ class ModelStates:
         return known, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)
 
     def _count(self, device: torch.device) -> Figures:
-        """Return predictions for the model's present state, from steps counted on a copy without
-        data."""
+        """Return predictions for the model's present state, from steps counted on a copy with meta
+        tensors."""
         if any(is_partitioned(parameter) for parameter in self.model.parameters()):
             return Figures(why="parameters that ZeRO-3 has divided cannot be counted")
         installed = self.installed
@@ -340,7 +344,7 @@ def in_a_thread(work: Callable[[], T]) -> T:
     """Return `work()`, run in a new thread so that autograd, autocast and dispatch modes of the
     current thread do not apply.
 
-    The default random generator is restored.
+    The state of torch's default random generator is restored afterwards.
     """
     before = torch.default_generator.get_state()
     try:
@@ -361,8 +365,8 @@ def rates_here(device: torch.device) -> Rates:
 
 
 def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
-    """Return a copy of the model without data (`Skeleton`), on "cuda" and with the installed
-    kernels."""
+    """Return a copy of the model with meta tensors (`Skeleton`), for device type "cuda" and for the
+    kernel packages that are installed here."""
     skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed", fewer=True)
     if cast is not None:
         skeleton.model.to(cast)
@@ -370,13 +374,13 @@ def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
 
 
 def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> StepNeed | str:
-    """Return the predicted bytes of a step on a GPU, or the reason why the model's steps cannot be
-    counted without data.
+    """Return the predicted bytes of a step on a GPU (`StepNeed`); if the step cannot be counted on
+    meta tensors, return the reason as text.
 
     Args:
         model: the patched model.
         config: its settings.
-        cast: dtype that autocast gives to float32 weights; None: autocast casts nothing.
+        cast: dtype to which autocast casts float32 weights; None: autocast is off.
     """
     offload: Literal["none", "cpu"] = "none" if config.offload == "none" else "cpu"
     # counted as if all layers saved them: an upper bound
@@ -405,8 +409,8 @@ def _costs(
     devices: Mapping[int, torch.device],
     cast: torch.dtype | None,
 ) -> dict[int, LayerCost]:
-    """Return bytes and FLOPs of the tensors that each layer may save, by layer index; {} if a model
-    without data does not show them.
+    """Return bytes and FLOPs of the tensors that each layer may save, by layer index; {} if they
+    cannot be counted on meta tensors.
 
     Args:
         model: the patched model.

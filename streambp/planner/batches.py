@@ -69,8 +69,8 @@ class Batch:
 
     @classmethod
     def of_data(cls, lengths: Sequence[int], rows: int) -> Batch:
-        """Return a batch of `rows` rows that represents a data set: lengths at equal steps through
-        the sorted `lengths`, the longest included."""
+        """Return a batch of `rows` rows that represents a data set: their lengths are evenly spaced
+        quantiles of `lengths`, the maximum included."""
         found = sorted(lengths)
         return cls(tuple(found[-(-len(found) * row // rows) - 1] for row in range(1, rows + 1)))
 
@@ -99,8 +99,12 @@ class Batch:
         return len(self.lengths) * self.row
 
     def reach(self, packed: bool) -> float:
-        """Return the length of a single causal row whose queries read as many keys on average as
-        this batch's."""
+        """Return the length of one causal row with the same average number of keys for each query
+        as this batch.
+
+        Args:
+            packed: True for the batch as one packed row; False for padded rows.
+        """
         rests = sum(length**2 - self.prompt**2 for length in self.lengths)  # 2 P C + C^2
         if packed:
             return (self.prompt**2 + rests) / self.tokens(True)
@@ -116,21 +120,24 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Prediction for the fastest way to compute a batch that fits in memory; if none fits, for the
-    way with the lowest peak.
+    """Predicted step of a batch with padded rows, or with all rows packed into one row.
+
+    The step is the fastest that fits in memory. If none fits, the step is the one with the lowest
+    peak.
 
     Attributes:
         batch: the batch.
         packed: True if the rows are computed as one packed row.
-        tokens: tokens that layers compute.
+        tokens: tokens that layers compute, padding included.
         fits: True if the step fits in memory.
-        method: name of the way to run the step.
-        chunk_size: positions of a chunk in each row; the packed batch has one row.
-        peak: bytes.
-        resident: bytes of the peak with nothing saved and nothing on the host.
+        method: name of the `Method`: streamed, with its saves and offload.
+        chunk_size: positions of a chunk in each row; a packed batch is one row.
+        peak: peak memory of the step.
+        resident: bytes of the peak if layers save only their inputs, and nothing is moved to host
+            memory.
         flops: FLOPs of the step.
         seconds: seconds of the step.
-        choice: the settings.
+        choice: the settings that run this step.
     """
 
     batch: Batch

@@ -27,8 +27,11 @@ class Counted:
         start: bytes in use at its start.
         peak: bytes in use at its peak.
         gradients: bytes in `.grad` at its start.
-        most: bytes of keys gathered from other ranks -> the peak of all other bytes.
-        per_key: bytes for each of `profile.keys_held`, not included in `peak`.
+        most: dict from bytes of keys of other ranks to the largest number of all other bytes that
+            are in use beside such keys. Only sharded sequences have such keys; `peak` and `per_key`
+            are then computed from this dict.
+        per_key: bytes of other ranks' keys for each unit of `profile.keys_held`; `peak` does not
+            include these keys.
     """
 
     name: str
@@ -42,8 +45,8 @@ class Counted:
 def unroll(
     spans: Sequence[Span], reduced: ShrunkModel
 ) -> tuple[list[Counted], float, dict[str, Work], tuple[float, ...]]:
-    """Return the phases of the full model's step, from a counted step of a model with fewer layers.
-    Each counted layer represents all layers of its kind.
+    """Return the phases of the full model's step, computed from a counted step of a model with
+    fewer layers. Each counted layer represents all layers of its kind.
 
     Args:
         spans: phases of the counted step, in order.

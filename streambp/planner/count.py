@@ -118,15 +118,15 @@ CHANGED_LISTS = frozenset({aten._foreach_add_.List})  # operations on lists that
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Known:
-    """Cached facts about a torch operation on tensors without data: its results and its cost.
+    """Cached facts about a torch operation on meta or fake tensors: its results and its cost.
 
     Attributes:
-        made: shape, stride and dtype of each output, or the output itself if it is no tensor; or
-            IN_PLACE, or OUT.
+        made: shape, stride and dtype of each output, or the output itself if it is no tensor.
+            IN_PLACE: the result is the first argument; OUT: the result is the argument `out`.
         several: True if the outputs are a tuple.
         work: FLOPs and bytes of the operation.
-        attends: True if the operation's kernel allocates a workspace.
-        routed: number of (token, expert) pairs, for an operation that selects experts.
+        attends: True for backward of attention, whose kernel allocates and frees a workspace.
+        routed: number of (token, expert) pairs, for a `topk` that may select experts; 0 otherwise.
     """
 
     made: Any
@@ -143,7 +143,7 @@ META = torch.device("meta")
 
 
 class Shapes:
-    """Cache of the output shapes of torch operations on tensors without data, by the shapes of the
+    """Cache of the output shapes of torch operations on meta or fake tensors, by the shapes of the
     inputs.
 
     A step repeats a few hundred operations thousands of times, and a count spends most of its time
@@ -182,7 +182,8 @@ class Shapes:
             return None, None
 
     def make(self, known: Known) -> list[Any]:
-        """Return new tensors without data, in the shapes of a cached operation's outputs."""
+        """Return new meta or fake tensors, with the shapes, strides and dtypes of a cached
+        operation's outputs."""
         made: list[Any] = []
         for one in known.made:
             if type(one) is not tuple:
@@ -198,15 +199,15 @@ class Shapes:
         return made
 
     def _known_kind(self, tensor: Any) -> bool:
-        """True if a tensor is without data and of the type that this cache supports (meta or
-        fake)."""
+        """True if a tensor is a meta tensor or a fake tensor, depending on which of the two this
+        cache supports."""
         if self.mode is None:
             return tensor.is_meta and type(tensor) in TENSOR_TYPES
         return isinstance(tensor, FakeTensor) and tensor.constant is None
 
     def _part(self, value: Any) -> Any:
-        """Return the part of an operation's argument that determines output shapes, as part of the
-        cache key.
+        """Return the part of the cache key for one argument of an operation: shape, stride and
+        dtype of a tensor, or the value itself.
 
         Raises:
             TypeError: the argument is a tensor that the cache does not support.
@@ -293,7 +294,7 @@ class AllocatedBytes(contextlib.nullcontext[None]):
 
 
 class StepCount(LiveBytes):
-    """Dispatch mode that counts a step on tensors without data: bytes in use (like `LiveBytes`),
+    """Dispatch mode that counts a step on meta or fake tensors: bytes in use (like `LiveBytes`),
     FLOPs, and bytes read and written.
 
     Args:
@@ -322,8 +323,8 @@ class StepCount(LiveBytes):
         return self._done
 
     def add(self, work: Work) -> None:
-        """Add the FLOPs, bytes and dispatches of a kernel that a count replaces by other
-        operations."""
+        """Add the FLOPs, bytes and dispatches of a kernel that does not run here, because tensors
+        have no data."""
         self._done = self._done.plus(work)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -412,7 +413,8 @@ class StepCount(LiveBytes):
             self._times[known] = self._times.get(known, 0) + 1
 
     def _workspace(self, func: Any, args: Any) -> None:
-        """Raise the recorded peak by the workspace that an attention kernel allocates and frees."""
+        """Update the recorded peak for an attention kernel's workspace, which the kernel allocates
+        and frees within one operation."""
         if self.kernels is not None:
             self.peak = max(self.peak, self.live + workspace(func, args, self.kernels))
 
@@ -454,23 +456,24 @@ def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[No
 
 
 class Replayed(torch.autograd.Function):
-    """Autograd function that replaces a kernel in a count: two functions make the kernel's
-    allocations and compute nothing.
+    """Autograd function that stands for a kernel when memory and FLOPs are counted on meta or fake
+    tensors.
 
-    Order and lifetime of the allocations are those of the kernel's forward and backward.
+    Two functions make the allocations of the kernel's forward and backward, in the same order and
+    with the same lifetime, and compute nothing.
     """
 
     @staticmethod
     def forward(
         ctx: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], *args: Any
     ) -> Any:
-        """Return `forward(ctx, *args)`, the replacement of the kernel's forward; args include
-        tensors [...]."""
+        """Return `forward(ctx, *args)`, which makes the allocations of the kernel's forward. args
+        include tensors [...]."""
         ctx.replay = backward
         return forward(ctx, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients of args, from the replacement of the kernel's backward on grads
-        [...]."""
+        """Return the gradients of args, from the function that makes the allocations of the
+        kernel's backward for grads [...]."""
         return None, None, *ctx.replay(ctx, *grads)

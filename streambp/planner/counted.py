@@ -40,7 +40,8 @@ Said = Callable[[str, float], None]
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """Arguments of one count of a model's steps, for `Skeleton` and `survey`.
+    """Arguments with which a model's steps are counted; `Skeleton` and `survey` take these
+    arguments.
 
     Raises:
         ConfigError: an argument has an invalid value.
@@ -62,7 +63,7 @@ class Asked:
         check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20))
 
     def skeleton(self) -> Skeleton:
-        """Return the model to count, without data (`Skeleton`).
+        """Return the model to count, with meta or fake tensors (`Skeleton`).
 
         Raises:
             StreamBPError: the source is unknown, or an option does not apply to it.

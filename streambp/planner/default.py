@@ -22,12 +22,12 @@ from streambp.rates import Rates
 
 @dataclasses.dataclass(frozen=True)
 class ByDefault:
-    """Prediction for a step under `StreamConfig()`, without settings.
+    """Prediction for a step of `patch(model)`, which uses the default `StreamConfig()`.
 
     Attributes:
         way: "streamed", "kept its graph" or "ran unpatched", as in `StepRecord`.
         chunk_size: positions of a chunk in each row.
-        fits: True if a step that saves nothing fits.
+        fits: True if a step whose layers save only their inputs fits in memory.
         saved: kinds of tensors that layers save, as in `StepRecord`.
         peak: bytes on the device.
         seconds: seconds of the step.
@@ -44,7 +44,8 @@ class ByDefault:
 def by_default(
     profile: Profile, seq_len: int, usable: float, setting: Setting, rates: Rates
 ) -> ByDefault | None:
-    """Return the prediction for a step under `StreamConfig()`, with rows of `seq_len` positions.
+    """Return the prediction for a step of `patch(model)` without settings, with rows of `seq_len`
+    positions.
 
     Args:
         profile: the counted model.
@@ -54,8 +55,8 @@ def by_default(
         rates: the device's speeds.
 
     Returns:
-        None if other rules apply or the choice is unknown: sharded sequences, ZeRO-3, layers whose
-            costs a model without data does not show.
+        None if nothing can be predicted: sequences are sharded, ZeRO-3 is used, or the costs of the
+            layers could not be counted.
     """
     if profile.saves is None or setting.split or setting.zero >= 3:
         return None

@@ -103,12 +103,12 @@ class Blocks:
         return x.new_empty(self.rows, self.tokens, self.heads, self.keys)
 
     def flops(self, between: int, within: int) -> None:
-        """Add the FLOPs of the kernel's products of tokens with states, and of tokens with their
-        block.
+        """Add the FLOPs of the kernel's products of tokens with states, and of tokens with the
+        tokens of their block.
 
         Args:
             between: number of products with a state.
-            within: number of products with a block, of K or V columns.
+            within: number of products of tokens with their block, each over K or V columns.
         """
         pairs = 2 * between * self.keys * self.values + within * BLOCK * (self.keys + self.values)
         add_flops(self.rows * self.tokens * self.value_heads * pairs)

@@ -37,7 +37,7 @@ class MethodEstimate:
     Attributes:
         name: name of the way.
         peak: bytes on one rank.
-        flops: FLOPs over the ranks that share the sequence.
+        flops: FLOPs, summed over the ranks that share the sequence.
         seconds: seconds on one rank.
     """
 
@@ -102,8 +102,8 @@ def estimate(
             a model.
         seq_len: positions of a row. Packed documents cost the same memory as one long document.
         batch_size: number of rows.
-        chunk_size, saves, offload: as in `StreamConfig`; "auto" is the rule for devices without a
-            known limit.
+        chunk_size, saves, offload: as in `StreamConfig`; "auto" is the chunk size that `patch`
+            chooses on a device whose free memory is unknown.
         setting: GPUs, ZeRO stage, optimizer and so on; `Setting()` if None.
         lora: rank of adapters on every Linear of the layers; all other parameters are frozen. A
             PeftModel has its own adapters.
@@ -120,7 +120,8 @@ def estimate(
             "auto": Liger's on a GPU if liger-kernel is installed here.
 
     Returns:
-        Peaks of no checkpointing, checkpointing, checkpointing with a fused head, and streambp.
+        Costs of steps with no checkpointing, checkpointing, checkpointing with a fused head, and
+            streambp.
 
     Raises:
         StreamBPError: the model is unknown, or has no layers that stream.

@@ -17,8 +17,8 @@ from streambp.rates import Rates
 
 
 def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, float, int, float]:
-    """Return the bytes that a rank exchanges in a step with ranks that share its sequences,
-    including its own part.
+    """Return the bytes that a rank exchanges in a step with the ranks of its sequences. The part
+    that stays on the rank itself is included.
 
     Args:
         split: the kind of sequence sharding.
@@ -26,8 +26,9 @@ def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, floa
         setting: the training setting.
 
     Returns:
-        Bytes of all-to-alls or sums, which the step waits for; bytes of gathers; number of groups
-            of heads for gathered keys; bytes that reordering keys moves on the device.
+        Four numbers. Bytes of all-to-alls or sums, for which the step waits. Bytes of gathers.
+            Number of groups of heads that are gathered one after the other. Bytes read and written
+            on the device to reorder keys.
     """
     ranks = setting.ranks
     if split.by == ULYSSES:

@@ -124,12 +124,12 @@ rotary_kernel = functools.partial(Replayed.apply, _rotary_kernel, _rotary_kernel
 
 
 def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
-    """Replace the forwards of norms and gated MLPs, in a model without data, by functions that make
-    a fused kernel's allocations. Return the number of replaced forwards.
+    """Replace the forwards of norms and gated MLPs, in a model on meta or fake tensors, by
+    functions that make a fused kernel's allocations. Return the number of replaced forwards.
 
     Args:
-        model: the model without data.
-        by: the kernels; None: replace only modules on which a program has set Liger's kernels.
+        model: the model, on meta or fake tensors.
+        by: the kernels; None: replace only modules whose forward is already one of Liger's.
     """
     fusion = by or "liger"
 
@@ -169,13 +169,13 @@ def is_ligers(function: Any) -> bool:
 
 
 def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which rotary embeddings in the model's files make a fused kernel's
-    allocations.
+    """Context manager in which `apply_rotary_pos_emb` of the model's files makes a fused kernel's
+    allocations for meta and fake tensors.
 
-    The replacement acts on tensors without data only.
+    Calls with other tensors run the original function.
 
     Args:
-        model: the model without data.
+        model: the model, on meta or fake tensors.
         by: the kernels; None: replace Liger's functions only.
     """
     found = []
@@ -189,8 +189,8 @@ def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractCont
 
 
 def _rotary(function: Any, by: Fusion, /, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Make a fused kernel's allocations for queries without data; call the modeling file's function
-    for others."""
+    """Make the allocations of a fused rotary embedding if q is a meta or fake tensor; otherwise
+    call `function`, the modeling file's own."""
     if has_data(q):
         return function(q, k, *args, **kwargs)
     return rotary_kernel(q, k, by)

@@ -16,8 +16,8 @@ from streambp.planner.skeleton import Skeleton
 
 
 class UncountedHost(Engine):
-    """Copies tensors to host memory synchronously, in a count of device bytes. The host memory
-    itself is hidden from the count."""
+    """Offload engine for a step whose device memory is counted: copies are synchronous, and the
+    host memory is not counted as device memory."""
 
     def __init__(self, device: torch.device, skeleton: Skeleton | None = None) -> None:
         super().__init__(device)
@@ -42,7 +42,8 @@ class CountingManager(OffloadManager):
     """Counts the host bytes that a step with offloading needs, without real copies to pinned
     memory.
 
-    Counted are tensors that wait for backward, and the maximum over layers of keys and values.
+    The count is the sum of the tensors that wait for backward, plus the largest layer's keys and
+    values if these are streamed from the host.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class CountingManager(OffloadManager):
     ) -> Entry | None:
         """Store a tensor [...] like `OffloadManager.place`, and count its bytes of host memory.
 
-        Saved tensors add up; of the layers' K and V the largest counts.
+        The bytes of saved tensors are summed. For K and V, which one layer at a time has on the
+        host, the maximum over layers counts.
         """
         entry = super().place(holding, engine, tensor, optional, foreign)
         if holding.stack.kind == MICRO_BATCH:

@@ -34,12 +34,13 @@ class OnHost:
         layers: number of layers in host memory.
         of: number of all layers.
         bytes: bytes of their weights.
-        last: bytes of the last two of these layers.
+        last: bytes of the last two of these layers, which are still on the device when backward
+            begins.
         largest: bytes of the largest of these layers.
-        decoded: bytes of one layer's 4-bit weights after decoding, without the largest weight,
-            which every step counts.
+        decoded: bytes of one layer's dequantized 4-bit weights, without the layer's largest weight,
+            whose dequantized copy is already a part of every step's peak.
         trained: bytes of trained weights among them; their gradients have equally many.
-        part: fraction of all trained weights, in bytes.
+        part: `trained` divided by the bytes of all trained weights of the model.
     """
 
     layers: int
@@ -79,12 +80,13 @@ def gradients_here(phases: Sequence[tuple[str, float]], on_host: OnHost | None) 
 
 
 def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
-    """Return a record of the first `layers` layers in host memory.
+    """Return the `OnHost` record for a model whose first `layers` layers have their weights in host
+    memory.
 
     Args:
-        sizes: bytes of each layer's weights.
+        sizes: bytes of the weights of every layer of the model.
         layers: number of layers in host memory.
-        decoded: bytes of one layer's 4-bit weights after decoding.
+        decoded: bytes of one layer's dequantized 4-bit weights; 0: none.
     """
     found = sizes[:layers]
     return OnHost(
@@ -93,13 +95,13 @@ def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
 
 
 def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
-    """Return a record of the fewest first layers whose move to host memory frees `lacking` bytes on
-    the device; all layers if none is enough.
+    """Return the `OnHost` record for the smallest number of first layers whose move to host memory
+    frees `lacking` bytes on the device. The record has all layers if no number suffices.
 
     Args:
-        sizes: bytes of each layer's weights.
+        sizes: bytes of the weights of every layer of the model.
         lacking: bytes to free.
-        decoded: bytes of one layer's 4-bit weights after decoding.
+        decoded: bytes of one layer's dequantized 4-bit weights; 0: none.
     """
     total = 0
     largest = 0
@@ -113,11 +115,11 @@ def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
 
 def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, Work]:
     """Return the costs of a step (`Work`) by kind of phase. Layers whose weights are in host memory
-    have entries of their own.
+    get separate entries, which include the copies of weights and gradients.
 
-    The new entries include the bytes copied: weights to the device in forward and backward,
-    gradients to the host in backward. Backward starts with the last two of these layers still on
-    the device.
+    Weights are copied to the device in forward and in backward, gradients to the host in backward.
+    The last two of these layers are still on the device when backward begins, so their weights are
+    copied once.
 
     Args:
         step: the costs (FLOPs, bytes, dispatches) by kind of phase.

@@ -31,12 +31,12 @@ def launched_kernels() -> Iterator[None]:
     def launch(
         kernel: Callable[..., Any], moved: Callable[..., float], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a function that stands for one Triton kernel, and count the bytes that the kernel
-        moves.
+        """Run the torch implementation of a Triton kernel, and count the bytes that the kernel
+        itself would read and write.
 
         Args:
-            kernel: the function.
-            moved: function of the same arguments that returns the bytes.
+            kernel: the torch implementation.
+            moved: function of the same positional arguments that returns the bytes.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
@@ -67,7 +67,7 @@ def launched_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_launches() -> Iterator[None]:
-    """Context manager in which the launch of a Triton kernel on tensors without data raises
+    """Context manager in which the launch of a Triton kernel on meta or fake tensors raises
     `StreamBPError`.
 
     Triton would launch the kernel with null pointers. On a GPU this is an illegal access, and the

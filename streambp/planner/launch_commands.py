@@ -42,19 +42,20 @@ def written_in_python(fields: Mapping[str, Any]) -> str:
 
 
 def doors(choice: Choice, setting: Setting) -> dict[str, str]:
-    """Return the options of this plan for each other way to launch training, by its name, as one
-    line of text.
-    """
+    """Return the settings of a plan in the form that each launcher takes: a dict from "launch",
+    "TRL", "axolotl" and "DeepSpeed" to one line of text."""
     return doors_of(fields_of(choice), setting, choice.on_host is not None)
 
 
 def doors_of(fields: Mapping[str, Any], setting: Setting, on_host: bool) -> dict[str, str]:
-    """Return these `StreamConfig` fields for each way to launch training; none for the defaults.
+    """Return `StreamConfig` fields in the form that each launcher takes: a dict from "launch",
+    "TRL", "axolotl" and "DeepSpeed" to one line of text.
 
     Args:
-        fields: the fields, as JSON values.
+        fields: the fields by name, as JSON values; empty: the defaults.
         setting: the training setting.
-        on_host: True if layers have their weights in host memory.
+        on_host: True if layers have their weights in host memory, which the line for DeepSpeed
+            replaces by a remark.
     """
     flags = []
     trl = []

@@ -104,7 +104,7 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
     Args:
         tokens: T.
         chunk: C; 0: the sequence is not chunked.
-        keys: bytes of other ranks' keys.
+        keys: amount of other ranks' keys, as `profile.keys_held` returns.
         k_block: number of keys in a block; 0: do not count blocks.
     """
     if chunk:
@@ -150,14 +150,15 @@ def fit_work(
     name: str, points: Sequence[Point], found: Sequence[Work], k_block: int, own: int | None = None
 ) -> Part:
     """Fit the costs of one kind of phase as functions of T and C, through counts at several points.
-    There is at most one coefficient for each point.
+    The number of coefficients is at most the number of points.
 
     Args:
         name: the kind of phase.
         points: (T, C) of each count: tokens of a row, and tokens of a chunk.
         found: the counted costs at each point.
         k_block: number of keys in an attention block.
-        own: number of leading points to use for copies to the host; None: all.
+        own: number of leading points from which the bytes copied to and from the host are fitted;
+            None: all points.
     """
     used = dict(IN_CHUNKS if any(c for _, c in points) else AT_ONCE)
     if name not in LAYERS:

@@ -26,13 +26,13 @@ def seen_costs(
     skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]
 ) -> tuple[dict[int, LayerCost], bool]:
     """Return bytes and FLOPs of the tensors that these layers may save, by layer index. The second
-    result is True if all layers can also run unpatched with the same numbers.
+    result is True if every layer could also run its unpatched forward with the same results.
 
     The costs come from a step of two chunks, and are {} for a model with several backbones.
     `skeleton` cannot be used again.
 
     Args:
-        skeleton: the model without data.
+        skeleton: the model, on meta or fake tensors.
         config: the settings.
         layers: indices of the layers.
     """
@@ -61,11 +61,11 @@ def seen_costs(
 
 
 def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
-    """Return bytes and FLOPs of the tensors that saves="auto" may save, as JSON types. None if a
-    model without data does not show them.
+    """Return bytes and FLOPs of the tensors that each layer may save under saves="auto", as JSON
+    types. None if they cannot be counted on meta tensors.
 
     Args:
-        skeleton: a model without data, on an accelerator; it cannot be used again.
+        skeleton: the model for a GPU, on meta tensors; cannot be used again.
         layers: number of layers of the model.
     """
     vocabulary = getattr(skeleton.causal_lm.config.get_text_config(), "vocab_size", 0)

@@ -130,13 +130,15 @@ def compare_step(
 def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault | None] | None:
     """Predict and run a training step of `streambp.patch(model)` without settings.
 
+    A first step, which is not measured, runs the tests of the layers.
+
     Args:
         model: the model, unpatched; its gradients must be None.
-        ids: [B, T] tokens, also used as labels. A first step runs the tests of the layers.
+        ids: [B, T] tokens, also used as labels.
 
     Returns:
-        Prediction and measurement; the measurement is None if the device ran out of memory. None
-            without a prediction: the device does not report free memory, or `by_default` does not
+        A pair: the prediction, and the measurement or None if the device ran out of memory. None in
+            place of the pair if the device does not report free memory, or `by_default` does not
             support the model.
     """
     device = ids.device
@@ -189,7 +191,8 @@ def _step(model: nn.Module, ids: Tensor) -> StepRecord:
 
 
 def uncount_host(model: nn.Module) -> None:
-    """Hide the host memory of a CPU model's offloading from a count of tensor storages."""
+    """Hide the offloaded copies of a patched CPU model from a count of tensor storages. For such a
+    count host and device memory would be the same."""
     installed: PatchState = model._streambp  # type: ignore[assignment]
     sites = installed.steps.sites
     if sites and sites[0].offloader is not None:

@@ -42,17 +42,17 @@ CHOICES: tuple[Mixers, ...] = ("kernels", "torch", "installed")
 
 @dataclasses.dataclass(frozen=True)
 class MixerKernel:
-    """A function of transformers' recurrent or convolutional layers for which a package such as fla
-    has a kernel.
+    """Function of transformers' recurrent or convolutional layers, and the kernel that a package
+    such as fla has for this function.
 
     Attributes:
-        parameters: parameters by which the function is recognized.
+        parameters: names of parameters by which the function is recognized.
         package: the kernel's package.
-        allocate: replacement that makes the kernel's allocations.
+        allocate: function that makes the kernel's allocations and computes nothing.
         arguments: names of the function's arguments that `allocate` takes, in order.
-        asks_for_end: name of the argument that requests the second of two results; "": there is no
-            such argument.
-        absent: parameters that the function must not have.
+        asks_for_end: name of the argument that requests the end state as a second result; "": the
+            function has no such argument.
+        absent: names of parameters that the function must not have.
     """
 
     parameters: frozenset[str]
@@ -96,10 +96,10 @@ KERNELS = (
 def stand_in(
     function: Any, kernel: MixerKernel, signature: inspect.Signature, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Make the allocations of a package's kernel if the first argument has no data; otherwise call
-    the modeling file's function.
+    """Make the allocations of a package's kernel if the first argument is a meta or fake tensor;
+    otherwise call `function`.
 
-    A model that trains at the same time is therefore not affected.
+    A model with data that trains at the same time is therefore not affected.
 
     Args:
         function: the modeling file's function.
@@ -194,8 +194,13 @@ def replaced_functions(found: Sequence[tuple[dict[str, Any], str, Any]]) -> Iter
 
 
 def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which recurrent and convolutional layers make their kernels' allocations
-    on tensors without data."""
+    """Context manager in which the functions of recurrent and convolutional layers only make their
+    kernels' allocations, for meta and fake tensors.
+
+    Args:
+        model: the model, on meta or fake tensors.
+        mixers: the packages whose kernels are assumed.
+    """
     found = []
     for space, name, kernel in mixers_of(model):
         if is_counted(kernel.package, mixers):
@@ -206,13 +211,20 @@ def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextM
 
 
 def is_counted(package: str, mixers: Mixers) -> bool:
-    """True if a count replaces the model's functions by the allocations of this package's
-    kernels."""
+    """True if a package's kernels are assumed for recurrent and convolutional layers, in place of
+    transformers' plain torch code.
+
+    Args:
+        package: the package, such as "fla".
+        mixers: the packages whose kernels are assumed. All packages ("kernels"), packages that can
+            be imported ("installed") or none ("torch").
+    """
     return mixers == "kernels" or (mixers == "installed" and is_installed(package))
 
 
 def is_installed(package: str) -> bool:
-    """True if the package can be imported, the condition that transformers uses."""
+    """True if the package can be imported, which is the condition under which transformers uses its
+    kernels."""
     try:
         importlib.import_module(package)
     except Exception:  # kernels built for another torch fail in many ways
@@ -221,8 +233,8 @@ def is_installed(package: str) -> bool:
 
 
 def assumed(model: nn.Module, mixers: Mixers) -> str:
-    """Return text on which kernels a count assumed for recurrent and convolutional layers; "" if
-    the model has no such layers."""
+    """Return text about the count of recurrent and convolutional layers: the packages whose kernels
+    were assumed, and the packages replaced by plain torch. "" if the model has no such layers."""
     packages = dict.fromkeys(kernel.package for _, _, kernel in mixers_of(model))
     stand = []
     for package in packages:

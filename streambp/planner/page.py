@@ -52,8 +52,8 @@ def page(
         others: profiles of the same model with other training (LoRA, for example), by the page's
             labels.
         training: label of the plan's own training.
-        unfused: the same profiles without fused layers, if the plan has fused layers; empty: the
-            page has no switch.
+        unfused: profiles without fused kernels, by the same labels, for a switch on the page; None
+            or empty: the page has no switch.
     """
     memory = plan.memory
     setting = plan.setting

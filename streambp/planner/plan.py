@@ -84,10 +84,10 @@ class Choice:
         chunk_size: tokens of a chunk on each rank.
         seq_len: positions of a full sequence.
         peak: bytes on each rank.
-        flops: FLOPs for full sequences.
+        flops: FLOPs of the step, summed over the ranks that share a sequence.
         seconds: seconds of the step.
-        gpu_memory: bytes left for keys and values that would otherwise be in host memory; None:
-            keys and values stay on the device in any case.
+        gpu_memory: free bytes of the device in which keys and values may stay that are otherwise
+            streamed from the host; None: this step streams no keys and values from the host.
         link: bytes that a rank sends to, and receives from, the ranks that share its sequences.
         on_host: layers with weights in host memory.
         hidden_from: positions of a row from which copies of these weights take no extra time; None:
@@ -189,7 +189,8 @@ class Plan:
         times: seconds of each way to run a step at `seq_len`.
         rates: speeds of the device.
         by_default: step of `patch` without settings; None if other rules apply.
-        safest: the choice with the least memory, at most `SLOWER` slower than the fastest.
+        safest: the choice with the lowest peak among those at most 2 % slower than the fastest;
+            None if none fits.
     """
 
     profile: Profile
@@ -207,7 +208,7 @@ class Plan:
 
     @property
     def default_wins(self) -> bool:
-        """True if `patch` without settings is faster than the choice, by more than a tie."""
+        """True if `patch` without settings is faster than the choice, by more than 0.5 %."""
         found = self.by_default
         if found is None or self.choice is None or not found.fits:
             return False
@@ -369,9 +370,8 @@ def plan_profile(
 
 
 def where_weights_may_be(profile: Profile, setting: Setting) -> Setting:
-    """Return the setting with `on_host` set to all layers if weights may be in host memory, and
-    None otherwise.
-    """
+    """Return a copy of the setting in which `on_host` has all layers if weights may be in host
+    memory, and is None otherwise."""
     moved = with_weights_on_host(profile, setting)
     if moved is None or setting.weights == "device":
         return dataclasses.replace(setting, on_host=None)
@@ -379,10 +379,11 @@ def where_weights_may_be(profile: Profile, setting: Setting) -> Setting:
 
 
 def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
-    """Return the setting with all layers' frozen weights in host memory.
+    """Return a copy of the setting whose field `on_host` has all layers, with their frozen weights
+    in host memory.
 
-    Trained weights move as well if the setting requests host memory for all weights. None if there
-    are no such weights, or several GPUs.
+    Trained weights are in host memory as well if weights="cpu". The result is None for several
+    GPUs, or if no layer has weights that may move.
     """
     sizes = profile.frozen
     trained = 0
@@ -454,7 +455,8 @@ def choose(
 
 
 def _fastest(found: Sequence[Choice]) -> Choice | None:
-    """Return the fastest choice; ties go to fewer host bytes, then to larger chunks."""
+    """Return the fastest choice, or None for no choices. Equally fast choices are decided by fewer
+    host bytes, then by larger chunks."""
     # a synthetic step may take no time
     fastest = min((c.seconds.total for c in found), default=0.0) or math.inf
     return min(
@@ -465,7 +467,8 @@ def _fastest(found: Sequence[Choice]) -> Choice | None:
 
 
 def _safest(found: Sequence[Choice]) -> Choice | None:
-    """Return the choice with the lowest peak among those nearly as fast as the fastest."""
+    """Return the choice with the lowest peak among those at most 2 % slower than the fastest; None
+    for no choices."""
     bar = (1 + SLOWER) * min((c.seconds.total for c in found), default=0.0)
     return min(
         (c for c in found if c.seconds.total <= bar),
@@ -551,8 +554,8 @@ def placed(
 
 
 def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
-    """Return the setting with a limit on a rank's bytes for keys gathered from other ranks: a share
-    of the memory that is free at the start of a step."""
+    """Return a copy of the setting in which `room` limits the bytes of keys that a rank gathers
+    from other ranks. The limit is a fraction of the memory that is free at the start of a step."""
     kept = static(profile, setting)
     free = (
         memory.usable

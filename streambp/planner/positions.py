@@ -13,8 +13,8 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def beyond_positions(config: PreTrainedConfig, seq_len: int) -> str | None:
-    """Return a warning if rows have more positions than the model, with code that extends them;
-    None if they have not.
+    """Return a warning if rows are longer than the model's `max_position_embeddings`, with code
+    that extends the rotary embeddings by YaRN if the model has any. None for shorter rows.
 
     Args:
         config: the model's configuration.
@@ -45,12 +45,13 @@ def beyond_positions(config: PreTrainedConfig, seq_len: int) -> str | None:
 
 
 def extension(angles: Mapping[str, Any], most: int, seq_len: int) -> dict[str, Any]:
-    """Return fields of rotary angles that reach `seq_len` positions by YaRN.
+    """Return the fields of `rope_parameters` that extend rotary embeddings to `seq_len` positions
+    by YaRN.
 
     Args:
-        angles: the model's fields.
-        most: positions of the model.
-        seq_len: positions that are needed.
+        angles: the model's present `rope_parameters`.
+        most: the model's `max_position_embeddings`.
+        seq_len: positions of a row.
     """
     original = angles.get(ORIGINAL) or most
     factor = math.ceil(2 * seq_len / original) / 2

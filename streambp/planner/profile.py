@@ -41,8 +41,9 @@ class Phase:
 
     Attributes:
         name: the phase's name.
-        law: bytes at any length; `law.chunks` are bytes that layers with states save for each
-            chunk.
+        law: coefficients of the phase's bytes, as a linear function of the tokens of a row and of a
+            chunk, the number of chunks and so on. `law.chunks` are bytes for each chunk, which only
+            layers with recurrent states need.
         gradients: bytes that the step has added to `.grad` before the phase; included in `law.one`.
     """
 
@@ -71,13 +72,13 @@ class Split:
 
     Attributes:
         by: Ulysses or context parallelism.
-        heads: all numbers of heads in the model.
-        traded: bytes of all-to-alls for each token of the shard, without keys.
-        traded_keys: bytes of all-to-alls of keys for each token of the shard, with at most as many
-            ranks as kv heads.
+        heads: the different numbers of attention heads among the model's layers.
+        traded: bytes of all-to-alls of queries and outputs, for each token of the shard.
+        traded_keys: bytes of all-to-alls of keys and values for each token of the shard, if no
+            key/value head is copied to several ranks.
         gathered: bytes of gathered keys for each token of the full sequence.
-        gathered_at_once: the same if one group has all heads.
-        summed: bytes of summed gradients for each token of the full sequence.
+        gathered_at_once: `gathered`, if all heads are gathered as one group.
+        summed: bytes of key gradients summed over ranks, for each token of the full sequence.
         moved: bytes moved by reordering keys, for each token of the shard (Ulysses) or of the full
             sequence.
     """
@@ -191,14 +192,14 @@ class Profile:
         unsharded: bytes that ZeRO-3 gathers at a time.
         methods: each counted way to run a step, such as gradient checkpointing, with its costs.
         tree: the model's modules with their parameters and activations.
-        left_out: unpatched ways that could not be counted, with reasons.
+        left_out: texts that name the unpatched ways that could not be counted, with reasons.
         mixers: text on the assumed code of recurrent and convolutional layers.
-        saves: bytes and FLOPs of the tensors that saves="auto" may save, as JSON types; None:
-            unknown.
-        frozen: for each layer the bytes of its frozen weights in host memory.
-        decoded: bytes of one layer's 4-bit weights after decoding; see `OnHost`.
-        trained: for each layer the bytes in host memory of its weights, if all of the layer is
-            trained.
+        saves: bytes and FLOPs of the tensors that saves="auto" may save, from
+            `layer_costs.counted_saves`; None: unknown.
+        frozen: bytes of each layer's frozen weights, after a move to host memory.
+        decoded: bytes of one layer's dequantized 4-bit weights, as in `OnHost.decoded`.
+        trained: bytes of each layer's trained weights, after a move to host memory; 0 for layers
+            with frozen weights.
         without_adapters: names of the layers' Linears that peft refuses to adapt.
     """
 
@@ -465,11 +466,12 @@ def work(
 
 
 def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
-    """Return the number to which the bytes of keys from other ranks are proportional, for a shard
-    of `tokens` tokens.
+    """Return the amount of other ranks' keys on a rank with a shard of `tokens` tokens. A phase
+    multiplies this amount by a constant number of bytes.
 
-    Ulysses: tokens times the repetitions of keys. Context parallelism: tokens of full sequences
-    times the heads of a group. [Note: bytes of keys]
+    Ulysses: the shard's tokens, times the number of ranks that hold copies of the same keys.
+    Context parallelism: the tokens of full sequences, times the number of heads gathered at a time.
+    The amount is 0 if `split` is None. [Note: bytes of keys]
     """
     if split is None:
         return 0.0
@@ -485,7 +487,8 @@ def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
 def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
     """Return the counted ways to run a step that this setting's ranks can run.
 
-    Unpatched steps are assumed to share tokens evenly.
+    Unpatched ways are always included; their tokens are assumed to be shared evenly among the
+    ranks.
 
     Raises:
         ConfigError: no step was counted with this kind of sequence sharding.

@@ -120,7 +120,8 @@ def plan_table(
 
 
 def _notes(profile: Profile) -> list[str]:
-    """Return lines about assumed kernels, and weights without adapters or without few bits."""
+    """Return lines for the plan's text: the kernels assumed for recurrent and convolutional layers,
+    Linears that get no LoRA adapter, and expert weights that are not quantised."""
     lines = []
     if profile.mixers:
         lines.append(f"Recurrent and convolutional layers: assuming {profile.mixers}")
@@ -145,8 +146,8 @@ def _notes(profile: Profile) -> list[str]:
 
 
 def headline(profile: Profile, setting: Setting) -> str:
-    """Return one line of text with the model's class, numbers of parameters, dtype, and the
-    training setting."""
+    """Return the first line of a plan's text: the model's class, numbers of parameters, dtype, and
+    the training setting."""
     parameters = sum(group.parameters for group in profile.groups)
     trained = sum(group.trainable for group in profile.groups)
     if trained == parameters:
@@ -350,7 +351,8 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
 
 
 def device_text(rates: Rates) -> str:
-    """Return the device's name, and what is not known of it."""
+    """Return the device's name, with a remark if the device was assumed from the memory or some of
+    its rates are guesses."""
     text = rates.name
     if rates.assumed:
         text += " (assumed from the memory; --device NAME for yours)"

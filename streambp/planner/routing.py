@@ -28,10 +28,11 @@ LOOKED_AT = frozenset({aten.nonzero.default, aten._to_copy.default})
 def answer(
     func: Any, asked: Tensor, rows: int, experts: int
 ) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
-    """Return the result of an operation that reads how tokens are routed to experts, on a tensor
-    [...] without data; None if the operation reads no routing.
+    """Return the result of an operation that reads the routing of tokens to experts, for an
+    argument [...] on meta or fake tensors. None if the operation reads no routing.
 
-    The result is a tensor with data, or the shape and dtype of a tensor without data.
+    The values assume that each expert gets an equal share of the tokens. The result is a tensor
+    with values, or the shape and dtype of a new meta or fake tensor.
 
     Args:
         func: the operation.

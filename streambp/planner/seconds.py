@@ -31,7 +31,7 @@ class Seconds:
         attention: attention kernels.
         elementwise: all other kernels.
         waiting: waits for copies and for the host.
-        phases: the total by kind of phase, without exchange.
+        phases: seconds by kind of phase, such as "forward", without exchanges between ranks.
         exchange: exchanges between ranks.
     """
 
@@ -54,7 +54,8 @@ def seconds(
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
         rates: the device's speeds.
-        setting: its ranks share the work evenly; None: one rank.
+        setting: the training setting, whose ranks share the work of a sequence evenly; None: one
+            rank.
     """
     if setting is None:
         ranks = 1

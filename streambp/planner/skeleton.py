@@ -150,8 +150,8 @@ class Skeleton:
         """Context manager like `active`, in which recurrent and convolutional layers also make
         their kernels' allocations.
 
-        Values that modules keep are restored: classes and closures are shared with the copied
-        model.
+        Attributes, buffers and random generators of the modules are restored at the end, because
+        the original model shares classes and closures.
         """
         with (
             self.active(),
@@ -178,8 +178,8 @@ class Skeleton:
         )
 
     def on_host(self) -> dict[str, Any]:
-        """Return the bytes of each layer's weights in host memory, and of one layer's 4-bit weights
-        after decoding, by the names of `Profile`'s fields.
+        """Return the values of `Profile`'s fields `frozen`, `trained` and `decoded`, by name: bytes
+        of the layers' weights if they are moved to host memory.
 
         Empty for 8-bit weights, which cannot be in host memory.
         """
@@ -208,7 +208,7 @@ class Skeleton:
         return self._reduced
 
     def _copy(self, model: nn.Module, fewer: bool) -> nn.Module:
-        """Return a copy of the model's modules with tensors without data.
+        """Return a copy of the model's modules with meta or fake tensors.
 
         Args:
             model: the model.
@@ -262,7 +262,8 @@ def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **k
 
 
 def _constant(value: Any, _: Any) -> Any:
-    """Return `value`; a partial of this function is the getter of a property."""
+    """Return `value`. functools.partial makes this function the getter of a property with a
+    constant value."""
     return value
 
 
@@ -274,8 +275,11 @@ def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
 
 
 class QuantisedLinear(nn.Module):
-    """Linear with a frozen 4-bit or 8-bit weight, as a replacement in a count: each forward and
-    backward allocates the weight in the input's dtype and frees it.
+    """Linear with a frozen 4-bit or 8-bit weight, which takes the place of a layer's Linear when
+    memory and FLOPs are counted on meta or fake tensors.
+
+    Each forward and backward allocates the dequantized weight in the input's dtype and frees it, as
+    bitsandbytes does.
 
     Args:
         linear: the original module.
@@ -306,7 +310,8 @@ class QuantisedLinear(nn.Module):
 
 
 class FourBitLinear(QuantisedLinear, CountedPackedLinear):
-    """A frozen Linear with a 4-bit weight. Adapted ones are one operation. [Note: adapters]
+    """`QuantisedLinear` with a 4-bit weight. Layer code treats the module like a 4-bit Linear of
+    bitsandbytes, so LoRA on the module is computed in one operation. [Note: adapters]
 
     Args:
         linear: the original module.
@@ -317,7 +322,8 @@ class FourBitLinear(QuantisedLinear, CountedPackedLinear):
         self.compute_dtype = linear.weight.dtype
 
     def decoded(self) -> Tensor:
-        """Return a weight [out, in] without data, in the dtype of the original one."""
+        """Return a meta or fake tensor in place of the dequantized weight [out, in], in the
+        original weight's dtype."""
         return self.weight.new_empty(self.out_features, self.in_features, dtype=self.compute_dtype)
 
 
@@ -345,7 +351,8 @@ dequantised = functools.partial(Replayed.apply, _dequantised, _dequantised_backw
 
 
 def _quantise(model: nn.Module, bits: int) -> None:
-    """Replace the layers' frozen Linears by `QuantisedLinear`."""
+    """Replace the frozen Linears of all layers, except LoRA's own, by `QuantisedLinear`. Raise
+    ConfigError if there are none."""
     quantised = 0
     for stack in find_stacks(model).stacks:
         for layer in stack.layers:
@@ -373,7 +380,8 @@ class ShrunkModel:
 
     Attributes:
         kept: indices of the representative layers in the full model.
-        kinds: the kind of every layer.
+        kinds: number of each layer's kind, for the full model; layers of one kind have the same
+            structure.
         backbone: name of the module that runs the layers.
         layers: name of its list of layers.
     """
@@ -384,8 +392,8 @@ class ShrunkModel:
     layers: str
 
     def stand_in(self, index: int) -> int:
-        """Return the position, among the representative layers, of the layer that represents layer
-        `index`."""
+        """Return the position in `kept` of the layer that represents layer `index` of the full
+        model."""
         if index in self.kept:
             return self.kept.index(index)
         inner = []
@@ -472,11 +480,12 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
 def values_by_layer(
     backbone: Any, depth: int
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the lists that have one value for each layer: in the model's config, in the backbone,
-    and in properties of the config. Each result maps attribute names to lists.
+    """Return the lists that have one value for each layer, such as `layer_types`, in three dicts by
+    attribute name. The dicts are for attributes of the model's config, attributes of the backbone,
+    and properties of the config.
 
-    Some properties compute the layers' kinds from their number. Attributes of every configuration
-    are skipped: they do not depend on layers, and reading them may warn.
+    Properties that every PreTrainedConfig has are skipped. Such properties do not depend on layers,
+    and reading them may warn.
     """
     config = backbone.config
     kind = type(config)

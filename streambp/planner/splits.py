@@ -43,10 +43,11 @@ class SplitCount(StepCount):
     bytes. [Note: bytes of keys]
 
     Attributes:
-        links: bytes of exchanges so far: queries and outputs, keys of Ulysses, gathered keys,
-            summed gradients of keys (as sent), and keys moved by reordering. The last are not in
-            `work`.
-        most: bytes of live keys -> maximum of all other live bytes.
+        links: five numbers of bytes so far. All-to-alls of queries and outputs, all-to-alls of
+            keys, gathered keys, gradients of keys sent to be summed, and keys moved on the device
+            by reordering. The last number is not in `work`.
+        most: dict from bytes of live keys of other ranks to the largest number of all other live
+            bytes at such moments, since `reset_peak`.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -115,8 +116,8 @@ def _exchange(shards: Shards, parts: Tensor) -> Tensor:
 
 
 def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
-    """Return a function that counts a collective's bytes in place of running it, for a gather or a
-    sum over ranks."""
+    """Return a replacement for a collective of torch.distributed that counts bytes and exchanges
+    nothing."""
 
     def run(
         received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False
@@ -233,8 +234,8 @@ def split_of(
 def lines_of_keys(
     phases: Sequence[Sequence[Counted]], split: Split, lengths: Sequence[int], ranks: int
 ) -> list[list[Counted]]:
-    """Return the counted memory of each phase, repeated for each number of bytes of keys from other
-    ranks at which the phase's peak changes.
+    """Return the counted memory of each phase, one `Counted` for each amount of other ranks' keys
+    that could decide the peak. `per_key` has the amount, and `peak` all other bytes.
 
     Args:
         phases: the phases of each count, in order.

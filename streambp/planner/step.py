@@ -48,8 +48,10 @@ class Span:
         host: host bytes at the end.
         gradients: bytes of parameters' `.grad` at the end.
         work: FLOPs, bytes read and written, and dispatches in the phase.
-        most: bytes of keys from other ranks -> maximum of all other bytes (`splits.SplitCount`).
-        links: bytes exchanged with other ranks so far (`splits.SplitCount`).
+        most: `splits.SplitCount.most` of the phase: dict from bytes of keys of other ranks to the
+            largest number of all other bytes beside such keys. {} without sequence sharding.
+        links: `splits.SplitCount.links` of the phase: bytes exchanged with other ranks. () without
+            sequence sharding.
     """
 
     name: str
@@ -195,8 +197,8 @@ def run_step(
 
 @contextlib.contextmanager
 def fused_attention(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the model's attention makes FlashAttention's allocations, for a
-    count without data.
+    """Context manager in which the model's attention makes FlashAttention's allocations, for steps
+    that are counted on meta tensors.
 
     sdpa on meta would allocate a [T, T] matrix.
     """
@@ -215,10 +217,11 @@ def _flash(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention in a count without data, with the memory and FLOPs of
-    FlashAttention.
+    """Compute causal attention with torch's FlashAttention operation, whose output on meta tensors
+    has the kernel's allocations and FLOPs.
 
-    The function has the interface of transformers' attention functions. Softcap costs nothing here.
+    The function is registered as one of transformers' attention functions and has their arguments.
+    A mask and a softcap are ignored.
     """
     size = value.shape[-1]
     wide = max(size, query.shape[-1])  # the kernel supports a single head size

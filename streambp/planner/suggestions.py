@@ -73,9 +73,8 @@ class Remedy:
 
 
 def settings_of(given: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
-    """Generate settings on the same GPUs, each with its command-line options. The first one is
-    `given`.
-    """
+    """Generate `given` and variants of it on the same GPUs: layers' weights, optimizer state, or
+    both in host memory. Each comes with the command-line options that request it."""
     places: list[tuple[tuple[str, ...], Setting]] = [((), given)]
     for place in ("auto", "cpu"):
         if place != given.weights and given.weights != "cpu":
@@ -103,10 +102,11 @@ def best_change(
     profile: Profile,
     training: Training | None,
 ) -> Remedy | None:
-    """Return the fastest plan of a profile on the same GPUs; None if none fits.
+    """Return the fastest plan of a profile among the variants of a setting (`settings_of`), with
+    the options that request it. None if none fits.
 
-    The smallest number of command-line options wins among plans that are equally fast within
-    `SLOWER`.
+    Among plans at most 2 % slower than the fastest, the one with the fewest command-line options is
+    returned.
 
     Args:
         found: the plan whose setting changes.

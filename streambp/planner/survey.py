@@ -121,11 +121,11 @@ def survey(
     timed: bool = True,
     said: Callable[[str, float], None] | None = None,
 ) -> Profile:
-    """Count steps of a model without data, one for each recipe, and return the counted costs
+    """Count steps of a model on meta or fake tensors, for each recipe, and return the counted costs
     (`Profile`).
 
     Args:
-        skeleton: the model without data; its layers are reduced to representatives.
+        skeleton: the model; its layers are reduced to representatives.
         recipes: the ways to run a step.
         batch_size: number of rows.
         at: a length and chunk size where the fitted functions must be best; None: any length.
@@ -136,8 +136,8 @@ def survey(
         said: progress callback with the next recipe's name and the fraction of the work done.
 
     Raises:
-        StreamBPError: a step cannot be counted without data (experts that read their routing, for
-            example).
+        StreamBPError: a step cannot be counted on meta or fake tensors, for example because experts
+            read values.
     """
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_at_once(skeleton)
@@ -208,9 +208,8 @@ def uncollected() -> Iterator[None]:
 
 
 def _gathered_at_once(skeleton: Skeleton) -> int:
-    """Return the bytes that ZeRO-3 gathers at a time: two layers, the current and the next, or the
-    head.
-    """
+    """Return the most bytes of parameters that ZeRO-3 gathers at a time: those of two layers (the
+    current and the next), or those of the head."""
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
     largest = max(_bytes_of([*layer.parameters()]) for layer in layers)
     head = _bytes_of([*skeleton.causal_lm.get_output_embeddings().parameters()])
@@ -253,10 +252,11 @@ Works = dict[Point, dict[str, Work]]  # work of a full step, by point and kind o
 
 @dataclasses.dataclass
 class Counter:
-    """Counts single steps of a model without data, of which only representative layers remain.
+    """Counts single steps of a model on meta or fake tensors, of which only representative layers
+    remain.
 
     Attributes:
-        skeleton: the model without data.
+        skeleton: the model, on meta or fake tensors.
         reduced: its representative layers.
         batch_size: number of rows.
         kernels: attention kernels whose workspaces are counted; None: none.
@@ -277,8 +277,8 @@ class Counter:
         self.growth: list[Counted] = []
 
     def fused(self, recipe: SurveyRecipe) -> bool:
-        """True if a fused attention kernel would run in this step. On a GPU this requires half
-        precision, no softcap and no sparse attention."""
+        """True if a fused attention kernel would run in this step. A fused kernel on a GPU requires
+        half precision, no softcap and no sparse attention."""
         if recipe.config is None:
             return True
         layers = _layers_of(self.skeleton.model)
@@ -297,17 +297,18 @@ class Counter:
         return self._fused
 
     def more_points(self, recipe: SurveyRecipe, size: int, own: Works) -> Works:
-        """Return the FLOPs and bytes of steps at further lengths and chunk sizes, from which the
-        functions of both are fitted: two chunks of `size`, three of 2 `size`.
+        """Return the FLOPs and bytes of steps at two more points: two chunks of `size` tokens, and
+        three chunks of 2 `size` tokens. Costs at any length are fitted through these and other
+        points.
 
-        These points are counted once for all recipes with the same saves. The recipes differ in
-        copies to the host only, by the same amount as at a point counted for both. Copied tensors
-        cost equal bytes for each token and equal dispatches for each chunk.
+        The steps are counted for the first recipe with these saves. Another recipe with the same
+        saves differs by its copies to the host only. The difference, taken at a point that was
+        counted for both, grows with the tokens (bytes) and with the chunks (dispatches).
 
         Args:
             recipe: the way to run the step.
             size: chunk size of the smaller point.
-            own: the recipe's own counts.
+            own: the recipe's own counts, by point.
         """
         assert recipe.config is not None
         key = recipe.split, recipe.config.named_saves, size
@@ -335,10 +336,11 @@ class Counter:
         return works
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
-        """Return the numbers of attention heads of all layers, for sequence sharding.
+        """Return the different numbers of attention heads among the layers, which a step with
+        sharded sequences observes.
 
         Raises:
-            StreamBPError: the model's sequences cannot be sharded, with the reason from a step.
+            StreamBPError: the model's sequences cannot be sharded; the message has the reason.
         """
         if recipe.split not in self._heads:
             seen: set[Heads] = set()

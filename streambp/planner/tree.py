@@ -78,8 +78,8 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
 
 
 def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
-    """Return for each module the bytes a token that its forward allocates and that are still alive
-    after the model's forward."""
+    """Return a dict from modules to bytes for each token: tensors that the module's forward
+    allocates and that still exist after the model's forward, because backward needs them."""
     count = StepCount(None)
     spans: dict[nn.Module, tuple[int, int]] = {}
     handles: list[Any] = []
@@ -116,8 +116,7 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
 
 
 def _direct(module: nn.Module) -> list[nn.Module]:
-    """Return the modules whose forward a module calls itself: its children, and the entries of its
-    `ModuleList`s."""
+    """Return a module's children, with the entries of a `ModuleList` in place of the list."""
     direct: list[nn.Module] = []
     for child in module.children():
         direct += _direct(child) if isinstance(child, nn.ModuleList) else [child]

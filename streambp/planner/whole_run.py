@@ -77,12 +77,13 @@ def whole_run(
 
 
 def rounded_up(length: int) -> int:
-    """Return the next of a few lengths, at most a tenth above."""
+    """Return the length rounded up to a power of 2 ** (1/8), at most a tenth above, so that few
+    different lengths remain."""
     return math.ceil(2 ** (math.ceil(STEPS_OF_TWO * math.log2(length)) / STEPS_OF_TWO))
 
 
 def whole_run_text(found: WholeRun, seq_len: int) -> str:
-    """Return the cost as one line."""
+    """Return the cost of a training as one line of text."""
     ways = [f"{hours_text(found.packed_hours)} packed into rows of {seq_len:,} tokens"]
     if found.hours is not None:
         ways.append(f"{hours_text(found.hours)} row by row")

@@ -103,7 +103,8 @@ def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
     Args:
         queries: number of queries.
         keys: number of keys.
-        causal: True if the last query reads up to the last key, and so on downwards.
+        causal: True if the queries are the last positions of the keys, and each query reads the
+            keys up to its own position.
         window: maximal number of keys that a query reads; None: no limit.
     """
     found = queries * keys

@@ -11,12 +11,14 @@ from torch.overrides import TorchFunctionMode
 
 
 class CountedChoices(TorchFunctionMode):
-    """Context manager that counts the choices of `torch.topk`, row by row.
+    """Context manager that counts the indices returned by `torch.topk`, for example the experts of
+    each token.
 
     The counts do not depend on chunks or on the order of rows.
 
     Attributes:
-        counts: number of candidates -> how often each ascending tuple of indices was chosen.
+        counts: dict from the size of topk's last dimension to a Counter of the returned indices of
+            one row, as ascending tuples.
     """
 
     def __init__(self) -> None:
@@ -33,10 +35,11 @@ class CountedChoices(TorchFunctionMode):
         return result
 
     def differing(self, other: CountedChoices) -> int:
-        """Return how many rows made a choice that no row of `other` made.
+        """Return the number of rows whose indices were counted here and not in `other`.
 
-        In sparse attention the number of candidates is the number of keys so far. Chunks then
-        differ in the number of rows for a number of candidates; such counts are ignored.
+        Sizes for which the two objects counted different numbers of rows are ignored. Sparse
+        attention has such sizes: `topk` selects among the keys so far, and their number depends on
+        the chunks.
         """
         both = self.counts.keys() & other.counts.keys()
         alike = []

@@ -169,7 +169,7 @@ def compare_methods(
 
 
 def _say_nothing(what: str, done: float) -> None:
-    """Ignore the progress."""
+    """Do nothing: the progress callback of callers that pass none."""
 
 
 def _untouched(model: nn.Module, runs: tuple[VerifyRun, ...]) -> list[str]:
@@ -194,7 +194,9 @@ def _judge(
     wide: torch.dtype,
     said: Said,
 ) -> Draw:
-    """Judge one batch. The verdict's notes name the parts that did not stream."""
+    """Return the verdict for one batch. The gradients of the streamed model, the unpatched model
+    and every other method are compared with the gradients of a reference in dtype `wide`. The
+    verdict's notes name the parts of the model that did not stream."""
     # float16 underflows for the small gradients of a mean, streamed or not
     scale = 1024.0 if narrow == torch.float16 else 1.0
     with (
@@ -249,7 +251,7 @@ def _judge(
 
 
 class Judged(NamedTuple):
-    """Errors of one run's gradients.
+    """Errors of one run's gradients, relative to the reference in a wider dtype.
 
     Attributes:
         rated: the errors of each parameter, worst first.
@@ -282,9 +284,10 @@ def _rate(
     """Return the errors of one run's gradients.
 
     Args:
-        loss: the truth's loss.
-        distances: the norm of each gradient of the truth, its elements, and the distance of each
-            run from it.
+        loss: loss of the truth, the reference in a wider dtype.
+        distances: dict from parameter names to lists. Each list has the norm of the truth's
+            gradient, the gradient's number of elements, and the distance of each run's gradient
+            from the truth's.
         runs: streamed, unpatched, and other methods.
         number: index of the run.
     """
@@ -306,10 +309,11 @@ def _rate(
 
 
 def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
-    """Return the least precise parameter dtype, and a dtype wide enough for the truth.
+    """Check that `verify` supports a model. Return the least precise dtype of its parameters, and
+    the wider dtype of the reference (the truth).
 
     Raises:
-        StreamBPError: this model cannot be judged. Nothing has been computed yet.
+        StreamBPError: `verify` does not support the model.
     """
     engine = engine_of(model)
     if engine is not None:
@@ -365,7 +369,8 @@ def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
 
 
 def check_memory(model: nn.Module, narrow: torch.dtype, wide: torch.dtype, others: int = 0) -> None:
-    """Check that the host has memory for the truth and for each run's gradients.
+    """Check that the host has memory for the truth, a copy of the model in dtype `wide`, and for
+    each run's gradients.
 
     Args:
         model: the model; tensors on `meta` are counted with the memory that they will take.
@@ -374,7 +379,7 @@ def check_memory(model: nn.Module, narrow: torch.dtype, wide: torch.dtype, other
         others: number of other methods.
 
     Raises:
-        StreamBPError: it has not.
+        StreamBPError: the host has too little memory.
     """
     sets = 2 + others
     needed = 0
@@ -428,7 +433,7 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
 
 @contextlib.contextmanager
 def _set_aside(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the model is in eval mode and without gradients.
+    """Context manager in which the model is in eval mode and every `.grad` is None.
 
     At the end the model is unpatched, and its training flags and gradients are restored.
     """
@@ -453,7 +458,7 @@ class VerifyRun:
 
     Attributes:
         loss: the unscaled loss.
-        gradients: by parameter name, on the host.
+        gradients: `.grad` of each parameter by name, on the host.
         streamed_layers: number of layers that streamed.
         choices: choices of experts in forward.
     """
@@ -555,8 +560,9 @@ def _run_truth(
     wide: torch.dtype,
     runs: tuple[VerifyRun, ...],
 ) -> tuple[float, dict[str, list[float]]]:
-    """Return the truth's loss, and for each parameter the norm of its gradient, its number of
-    elements and the distance of each run.
+    """Run the truth: a copy of the unpatched model in dtype `wide`, on the host. Return its loss,
+    and a dict from parameter names to lists: the norm of the gradient, its number of elements, and
+    the distance of each run's gradient.
 
     Each gradient of the truth is freed after its comparison. The host never holds a full set of
     wide gradients.
@@ -591,7 +597,7 @@ def _run_truth(
 
 
 def _distance(truth: Tensor | None, other: Tensor | None) -> float:
-    """Return the norm of truth - other; a missing gradient counts as zero.
+    """Return the norm of truth - other, for two gradients of any shape; None counts as zero.
 
     Computed in blocks, because a float64 copy of an embedding is large.
     """
@@ -607,9 +613,8 @@ def _distance(truth: Tensor | None, other: Tensor | None) -> float:
 
 
 def _measure_streamed(model: nn.Module, config: StreamConfig, batch: Batch) -> tuple[int, float]:
-    """Return the peak bytes and the seconds of a streamed step, behind a first one with its
-    trials.
-    """
+    """Return the peak bytes and the seconds of a streamed step. A first step, in which the layers
+    are tested, is not measured."""
     install(model, config)
     try:
         return _measure(model, model, batch)
@@ -653,10 +658,8 @@ def _measure(forward: Callable[..., Any], model: nn.Module, batch: Batch) -> tup
 
 
 def _window(model: nn.Module) -> int | None:
-    """Return the maximal number of keys that a layer with limited attention reads.
-
-    None if every layer reads all keys.
-    """
+    """Return the largest number of keys that a query reads in layers with sliding-window or chunked
+    attention; None if every layer reads all keys."""
     config = _text_config(model)
     kinds = getattr(config, "layer_types", None)
     all_kinds = "sliding" if kinds is None else " ".join(kinds)
@@ -671,7 +674,8 @@ def _window(model: nn.Module) -> int | None:
 def _find_notes(
     found: Verification, undecided: list[int], padded: bool, untouched: list[str]
 ) -> list[str]:
-    """Return notes on the verdict's limits in this dtype.
+    """Return notes on what the verdict cannot show: undecided batches, an uncrossed window, the
+    noise of the dtype, parameters without a gradient.
 
     Args:
         found: the verdict.

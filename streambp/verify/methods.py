@@ -45,7 +45,7 @@ Method: TypeAlias = str | Callable[[Any], Forward]
 
 
 def name_of(method: Method) -> str:
-    """Return a method's name for a table."""
+    """Return the name of a method, or of the function that implements the method, for a table."""
     if isinstance(method, str):
         return TOLD[method]
     return getattr(method, "__name__", type(method).__name__)
@@ -162,7 +162,7 @@ def _trl() -> Callable[[Any], None]:
         ) from error
 
     def add(model: Any) -> None:
-        """Add both to a model."""
+        """Add TRL's chunked head and selective checkpointing to a model."""
         add_fused_lm_head(model)
         enable_selective_activation_checkpointing(model)
 

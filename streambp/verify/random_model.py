@@ -27,13 +27,13 @@ SHARED_LAYERS = "num_kv_shared_layers"  # last layers that read the keys of laye
 
 @dataclasses.dataclass(frozen=True)
 class CutModel:
-    """A model with random weights.
+    """A model with random weights that has the first layers of a full model.
 
     Attributes:
         model: the model.
         layers: number of its layers.
         depth: number of layers of the full model.
-        needed: number of first layers among which each kind of layer occurs.
+        needed: smallest number of first layers among which each kind of layer occurs.
     """
 
     model: PreTrainedModel
@@ -42,7 +42,8 @@ class CutModel:
     needed: int
 
     def note(self) -> str:
-        """Return a sentence on what was judged."""
+        """Return text for the verdict's notes: how many layers were tested, and if these are of all
+        kinds."""
         told = f"random weights; the first {self.layers} of {self.depth} layers"
         if self.layers < self.needed:
             return (
@@ -98,7 +99,7 @@ def cut_config(config: PreTrainedConfig, layers: int, depth: int) -> PreTrainedC
     """Return a copy of a configuration with fewer layers.
 
     Args:
-        config: the configuration, which may hold that of a language model.
+        config: the configuration; a nested configuration of the language model is cut.
         layers: number of layers to keep, the first ones.
         depth: number of layers of the full model. Lists of this length have a value for each layer.
     """
@@ -117,10 +118,10 @@ def cut_config(config: PreTrainedConfig, layers: int, depth: int) -> PreTrainedC
 
 
 def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the causal language model of a configuration.
+    """Return a causal language model with random weights, created from a configuration.
 
     Raises:
-        StreamBPError: there is none; the message names the field.
+        StreamBPError: transformers cannot create the model; the message names the invalid field.
     """
     trusted = type(config).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
     made: PreTrainedModel = build(
@@ -136,7 +137,7 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 def _vary_constants(model: nn.Module) -> None:
     """Add noise to parameters whose elements are all equal.
 
-    A bias of zeros hides terms that are lost on the way through it.
+    Parameters of zero, for example an initial bias, would hide gradient terms that are missing.
     """
     for parameter in model.parameters():
         flat = parameter.flatten()  # [n]

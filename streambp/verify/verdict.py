@@ -48,10 +48,11 @@ LOSS_FLOOR = 2.0**-20  # sixteen roundings of float32, the dtype of the loss
 
 @dataclasses.dataclass(frozen=True)
 class Distances:
-    """Distances of one parameter's gradients, or of losses, from the truth.
+    """Distances of one parameter's gradients, or of the losses, from the truth (the unpatched model
+    in a wider dtype).
 
     Attributes:
-        truth: norm of the truth.
+        truth: norm of the truth's gradient, or the truth's loss.
         streamed: distance of the streamed run.
         unpatched: distance of the unpatched run.
         elements: number of elements of the gradient.
@@ -162,7 +163,8 @@ class Verification:
 
 
 def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], ParameterError]:
-    """Return every parameter's errors and bar, worst error first, and the full gradient's."""
+    """Return every parameter's errors and allowed maximum, worst error first, and those of the full
+    gradient."""
     columns = zip(*((d.truth, d.streamed, d.unpatched) for d in distances.values()), strict=True)
     norm, streamed, unpatched = (math.hypot(*column) for column in columns)
     norm = max(norm, 1e-300)
@@ -193,7 +195,8 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
 
 
 def _role(name: str) -> str:
-    """Return the parameter's name with the layer index replaced, so that layers share names."""
+    """Return a parameter's name with the layer index replaced, so that the same parameter has one
+    name in all layers."""
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
