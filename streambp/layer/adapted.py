@@ -44,11 +44,12 @@ class Factor(NamedTuple):
     errors.
 
     Attributes:
-        stack: [parts * rank + bias rows, m], the parts one below the other, then rows of biases.
+        stack: [parts * rank + bias rows, m]: the parts one below the other, then the biases as
+            rows.
         rank: the adapter's rank.
-        parts: 1: [hi], no lo is needed, in the matrix or in values multiplied by it. 2: [hi; hi],
-            the values multiplied by the matrix have a lo part. 3: [hi; hi; lo], the matrix has one
-            too.
+        parts: number of [rank, m] matrices in `stack`. 1: [hi], for products in float32 or wider.
+            2: [hi; hi], for a matrix in half precision, where the second hi is multiplied by the
+            other operand's rounding errors. 3: [hi; hi; lo] for a float32 matrix.
     """
 
     stack: Tensor
@@ -57,8 +58,8 @@ class Factor(NamedTuple):
 
     @property
     def wide(self) -> Tensor:
-        """Return the rows of `stack` that contain hi once, and lo if there is one: [rank, m] or [2
-        * rank, m]."""
+        """Return a slice of `stack` that contains hi once, and then lo if the matrix has a lo:
+        [rank, m] or [2 * rank, m]."""
         first = self.rank if self.parts > 1 else 0
         return self.stack[first : self.parts * self.rank]
 
@@ -103,8 +104,8 @@ class Group(NamedTuple):
     """LoRA adapters of one Linear that read the same tensor: x, or x after their dropout.
 
     Attributes:
-        factor: their A matrices, one below the other.
-        start: index of the group's first row among the rows of all A of the Linear.
+        factor: the adapters' A matrices, one below the other.
+        start: index of the group's first row in the concatenation of all A matrices of the Linear.
         stop: index behind the group's last row.
         mask: [n, in], the dropout mask of x; None: no dropout.
     """
@@ -120,12 +121,13 @@ class Group(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Scales of one LoRA adapter.
+    """Scale factors of one LoRA adapter.
 
     Attributes:
         rank: the adapter's rank.
-        b: multiplies the matrix B; includes the scale of dropout.
-        bias: multiplies the bias of B.
+        b: factor of the product with B: peft's scaling, divided by 1 - p for a dropout probability
+            p.
+        bias: factor of B's bias: peft's scaling.
     """
 
     rank: int
@@ -135,19 +137,21 @@ class Scale(NamedTuple):
 
 @dataclasses.dataclass
 class Work:
-    """Arguments of one call of `AdaptedLinear` that are not tensors for autograd.
+    """Arguments of one `AdaptedLinear` call that autograd does not differentiate: copies of the
+    adapters' matrices for the matrix products, scales and options.
 
     Attributes:
         groups: the A matrices of all adapters.
         b: the B matrices of all adapters, [rank, out], scaled.
         scales: scales of each adapter.
-        value: [..., out], the saved output y; None: compute y; `UNREAD`: no code reads y; another
-            slice: only these rows of y are read.
-        add: called in backward with both factors of the base weight's gradient, which it
-            accumulates; None: autograd returns this gradient.
+        value: the saved output [..., out], returned as a view. None: compute the output. A slice:
+            compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
+        add: callback for backward: gets the weight gradient's two factors, [out, n] and [n, in],
+            and adds their product to a sum; None: autograd returns the gradient.
         decode: returns a quantized base weight in the compute dtype; backward calls it instead of
             saving the weight.
-        shared: x A^T of several Linears with the same x; None: this Linear computes its own.
+        shared: x A^T of several Linears with the same x, computed by one product; None: this Linear
+            computes its own.
         place: the Linear's index in `shared`.
     """
 
@@ -171,8 +175,10 @@ def thin(left: Tensor, factor: Factor) -> Tensor:
 
 
 def spread(found: Tensor, factor: Factor) -> Tensor:
-    """Split x A^T (found [n, rank], float32) into the columns [hi, lo, hi] of rounded values and
-    rounding errors, and append ones for the bias rows. The result multiplies `factor.stack`."""
+    """Return the left operand of a product with `factor.stack`, made from `found` [n, rank], which
+    is x A^T or its gradient, in float32. Its columns are hi for one part, [hi, lo] for two and
+    [hi, lo, hi] for three, followed by ones for the bias rows. hi are the rounded values, lo the
+    rounding errors."""
     rank, width = found.shape[1], factor.stack.shape[0]
     if factor.parts == 1 and width == rank:
         return found
@@ -196,7 +202,8 @@ def summed_parts(found: Tensor, dim: int) -> Tensor:
 
 
 def joined_factor(factors: list[Factor]) -> Factor:
-    """Return the A matrices of several Linears, concatenated to one `Factor` for `thin`."""
+    """Return the A matrices of several Linears, concatenated to one `Factor`, so that one product
+    computes x A^T for all of them."""
     high = [factor.wide[: factor.rank] for factor in factors]
     low = [factor.wide[factor.rank :] for factor in factors if factor.parts == 3]
     ranks = sum(factor.rank for factor in factors)
@@ -215,11 +222,12 @@ class Shared:
         factors: A of each Linear, all with the same number of parts.
         joined: the A of all Linears as one factor.
         needs_x: True if x needs a gradient.
-        found: x A^T of all Linears, [n, sum of ranks]; None: not computed, or every Linear has read
-            it.
+        found: x A^T of all Linears, [n, sum of ranks]; None: not yet computed, or already freed
+            because every Linear has read it.
         readers: the number of Linears that have not yet read `found`.
-        total: the sum for dx.
-        left: gradient of x A^T of the Linears whose backward ran, by index.
+        total: sum of the Linears' gradients of x, [n, in]; None: nothing has been added yet.
+        left: dict from a Linear's index to the gradient of its x A^T; contains the Linears whose
+            backward has run.
     """
 
     factors: list[Factor]
@@ -251,12 +259,12 @@ class Shared:
         self.found = thin(rows, self.joined)
 
     def collect(self, place: int, left: Tensor, flat: Tensor, weight: Tensor | None) -> None:
-        """Add one Linear's product flat [n, out] @ weight to dx, and store this Linear's gradient
-        of x A^T for `SharedInput.backward`. Called by the Linear's backward.
+        """Add one Linear's gradient of x, flat [n, out] @ weight, to `total`. Store the Linear's
+        gradient of x A^T for `SharedInput.backward`. Called by the Linear's backward.
 
         Args:
             place: the Linear's index.
-            left: gradient of x A^T, split into parts.
+            left: gradient of the Linear's x A^T, split into hi and lo.
             flat: gradient of the Linear's output, [n, out].
             weight: the Linear's weight [out, in]; None: x needs no gradient.
         """
@@ -448,7 +456,7 @@ def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> 
 
     Args:
         work: the adapters' matrices.
-        lefts: gradient of x A^T for each group, split into parts.
+        lefts: gradient of x A^T for each group, split into hi and lo.
         flat: gradient of y, [n, out].
         weight: the Linear's weight [out, in].
     """
@@ -467,7 +475,7 @@ def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
 
     Args:
         work: the adapters' matrices.
-        lefts: gradient of x A^T for each group, split into parts.
+        lefts: gradient of x A^T for each group, split into hi and lo.
         rows: x, [n, in].
     """
     found = []
@@ -481,16 +489,15 @@ def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
 def _of_adapters(
     work: Work, needs: tuple[bool, ...], of_a: Tensor | None, flat: Tensor, left: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of the adapters' tensors as a flat list: A [r, in], B [out, r] and B's
-    bias [out] of the first adapter, then of the second. The entry is None where no gradient is
-    needed.
-
-    Gradients are in float32 or wider.
+    """Return the gradients of the adapters' tensors, in float32 or wider. The result is a flat
+    list: A [r, in], B [out, r] and B's bias [out] of the first adapter, then of the second. An
+    entry is None if its tensor needs no gradient.
 
     Args:
         work: the adapters' matrices and scales.
-        needs: True for each tensor that needs a gradient, in the order of the result.
-        of_a: gradient of the adapters' A, one below the other, [rank, in]; None: not computed here.
+        needs: a flag per tensor, in the order of the result: True if the tensor needs a gradient.
+        of_a: gradients of all A of the Linear, one below the other, [rank, in]; None: no A needs a
+            gradient, or `SharedInput` computes the gradients of A.
         flat: gradient of the Linear's output, [n, out].
         left: x A^T in parts, [n, parts * rank + bias rows].
     """

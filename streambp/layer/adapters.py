@@ -131,11 +131,12 @@ def readings(layer: nn.Module) -> dict[str, Reading]:
 
 
 def keep_reasons(before: dict[str, Reading], found: dict[str, Reading]) -> None:
-    """Copy the last call's reasons for peft's forward to new readings of the same modules.
+    """Copy the reasons why peft's forward ran in the last call from earlier readings to new
+    readings of the same modules.
 
     Args:
         before: the earlier readings, by name.
-        found: the new readings, by name.
+        found: the new readings, by name; `why_in_call` is set.
     """
     for name, reading in found.items():
         known = before.get(name)
@@ -172,8 +173,9 @@ def _read(module: Any) -> Reading:
 def _why_not(
     module: Any, base: Any, names: list[str], parts: list[tuple[Any, Any, Any]]
 ) -> str | None:
-    """Return why streambp must run peft's own forward of this LoRA Linear, as text for `describe`.
-    Return None if that forward computes x W^T and the products with A and B, and no more.
+    """Return the reason, as text for `describe`, why this LoRA Linear must run peft's own forward.
+    Return None if peft's forward is exactly x W^T plus the products with A and B, so that
+    `AdaptedLinear` can replace it.
 
     Args:
         module: peft's module.
@@ -254,9 +256,8 @@ def _state(tensor: Tensor | None) -> tuple[Any, ...]:
 
 
 def _decodes(base: Any, x: Tensor) -> bool:
-    """True if the forward of a Linear with a 4-bit weight multiplies x [..., in] in the dtype of
-    its decoded weight.
-    """
+    """True if a Linear with a 4-bit weight multiplies x [..., in] by the dequantized weight without
+    a change of dtype."""
     if isinstance(base, CountedPackedLinear):
         return x.dtype == base.compute_dtype
     return has_data(x) and DecodedLinear(base).decodes(x)
@@ -302,10 +303,10 @@ class Adaptation:
 
         Args:
             x: [..., in].
-            value: the saved output; `UNREAD`: no code reads the output, so return NaN; None:
-                compute the output.
-            add: called in backward with both factors of the base weight's gradient, which it
-                accumulates; None: autograd returns the gradient.
+            value: the saved output [..., out], returned as a view. None: compute the output. A
+                slice: compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
+            add: callback for backward: gets the weight gradient's two factors, [out, n] and
+                [n, in], and adds their product to a sum; None: autograd returns the gradient.
             cast: function of a dtype that returns the base's weight in this dtype; None: cast here.
         """
         dtype = cast_to(x)
@@ -331,8 +332,8 @@ class Adaptation:
         return out
 
     def why_not(self, x: Tensor, dtype: torch.dtype) -> str | None:
-        """Return why peft's forward must compute this x [..., in], as text for `describe`; None if
-        `AdaptedLinear` is at least as precise.
+        """Return the reason, as text for `describe`, why peft's own forward must run for this input
+        x [..., in]. Return None if `AdaptedLinear` has at least the precision of peft's forward.
 
         Args:
             x: the Linear's input.
@@ -403,15 +404,17 @@ class Adaptation:
         add: Add | None,
         factor: Factor | None = None,
     ) -> tuple[Work, list[Tensor | None]]:
-        """Return the arguments of `AdaptedLinear.apply` beside x and the base Linear's tensors:
-        `Work`, and a flat list of each adapter's A, B and B's bias.
+        """Return those arguments of `AdaptedLinear.apply` that follow from the adapters: a `Work`,
+        and a flat list of each adapter's A [r, in], B [out, r] and B's bias [out].
 
         Args:
             dtype: dtype of the matrix products.
             masks: dropout mask of each adapter's input, shaped like x; None: no dropout.
-            value: the saved output, or what replaces it; see `product`.
-            add: accumulates the gradient of the base weight; see `product`.
-            factor: the factor of the A of all adapters; None: it is looked up.
+            value: the saved output [..., out], returned as a view. None: compute the output. A
+                slice: compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
+            add: callback for backward: gets the weight gradient's two factors, [out, n] and
+                [n, in], and adds their product to a sum; None: autograd returns the gradient.
+            factor: the A matrices of all adapters, concatenated; None: use the cached one.
         """
         adapters, base = self.reading.adapters, self.reading.base
         scales = []
@@ -431,7 +434,8 @@ class Adaptation:
         return work, [tensor for adapter in adapters for tensor in _tensors(adapter)]
 
     def a(self, dtype: torch.dtype, adapter: Adapter | None = None) -> Factor:
-        """Return the matrix A of one adapter; for None, the A of all adapters one below the other."""
+        """Return the matrix A of one adapter, split for the matrix products. None stands for all
+        adapters of this Linear: their A matrices are concatenated."""
         adapters = self.reading.adapters if adapter is None else (adapter,)
         held = [_slot(one.a) for one in adapters]
         return self._made((dtype, adapter), held, lambda: factor_of(_joined(held), dtype))
@@ -474,8 +478,8 @@ class Siblings:
 
     Attributes:
         members: the Linears' replacements.
-        held: the first member's input, (its version, grad mode), the shared values, x in the
-            compute dtype, and the indices of the members that have read x; None: no call is
+        held: tuple of the first member's input, (its version, grad mode), the shared values, x in
+            the compute dtype, and the indices of the members that have read x. None: no call is
             running.
         joined: the factors of the members and their `joined_factor`; None: not computed.
     """
@@ -488,8 +492,8 @@ class Siblings:
         self, given: Tensor, x: Tensor, member: Adaptation
     ) -> tuple[Tensor, Shared, int] | None:
         """Return x [..., in] for one of the Linears, the values shared by all of them, and the
-        Linear's index in these values. None if the Linears cannot share: other inputs, dropout, or
-        peft's forward runs.
+        Linear's index in these values. Return None if an adapter has an active dropout, if peft's
+        own forward runs for one of the Linears, or if the A matrices are split differently.
 
         Args:
             given: the Linear's input.

@@ -146,8 +146,8 @@ class Arguments:
         self._documents, self.tells = documents, True
 
     def renamed(self, state: tuple[Any, ...]) -> None:
-        """Replace the part of `kind` that stands for the layer's modules, hooks and requires_grad
-        flags.
+        """Replace the key of the layer's modules, hooks and requires_grad flags inside `kind`, the
+        key under which the layer's test results are stored.
 
         Args:
             state: the new key, as in `Arguments`.
@@ -183,12 +183,14 @@ class Arguments:
         return Slot(len(self.inputs) - 1)
 
     def leaves(self, chunk: Chunk, wanted: list[bool]) -> list[Tensor]:
-        """Return the differentiable arguments of this chunk [..., C, ...] as new autograd leaves. A
-        tensor without a dimension of tokens is not cut.
+        """Return new autograd leaves for this chunk, one for each argument that requires a
+        gradient: the argument's slice [..., C, ...], or the full tensor if no dimension counts
+        tokens.
 
         Args:
             chunk: the chunk.
-            wanted: True for each differentiable argument whose gradient is needed.
+            wanted: a flag per such argument: True if its gradient is needed. Other leaves require
+                none.
         """
         return [
             (d.tensor if d.dim is None else chunk.part(d.tensor, d.dim))
@@ -218,7 +220,7 @@ class Arguments:
 
     def cut(self, chunk: Chunk, leaves: list[Tensor] | None = None) -> dict[str, Any]:
         """Return the arguments of the layer's forward for one chunk, by name. Tensors with a
-        dimension of tokens [..., T, ...] are cut to [..., C, ...].
+        dimension of tokens [..., T, ...] are sliced to [..., C, ...].
 
         Args:
             chunk: the chunk.
@@ -291,8 +293,8 @@ def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
     """Return the shape of one token's hidden states: (h,) in [B, T, h] and in [M, B, T, h] (Gemma
     3n), and (M, h) in [B, T, M, h] (hyper-connections).
 
-    The number of positions tells [M, B, T, h] from [B, T, M, h]. If it equals M, the layer's test
-    run fails later, and the layer is not chunked.
+    [M, B, T, h] and [B, T, M, h] are distinguished by T, the number of positions. If T equals M,
+    the result may be wrong. The layer's test run fails then, and the layer is not chunked.
     """
     behind = (
         hidden_states.dim() == 4
@@ -330,8 +332,9 @@ def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | No
 
 
 def _is_constant(value: Any) -> bool:
-    """True if all passes over a chunk may share one cut of this argument: no gradient is wanted,
-    and no pass modifies it."""
+    """True if an argument's slice for a chunk may be made once and be used in forward and backward.
+    False for an argument that requires a gradient, because each use gets a new leaf. False for
+    lists and mappings, which the layer may modify; a tuple with one of these is False too."""
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
     return not isinstance(value, Slot | list | Mapping)

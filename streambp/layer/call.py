@@ -63,16 +63,17 @@ RETURNED = "returned"  # name of the return values behind hidden_states
 
 @dataclasses.dataclass(frozen=True)
 class OutputSlot:
-    """Name of an output of a layer beside its hidden states. It is a tensor that a transformers
-    hook records, a tensor in a dict argument, or a further return value.
+    """Identifier of one output of a layer beside its hidden states. The output is a tensor that a
+    transformers hook records (router logits), a tensor in a dict argument (shared keys), or a
+    further return value.
 
     Attributes:
         name: the key under which the hook records, the dict's argument name, or `RETURNED`.
         index: the index among the recorded tensors, the tensors of the dict's entry, or the return
             values behind hidden_states.
         key: the key in the dict; None: no dict.
-        flat: True if the recorded tensor has shape [B * C, ...]; `ChunkOutput` has it as [B, C,
-            ...].
+        flat: True if the recorded tensor has shape [B * C, ...]; `ChunkOutput` has it as
+            [B, C, ...].
     """
 
     name: str
@@ -92,7 +93,7 @@ class ChunkOutput:
 
     Attributes:
         hidden_states: [..., C, h].
-        extras: outputs beside hidden_states, [B, C, ...] or [..., C, D].
+        extras: the layer's other outputs by `OutputSlot`, [B, C, ...] or [..., C, D].
         states: the recurrent states at the chunk's end.
     """
 
@@ -150,10 +151,11 @@ Whole = dict[OutputSlot | None, Tensor]
 
 def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
     """Copy a chunk's outputs into the outputs of the full sequence, and return `output`. A tensor
-    with all `length` positions is stored without a copy.
+    that already has all `length` positions is stored without a copy.
 
     Args:
-        whole: the outputs of the full sequence, [..., T, h] under None and others by `OutputSlot`.
+        whole: dict of the full sequence's outputs, modified in place: key None holds the hidden
+            states [..., T, h], the other keys are `OutputSlot`s.
         output: the chunk's outputs.
         chunk: the chunk's range of positions.
         length: T.
@@ -206,8 +208,8 @@ def deliver(extras: dict[OutputSlot, Tensor], mappings: Mapping[str, Any]) -> No
 
 @contextlib.contextmanager
 def recording(keys: tuple[str, ...]) -> Iterator[Collected]:
-    """Context manager in which transformers' output hooks record into the yielded dict. Each chunk
-    would count as a layer in the model's own collector.
+    """Context manager in which transformers' output hooks record into the yielded dict. The model's
+    own collector would count each chunk's tensors as those of another layer.
 
     Args:
         keys: the keys to record.
@@ -254,7 +256,8 @@ class LayerParts:
 
     @classmethod
     def find(cls, site: LayerSite, layer: nn.Module) -> LayerParts:
-        """Return the facts about the site's layer."""
+        """Return the facts about a layer: its unpatched forward, configs, indexers, hooks and
+        checkpointed modules."""
         hooks, checkpointed = switched_off(layer)
         return cls(
             site.forward,
@@ -271,9 +274,11 @@ class ResultForm:
     """Form in which a decoder layer returns its outputs.
 
     Attributes:
-        recorded: keys that transformers' output collector records inside the layer.
+        recorded: keys that transformers' output collector records inside the layer, such as router
+            logits.
         collected: tensors that transformers' hooks recorded in the current chunk.
-        extras: outputs beside hidden_states, in the order of the autograd Function's outputs.
+        extras: identifiers of the outputs beside hidden_states, in the order of the autograd
+            Function's outputs.
         is_tuple: True if the layer returns a tuple.
         width: the number of return values behind the hidden states.
     """
@@ -291,18 +296,19 @@ class BackwardState:
 
     Attributes:
         training: True if the layer was in training mode in forward.
-        gradients_of_a_parameter: number of gradients of each parameter that backward sums up: one
-            for each chunk.
+        gradients_of_a_parameter: number of terms in the sum of each parameter's gradient: one for
+            each chunk.
         parameters: the layer's parameters at the start of the call.
-        wanted: True if the input needs a gradient, and the same for each argument with
-            requires_grad; set when the autograd Function runs.
+        wanted: (True if hidden_states need a gradient, a list with the same for each argument that
+            requires a gradient); set by the autograd Function's forward.
         seen: snapshot of the layer at the end of forward. [Note: fingerprint]
         witness: compares recomputed values with those of forward; None: no comparison.
             [Note: witness]
         send_gradients: moves gradients of weights that are stored on the host; None: weights are on
             the device.
         factors: cached LoRA matrices in the compute dtype, by Linear. [Note: adapters]
-        situation: last arguments and last result of `LayerCall.situation`.
+        situation: cache of `LayerCall.situation`: (its last arguments, its last result); None: not
+            called yet.
     """
 
     training: bool
@@ -334,7 +340,7 @@ class LayerCall:
         kept: tensors saved for backward.
         attempt: runs a function and returns its result. After running out of memory it frees saved
             tensors and retries once, if `saves="auto"` chose them (`oom.py`).
-        form: form of the layer's result: a tensor or a tuple, and which other outputs.
+        form: the form of the layer's result: a tensor or a tuple, and which other outputs exist.
         backward: data that backward needs beside the saved tensors.
     """
 
@@ -411,8 +417,8 @@ class LayerCall:
 
     def limit_prefix(self, offloader: OffloadManager) -> None:
         """Limit the device memory of keys, values and their gradients to the `gpu_memory` setting;
-        the rest is stored on the host. Does nothing for a layer whose keys cannot be split into
-        tiles, one for each chunk."""
+        tensors above the limit are stored on the host. Does nothing for a layer whose keys cannot
+        be stored as one tensor for each chunk."""
         saved = self.kept.store if self.kept.moves_kv else None
         assert not isinstance(saved, InMemory)  # offloaded keys are in a host store
         if self.carried.in_tiles:
@@ -422,8 +428,9 @@ class LayerCall:
             )
 
     def first_chunks(self, tokens: int) -> tuple[Chunk, ...]:
-        """Return the chunks for a test of the layer: one of at most `tokens` tokens. A layer with
-        recurrent states gets a second chunk behind it if the sequence is long enough."""
+        """Return the chunks on which the layer is tested. The first one starts at position 0 and
+        has at most `tokens` tokens. A layer with recurrent states gets a second chunk behind the
+        first, if the sequence is long enough."""
         length = self.arguments.length
         if not self.site.kind.states.carries or len(self.plan.ends) == 1:
             return (Chunk(0, 0, min(tokens, length)),)
@@ -435,7 +442,8 @@ class LayerCall:
         return pieces if stop - first >= LEAST_TOKENS else pieces[:1]
 
     def situation(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
-        """Return a dict key for calls in which backward can skip the same Linear outputs.
+        """Return the key under which the skippable Linear outputs of calls like this one are
+        cached.
 
         Args:
             linears: names of the layer's Linears.
@@ -452,12 +460,12 @@ class LayerCall:
         return known[1]
 
     def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
-        """Start recording values of this chunk in forward, or comparing them in backward.
-        [Note: witness]
+        """Start recording this chunk's values in forward; in backward, start comparing recomputed
+        values with the recorded ones. [Note: witness]
 
         Args:
             chunk: the chunk.
-            again: True in backward.
+            again: True in backward: compare.
             half: name of the half, for a layer that is split at its attention; empty: the full
                 layer.
 
@@ -473,8 +481,8 @@ class LayerCall:
 
     def inputs_seen(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for forward that records the inputs of the Linears whose outputs backward
-        will skip, to compare them in backward. The layer's first backward skips no Linear.
-        [Note: witness]"""
+        will skip; backward compares its own inputs with them. Does nothing in a layer's first call,
+        because the skippable Linears are found in its backward. [Note: witness]"""
         witness = self.backward.witness
         linears = self.site.linears
         unread = self.site.tests.unread.get(self.situation(linears, self.backward.wanted[0]))
@@ -631,10 +639,11 @@ class LayerCall:
         Args:
             hidden_chunk: [..., B, C, h].
             chunk: the chunk's range of positions.
-            point: computes attention in place of the layer's own function; it is passed as the
-                mask.
-            leaves: the argument `leaves` of `compute`.
-            states: the argument `states` of `compute`.
+            point: computes attention in place of the layer's own function. The object is passed to
+                the layer as its attention mask, and so reaches streambp's attention function.
+            leaves: this chunk's differentiable arguments with gradients; None: no gradients.
+            states: the recurrent states at the chunk's start; None: no cache is passed, as in the
+                unpatched model.
         """
         kind = self.site.kind
         named, read = kind.attention.hand(self.arguments.cut(chunk, leaves), point)

@@ -30,8 +30,9 @@ class ReplayedChoices(TorchFunctionMode):
     the first run. Later runs use the same choices. [Note: choices]
 
     Attributes:
-        far: how far router scores of the latest run are from those of the first run: by the chunk's
-            start, the squared distance [B, C] of each token, relative to the spread of scores.
+        far: dict from a chunk's start to a tensor [B, C], the distance of each token's router
+            scores in the latest run from those in the first run. The distance is squared and
+            relative to the spread of the scores.
         differing: the number of tokens whose choices differed in the latest run before they were
             replaced.
     """
@@ -58,7 +59,8 @@ class ReplayedChoices(TorchFunctionMode):
             yield
 
     def rearranged(self, change: Callable[[Tensor], Tensor]) -> ReplayedChoices:
-        """Return a copy of the recorded choices for the same tokens in other rows and positions.
+        """Return a copy of the recorded choices, rearranged for a batch that has the same tokens in
+        other rows and positions.
 
         Args:
             change: maps a recorded tensor [B, T, ...] to the new arrangement [B', T', ...].
@@ -145,7 +147,8 @@ class ReplayedChoices(TorchFunctionMode):
             now: scores of this run, [B, C, ..., n].
             chosen_then: choices of the first run, [B, C, ...].
             chosen_now: choices of this run, [B, C, ...].
-            in_any_order: True for topk, whose indices are a set.
+            in_any_order: True: the order of a token's choices does not matter, as for the indices
+                of topk.
         """
         # a mask's -inf may be among them
         finite, eps = (then.isfinite() & now.isfinite(), torch.finfo(now.dtype).eps)

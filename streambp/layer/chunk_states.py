@@ -51,7 +51,8 @@ class Carried:
         predecessor. States that no later chunk needs are freed.
 
         Args:
-            plan: the chunks; in a tree of rows several chunks may follow the same one.
+            plan: the chunks. If the documents of a packed row share prefixes, several chunks may
+                follow the same one.
             chunk: the chunk.
         """
         if not self.states:
@@ -66,7 +67,7 @@ class Carried:
         """Add the gradients of a chunk's start states to the gradients of its predecessor's end
         states.
 
-        Several chunks may have the same predecessor; their gradients are summed in
+        If several chunks have the same predecessor, their gradients are summed in
         promote_types(dtype, float32).
 
         Args:

@@ -28,8 +28,8 @@ class DataFlow(TorchDispatchMode):
 
     Attributes:
         called: Linears that ran.
-        reached: Linears whose outputs the results depend on.
-        read: Linears on whose outputs a tensor depends that autograd saved.
+        reached: Linears whose outputs influence the results of the traced run.
+        read: Linears whose outputs influence a tensor that autograd saved.
     """
 
     def __init__(self) -> None:
@@ -80,8 +80,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) -> DataFlow:
-    """Run a few tokens through the layer and return which results and saved tensors depend on which
-    Linears.
+    """Run a few tokens through the layer. Return the Linears whose outputs influence the results,
+    and the Linears whose outputs influence a tensor saved by autograd.
 
     Args:
         linears: the layer's Linears by name, as returned by `plain_linears`.

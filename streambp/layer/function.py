@@ -51,8 +51,9 @@ class Strategy:
 
     Attributes:
         make: creates a `LayerCall` from the layer's settings and arguments.
-        forward: takes a call and a flag: save tensors for backward. Returns hidden_states of the
-            full sequence, then the other outputs in the order of `call.form.extras`.
+        forward: function of a call, and of True if tensors for backward are to be saved. Returns
+            hidden_states of the full sequence, then the other outputs in the order of
+            `call.form.extras`.
         backward: computes the gradients and adds them to a `BackwardPass`.
         whole: runs a layer that cannot be split into chunks.
     """
@@ -179,28 +180,30 @@ def _forward_chunk(
 
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
-    """Return hidden_states [..., B, T, h], then the layer's other outputs; store the order of the
-    others in `call.form.extras`."""
+    """Return the layer's outputs as a tuple: hidden_states [..., B, T, h], then the others. Store
+    the order of the others in `call.form.extras`."""
     result = whole.pop(None)
     call.form.extras = [place for place in whole if place is not None]
     return result, *(whole[place] for place in call.form.extras)
 
 
 class BackwardPass:
-    """Gradients of one layer call in backward: those of the outputs, which came in, and the sums
-    over chunks of those of the inputs.
+    """Gradients in the backward of one layer call: the incoming gradients of the layer's outputs,
+    and the gradients of its inputs and parameters, which are collected chunk by chunk.
 
     Args:
         call: the layer call.
         parameters: the number of distinct trainable parameters.
         of_output: gradient of hidden_states [..., B, T, h]; None: hidden_states were not used.
-        of_extras: gradients of the layer's other outputs.
+        of_extras: gradients of the layer's other outputs; None for unused ones.
 
     Attributes:
         needs_input: True if hidden_states need a gradient.
-        wanted: True for each argument with requires_grad that needs a gradient.
-        hidden_states: the buffer [..., B, T, h] for dx; None: no gradient is wanted. The buffer may
-            be the incoming gradient's: a chunk's part is written after the last read.
+        wanted: a flag per argument that requires a gradient: True if the gradient is needed in this
+            backward.
+        hidden_states: the buffer [..., B, T, h] for the gradient of hidden_states; None: no
+            gradient is wanted. The buffer may be that of the incoming gradient: a chunk's part is
+            overwritten after its last read.
         sums: sums of the parameters' gradients.
         shadows: detached aliases that replace the layer's parameters. [Note: shadows]
     """
@@ -228,8 +231,8 @@ class BackwardPass:
         )
 
     def choose_buffer(self, call: LayerCall, grad: Tensor | None, counts: Counts | None) -> None:
-        """Choose the buffer for dx: the incoming gradient's if no other code needs that, or a new
-        buffer.
+        """Choose the buffer for the gradient of hidden_states: a new one, or that of the incoming
+        gradient if no other code holds a reference to the incoming gradient.
 
         Args:
             call: the layer call.
@@ -248,8 +251,9 @@ class BackwardPass:
         self.hidden_states = mark(buffer)
 
     def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the chunk's outputs that have a graph, hidden_states [..., B, C, h] first, and a
-        list with the gradient of each."""
+        """Return a list of the chunk's outputs that have a graph and an incoming gradient,
+        hidden_states [..., B, C, h] first. Return a second list with this chunk's part of each
+        incoming gradient."""
         tensors, gradients = [], []
         for place, grad in ((None, self.of_output), *self.of_extras.items()):
             tensor = output.hidden_states if place is None else output.extras[place]
@@ -445,8 +449,8 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     [Note: prefix accumulation order]
 
     Args:
-        find_unread: returns the Linears whose outputs backward never reads, from the call, the
-            layer's Linears by name, and True if the input needs a gradient.
+        find_unread: function of the call, the layer's Linears by name, and True if the input needs
+            a gradient. Returns the Linears whose outputs backward never reads.
         call: the layer call.
         work: receives the gradients.
     """
@@ -492,14 +496,15 @@ def computed_with_graph(
     shadows: list[Tensor],
     states: States,
 ) -> Graph:
-    """Run the layer's own forward on one chunk x [..., B, C, h] with an autograd graph, and return
-    both.
+    """Run the layer's own forward on one chunk x [..., B, C, h] with an autograd graph. Return the
+    chunk's outputs, and the leaves of the graph.
 
     Args:
         call: the call of the layer.
         x: hidden_states of the chunk.
         chunk: the chunk's range of positions.
-        wanted: True if x needs a gradient, and the same for each argument with requires_grad.
+        wanted: (True if x needs a gradient, a list with the same for each argument that requires a
+            gradient).
         shadows: the detached aliases that now replace the layer's parameters.
         states: the recurrent states at the chunk's start.
     """
@@ -570,11 +575,12 @@ def _differentiated(
     Args:
         call: the layer call.
         chunk: the chunk's range of positions.
-        work: has the gradients of the layer's outputs.
+        work: contains the gradients of the layer's outputs.
         x: [..., B, C, h], the chunk's hidden_states.
         states: the recurrent states that the chunk starts from.
         of_states: the gradients of the chunk's end states.
-        again: True in a retry; terms that the first attempt added to sums are not added again.
+        again: True in a retry after running out of memory: terms that the first attempt added to
+            sums are not added again.
     """
     if call.attempt is not RUN_ONCE:
         work.sums.begin(again)

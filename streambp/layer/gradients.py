@@ -103,8 +103,8 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
 
 @contextlib.contextmanager
 def recomputing(call: LayerCall) -> Iterator[None]:
-    """Context manager for a layer's recomputation in backward. The layer's module hooks are
-    checked.
+    """Context manager for a layer's recomputation in backward. At its end, raises unless the same
+    hooks modified values in forward and backward.
 
     Raises:
         BackwardError: a hook inside the layer modifies values in backward only, or in forward only.
@@ -172,7 +172,8 @@ class MarkGraphStart(torch.autograd.Function):
 
 
 def is_kept(origin: weakref.ref[GraphMarker]) -> bool:
-    """True if other code still holds part of an autograd graph that its owner has dropped.
+    """True if other code, for example a hook that collects activations, still holds part of an
+    autograd graph. Called after streambp has dropped its own references.
 
     Args:
         origin: weak reference to the marker of the graph's first node.
@@ -305,8 +306,8 @@ def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) ->
 
 
 def depends(leaf: Tensor) -> str:
-    """Return the message for a layer that depends on a tensor [...] that is neither its parameter
-    nor its argument. The message includes the remedy for FSDP1's flat parameter."""
+    """Return the error message for a layer whose output depends on a tensor [...] that is neither
+    its parameter nor its argument. The message includes the remedy for FSDP1's flat parameter."""
     flat = (
         ": FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; fsdp_version: 2 in "
         "accelerate's config), DeepSpeed ZeRO or DDP."
@@ -319,8 +320,9 @@ def depends(leaf: Tensor) -> str:
 
 
 def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
-    """Raise if other code still holds part of the graph of a differentiated chunk, for an auxiliary
-    loss for example. Forward gave that code tensors without a graph, so its gradient would be lost.
+    """Raise if other code still holds part of a chunk's graph after the chunk's backward. Example:
+    a hook collects an auxiliary loss. The hook got tensors without a graph in forward, so the
+    gradient of this loss would be lost.
 
     Later calls of this kind run unchunked.
 

@@ -59,8 +59,8 @@ RUN_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call
 
 
 def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:
-    """Return the error to raise in place of an out-of-memory error of a decoder layer: the message
-    names the setting to change. An error with such a message is returned unchanged.
+    """Return the error to raise in place of an out-of-memory error of a decoder layer; its message
+    names the setting to change. An error that already names one is returned unchanged.
 
     Args:
         error: the out-of-memory error.
@@ -107,8 +107,8 @@ def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
 
 
 def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan] | None) -> str:
-    """Return advice, as a message, for running out of memory in a part of backward that is torch's
-    own. [Note: bare errors]
+    """Return advice, as a message, for a backward that ran out of memory in torch's own code,
+    outside the autograd Functions of streambp. [Note: bare errors]
 
     Args:
         tokens: the token count over all rows.
@@ -163,7 +163,8 @@ def once_more(
     Args:
         device: the device whose memory is freed.
         let_go: frees saved tensors and returns True if there were any; None: there are none.
-        compute: must change no state before it ends.
+        compute: the computation. No state may change before it ends, because a failed attempt is
+            repeated.
         where: the place for the message, "in ...".
 
     Raises:

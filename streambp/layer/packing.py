@@ -54,8 +54,9 @@ class Packing:
     def entered(
         self, named: dict[str, Any], chunk: Chunk, cache: StateCache | None
     ) -> tuple[dict[str, Any], contextlib.AbstractContextManager[None]]:
-        """Return a chunk's arguments, and a context manager for the layer's forward, in which its
-        convolutions and recurrences start from the right states.
+        """Return a chunk's arguments, and a context manager for the layer's forward. Inside,
+        convolutions and recurrences start from the states in `cache`, and begin anew where a
+        document starts.
 
         Args:
             named: the chunk's arguments, by name.

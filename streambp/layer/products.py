@@ -136,8 +136,9 @@ TENSOR_TYPES = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: a model that is
 
 
 def is_factor(name: str) -> bool:
-    """True if this is the name of a Linear inside a LoRA adapter (`lora_A`, `lora_B`). Reading its
-    saved output would take as long as computing it."""
+    """True if a Linear of this name is a LoRA adapter's `lora_A` or `lora_B`. `saves="auto"` does
+    not save the outputs of these Linears, because reading an output would take as long as computing
+    the product."""
     return not set(name.split(".")).isdisjoint(LORA_FACTORS)
 
 
@@ -158,7 +159,8 @@ See = Callable[[str, Tensor], None]
 
 @dataclasses.dataclass(eq=False)
 class SwappedForwards:
-    """Context manager that sets another `forward` on these Linears, and removes it at the end."""
+    """Context manager that replaces the `forward` of Linears by the functions in `forwards`, and
+    restores it at the end. `forward` is set on the instances."""
 
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]
 
@@ -224,13 +226,15 @@ def _adding(
     witness: Witness | None,
     name: str,
 ) -> Callable[[Tensor], Tensor]:
-    """Return a replacement for this Linear's forward: it computes `_product` and passes the input
-    to the witness. The replacement is valid while the module keeps its weight.
+    """Return a replacement for this Linear's forward. The replacement computes the output
+    [..., out] from x [..., in], and passes x to the witness. Valid while the module keeps its
+    weight.
 
     Args:
         module: the Linear.
-        value: `UNREAD`: no code reads the output; None: compute the output.
-        add: accumulates the factors of the weight's gradient; None: autograd returns the gradient.
+        value: `UNREAD`: no code reads the output, so it is NaN; None: compute the output.
+        add: callback for backward: gets the weight gradient's two factors, [out, n] and [n, in],
+            and adds their product to a sum; None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype; None: cast here.
         witness: gets the Linear's inputs, to compare them with forward; None: there is no
             comparison.
@@ -257,8 +261,8 @@ def _adding(
 def left_out(
     linears: dict[str, nn.Linear], names: Labels
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which these Linears return NaN, because no code reads their output. Their
-    backward computes the usual gradients.
+    """Context manager in which Linears return NaN instead of computing their output; only for
+    Linears whose output no code reads. The Linears' backward computes the usual gradients.
 
     Args:
         linears: the layer's Linears by name.
@@ -273,8 +277,8 @@ def left_out(
 def computed(
     linears: dict[str, nn.Linear], names: Iterable[str]
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager for a test, in which these Linears compute their output, but with the same
-    backward as in `left_out`, so that gradients can be compared to the bit.
+    """Context manager for a test of `left_out`. The Linears compute their output, but with the same
+    backward as in `left_out`, so the test can compare gradients bit by bit.
 
     Args:
         linears: the layer's Linears by name.
@@ -303,7 +307,8 @@ def tapped(
         sink: callback for a Linear's name and its output [..., out].
         see: callback for a Linear's name and its input [..., in].
         source: returns the saved output for a name; None: the Linear computes its output.
-        sums: as in `summed`.
+        sums: adds up the weights' gradients over the chunks inside the Linears' backward; None:
+            autograd returns each chunk's gradient.
     """
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
     for name in names:
@@ -352,9 +357,10 @@ def _product(
 
     Args:
         module: the Linear, or a LoRA Linear.
-        value: the saved output; `UNREAD`: return NaN; another slice: compute these rows, NaN in
-            others; None: compute the output.
-        add: accumulates the factors of the weight's gradient; None: autograd returns the gradient.
+        value: the saved output [..., out]. None: compute the output. A slice: compute these rows
+            only; all other rows are NaN. `UNREAD` is the empty slice.
+        add: callback for backward: gets the weight gradient's two factors, [out, n] and [n, in],
+            and adds their product to a sum; None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype; None: cast here.
         x: [..., in].
     """
@@ -398,11 +404,10 @@ class LinearWithKnownOutput(torch.autograd.Function):
             weight: [out, in]. The weight is an input even if `add` is given: otherwise the output
                 would have no graph if x requires no gradient.
             bias: [out].
-            value: the saved output [..., out], returned as a view; None: compute the output;
-                `UNREAD`: no code reads the output, so return NaN; another slice: compute these
-                rows, NaN in others.
-            add: called in backward with both factors of the weight's gradient, which it
-                accumulates; None: backward returns this gradient.
+            value: the saved output [..., out], returned as a view. None: compute the output. A
+                slice: compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
+            add: callback for backward: gets the weight gradient's two factors, [out, n] and
+                [n, in], and adds their product to a sum; None: autograd returns the gradient.
         """
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)

@@ -207,8 +207,8 @@ class Parameters:
         self._module = module
 
     def renewed(self, look: LayerSnapshot, trained: bytes) -> Parameters:
-        """Return a copy for a new forward of the layer: it stores the parameters' ids and version
-        counters of now, for `check_unchanged` in backward.
+        """Return a copy for a new forward of the layer. The copy stores the current ids and version
+        counters of the parameters, for `check_unchanged` in backward.
 
         Args:
             look: snapshot of the layer's modules, attributes and hooks at this forward.
@@ -230,8 +230,8 @@ class Parameters:
         return found
 
     def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
-        """Raise BackwardError if a parameter was written to or replaced since forward, or if
-        another parameter requires a gradient.
+        """Raise BackwardError if a parameter was written to or replaced since forward, or if a
+        requires_grad flag has changed.
 
         Args:
             slots: `slots_of` the module now; None: search the module; []: requires_grad flags are

@@ -138,7 +138,8 @@ class SavedProducts:
             brought: the saved tensors [B, C, ...] of the current chunk, by name; used outputs are
                 removed.
             names: the Linears; None: those whose outputs are saved.
-            sums: as in `products.summed`.
+            sums: adds up the weights' gradients over the chunks inside the Linears' backward; None:
+                autograd returns each chunk's gradient.
             see: callback for a Linear's name and its input [..., in].
         """
         if names is None:
@@ -162,7 +163,8 @@ class SavedForBackward:
     Attributes:
         saves: names of what is saved beside each chunk's input: "attn_out", "kv" or names of
             Linears.
-        named: True if the user's config names `saves`; False: the policy for `saves="auto"` did.
+        named: True if the user's config names what to save; False: `saves` was chosen by the policy
+            for `saves="auto"`.
         watch: records the costs of saving, for the policy; None: nothing is recorded.
         autocast: the forward's autocast state; Linears return its dtype. [Note: autocast]
         store: holds the tensors, on the device or on the host.
@@ -276,7 +278,8 @@ class SavedForBackward:
         }
 
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
-        """Save what backward needs of a chunk: its input, indexers' picks, and what `saves` names.
+        """Save a chunk's tensors for backward: its input, the keys that indexers selected, and the
+        outputs that `saves` names.
 
         Args:
             chunk: the chunk.
@@ -376,8 +379,8 @@ class SavedForBackward:
             self.products.names = [name for name in kept if name not in never_read]
 
     def _overwritten(self, *names: str) -> UnsupportedModelError:
-        """Return the error for saved Linear outputs that the layer overwrites in place; without
-        names, for the output of attention."""
+        """Return the error for tensors that must be saved, but are overwritten in place by the
+        layer: the outputs of the Linears `names`, or without names the output of attention."""
         kind = type(self.site.layer).__name__
         if not names:
             return UnsupportedModelError(
@@ -437,8 +440,8 @@ class SavedForBackward:
         return self.plan.chunks[:-1]
 
     def starts(self, index: int) -> list[Access]:
-        """Return (name, chunk index) of what a chunk's recomputation starts from: its input and
-        recurrent states."""
+        """Return the names of the saved tensors that a chunk's recomputation starts from, its input
+        and recurrent states, as (name, chunk index)."""
         reads = [("x", index)]
         kept = self._state_chunk(index)
         if kept is not None:
@@ -447,7 +450,7 @@ class SavedForBackward:
         return reads
 
     def reads(self, index: int) -> list[Access]:
-        """Return (name, chunk index) of all saved tensors that differentiating this chunk needs."""
+        """Return all saved tensors that differentiating this chunk needs, as (name, chunk index)."""
         reads = self.starts(index)
         reads += self.attended_reads(index)
         for indexer in range(self._indexers):
@@ -458,8 +461,8 @@ class SavedForBackward:
         return reads
 
     def attended_reads(self, index: int) -> list[Access]:
-        """Return (name, chunk index) of a chunk's attention outputs and logsumexps; [] unless all
-        are saved."""
+        """Return a chunk's saved attention outputs and logsumexps, as (name, chunk index); [] if
+        they are not saved for every attention call."""
         reads: list[Access] = []
         if "attn_out" not in self.saves:
             return reads
@@ -486,8 +489,8 @@ class SavedForBackward:
         self.store.read_ahead()
 
     def picks(self) -> list[Tensor]:
-        """Return the keys [B, C, k] that each indexer picked for the queries of the current chunk.
-        The keys stay in `brought` for a retry."""
+        """Return the indices of the keys, [B, C, k], that each indexer selected for the queries of
+        the current chunk. The tensors stay in `brought` for a retry."""
         return [self.brought[f"picks.{indexer}"] for indexer in range(self._indexers)]
 
     def attended(self) -> list[Attended] | None:

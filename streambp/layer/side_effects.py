@@ -50,8 +50,8 @@ def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
 
 
 def written_since(before: Buffers) -> Buffers:
-    """Return the buffers that have changed since `before` was recorded, with their values [...] of
-    then."""
+    """Return the buffers whose values have changed since `before` was recorded, with the old values
+    [...]."""
     written: Buffers = {}
     for (module, name), old in before.items():
         now = module._buffers[name]

@@ -88,13 +88,14 @@ class TrialResult:
     layer.
 
     Attributes:
-        judged: True if it is decided whether these calls run in chunks.
+        judged: True if the decision between chunks and an unchunked run has been made for these
+            calls.
         because: the reason why calls of this kind run unchunked; None: they run in chunks.
         seen_writing: the autocast states under which the forward was searched for in-place writes.
-        tried: tested length in tokens by chunk size; up to it outputs in chunks equal unchunked
-            outputs; None: no test ran.
+        tried: dict from chunk size to the longest sequence length, in tokens, that needs no further
+            test. `ANY_SIZE` is the key for all other chunk sizes. None: no test ran.
         adopted: True if the results were copied from calls of the layer with fewer hooks.
-        doubts: number of reasons to run unchunked that may not recur.
+        doubts: number of failed tests whose reason may not recur.
     """
 
     judged: bool = False
@@ -146,10 +147,11 @@ class CallReport:
             or was one chunk.
         longest: length of the longest chunk and the reason, if it is longer than requested; else
             None. [Note: chunk ends]
-        told: the arguments that pass document boundaries to the layer's kernels.
+        told: names of the arguments that pass document boundaries to the layer's kernels; (): none.
         rows: the documents of packed rows for which modules with recurrent states run separately;
             None: there are none. [Note: segments]
-        documents: the argument that passes packed documents to attention, and the document count.
+        documents: (name of the argument that passes packed documents to attention, number of
+            documents); None: no documents.
         plan: the chunks of the call.
     """
 
@@ -199,8 +201,9 @@ class LayerTests:
 
     Attributes:
         results: test results by kind of call.
-        unread: the Linears whose outputs backward never reads, by `LayerCall.situation`.
-        unread_in_halves: the same for a layer that is computed in two halves.
+        unread: the Linears whose outputs backward never reads, by the key `LayerCall.situation`.
+        unread_in_halves: like `unread`, for a layer that is computed in two halves: up to its
+            attention and behind it.
         overwritten: the tensors that the forward overwrites in place.
         at_last_positions: True if tests may run at the highest positions of a call.
             [Note: writes through pointers]
@@ -210,8 +213,8 @@ class LayerTests:
         kernels_take_documents: True if document boundaries from position_ids are passed to the
             layer's kernels where possible.
         tested_hooks: the inner hooks of the tested layer.
-        hooks_run_in_tests: by name of a third-party hook, the modules it is registered on; the hook
-            ran in tests.
+        hooks_run_in_tests: dict from the name of a third-party hook that ran in tests to the
+            modules on which the hook is registered.
         warm_up: the model's warm-up state; None: `warm_up` was not called.
         differing: paths of stored values that differ in chunks, found in tests of any kind of call.
             [Note: kept values]
@@ -250,11 +253,12 @@ class LayerTests:
         return findings
 
     def forget(self, because: str | None) -> None:
-        """Let calls that run unchunked for this reason be tested again. Used after a call has
-        raised, because that call may have caused the failed test itself.
+        """Drop the decision to run unchunked for this reason, so that such calls are tested again.
+        Used after a call has raised, because the cause of the exception may also have failed the
+        test.
 
         Args:
-            because: the reason.
+            because: the reason; None: only the counts of doubts are reset.
         """
         for findings in self.results.values():
             findings.doubts = 0
@@ -263,9 +267,9 @@ class LayerTests:
                 findings.judged = False
 
     def cover(self, findings: TrialResult, plan: ChunkPlan) -> bool:
-        """True if this call needs no further test at its length: the layer has no third-party
-        modules, or calls of this kind were tested at this length and chunk size.
-        [Note: foreign insides]
+        """True if a call needs no further test at its length. This holds for a call of one chunk,
+        for a layer without third-party modules, and if calls of this kind were tested at this
+        length and chunk size. [Note: foreign insides]
 
         Args:
             findings: test results for calls of this kind.
@@ -277,8 +281,9 @@ class LayerTests:
         return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
 
     def reuse_result(self, kind: frozenset[tuple[str, Any]], look: LayerSnapshot) -> None:
-        """Copy test results to calls that differ from the tested ones only by hooks added since
-        `warm_up`. If a hook has modified a value since, delete such copies.
+        """Copy test results to calls that differ from the tested calls only by hooks that were
+        registered after `warm_up`. If such a hook has since modified a value, delete the copies
+        instead.
 
         Args:
             kind: key of the calls in `results`.
@@ -425,14 +430,16 @@ class LayerSite:
 
     @property
     def repeats(self) -> bool:
-        """True if a chunk is retried after running out of memory: the policy for `saves="auto"`
-        chose what to save on the device, and a retry can free it. [Note: once for each chunk]"""
+        """True if a chunk is retried after running out of memory. A retry requires saved tensors
+        that can be freed: `saves="auto"` has chosen them, and they are on the device.
+        [Note: once for each chunk]"""
         return self.saves_policy is not None and self.offloader is None
 
     @property
     def linears(self) -> dict[str, nn.Linear]:
-        """Return the layer's Linears that streambp may skip, save, or sum gradients of, by name. {}
-        while hooks are registered for all modules, because they may change at any time."""
+        """Return the layer's Linears, by name, whose outputs may be skipped or saved, and whose
+        weight gradients may be summed over chunks. {} while hooks for all modules are registered:
+        these hooks may change at any time."""
         if hooked_everywhere():
             return {}
         # Where the last call ran peft's code, gradients of peft's inner Linears are summed in
@@ -471,7 +478,7 @@ class LayerSite:
 
     def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
         """Return the object that compares backward's recomputation with this forward. None if the
-        comparison is disabled or x has no values.
+        comparison is disabled, or if x is empty or has no data (a meta tensor).
 
         Args:
             x: [..., T, h], the layer's input.

@@ -73,8 +73,8 @@ def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
 
 
 def chooses(layer: nn.Module) -> bool:
-    """True if the code of a module inside the layer calls topk, sort or argmax, by which a router
-    selects experts or an indexer keys."""
+    """True if the code of a module inside the layer calls topk, sort or argmax, as routers of
+    experts and indexers of keys do."""
     classes = {
         base
         for module in layer.modules()
@@ -87,8 +87,8 @@ def chooses(layer: nn.Module) -> bool:
 
 
 def answered_at_once(then: Tensor, now: Tensor) -> bool:
-    """True if two tensors [...] are on a CPU, which needs no synchronization, and have equal
-    bits."""
+    """True if two tensors [...] are on a CPU and have equal bits. The comparison is then finished
+    without a device synchronization."""
     return now.is_cpu and torch.equal(then, now)
 
 
@@ -123,8 +123,8 @@ class Witness:
 
     Attributes:
         witnesses: collects the comparisons of all layers of the model.
-        compared: returns the function that makes a `Compared` of the tensors; called at the first
-            comparison.
+        compared: function without arguments that returns a function (then, now, unchanged) ->
+            `Compared`. Called only if a comparison is needed, because it inspects the layer.
         left_out: names of the Linears whose outputs backward skips.
         last: True if the current chunk is the last of the sequence.
     """
@@ -142,7 +142,8 @@ class Witness:
     _found: list[Compared] = dataclasses.field(default_factory=list)
 
     def begin(self, place: Hashable, last: bool, again: bool) -> None:
-        """Start recording a chunk (or one half of it) in forward, or comparing it in backward.
+        """Start recording a chunk (or half a chunk) in forward. In backward, start comparing the
+        recomputed chunk with the record.
 
         Args:
             place: key of the chunk or the half.
@@ -237,7 +238,8 @@ class Witnesses:
     _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def __reduce__(self) -> Any:
-        """Return an empty object for a copied or pickled model, which is in no backward."""
+        """Return the recipe for a copied or pickled model: a new object without comparisons,
+        because no backward of the copy is running."""
         return Witnesses, ()
 
     def combined(self, x: Tensor) -> Tensor:

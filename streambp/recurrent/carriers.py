@@ -29,8 +29,8 @@ class StateCarrier:
     Attributes:
         carries: True if the layer has states.
         least: minimum number of tokens in a chunk.
-        why_not_split: the reason against a split of the layer's sequences over ranks; None: they
-            may be split.
+        why_not_split: the reason why the layer's sequences cannot be split over ranks; None: they
+            can.
     """
 
     def __init__(self, argument: str = "", returned: bool = False) -> None:
@@ -49,15 +49,16 @@ class StateCarrier:
     def hand(
         self, named: dict[str, Any], chunk: Chunk, states: States | None, read: Read | None
     ) -> tuple[dict[str, Any], StateCache | None]:
-        """Return a chunk's arguments with a cache or the states to start from, and the cache, which
-        collects the chunk's end states. The cache is None if the layer needs none.
+        """Return a chunk's arguments with the chunk's cache; the start states replace the cache if
+        the layer takes states as an argument. Return the cache too, which collects the chunk's end
+        states; None: the layer needs no cache.
 
         Args:
             named: the chunk's arguments by name.
             chunk: the chunk.
             states: states at the chunk's start; None: the layer gets no cache for states.
-            read: function from the chunk's K and V to all K and V so far, for a layer that attends
-                over its cache; None for other layers.
+            read: returns K and V of all positions so far for the chunk's K and V, if the layer
+                reads keys and values from its cache; None: the layer does not.
         """
         if states is None and read is None:
             return named, None
@@ -68,12 +69,13 @@ class StateCarrier:
         return {**named, self.argument: given}, cache
 
     def collect(self, result: Any, cache: StateCache | None) -> Any:
-        """Return a layer's result without the states in it, which are moved into the chunk's cache
-        as end states.
+        """Return a layer's result without the recurrent states. States among the return values are
+        moved into the chunk's cache as end states and replaced by None; other results are returned
+        unchanged.
 
         Args:
             result: the layer's result; (hidden_states, states) for a layer that returns its states.
-            cache: the chunk's cache.
+            cache: the chunk's cache; None: states are dropped.
         """
         if not self.returned:
             return result

@@ -105,7 +105,8 @@ class Documents:
 
 
 class Segment(NamedTuple):
-    """Tokens `[start, stop)` of a chunk that belong to one document in each of these rows.
+    """A range of tokens in a chunk that belong to one document. Rows whose documents have the same
+    boundaries in this chunk share a segment.
 
     Attributes:
         rows: indices of the batch's rows.
@@ -125,7 +126,8 @@ class PackedRows:
     """Boundaries of the documents in packed rows, read from position_ids.
 
     Attributes:
-        ends: document ends of each row, increasing from 0 to the row's length.
+        ends: a tuple per row: 0, and then the position behind each document's last token. The final
+            position is the row's length.
     """
 
     ends: tuple[tuple[int, ...], ...]
@@ -152,7 +154,8 @@ class PackedRows:
         return sum(len(row) - 1 for row in self.ends)
 
     def as_documents(self, names: tuple[str, ...], device: torch.device) -> Documents:
-        """Return these boundaries as kernel arguments, cached for all layers.
+        """Return these boundaries in the form of kernel arguments. The result is cached, because
+        all layers use the same.
 
         Args:
             names: names of the arguments: "seq_idx", "cu_seq_lens_q" or both.
@@ -175,8 +178,8 @@ class PackedRows:
         return self._documents[names]
 
     def segments(self, chunk: Chunk) -> list[Segment]:
-        """Return the chunk's tokens split by document. Rows whose documents start and end alike in
-        the chunk share a `Segment`."""
+        """Return the chunk's tokens split by document. Rows whose documents have the same
+        boundaries in the chunk share a `Segment`."""
         found: dict[tuple[int, int, bool], list[int]] = {}
         for row, ends in enumerate(self.ends):
             before = bisect.bisect_left(ends, chunk.start)
@@ -205,8 +208,8 @@ def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
 
 
 def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return replacements for a layer's document arguments, for a test on rows of one document:
-    seq_idx [B, T], cu_seq_lens_q [2]."""
+    """Return a layer's document arguments for a test in which each row is one document, by name:
+    seq_idx [B, T], cu_seq_lens_q [2]. Arguments that `named` does not contain are left out."""
     changed = {}
     if named.get(DOCUMENT_IDS) is not None:
         changed[DOCUMENT_IDS] = torch.zeros_like(named[DOCUMENT_IDS])
@@ -216,8 +219,9 @@ def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
-    """Return replacements for a layer's document arguments, for a test on rows of several short
-    documents: seq_idx [B, T], cu_seq_lens_q [documents + 1]. Every second row has other boundaries.
+    """Return a layer's document arguments for a test in which each row has several short documents,
+    by name: seq_idx [B, T], cu_seq_lens_q [documents + 1]. Every second row of seq_idx has other
+    boundaries. Arguments that `named` does not contain are left out.
 
     Args:
         named: the layer's arguments by name.
@@ -237,8 +241,8 @@ def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
 
 
 def tried_rows(rows: int, length: int) -> PackedRows:
-    """Return document boundaries for a test on rows of `length` tokens, the same as in
-    `in_several`."""
+    """Return the boundaries of several short documents in rows of `length` tokens, for a test.
+    Every second row has other boundaries, as in `in_several`."""
     ends: list[tuple[int, ...]] = []
     for row in range(rows):
         inside = [end - row % 2 for end in TRIAL_LENGTHS if end < length]
@@ -250,8 +254,9 @@ Function = Callable[..., Any]
 
 
 def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return (module, name) of the functions in a layer that accept document boundaries. A function
-    is found by its name among the globals that the module's forward uses."""
+    """Return (module, name) for each convolution, scan or delta rule in a layer that accepts
+    document boundaries. The name is that of the global through which the module's forward calls the
+    function."""
     found = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -262,8 +267,8 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
-    """Return the function (a convolution, a scan or a delta rule), wrapped so that it gets the
-    document boundaries of this chunk."""
+    """Return the function (a convolution, a scan or a delta rule), wrapped so that every call gets
+    the document boundaries of this chunk's tokens."""
     tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[
         kind_of(function) or ""
     ]

@@ -52,8 +52,9 @@ GATE = 64.0  # silu(64) = 64, and dividing by a power of two rounds nothing
 
 
 def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return (module, name) for the modules inside a layer whose recurrence takes no start state;
-    the name is that of the function to replace."""
+    """Return (module, name) for the modules inside a layer whose recurrence takes no start state.
+    The name is that of the attribute or global to replace, through which the forward calls the
+    recurrence."""
     found = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -77,8 +78,8 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def in_torch(function: Any) -> bool:
-    """True if the function is transformers' own torch code, which is used because no kernel package
-    is installed."""
+    """True if the function is transformers' own torch code. transformers uses this code if no
+    kernel package is installed."""
     if isinstance(function, nn.Module):
         function = function.forward
     function = getattr(function, "__func__", function)
@@ -127,8 +128,8 @@ def starting_from(
     Args:
         mixers: (module, function name), from `scans_of`.
         cache: contains the chunk's start states; None: nothing is replaced.
-        reading: functions that get document boundaries (from `document_readers`), the boundaries,
-            and the chunk; None: there are none.
+        reading: (functions, boundaries, chunk): the functions that accept document boundaries, from
+            `document_readers`, and what to pass. None: no boundaries are passed.
     """
     if cache is None:
         return SwappedScans([])
@@ -221,7 +222,8 @@ class SelectiveScan:
         self._calls = 0
 
     def __call__(self, u: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call the scan with the original's arguments and return the original's results."""
+        """Run the scan from the start state in the cache. Takes the original's arguments, with u
+        [B, D, C], and returns the original's results."""
         if u.dtype.itemsize >= 4 or not in_torch(self._scan):
             return self._start_and_end(u, *args, **kwargs)
         wide: list[Any] = [_in_float32(x) for x in args]
@@ -292,8 +294,8 @@ def _in_float32(x: Any) -> Any:
 
 
 def _filled(like: Tensor, value: float, tokens: int) -> Tensor:
-    """Return a tensor [..., tokens] filled with `value`, otherwise like the tensor `like` [...,
-    T]."""
+    """Return a tensor [..., tokens] filled with `value`, with the dtype, the device and the other
+    dimensions of `like` [..., T]."""
     return like.new_full((*like.shape[:-1], tokens), value)
 
 

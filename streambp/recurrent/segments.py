@@ -58,8 +58,8 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
 
 
 def _names(module: nn.Module) -> set[str]:
-    """Return the global names and attributes in the code of a module's methods, without those of
-    nn.Module."""
+    """Return the names of all globals and attributes that a module's methods use, in its class and
+    the base classes below nn.Module."""
     found: set[str] = set()
     for klass in type(module).__mro__:
         if klass is nn.Module:
@@ -73,8 +73,8 @@ def _names(module: nn.Module) -> set[str]:
 
 def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
     """Return the names of the arguments (seq_idx, cu_seq_lens_q) by which all kernels of these
-    modules get document boundaries; () if one of the kernels accepts none, or is transformers' own
-    code.
+    modules get document boundaries. Return () if one of the kernels takes no boundaries, or is
+    replaced by transformers' own torch code: the modules then run once for each document.
 
     Args:
         mixers: modules with states, from `mixers_of`.
@@ -194,24 +194,25 @@ def _by_segment(
 
 
 def _cut(segment: Segment, rows: int, tokens: int, x: Tensor) -> Tensor:
-    """Return the rows and tokens of one document from a chunk's argument x [1 or rows, tokens,
-    ...]; x itself if its shape is another."""
+    """Return the part of a chunk's argument x [1 or rows, tokens, ...] for one document: its rows
+    and its tokens. An argument of another shape is returned unchanged."""
     if x.dim() < 2 or x.shape[1] != tokens or x.shape[0] not in (1, rows):
         return x
     return _picked(x[:, segment.start : segment.stop], segment.rows, rows)
 
 
 def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:
-    """Return these rows of x [1 or rows, ...]; x itself if it has one row for all."""
+    """Return the rows `picked` of x [rows, ...]. x is returned unchanged if all rows are picked, or
+    if x has one row, which stands for all."""
     if len(picked) == rows or x.shape[0] == 1:
         return x
     return torch.cat([x[row : row + 1] for row in picked])
 
 
 def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tensor | None:
-    """Join a module's outputs for each document in a chunk, [rows of the document, its tokens,
-    ...], to the chunk's output [rows, C, ...]. Return None if one of the outputs has another
-    shape."""
+    """Return a module's output for a chunk, [rows, C, ...], joined from its outputs for each
+    document, [rows of the document, its tokens, ...]. Return None if one of the outputs has another
+    shape, or is no tensor."""
     for segment, part in zip(segments, parts, strict=True):
         if not isinstance(part, Tensor) or part.shape[:2] != (
             len(segment.rows),
@@ -229,10 +230,11 @@ def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tens
 
 
 def _end_states(parts: list[Part], rows: int, tokens: int) -> States:
-    """Return the states [rows, ...] at the chunk's end, each from the last segment of its row.
+    """Return the states [rows, ...] at the chunk's end. A row's state comes from the row's last
+    segment.
 
     Args:
-        parts: each segment with its output and its end states.
+        parts: (segment, output, end states) for each segment.
         rows: batch size.
         tokens: number of the chunk's tokens.
     """

@@ -65,8 +65,8 @@ class StateCache(ChunkCache):
     Args:
         start: number of positions before the chunk.
         before: states at the chunk's start; {} for the first chunk, which starts without states.
-        read: function from the chunk's K and V to all K and V so far, for a layer that attends over
-            its cache; None for other layers.
+        read: returns K and V of all positions so far for the chunk's K and V, if the layer reads
+            keys and values from its cache; None: the layer does not.
 
     Attributes:
         after: states at the chunk's end, complete after the layer's forward.
@@ -86,14 +86,15 @@ class StateCache(ChunkCache):
         self.after: States = {}
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return True for every layer, so that modules do not choose a decode kernel for a single
-        token."""
+        """Return True for every layer. Modules that get False choose a kernel for decoding if the
+        chunk is a single token."""
         return True
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        """True if the chunk starts from a state of this layer and number; None stands for any."""
+        """True if the chunk starts from a state with this layer index and number. None stands for
+        any layer, or any number."""
         for key in self.before:
             if layer_idx not in (None, key.layer):
                 continue
@@ -144,8 +145,8 @@ class StateCache(ChunkCache):
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> None:
-        """Return None, as at the start of a sequence: with a state the module would decode single
-        tokens. `TorchWithState` passes the state instead."""
+        """Return None, as at the start of a sequence, because the module would take a state as a
+        sign of decoding single tokens. `TorchWithState` passes the start state instead."""
         return
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
