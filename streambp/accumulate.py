@@ -71,7 +71,8 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _sums_inside(x: Tensor) -> bool:
-    """True if x's device can multiply half-precision matrices and write the product in float32."""
+    """True if x's device can multiply half-precision matrices and add the product to a float32
+    tensor."""
     if x.is_meta:
         return True
     return x.is_cuda and torch.version.hip is None and not torch.cuda.tunable.is_enabled()
@@ -86,7 +87,8 @@ class GradientSum:
         parts: number of chunks, each of which adds one gradient for each parameter.
 
     Attributes:
-        alone: True if each parameter gets one gradient, which is returned without a sum.
+        alone: True if there is one chunk. Each parameter then gets one gradient, which is returned
+            without a sum.
         places: index of each parameter by id() of the detached alias that is differentiated in its
             place.
     """
@@ -102,11 +104,11 @@ class GradientSum:
         self._left: dict[int, int] = {}  # added products that a retry still has to skip
 
     def begin(self, again: bool = False) -> None:
-        """Start the differentiation of a chunk. [Note: once for each chunk]
+        """Start the differentiation of one chunk. [Note: once for each chunk]
 
         Args:
-            again: True in a retry after running out of memory; products that the first attempt
-                added are not added again.
+            again: True in a retry after running out of memory. The matrix products that the first
+                attempt has added are not added a second time.
         """
         self._left = dict(self._done) if again else {}
         if not again:
@@ -116,8 +118,8 @@ class GradientSum:
         """Return a function that adds a matrix product [out, n] @ [n, in] to the gradient of a
         weight.
 
-        None if `weight` is not among the parameters, or if one gradient needs no sum. [Note: sums
-        inside products]
+        Return None if `weight` is not among the parameters, or if there is only one chunk. [Note:
+        sums inside products]
 
         Args:
             weight: the detached alias that is differentiated in the parameter's place.

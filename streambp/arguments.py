@@ -88,10 +88,10 @@ def one_of(*names: Any) -> dict[str, Any]:
 def parsed(app: typer.Typer, words: Sequence[str], program: str) -> Any:
     """Run a command line and return the result of the command's function.
 
-    Return the exit code if the line asks for help or for the version.
+    If the line asks for help or for the version, return the exit code instead.
 
     Raises:
-        ConfigError: the line is wrong. The text begins with the command.
+        ConfigError: the line is wrong. The error's text begins with the command.
     """
     command = get_command(app)
     try:

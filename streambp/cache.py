@@ -15,8 +15,9 @@ class ChunkCache:
 
     Args:
         start: the chunk's first position, which is the number of earlier tokens.
-        read: function of the chunk's keys and values that implements `update` for layers that
-            attend over its result; None: `update` returns its arguments.
+        read: function from the chunk's keys and values to those of all tokens up to the chunk's
+            end, for layers that attend over the result of `update`. None: `update` returns its
+            arguments.
     """
 
     def __init__(
@@ -50,23 +51,23 @@ class ChunkCache:
         return k, v
 
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
-        """Return the number of keys that `update` returns, and the position of the first key, for
-        transformers' mask functions."""
+        """Return the number of keys up to the chunk's end, and the position of the first key (0).
+        transformers' mask functions call this method."""
         return self.start + query_length, 0
 
     def update_indexer(self, key_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return an indexer's keys [B, e, D] of the e tokens up to the chunk's end, for the chunk's
         key_states [B, C, D].
 
-        An indexer is a module of sparse attention that picks the keys of each query, by keys of its
-        own.
+        An indexer is a module of sparse attention that selects the keys of each query. The
+        selection uses keys of the indexer's own.
         """
         return self.update(key_states[:, None], key_states[:, None, :, :0])[0][:, 0]
 
     @property
     def layers(self) -> Any:
-        """Return an object like `Cache.layers` of transformers, whose items report the number of
-        keys and have an `update_index`.
+        """Return an object like `Cache.layers` of transformers. The object's items (`LayerKeys`)
+        report the number of keys and have a method `update_index`.
 
         GLM 5 Next's indexer reads `layers[i]`.
         """
@@ -74,7 +75,7 @@ class ChunkCache:
 
 
 class LayerKeys:
-    """Item of `ChunkCache.layers`: reports the number of keys, without the keys."""
+    """Item of `ChunkCache.layers`, which reports the number of keys but holds no keys."""
 
     def __init__(self, cache: ChunkCache, number: int) -> None:
         self._cache = cache

@@ -57,8 +57,7 @@ def is_cache(value: Any) -> bool:
 
 
 def has_cache(kwargs: Mapping[str, Any]) -> bool:
-    """True if a call's keyword arguments contain a cache to read and write, or initial recurrent
-    states."""
+    """True if a call's keyword arguments contain a cache, or initial states of a recurrence."""
     for name, value in kwargs.items():
         if value is None:
             continue
@@ -77,8 +76,8 @@ def without_caches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def cache_parameters(forward: Any) -> tuple[str, ...]:
     """Return the names of a function's parameters that take a cache.
 
-    Parameters with a cache class as annotation come first. Parameters without one are recognized in
-    the bytecode: the function calls a cache's methods on them.
+    Parameters that are annotated with a cache class come first. Other parameters are found in the
+    bytecode, if the function calls a cache's methods on them.
     """
     forward = written(forward)
     code = getattr(forward, "__code__", None)
@@ -99,8 +98,8 @@ def cache_parameters(forward: Any) -> tuple[str, ...]:
 
 
 def cache_arguments(layer: nn.Module) -> tuple[str, ...]:
-    """Return the names of a decoder layer's forward arguments that take a KV cache, also if the
-    layer only passes them on to its attention.
+    """Return the names of a decoder layer's forward arguments that take a KV cache. The layer may
+    pass the cache on to its attention without using it.
 
     [Note: cache arguments]
     """
@@ -162,7 +161,7 @@ def _is_mapping(annotation: Any) -> bool:
 def _called_as_caches(code: CodeType) -> frozenset[str]:
     """Return the names of variables on which a function's bytecode calls methods of a cache.
 
-    If a variable is assigned to another, calls on either count.
+    After an assignment `a = b`, a call on `a` counts for `b` too.
     """
     called = {name for name, method in _asked(code) if method in CACHE_CALLS}
     sources = _assigned(code)
@@ -171,8 +170,8 @@ def _called_as_caches(code: CodeType) -> frozenset[str]:
 
 
 def _assigned(code: CodeType) -> dict[str, set[str]]:
-    """Return which variables a function assigns unchanged to other variables: target name -> source
-    names."""
+    """Return a dict from a variable's name to the names of the variables that a function assigns to
+    it unchanged."""
     sources: dict[str, set[str]] = {}
     before: Any = None
     for step in dis.get_instructions(code):
@@ -188,8 +187,8 @@ def _assigned(code: CodeType) -> dict[str, set[str]]:
 
 
 def _asked(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Yield pairs (variable, attribute) for each attribute that a function's bytecode reads from a
-    variable."""
+    """Yield a pair (variable, attribute) for each attribute of a variable that a function's
+    bytecode reads."""
     before: Any = None
     for step in dis.get_instructions(code):
         if step.opname.startswith(ASKS) and before is not None:
@@ -198,7 +197,8 @@ def _asked(code: CodeType) -> Iterator[tuple[str, str]]:
 
 
 def _read(step: dis.Instruction) -> Any:
-    """Return the name of the variable that a bytecode instruction reads last, or None."""
+    """Return the name of the variable that a bytecode instruction reads, the last name if there are
+    two; None if there is no name."""
     if not step.opname.startswith(READS):
         return None
     if isinstance(step.argval, tuple):  # Python 3.13 reads two variables in one instruction

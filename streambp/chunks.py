@@ -83,8 +83,8 @@ class ChunkPlan:
             longer.
         ends: increasing chunk ends, the last is `length`; (): a chunk ends every `size` positions.
         forks: pairs (start, origin), for rows that share a prefix in one packed row. The chunk that
-            starts at `start` continues from the chunk that ends at `origin`; from none for origin
-            0. Every other chunk continues from the previous chunk.
+            starts at `start` continues from the chunk that ends at `origin`. If origin is 0, the
+            chunk begins a new sequence. Every other chunk continues from the previous chunk.
     """
 
     length: int
@@ -118,8 +118,8 @@ class ChunkPlan:
 
     @functools.cached_property
     def backward(self) -> tuple[Chunk, ...]:
-        """Return the chunks last to first. Only in this order are a chunk's dK and dV complete when
-        its turn comes.
+        """Return the chunks last to first. A chunk's dK and dV are then complete when the chunk's
+        backward begins.
 
         [Note: prefix accumulation order]
         """
@@ -127,16 +127,16 @@ class ChunkPlan:
 
     @functools.cached_property
     def before(self) -> tuple[int | None, ...]:
-        """Return for each chunk the index of the chunk whose tokens come before its own; None: its
-        tokens are the first of a sequence."""
+        """Return for each chunk the index of the chunk from which it continues; None: the chunk
+        begins a sequence."""
         ending = {end: index for index, end in enumerate(self.ends)}
         origins = dict(self.forks)
         return tuple(ending.get(origins.get(chunk.start, chunk.start)) for chunk in self)
 
     @functools.cached_property
     def behind(self) -> dict[int, tuple[int, int]]:
-        """Return the first and the last chunk that continue each chunk, by the index of the
-        continued chunk."""
+        """Return a dict from a chunk's index to the indices of the first and the last chunk that
+        continue from it. Chunks from which no chunk continues are left out."""
         found: dict[int, tuple[int, int]] = {}
         for index, before in enumerate(self.before):
             if before is not None:
@@ -183,7 +183,8 @@ class ChunkPlan:
         remain.
 
         Args:
-            forks: pairs (start, origin), as in `ChunkPlan`; at least `least` positions apart.
+            forks: pairs (start, origin): the chunk that starts at `start` continues from the prefix
+                that ends at `origin`. All positions are at least `least` apart.
             least: smallest number of positions of a chunk.
         """
         size = max(self.size, least)
@@ -207,10 +208,11 @@ class ChunkPlan:
 
 
 def in_one_pass(size: int) -> int:
-    """Return the largest power of two that is at most `size`, which must be at least 1.
+    """Return the largest power of two that is at most `size`, which is a number of at least 1.
 
-    cuDNN attends to few numbers of queries ([Note: few shapes]). A chunk of 2,730 would be cut into
-    2,048, 512 and 170 queries, which read their prefix one after the other.
+    cuDNN's attention is called for few different numbers of queries ([Note: few shapes]). A chunk
+    of 2,730 queries would be split into 2,048, 512 and 170 queries, each of which reads the prefix
+    again.
     """
     return 1 << (size.bit_length() - 1)
 
@@ -234,8 +236,8 @@ def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
     If `chunk_size` is given, it is checked and returned.
 
     Raises:
-        ConfigError: `chunk_size` makes fewer chunks or no shorter last chunk, or the sequence is
-            too short for any size.
+        ConfigError: `chunk_size` gives fewer than four chunks or a last chunk of the same size, or
+            the sequence is too short for any size.
     """
     ideal = seq_len / (MIN_CHUNKS + 0.25)
     most = (seq_len - 1) // (MIN_CHUNKS - 1)

@@ -32,15 +32,16 @@ class StreamConfig:
             one chunk then runs unpatched if it needs less than a quarter of that memory, see
             `unpatched_runs`. If tensors are offloaded, "auto" saves as much as the link to the host
             can carry during the compute.
-        attention: the kernels of attention. "auto" takes the fastest that fits. "flash" is
-            FlashAttention on CUDA and the fused kernel on CPU. "math" is plain matrix products on
-            any device.
+        attention: the kernels of attention. "auto" takes the fastest kernel that can compute the
+            model's attention. "cudnn" is cuDNN's fused attention on CUDA. "flash" is FlashAttention
+            on CUDA and the fused kernel on CPU. "math" is plain matrix products on any device.
         head: compute the loss block by block if labels are given, and never build the logits.
         eval_logits: build the logits as well if labels are given in eval mode (for
             `compute_metrics`).
-        lazy_logits: return logits that are computed on use (`LazyLogits`), with labels beside the
-            loss. Log-probabilities, logsumexp, losses and metrics of each token are computed from
-            them block by block; any other use builds the logits.
+        lazy_logits: return logits that are computed on use (`LazyLogits`); a call with labels
+            returns the loss and such logits. Log-probabilities, logsumexp, losses and metrics of
+            each token are computed from lazy logits block by block; any other use builds the
+            logits.
         offload: "cpu" moves each layer's input and the tensors of `saves` to host memory during the
             compute, and back a chunk ahead of their use. "auto" does the same, and chooses
             `gpu_memory` if it is not given.
@@ -61,34 +62,36 @@ class StreamConfig:
             attention_mask, seq_idx or cu_seq_lens_q. "as_given": states restart where seq_idx and
             cu_seq_lens_q mark a document, as in the unpatched model; with position_ids alone,
             states continue from one document to the next.
-        rows: the computation of a batch [B, T]. "as_given": its rows as they are. "packed": one
-            packed row without padding. Tokens that rows have in common at their beginning are
-            computed once (completions of one prompt, chosen and rejected). "packed" applies where
-            the model was tried on such a row and enough is saved; outputs are those of [B, T],
-            except values at padding. "auto": the same where results do not differ. Padded batches
-            are packed only if the caller gets no values at padding, and common beginnings are
-            shared only if no dropout is drawn. `describe` reports the result.
-        kernels: the kernels of norms, MLPs and the rotation of queries and keys. "auto": Liger's
-            kernels on an accelerator, if liger-kernel is installed and computes the same as the
-            model; otherwise the model's, and always on a CPU. Streamed Linears with LoRA adapters
-            of peft are one operation, on every device. "own": the model's kernels, and peft's
+        rows: the computation of a batch [B, T]. "as_given": B separate rows. "packed": one packed
+            row without padding. A common beginning of several rows is then computed once
+            (completions of one prompt, chosen and rejected). The model's outputs are still those of
+            [B, T], except values at padding. A batch is packed only if a test of the model on such
+            a row succeeded, and if packing saves enough tokens. "auto": like "packed", but only
+            where results do not differ. Padded batches are then packed only if the caller gets no
+            values at padding, and common beginnings are shared only if no dropout is drawn.
+            `describe` reports the result.
+        kernels: the kernels of norms, MLPs and the rotation of queries and keys. "auto": on an
+            accelerator Liger's kernels, if liger-kernel is installed and computes the same as the
+            model; otherwise, and on a CPU, the model's own. Streamed Linears with LoRA adapters of
+            peft are one operation, on every device. "own": the model's kernels, and peft's
             adapters. "liger": Liger's norms and MLPs, or an error. "compiled": the model's norms,
             gated activations and rotation, compiled by torch (Triton's kernels on a GPU, C++ on a
             CPU), or "own" on a machine without a compiler. Kernels are set on this model's modules,
-            and `unpatch` removes them. Their results round at other points than the model's, in its
-            dtypes.
+            and `unpatch` removes them. The results of Liger's and of compiled kernels are rounded
+            at other points than the model's, in the same dtypes.
         unpatched_runs: allow a micro-batch to run unpatched with saves="auto", which is fastest.
-            False: each micro-batch is computed in chunks. No number then depends on the free memory,
-            and a backward that runs out of memory is repeated.
+            False: each micro-batch is computed in chunks. Then no result depends on the free
+            memory, and a backward that runs out of memory is repeated.
         compare_backward: compare each layer that backward recomputes with the forward, and raise if
             the two differ. [Note: witness]
         share_prefixes: the former name of `rows`. True is rows="packed", False rows="as_given". The
             setting warns, and a later release will remove it.
-        weights: "cpu": the layers' weights live in host memory, within `host_memory`, and move to
-            the device a layer ahead of their use, once in each direction. Adapters stay on the
-            device. Layers that train all weights send their gradients to the host. "auto": frozen
-            weights of the first layers live in host memory, of as many layers as the device has no
-            room for beside a step; the first forward decides.
+        weights: "device": the weights stay where the program has put them. "cpu": the layers'
+            weights live in host memory, within `host_memory`. Each layer's weights are copied to
+            the device one layer ahead of their use, once in forward and once in backward. Adapters
+            stay on the device. Gradients of layers that train all weights are moved to the host.
+            "auto": frozen weights of the first layers live in host memory. The first forward
+            decides how many layers the device has no room for during a step.
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -124,10 +127,8 @@ class StreamConfig:
         return () if self.saves == "auto" else tuple(self.saves)
 
     def of_layer(self, left: int) -> StreamConfig:
-        """Return the configuration of one layer, in which "name@n" in `saves` is "name" or left
-        out.
-
-        Names that end in "@n" apply to the last n layers.
+        """Return the settings of one layer, whose `saves` have no name of the form "name@n". Such a
+        name becomes "name" if the layer is among the last n layers, and is left out otherwise.
 
         Args:
             left: number of layers from this one to the last, both included.

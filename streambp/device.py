@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 @functools.lru_cache
 def is_accelerator(device: torch.device) -> bool:
-    """True if a device runs asynchronously, in streams of torch's generic interface.
+    """True if a device runs asynchronously, in streams that `torch.accelerator` supports.
 
-    The interface is `torch.accelerator`. CUDA, ROCm and Intel devices have such streams. Apple's
-    have a single stream, in which copies and kernels run one after the other.
+    CUDA, ROCm and Intel devices have such streams. Apple's devices have a single stream, in which
+    copies and kernels run one after the other.
     """
     if device.type == "cpu":
         found = None
@@ -47,7 +47,8 @@ def tells_memory(device: torch.device) -> bool:
 
 
 def memory_limit(device: torch.device) -> int:
-    """Return the bytes that this process may reserve on an accelerator, including its present ones.
+    """Return the bytes that this process may reserve on an accelerator, including the bytes
+    reserved already.
 
     The limit is the smaller of two: the grant of `torch.cuda.set_per_process_memory_fraction`, and
     the memory that other processes leave, such as an inference server.
@@ -66,8 +67,9 @@ def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved", "
     """Return a number of bytes from torch's allocator on an accelerator: allocated, reserved, or
     the peak of allocated.
 
-    `torch.cuda.memory_allocated` builds a sorted list of all statistics, half a millisecond in
-    Python. Each layer of each pass asks several times.
+    The function is fast enough to be called several times in each layer.
+    `torch.cuda.memory_allocated` takes half a millisecond, because it builds a sorted list of all
+    statistics.
     """
     name: str = kind
     when = "current"
@@ -81,9 +83,9 @@ def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved", "
 
 
 def is_elsewhere(x: Tensor, wanted: Iterable[Any]) -> bool:
-    """True if the arguments of a call x.to(...) name a device other than x's, for x [...].
+    """True if the arguments of a call x.to(...) name another device than the device of x [...].
 
-    A number means an accelerator, and a device type without a number the current device, like in
+    A number means an accelerator. A device type without a number means the current device, as in
     `x.to`.
 
     Args:
@@ -108,10 +110,11 @@ def is_elsewhere(x: Tensor, wanted: Iterable[Any]) -> bool:
 
 
 def allocator_count(device: torch.device, name: Literal["num_alloc_retries", "num_ooms"]) -> int:
-    """Return how many times torch's allocator emptied its cache for lack of memory, or raised
-    OutOfMemoryError.
+    """Return how many times torch's allocator emptied its cache for lack of memory
+    ("num_alloc_retries"), or raised OutOfMemoryError ("num_ooms"). 0 for devices that do not count
+    this.
 
-    An emptied cache costs a synchronization with the device.
+    Each emptied cache costs a synchronization with the device.
     """
     if not tells_memory(device):
         return 0
@@ -123,9 +126,10 @@ def allocator_count(device: torch.device, name: Literal["num_alloc_retries", "nu
 def forget_error(device: torch.device) -> None:
     """Clear the error that a failed call left in CUDA's runtime.
 
-    The runtime stores the error until a query, and torch queries after every kernel launch. The
-    next unrelated launch would therefore raise. A launch without purpose comes first to clear the
-    error. An error of the device itself persists: the next launch raises as well.
+    The runtime stores an error until it is queried. torch queries after every kernel launch, so the
+    next launch would raise although it is unrelated. This function launches a small kernel and
+    ignores its error. An error of the device itself is not cleared, and the next launch raises as
+    well.
     """
     with contextlib.suppress(RuntimeError):
         torch.empty(1, device=device).fill_(1.0)
@@ -165,9 +169,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def make_room(device: torch.device, allocators: bool) -> None:
     """Free the memory that a failed attempt holds, before a retry.
 
-    A failed backward inside another backward leaves tasks in autograd's queue for the device, and
-    its graph with them. The next inner backward drops these tasks. Memory in torch's allocator
-    cache is released, because the failed library may need it.
+    A failed backward inside another backward leaves tasks in autograd's queue for the device. Such
+    a task keeps the failed backward's graph alive until another inner backward runs, so this
+    function runs a small one. The memory in torch's allocator cache is released too, because the
+    library that failed may need it.
 
     Args:
         device: the device without memory.
@@ -186,9 +191,9 @@ def make_room(device: torch.device, allocators: bool) -> None:
 def failed_in_a_kernel(error: BaseException, device: torch.device) -> bool:
     """True if an error comes from a device, its libraries or a kernel, and not from wrong tensors.
 
-    torch names the library in its messages. A kernel's own checks may use any text. An error raised
-    in code that calls kernels therefore counts as well, except on a CPU: its kernels accept all
-    shapes that fit together.
+    torch names the library in its messages. The text of a kernel's own checks is unknown. An error
+    from code that calls kernels is therefore counted too. The exception is a CPU, whose kernels
+    accept all valid shapes.
     """
     if isinstance(error, getattr(torch, "AcceleratorError", ())):
         return True
@@ -218,10 +223,10 @@ ROUNDED_TO = {"tf32": torch.float16, "bf16": torch.bfloat16}
 
 
 def products_rounded_to(device: str) -> torch.dtype | None:
-    """Return a dtype with the precision that float32 products may have on this device type.
+    """Return a dtype with the precision in which matrix products of float32 tensors may be computed
+    on this device type, for example float16 for TF32. None: full float32.
 
-    The program sets the precision (`torch.set_float32_matmul_precision`, `allow_tf32`). None:
-    products are computed in float32.
+    The program sets this precision (`torch.set_float32_matmul_precision`, `allow_tf32`).
     """
     backend = torch.backends.mkldnn if device == "cpu" else torch.backends.cuda
     return ROUNDED_TO.get(backend.matmul.fp32_precision)

@@ -22,8 +22,8 @@ class ConfigError(StreamBPError, ValueError):
 
 
 class UnsupportedModelError(StreamBPError):
-    """The model, or a part of it, cannot be computed chunk by chunk with the unpatched model's
-    results."""
+    """The model, or a part of it, cannot be computed chunk by chunk with the same results as
+    unpatched."""
 
 
 class UnsupportedMaskError(StreamBPError):

@@ -83,12 +83,20 @@ def foreign_forward(
 
 @functools.lru_cache
 def foreign_of_class(module_class: Any, forwards: tuple[Any, ...]) -> str | None:
-    """Return `foreign_forward` of a class, cached for these forwards of the class and its bases."""
+    """Return the full name of another library's function in place of the forward of a class, or
+    None, as `foreign_forward` does without a forward on the instance. The result is cached.
+
+    Args:
+        module_class: the class.
+        forwards: the current forwards of the class and its bases. A new function among them makes a
+            new cache entry.
+    """
     return foreign_forward(module_class)
 
 
 def wrapped_functions(forward: Any) -> Iterator[Any]:
-    """Yield a forward and the functions that it wraps (decorators, partials), outermost first."""
+    """Yield a forward, and then the functions inside of its decorators and partials, outermost
+    first."""
     seen: set[int] = set()
     while forward is not None and id(forward) not in seen:
         seen.add(id(forward))
@@ -130,8 +138,8 @@ def trls_head(function: Any) -> dict[str, Any] | None:
 
 
 def home_of(function: Any) -> str:
-    """Return the name of the Python module that defines a function, or the class of another
-    callable."""
+    """Return the name of the Python module that defines a function, or that defines the class of
+    another callable."""
     names = getattr(function, "__globals__", None)
     if names is None and not hasattr(function, "__code__"):
         names = getattr(type(function).__call__, "__globals__", None)
@@ -171,7 +179,8 @@ def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Return the original of a forward that `torch.compile` made; other forwards are returned
     unchanged.
 
-    `functools.wraps` copies the attribute with the original, but not the function's globals.
+    The compiled forward is recognized by its globals. A `functools.wraps` wrapper around it has the
+    attribute with the original too, but other globals.
     """
     if isinstance(forward, MethodType) or not home_of(forward).startswith("torch._dynamo"):
         return forward
@@ -198,13 +207,13 @@ def compiled_inside(module: nn.Module) -> list[nn.Module]:
 def compiled_around(
     model: nn.Module, root: nn.Module | None, layers: list[nn.Module], ours: list[nn.Module]
 ) -> set[str] | None:
-    """Return the names of modules outside of the chunked layers that run compiled code. None if no
-    module there is compiled.
+    """Return the names of modules outside of the chunked layers that run compiled code. The set is
+    empty if compiled modules there all run eagerly; None if no module there is compiled.
 
-    A compiled module with a module of `ours` inside runs eagerly. Modules added later to a copy of
-    the model also run eagerly, because the copy computes with the patched modules. accelerate's
-    regional compilation makes such a copy. A compiled output projection does not count, because
-    only its weight is read.
+    A compiled module runs eagerly if a module of `ours` is inside. A copy of the model, as
+    accelerate's regional compilation makes, computes with the patched modules; compiled modules
+    that exist only in the copy are not returned. A compiled output projection is not returned
+    either, because only its weight is read.
 
     Args:
         model: the program's model.
@@ -285,9 +294,10 @@ METHODS = {
 
 def asked_of(func: Any) -> Any:
     """Return torch's own function for a call of `__torch_function__`, even if a program has
-    replaced `torch.name` by a function of its own. [Note: torch's own functions]
+    replaced that function in torch by one of its own. [Note: torch's own functions]
 
-    Call it directly in `__torch_function__`.
+    `__torch_function__` must call `asked_of` directly, because `asked_of` inspects the caller's
+    frames.
 
     Args:
         func: the argument of `__torch_function__`, which may be the program's function.
@@ -331,9 +341,9 @@ def asked_of(func: Any) -> Any:
 
 
 def rule_name(func: Any) -> str:
-    """Return the name by which the rules of lazy tensors are looked up for a torch function.
+    """Return the name under which the rules of lazy tensors are stored for a function of torch.
 
-    Other functions (custom operators) get a name that has no rule.
+    Other functions, such as custom operators, get a name for which no rule exists.
     """
     if isinstance(func, OF_C) or any(
         getattr(func, "__globals__", None) is vars(home) for home in HOMES

@@ -78,8 +78,8 @@ class StepOwner:
 
     Attributes:
         lock: re-entrant, because a signal handler may enter it too.
-        current: weak reference to the running use; None: no use. An exception between two
-            instructions may leave a use behind, which ends with its frames.
+        current: weak reference to the running use; None: no use. A use that an exception left
+            behind ends when its frames are freed.
     """
 
     lock: Any = dataclasses.field(default_factory=threading.RLock)
@@ -93,8 +93,8 @@ class StepOwner:
         """Return a context manager in which the calling thread may compute with the model.
 
         Args:
-            began: the use that ran the forward of this backward, which autograd may run in another
-                thread.
+            began: the use that ran the forward of this backward, because autograd may run backward
+                in another thread. None in a forward.
 
         Raises:
             StreamBPError: another thread is computing with the model.
@@ -127,10 +127,11 @@ REDUCES = "__reduce_ex__"  # set to `as_unpatched` on modules with either attrib
 
 
 class Unbound:
-    """Function of (module, *args) that calls a module's replaced forward. [Note: instance forward]
+    """Function of (module, *args) that calls the module's replaced forward. [Note: instance
+    forward]
 
-    accelerate's mixed precision wraps a function and binds the result to the module, or to its
-    copy.
+    accelerate's mixed precision splits a bound method: the function is wrapped, and the result is
+    bound to the module or to a copy of the module.
     """
 
     def __init__(self, index: int, signature: inspect.Signature) -> None:
@@ -189,10 +190,10 @@ def _slot(module: nn.Module) -> str:
 
 
 def as_unpatched(module: nn.Module, protocol: Any) -> Any:
-    """Return `__reduce_ex__` of a patched module. `torch.save` gets the module as if it were not
-    patched.
+    """Return the result of `__reduce_ex__` for a patched module. If `torch.save` is the caller, the
+    result is that of the unpatched module.
 
-    The function is set as `__reduce_ex__` on patched modules, as a partial of the module.
+    A partial of this function is set as `__reduce_ex__` on patched modules.
     """
     made: Any = type(module).__reduce_ex__(module, protocol)
     if sys._getframe(1).f_globals.get("__name__") != torch.serialization.__name__:
@@ -223,7 +224,8 @@ class InstanceForward:
         unwrapped: the forward inside accelerate's mixed precision.
         order: this object's position among all replacements of the same `patch`.
         retired: True if `remove` was called while another library's wrapper, such as accelerate's
-            mixed precision, was around this forward. A retired object calls the original forward.
+            mixed precision, was around this forward. This object then stays inside of the wrapper
+            and calls the original forward.
         index: this object's position in the module's list of replacements.
     """
 
@@ -262,10 +264,11 @@ class InstanceForward:
 
     @property
     def previous(self) -> Callable[..., Any] | None:
-        """Return the forward that was set on the instance before; None: the class's forward.
+        """Return the forward that was set on the instance before `install`; None: the class's
+        forward.
 
-        If that was accelerate's mixed precision and `unwrap_model` has removed it since, return the
-        forward inside.
+        If accelerate's mixed precision had set that forward, and `unwrap_model` has removed the
+        mixed precision since, return the forward inside.
         """
         if (
             self.unwrapped is not None
@@ -276,7 +279,8 @@ class InstanceForward:
         return self.stood
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the replaced forward: the one set on the instance before, or the class's."""
+        """Call the replaced forward: the one that was set on the instance before, or the
+        class's."""
         if self.unwrapped is None:
             previous = self.stood
         else:
@@ -287,8 +291,8 @@ class InstanceForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """Return the signature of the replaced forward: Trainer, peft and generate read a forward's
-        parameters."""
+        """Return the signature of the replaced forward, because Trainer, peft and `generate`
+        inspect the parameters of a forward."""
         return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
 
     @property
@@ -307,7 +311,7 @@ class InstanceForward:
         self.module.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, self.module))
 
     def stands_as(self, forward: Any) -> bool:
-        """True if `forward` is this object, bound to the module or not."""
+        """True if `forward` is this object, or a bound method of it."""
         if isinstance(forward, MethodType):
             return (
                 isinstance(forward.__func__, Unbound | InstanceForward)
@@ -316,7 +320,7 @@ class InstanceForward:
         return forward is self
 
     def leave(self, own: dict[str, Any]) -> None:
-        """Restore the replaced forward in a copy of the module.
+        """Restore the replaced forward in a copy of the module, by changing the copy's attributes.
 
         Args:
             own: the copy's `__dict__`.
@@ -326,8 +330,8 @@ class InstanceForward:
             own |= {} if self.previous is None else {self.slot: self.previous}
 
     def remove(self) -> None:
-        """Restore the replaced forward. If another library has wrapped this forward since, keep
-        calling the original from inside (`retired`)."""
+        """Restore the replaced forward. If another library has wrapped this forward, the module is
+        unchanged, and this forward calls the original from then on (`retired`)."""
         if not self.stands_as(self.module.__dict__.get(self.slot)):
             self.retired = True
             return
@@ -374,14 +378,14 @@ class Living(Sequence[T], Generic[T]):
 
         Args:
             item: the object.
-            order: sort key, a function of an object.
+            order: function from an object to its sort key.
         """
         self._items = [weakref.ref(one) for one in sorted((*self, item), key=order)]
 
 
 class Home:
     """Weak reference to the module that was passed to `patch`. If that module is deleted, the
-    reference changes to the largest remaining patched module."""
+    reference changes to the largest remaining module with a replaced forward."""
 
     def __init__(self, given: nn.Module | None = None) -> None:
         self._given = None if given is None else weakref.ref(given)
@@ -399,13 +403,14 @@ class Home:
 
     @property
     def known(self) -> bool:
-        """True if the reference is set and its module still exists."""
+        """True if the module to which the reference was set still exists; False if none was set."""
         return self._given is not None and self._given() is not None
 
     def name(self, module: nn.Module) -> None:
-        """Set the module that was passed to `patch`."""
+        """Store a weak reference to `module`, the module that was passed to `patch`."""
         self._given = weakref.ref(module)
 
     def enter(self, module: nn.Module) -> None:
-        """Add a patched module inside, which may take the place of a deleted outer module."""
+        """Register a module with a replaced forward. The reference may change to this module if the
+        module that was passed to `patch` is deleted."""
         self._inside.enter(module, lambda _: 0)

@@ -28,13 +28,14 @@ TESTED = {"torch": (2, 14), "transformers": (5, 24), "trl": (1, 16)}  # newest t
 
 @contextlib.contextmanager
 def required(library: str) -> Iterator[None]:
-    """Context manager around the import of an optional library, which turns ImportError into an
-    error with a remedy.
+    """Context manager around the import of an optional library. An ImportError becomes an error
+    with a remedy in its message.
 
     Raises:
         MissingLibraryError: the library is not installed; the message has the command that installs
             it.
-        ConflictingDistributionError: another distribution has written into the package.
+        ConflictingDistributionError: another distribution has written files into the package's
+            folder.
     """
     refuse_other_distribution()
     try:
@@ -75,8 +76,8 @@ def warn_of_untested(*libraries: str) -> None:
 def refuse_other_distribution() -> None:
     """Check that all files in the package's folder come from this project.
 
-    pip lets two distributions write into one folder: the one installed last replaces the files that
-    both have, and the package is a mixture of both.
+    pip lets two distributions install into the same folder. Files that both contain are replaced by
+    those of the distribution installed last, so the package becomes a mixture.
 
     Raises:
         ConflictingDistributionError: another distribution has installed this file, too.

@@ -37,7 +37,7 @@ SLOWEST = 1e-12  # smallest rate, above zero
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Speeds of a device that are reached within a training step.
+    """Speeds that a device reaches within a training step.
 
     Attributes:
         name: the device's name.
@@ -46,13 +46,13 @@ class Rates:
         backward: FLOP/s of attention's backward, counted over computed pairs of query and key.
         bandwidth: bytes/s of all other operations, read and written.
         link: bytes/s to the host, and from the host at the same time.
-        dispatch: host seconds for one operation.
+        dispatch: seconds for which the host's Python is busy with one operation.
         guess: True if some of the rates are guesses.
         source: the origin of the rates.
         peers: bytes/s of a GPU to other GPUs of its node, and from them at the same time; a guess.
         network: bytes/s of a GPU between nodes.
         node: GPUs in one node.
-        assumed: True if no device was named, and this one has about as much memory.
+        assumed: True if the device was not named but assumed, because its memory is about as large.
     """
 
     name: str
@@ -102,7 +102,18 @@ def _by_datasheet(
     peers: float = 0.0,
     network: float = 0.0,
 ) -> Rates:
-    """Return guessed rates: shares of a datasheet's dense TFLOP/s in bf16 and of its TB/s."""
+    """Return guessed rates of a device: fixed shares of its datasheet's dense bf16 TFLOP/s and of
+    its TB/s.
+
+    Args:
+        name: the device's name.
+        products: the datasheet's TFLOP/s.
+        bandwidth: the datasheet's TB/s.
+        like: key of `SHARES`, a device of similar architecture whose shares are used.
+        link: GB/s to the host.
+        peers: GB/s to other GPUs of the node; 0: those of `link`.
+        network: GB/s between nodes; 0: those of a slow adapter.
+    """
     shares = SHARES[like]
     found = [round(share * products) for share in shares]
     source = f"{products:,g} TFLOP/s and {bandwidth:g} TB/s, shares of {like}"
@@ -180,8 +191,8 @@ USUAL = {
 
 
 def device_of(memory: int) -> str | None:
-    """Return the name of the device that usually has `memory` bytes (in GB or GiB); None if none
-    has."""
+    """Return the name of the most usual device with `memory` bytes of memory, which datasheets give
+    in GB or GiB; None if no device has that size."""
     near = (
         name for name, size in USUAL.items() if 0.95 * size * 1e9 <= memory <= 1.02 * size * 2**30
     )
@@ -189,9 +200,8 @@ def device_of(memory: int) -> str | None:
 
 
 def assumed_rates(memory: int) -> Rates:
-    """Return the rates of the usual device with `memory` bytes, or else of the one whose memory is
-    nearest.
-    """
+    """Return the rates of the most usual device with `memory` bytes. If no device has that size,
+    return those of the device with the nearest size."""
     name = device_of(memory)
     if name is None:
         name = min(USUAL, key=lambda one: abs(math.log(USUAL[one] * 1e9 / max(1, memory))))
@@ -199,7 +209,8 @@ def assumed_rates(memory: int) -> Rates:
 
 
 def rates_by_name(name: str) -> Rates | None:
-    """Return the rates of the device that a driver calls `name`; None for an unknown device."""
+    """Return the rates of a device by the name that its driver reports; None for an unknown
+    device."""
     longest = ""
     for known in DEVICES:
         written = "[ -]?".join(known.replace("-", ""))

@@ -13,11 +13,10 @@ from torch import nn
 
 
 def written_forward(module: nn.Module) -> Any:
-    """Return the function in the source code of a module's class that computes its forward, without
-    decorators.
+    """Return the function that a module's class defines as `forward`, without decorators.
 
-    Decorators made with `functools.wraps` are followed. Other decorators, such as one around mixers
-    in transformers up to 5.15, are followed if their closure holds a single function. None for a
+    Decorators made with `functools.wraps` are removed. A decorator of another kind, as around
+    mixers in transformers up to 5.15, is removed if its closure holds a single function. None for a
     scripted module, whose class has no forward.
     """
     return written(getattr(type(module), "forward", None))
@@ -25,8 +24,8 @@ def written_forward(module: nn.Module) -> Any:
 
 @functools.lru_cache
 def written(decorated: Any) -> Any:
-    """Return the innermost function of a decorated forward; `written_forward` describes the
-    search."""
+    """Return the function inside of a forward's decorators. Decorators made with `functools.wraps`
+    are removed; other decorators are removed if their closure holds a single function."""
     forward: Any = inspect.unwrap(decorated)
     while isinstance(forward, FunctionType) and "<locals>" in forward.__qualname__:
         cells = [cell.cell_contents for cell in forward.__closure__ or ()]
@@ -38,8 +37,8 @@ def written(decorated: Any) -> Any:
 
 
 def with_globals(space: dict[str, Any], decorated: Any) -> FunctionType:
-    """Return a copy of a class's forward whose innermost function reads its global variables from
-    `space`.
+    """Return a copy of a class's forward, with `space` as the global variables of its innermost
+    function.
 
     Decorators made with `functools.wraps` surround the copy as well; some rename arguments.
 

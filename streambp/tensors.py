@@ -25,9 +25,9 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
     such as "... h" or "B T".
 
     Args:
-        wanted: by name, in order, the argument, its dimensions and its kind. A dimension has the
-            same size in all arguments; the first argument with the dimension sets it. "..." are any
-            leading dimensions. None is skipped.
+        wanted: a tuple (argument, dimensions, kind of dtype) for each argument's name. A dimension
+            must have the same size in all arguments. "..." are any leading dimensions. An argument
+            that is None is skipped.
 
     Raises:
         StreamBPError: an argument is no tensor, or has another kind or shape.
@@ -109,10 +109,10 @@ LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Placeholder for a tensor in nested arguments, which are stored without their tensors.
+    """Placeholder for a tensor in nested arguments, whose tensors are stored in a separate list.
 
     Attributes:
-        number: the tensor's index in a list.
+        number: the tensor's index in that list.
     """
 
     number: int

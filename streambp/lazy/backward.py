@@ -34,8 +34,8 @@ from streambp.lazy.expression import Node, Operand, Reading, evaluate, leaves, r
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Return the number of tokens whose logits are built at a time, where torch's own operations
-    compute with the logits."""
+    """Return the number of tokens whose logits [n, V] are built at a time, for functions that
+    torch's own operations compute from the logits."""
     return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary))
 
 
@@ -50,10 +50,12 @@ class StatisticsTerm:
     Args:
         projection: the map from matrix products to logits.
         count: M.
-        like: gives the gradients their dtype, promote_types(dtype, float32), and device.
+        like: tensor with the device of the gradients, and with their dtype, promote_types(dtype,
+            float32).
 
     Attributes:
-        further: gradients of other entries than the label: (positions, entries, gradients).
+        further: gradients of more logits than one label's logit for each position, as tuples
+            (positions, vocabulary entries, gradients).
     """
 
     def __init__(self, projection: Projection, count: int, like: Tensor) -> None:
@@ -66,7 +68,8 @@ class StatisticsTerm:
     def add(self, given: StatisticsGradient) -> None:
         """Add the gradients of one result, for example of each token's log-probability.
 
-        Labels go to `further` if a position is repeated or has a label already.
+        Labels are stored in `further` if a position is repeated, or has a label from an earlier
+        result.
         """
         positions = given.positions
         if given.pick is not None:
@@ -85,14 +88,16 @@ class StatisticsTerm:
         self.has_mean |= given.mean is not None
 
     def touched(self, count: int) -> Tensor:
-        """Return a bool tensor [M]: True for tokens with a gradient other than zero."""
+        """Return a bool tensor [M]: True for tokens with a gradient other than zero. `count` is
+        M."""
         found = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
         for positions, _, gradient in self.further:
             found[positions[gradient != 0]] = True
         return found
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Replace the token positions in `further` by rows of the hidden states that are computed.
+        """Replace the token positions in `further` by row numbers. The backward pass computes only
+        some positions' hidden states, one row for each.
 
         Args:
             row_of: [M], the row of each position; None: the position itself.
@@ -123,8 +128,8 @@ class StatisticsTerm:
         total += self.projection.backward(grad, logits)
 
     def read(self, product: Tensor, positions: Tensor) -> TokenGradients:
-        """Recompute the softmax statistics of products [n, V], and return them with the gradients
-        of the tokens at positions [n]."""
+        """Return the gradients of the tokens at positions [n], together with softmax statistics
+        that are recomputed from the tokens' matrix products [n, V]."""
         labels, pick, lse, mean = (
             values[positions] for values in (self.labels, self.pick, self.lse, self.mean)
         )
@@ -138,7 +143,8 @@ class StatisticsTerm:
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsGradient:
-    """Gradients that arrived at softmax statistics of N tokens, [N] each; None: no gradient.
+    """Gradients that autograd passed to the softmax statistics of N tokens, [N] each; None: no
+    gradient.
 
     Attributes:
         positions: [N], the tokens.
@@ -167,14 +173,14 @@ class StatisticsGradient:
 
 @dataclasses.dataclass
 class NodeTerm:
-    """Gradient of logits from any recorded function of the logits. The function is rerun under
-    autograd, block by block.
+    """Gradient of logits from any recorded function of the logits. Backward reruns the function
+    under autograd, block by block.
 
     Attributes:
         node: the recorded function of N tokens; its inputs are flat, [N] or [N, k].
-        reading: the input (logits) to differentiate.
-        gradients: [N, ...] or None for each result of the function.
-        entries: indices into the N tokens, a tensor for each block.
+        reading: the logits to differentiate, one of the function's inputs.
+        gradients: gradient [N, ...] of each result of the function; None: no gradient.
+        entries: indices into the N tokens, one tensor for each block of rows.
         row_of: [M], the row of each position; None: the position itself.
         blocks: number of blocks added so far.
     """
@@ -193,8 +199,8 @@ class NodeTerm:
         return NodeTerm(self.node, self.reading, scaled)
 
     def touched(self, count: int) -> Tensor:
-        """Return a bool tensor [M]: True for the tokens whose logits the function reads, even where
-        gradients are zero."""
+        """Return a bool tensor [M]: True for the tokens whose logits the function reads, even if
+        their gradients are zero. `count` is M."""
         found = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)  # [M]
         found[self.reading.positions] = True
         return found
@@ -264,17 +270,17 @@ Term = StatisticsTerm | NodeTerm  # a use of the logits that adds to their gradi
 def values_at(
     node: Node, entries: Tensor | slice, read: Sequence[Reading], products: Mapping[Any, Products]
 ) -> dict[Node, Any]:
-    """Return the inputs of a recorded function of logits for some of its N tokens, without a
-    gradient.
+    """Return the values of a recorded function's inputs for some of its N tokens, without a graph.
 
-    The inputs are the program's tensors [n, k] and the logits [n, V] of `read`. Logits have
-    promote_types(dtype, float32).
+    The inputs are tensors of the program [n, k], and the logits [n, V] that `read` names. Logits
+    have the dtype promote_types(dtype, float32).
 
     Args:
         node: the recorded function.
         entries: indices into the N tokens.
         read: the logits among the inputs.
-        products: the output projection's matrix products, by the forward that `read` belongs to.
+        products: computes the output projection's matrix products, by the `LazyHead` of each input
+            in `read`.
 
     Raises:
         StreamBPError: one of the program's tensors was changed in place since its use.
@@ -306,7 +312,7 @@ def sweep(
     A gradient is None where `needs` is False.
 
     Args:
-        inputs: norm and settings.
+        inputs: the final norm and the settings of the blocks.
         terms: the gradients of the logits, one term for each use of the logits.
         hidden: [M, h].
         weight: [V, h].

@@ -43,11 +43,11 @@ from streambp.tensors import changed_arguments, tensors_in
 
 @dataclasses.dataclass(eq=False)
 class SharedMemory:
-    """Count of in-place writes to memory that a lazy tensor (without storage), its slices and its
-    views would share. [Note: stand-ins and memory]
+    """Count of in-place writes to the memory that a lazy tensor, its slices and its views would
+    share if lazy tensors had storage. [Note: stand-ins and memory]
 
     Attributes:
-        watched: tensors in this memory, and the version of each tensor.
+        watched: complete tensors with this memory, each with its version counter.
         writes: number of writes to any of these lazy tensors.
     """
 
@@ -65,8 +65,8 @@ class SharedMemory:
 
 
 class GradientSink(torch.autograd.Function):
-    """Autograd function whose output is a lazy tensor (without storage). A gradient of the complete
-    tensor ends in its backward.
+    """Autograd function whose output is a lazy tensor (without storage). Backward gets the gradient
+    of the complete tensor.
 
     [Note: stand-ins in a graph] [Note: lazy rows in a graph]
     """
@@ -114,22 +114,24 @@ class MaterializeLazy(torch.autograd.Function):
 
 
 class LazyTensor(Tensor):
-    """Tensor subclass [*tokens, W] without storage, which is computed on use. Subclasses define
-    rules for operations that need no complete tensor, and the methods that raise
+    """Tensor subclass [*tokens, W] without storage, whose values are computed on use. Subclasses
+    define rules for operations that need no complete tensor, and the methods that raise
     NotImplementedError here.
 
     Attributes:
-        memory: shared with the slices and views of this tensor.
-        written: the complete tensor, once an operation has replaced this tensor by it.
+        memory: counts writes; shared with the slices and views of this tensor.
+        written: the complete tensor, once an in-place operation has replaced this tensor by it;
+            None before.
         derived: True if this tensor is a slice or view of another lazy tensor.
-        followed: True if a result with a gradient was computed from this tensor.
+        followed: True if a result that requires a gradient was computed from this tensor.
         classes: the dimension of size W; None: the last.
-        origin: [*tokens, ...], contiguous if this tensor's tokens are contiguous in the full
-            tensor.
-        instead: the setting with which the complete tensor exists, for error messages.
-        metadata: operations that need a shape, a dtype and a device only.
-        rules: operation name -> rule; a rule takes the operation's arguments.
-        has_rule: arguments of torch's losses that have a rule.
+        origin: a tensor [*tokens, ...] that is contiguous if the complete tensor would be, such as
+            the token positions.
+        instead: the setting that makes a model return the complete tensor, for error messages.
+        metadata: operations that need only a shape, a dtype and a device.
+        rules: a dict from an operation's name to its rule, which takes the operation's arguments.
+        has_rule: names of arguments of torch's losses that the rules support, such as
+            "label_smoothing".
     """
 
     instead: ClassVar[str]
@@ -150,12 +152,11 @@ class LazyTensor(Tensor):
         raise NotImplementedError
 
     def note(self, operation: str) -> None:
-        """Record for `describe` which operation needs the complete tensor."""
+        """Record for `describe` that `operation` needed the complete tensor."""
         raise NotImplementedError
 
     def follows_rules(self) -> bool:
-        """True if operations on this tensor may be computed by rules, without the complete
-        tensor."""
+        """True if rules may compute operations on this tensor, without the complete tensor."""
         raise NotImplementedError
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -170,15 +171,16 @@ class LazyTensor(Tensor):
         raise NotImplementedError
 
     def moved(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a lazy tensor of other tokens, after an index or a reshape for example.
+        """Return the lazy result of an operation on the tokens, such as an index or a reshape.
 
-        The first argument is a function [*tokens, k] -> [*other tokens, k] for any k.
+        The first argument is the operation as a function [*tokens, k] -> [*other tokens, k] for any
+        k.
         """
         raise NotImplementedError
 
     def changed(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a lazy copy that shares no memory with this tensor, in another dtype for
-        example."""
+        """Return a lazy copy that shares no memory with this tensor, for example in another
+        dtype."""
         raise NotImplementedError
 
     def casts_to(self, dtype: torch.dtype) -> bool:
@@ -300,7 +302,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that has no rule on complete tensors, in place of lazy arguments."""
+        """Run an operation that has no rule, with complete tensors in place of lazy arguments."""
         built: dict[int, tuple[LazyTensor, Tensor]] = {}
         # `describe` names a loss of torch together with the arguments that prevented its rule.
         given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (
@@ -367,7 +369,8 @@ signature_of = functools.cache(inspect.signature)  # called with rules of a clas
 
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
-    """Mark these lazy tensors if `result`, which was computed from them, requires a gradient."""
+    """Set `followed` on these lazy tensors if `result`, which was computed from them, requires a
+    gradient."""
     made = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
     for stand_in in stand_ins:
         stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in made)

@@ -44,8 +44,8 @@ from streambp.tensors import tensors_in
 
 
 class LazyHidden(LazyTensor):
-    """Lazy tensor in a model's own forward: hidden states [..., h] or logits [..., V] that are
-    computed on use, from `source` by `recipe`.
+    """Lazy tensor in a model's own forward: hidden states [..., h] or logits [..., V], computed on
+    use by applying `recipe` to `source`.
 
     `LazyHidden.make` creates the tensor.
 
@@ -53,7 +53,7 @@ class LazyHidden(LazyTensor):
         source: [..., h], the input of the final norm.
         recipe: the operations from `source` to this tensor.
         cut: True if this tensor was made under no_grad from inputs that require a gradient.
-        made_of: the inputs of the computation, and the version of each input.
+        made_of: the tensors from which this tensor is computed, each with its version counter.
         link: the autograd node that `make` created.
     """
 
@@ -98,8 +98,8 @@ class LazyHidden(LazyTensor):
     def make(
         cls, source: Tensor, recipe: LogitsExpression, dtype: torch.dtype | None = None
     ) -> LazyHidden:
-        """Return a lazy tensor that `recipe` computes from source [..., h]. The lazy tensor
-        requires a gradient if the complete tensor would.
+        """Return the lazy result of applying `recipe` to source [..., h]. The result requires a
+        gradient if the complete tensor would.
 
         Args:
             source: the input of the final norm.
@@ -179,7 +179,7 @@ class LazyHidden(LazyTensor):
     def moved(
         self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True
     ) -> LazyHidden:
-        """Return the lazy tensor of other tokens, after an index or a reshape for example.
+        """Return the lazy result of an operation on the tokens, such as an index or a reshape.
 
         [Note: places]
 
@@ -219,10 +219,10 @@ class LazyHidden(LazyTensor):
                 )
 
     def follows_rules(self) -> bool:
-        """True if operations on this tensor may be computed by rules, without the complete tensor.
+        """True if rules may compute operations on this tensor, without the complete tensor.
 
-        False if a complete tensor or a user's autograd.Function has replaced it, and for a `cut`
-        tensor in grad mode.
+        False if the complete tensor, or the result of a user's autograd.Function, has replaced this
+        tensor, and for a `cut` tensor in grad mode.
         """
         return self.written is None and self.known() and not (self.cut and torch.is_grad_enabled())
 
@@ -253,14 +253,14 @@ class LazyHidden(LazyTensor):
         return result
 
     def pass_by(self, why: str) -> None:
-        """Record why a later gradient at this tensor's autograd node would be wrong. `arrived` then
-        raises with this reason."""
+        """Record the reason why a later gradient at this tensor's autograd node would be wrong.
+        `arrived` raises with this reason."""
         if self.link is not None:
             self.link.passed_by = why
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that has no rule on complete tensors, in place of lazy arguments."""
+        """Run an operation that has no rule, with complete tensors in place of lazy arguments."""
         result = super().on_real(func, name, args, kwargs)
         if name in TENSOR_HOOKS:
             for x in tensors_in((args, kwargs), cls):
@@ -284,7 +284,7 @@ class LazyHidden(LazyTensor):
 
 
 def _scale(x: LazyHidden, other: Any, *, over: bool = False) -> Any:
-    """Return a lazy tensor multiplied by a number, or divided by the number if `over`.
+    """Return a lazy tensor multiplied by the number `other`, or divided by it if `over`.
     NotImplemented if `other` is no number."""
     if not is_number(other):
         return NotImplemented

@@ -30,9 +30,10 @@ class Reading:
         positions: [*tokens] integers.
         projection: the map from matrix products to logits.
         unique: True if all positions differ.
-        anchor: graph input through which backward runs an engine's node before these logits'
-            gradient.
-        hooks: hooks of engines that scale gradients, in the graph before the handle.
+        anchor: input of the graph by which backward also runs an engine's autograd node (DDP,
+            ZeRO-3); None: no engine has inserted a node.
+        hooks: hooks of engines that scale gradients; backward calls them before the gradient of the
+            logits is computed.
     """
 
     head: Any
@@ -46,8 +47,8 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operand:
-    """Input of recorded functions: a tensor [*tokens, k] of the program, with k values for each
-    token.
+    """Input of recorded functions: a tensor [*tokens, k] of the program, such as labels or
+    advantages.
 
     Attributes:
         version: the tensor's version counter at its use; later in-place changes raise.
@@ -74,7 +75,8 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """Recorded call function(*args, **kwargs), whose arguments may be recorded calls or inputs.
+    """Recorded call function(*args, **kwargs). The arguments may contain other recorded calls, and
+    inputs (`Reading`, `Operand`).
 
     Attributes:
         graded: True if a gradient flows through the call.
@@ -94,7 +96,7 @@ Values = dict[Node, Any]  # values for n tokens
 
 def children(node: Node) -> list[Node]:
     """Return the recorded calls and inputs among a recorded call's arguments, including nested
-    lists and dicts. An input has none."""
+    lists and dicts. The list is empty for an input."""
     given = tree_leaves((node.args, node.kwargs)) if isinstance(node, Call) else []
     return [leaf for leaf in given if isinstance(leaf, Node)]
 
@@ -144,11 +146,11 @@ def inputs_of(node: Node) -> list[Tensor]:
 def rebuilt(
     node: Node, change: Callable[[Node], Node], done: dict[Node, Node] | None = None
 ) -> Node:
-    """Return the same recorded function with each input changed by `change`.
+    """Return the recorded function with each of its inputs replaced by `change(input)`.
 
     Args:
         node: the recorded function.
-        change: function of an input.
+        change: function from an input (`Reading` or `Operand`) to its replacement.
         done: changed nodes so far, by original node.
     """
     done = {} if done is None else done
@@ -163,7 +165,8 @@ def rebuilt(
 
 
 def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = True) -> Node:
-    """Return the same recorded function of other tokens: [*tokens, W] -> [*other tokens, W].
+    """Return the same recorded function for other tokens: the result [*tokens, W] becomes [*other
+    tokens, W].
 
     Args:
         node: the recorded function.
@@ -186,8 +189,8 @@ def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = T
 
 
 def evaluate(node: Node, values: Values) -> Any:
-    """Compute a recorded function, given its inputs in `values`. Intermediate results are added to
-    `values`."""
+    """Compute a recorded function from the values of its inputs, which are in `values`.
+    Intermediate results are added to `values`."""
     if node not in values:
         assert isinstance(node, Call)
         args, kwargs = tree_map_only(

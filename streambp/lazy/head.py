@@ -52,7 +52,7 @@ class HeadHandle(torch.autograd.Function):
         """Save source [M, h] and the weights for backward, and return a zero [1] in source's dtype.
 
         Args:
-            hub: computes the logits, and collects the gradients of all results.
+            hub: computes the logits, and collects the gradients of all their results.
             source: hidden states before the final norm.
             weight: [V, h].
             bias: [V] or None.
@@ -96,7 +96,7 @@ class RunInBackward(torch.autograd.Function):
     """Autograd function from a tensor to a zero [1]. Backward calls the function `run`, and passes
     no gradient to the tensor.
 
-    autograd then runs the tensor's own node, with no gradient.
+    autograd still runs the node that made the tensor.
     """
 
     @staticmethod
@@ -147,8 +147,11 @@ class LazyResult(torch.autograd.Function):
 
 
 class LazyHead:
-    """Computes results from the logits of one forward block by block, and collects the gradients of
-    these results. Do not write to the inputs while the logits are used.
+    """Output projection of one forward, whose logits are never stored. Computes results of the
+    logits, such as log-probabilities, block by block. Backward collects the results' gradients
+    here, and computes the gradients of hidden states and weights in one pass.
+
+    Do not write to hidden states or weights between forward and the last use of the logits.
 
     Args:
         source: [M, h], the hidden states before the final norm.
@@ -172,14 +175,14 @@ class LazyHead:
         self._whole: dict[bool, tuple[LazyHead, Tensor]] = {}
 
     def read(self, source: Tensor, tokens: torch.Size, places: Tensor | None = None) -> Reading:
-        """Return the logits of all positions or of some, as input of recorded functions. The logits
-        are differentiable if hidden states or weights are.
+        """Return the logits of all positions, or of those in `places`, as an input of recorded
+        functions. The logits are differentiable if hidden states or weights are.
 
-        The caller stores the result's handle. If this object stored the handle, the two would refer
-        to each other.
+        The caller must keep the result. This object does not store the result's handle, because the
+        handle refers to this object.
 
         Args:
-            source: [M, h].
+            source: [M, h], the hidden states before the final norm.
             tokens: shape of the positions, [*tokens].
             places: [*tokens], positions to read; None: all.
         """
@@ -193,8 +196,8 @@ class LazyHead:
         return Reading(self, handle, positions, recipe.projected())
 
     def reached(self, reading: Reading) -> Reading:
-        """Return the logits themselves, or logits that include padding if `reading` has positions
-        of padding.
+        """Return `reading`. If padding was left out of the hidden states and `reading` has
+        positions of padding, return the logits of a head with all hidden states.
 
         [Note: padding that is read]
         """
@@ -233,15 +236,15 @@ class LazyHead:
             )
 
     def products(self) -> Products:
-        """Check that the weights are unchanged, and return the output projection's matrix products
-        with weight [V, h] and bias [V]."""
+        """Return an object that multiplies hidden states by the weight [V, h] and adds the bias
+        [V]. Raise `StreamBPError` if the weights were changed in place since forward."""
         self.check()
         assert self.recipe.weight is not None
         return Products(self.recipe.weight, self.recipe.bias)
 
     def statistics(self, reading: Reading, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three softmax statistics of N tokens, [N] each in promote_types(dtype, float32):
-        the label's logit (0 without labels), the logsumexp and the logits' mean.
+        """Return three softmax statistics of the logits of N tokens: the label's logit (0 without
+        labels), the logsumexp and the mean, [N] each in promote_types(dtype, float32).
 
         Tokens with the same position and label are computed once. [Note: places]
         """
@@ -286,8 +289,8 @@ class LazyHead:
         return pick[repeats], lse[repeats], mean[repeats]
 
     def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
-        """Return the logsumexp and the mean of the logits of N tokens, [N] each, if both were
-        computed before; otherwise None."""
+        """Return the logsumexp and the mean of the logits of N tokens, [N] each; None if they have
+        not been computed before for all of these tokens."""
         positions = reading.positions.reshape(-1)
         if reading.projection not in self._known or not has_data(positions):
             return None
@@ -308,11 +311,12 @@ class LazyHead:
         self._left[task].append(gradient)
 
     def scale_left(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        """Multiply the gradients stored in the current backward call by an engine's factor.
+        """Multiply the gradients that the current backward call has stored so far by an engine's
+        factor, such as a loss scale.
 
         Args:
-            hook: an engine's tensor hook; hook(torch.ones(1)), in float32 or wider, is the factor
-                [1].
+            hook: an engine's tensor hook. The factor [1] is hook(torch.ones(1)), in float32 or
+                wider.
         """
         task = torch._C._current_graph_task_id()
         if task in self._left:
@@ -321,8 +325,7 @@ class LazyHead:
                 self._left[task] = [gradient.times(factor) for gradient in self._left[task]]
 
     def take(self) -> list[Any]:
-        """Return the gradients stored in the current backward call, and remove them from this
-        object."""
+        """Remove the gradients that the current backward call has stored, and return them."""
         return self._left.pop(torch._C._current_graph_task_id(), [])
 
 
@@ -332,7 +335,7 @@ class Statistic:
 
     Attributes:
         reading: the logits.
-        labels: [N]; the label's logit is computed. None: no label's logit.
+        labels: [N], the tokens whose logit is computed; None: no label's logit is computed.
         lse: True to compute the logsumexp.
         mean: True to compute the logits' mean.
     """
@@ -343,8 +346,9 @@ class Statistic:
     mean: bool = False
 
     def reached(self) -> Statistic:
-        """Return the same calculation for logits that include padding, if padding is read. [Note:
-        padding that is read]"""
+        """Return the same calculation. If padding was left out of the hidden states and the
+        calculation reads logits at padding, all hidden states are computed for it. [Note: padding
+        that is read]"""
         return dataclasses.replace(self, reading=self.reading.head.reached(self.reading))
 
     def inputs(self) -> list[Tensor]:
@@ -383,7 +387,7 @@ class Statistic:
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """Calculation of a recorded function of logits: [N, ...] results for [N, V] logits.
+    """Calculation of a recorded function of logits, with [N, ...] results for logits [N, V].
 
     Attributes:
         node: the recorded function; its inputs are flat, [N] or [N, k].
@@ -392,8 +396,9 @@ class Function:
     node: Node
 
     def reached(self) -> Function:
-        """Return the same calculation for logits that include padding, if padding is read. [Note:
-        padding that is read]"""
+        """Return the same calculation. If padding was left out of the hidden states and the
+        calculation reads logits at padding, all hidden states are computed for it. [Note: padding
+        that is read]"""
         if all(reading.head.recipe.late is None for reading in readings(self.node)):
             return self
         return Function(

@@ -25,10 +25,11 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
-    """Compute F.kl_div where lazy logits (or log-probabilities) are one argument or both, block by
-    block.
+    """Compute F.kl_div block by block, if the input, the target or both are lazy logits or lazy
+    log-probabilities.
 
-    torch's own function reduces the result. Returns NotImplemented for the deprecated reductions.
+    The reduction is torch's own. Returns NotImplemented if the deprecated arguments size_average or
+    reduce are given.
     """
     if not _is_reduction(size_average, reduce, "mean" if reduction == "batchmean" else reduction):
         return NotImplemented
@@ -56,7 +57,7 @@ def of_labels(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Compute F.cross_entropy of lazy logits, or F.nll_loss of lazy log-probabilities, without
-    building them.
+    building the complete tensor.
 
     Shapes are [N, V], or [B, V, T] with target [B, T].
 
@@ -109,8 +110,8 @@ def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:
 
 
 def _smoothed(log_probs: LazyLogits, labels: Tensor, smoothing: float) -> Tensor:
-    """Return -log p of the labels [N] with label smoothing: mixed with the mean of -log p over the
-    vocabulary."""
+    """Return -log p of the labels [N] with label smoothing, which mixes in the mean of -log p over
+    the vocabulary."""
     found = log_softmaxed(log_probs.node)
     if smoothing and found is not None:
         target, lse, mean = log_probs.compute(Statistic(found[0], labels, lse=True, mean=True))

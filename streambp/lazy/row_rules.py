@@ -37,14 +37,14 @@ OF_ALL = {"sum": "sum", "mean": "mean", "nansum": "nansum"}
 
 
 def sample_of(x: LazyLogits) -> Tensor:
-    """Return an empty tensor [0, W] with the dtype and device of lazy logits x, on which torch's
-    functions show their result's dtype."""
+    """Return an empty tensor [0, W] with the dtype and device of lazy logits x. torch's functions
+    are run on it to find their result's width and dtype."""
     return torch.empty((0, x.width), dtype=x.dtype, device=x.device)
 
 
 def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Record an operation on each entry or each token of lazy logits, to be computed later. Return
-    lazy logits.
+    """Record an operation on each entry or each token of lazy logits, which is computed later, and
+    return lazy logits.
 
     Args:
         name: name of the operation.
@@ -103,16 +103,16 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 def _graded(x: LazyLogits, graded: bool) -> Node:
-    """Return the recorded function of x, detached if the result requires a gradient (`graded`) and
-    x does not."""
+    """Return the recorded function of x. The function is detached if the result requires a gradient
+    (`graded`) although x requires none."""
     if graded and not x.requires_grad:
         return Call(torch_own.detach, (x.node,), {}, False, "detach")
     return x.node
 
 
 def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run an operation along one dimension of lazy logits: softmax is recorded for later; sum,
-    gather, topk and others are computed block by block.
+    """Run an operation along one dimension of lazy logits. Softmax is recorded and computed later.
+    Sum, gather, topk and the like are computed at once, block by block.
 
     Returns NotImplemented if the dimension is not that of the vocabulary.
     """
@@ -159,8 +159,8 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
 def of_all(
     name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Reduce lazy logits to one number: first each token's entries, block by block, then the
-    results [*tokens] by torch's own function."""
+    """Reduce lazy logits to one number. Each token's entries are reduced first, block by block;
+    torch's own function then reduces the results [*tokens]."""
     if rest or kwargs.get("keepdim"):
         return NotImplemented
     of_rows = _reduce(name, func, x, [], kwargs)
@@ -170,8 +170,8 @@ def of_all(
 def _reduce(
     name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Return a reduction, such as sum or topk, over each token's entries of lazy logits. The
-    results, one or several, are [*tokens], [*tokens, 1] or [*tokens, K]."""
+    """Return a reduction, such as sum or topk, over each token's entries of lazy logits. Each
+    result is [*tokens], [*tokens, 1] or [*tokens, K]."""
     if name == "norm":
         kwargs = {"p": rest.pop(0) if rest else "fro", **kwargs}
     further = ("largest", "sorted") if name == "topk" else ("keepdim",)
@@ -209,8 +209,8 @@ def note(x: LazyLogits, name: str) -> None:
 
 
 def log_softmaxed(node: Node) -> tuple[Reading, float] | None:
-    """Return the logits and the sign (1 or -1) if a recorded function is log_softmax of logits or
-    its negative; otherwise None."""
+    """Return the logits and a sign if a recorded function is log_softmax of the logits (sign 1) or
+    its negative (sign -1); None for other functions."""
     if (
         isinstance(node, Call)
         and node.name in ("neg", "negative", "__neg__")
@@ -268,7 +268,7 @@ def picked(x: LazyLogits, index: Tensor) -> Tensor:
 def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Multiply or divide lazy logits, and return lazy logits.
 
-    Logits times a number are logits with another temperature.
+    Multiplication by a number is computed as another temperature of the logits.
     """
     x, other = (*args, *kwargs.values(), None)[:2]
     multiplies = "mul" in name

@@ -90,10 +90,10 @@ class LazyLogits(LazyTensor):
         width: W.
         tokens: [*tokens], the shape without W.
         request: record of the model call, in which `describe` reads how the logits were used.
-        seen: number of writes to the memory that the values include.
+        seen: number of writes to this tensor's memory that its values already include.
         now: the lazy logits that replaced this tensor in an in-place operation; None: none did.
         link: the autograd node that `make` created.
-        heeded: True if backward runs an engine's node through an anchor. See `heed`.
+        heeded: True if `heed` has made backward run an engine's autograd node.
     """
 
     instead = "StreamConfig(lazy_logits=False)"
@@ -146,8 +146,8 @@ class LazyLogits(LazyTensor):
             node: the recorded function.
             width: W.
             dtype: dtype of the values.
-            graded: True if the result requires a gradient, in grad mode, whenever one of its inputs
-                does.
+            graded: True if the result requires a gradient whenever grad mode is on and an input
+                requires one.
             classes: the dimension of size W; None: the last.
         """
         if not graded:
@@ -168,7 +168,7 @@ class LazyLogits(LazyTensor):
             gradient: the gradient, from a user's autograd.Function for example.
 
         Raises:
-            BackwardError: the lazy logits were written to, or got a hook, after they were made.
+            BackwardError: the lazy logits were written to, or got a hook, since they were made.
         """
         if gradient is None:
             return
@@ -186,7 +186,7 @@ class LazyLogits(LazyTensor):
         Function(node).leave([of_rows])
 
     def sharing(self, other: LazyLogits) -> LazyLogits:
-        """Make this tensor count as a view of `other`, and return it."""
+        """Mark this tensor as a view of `other`, and return it."""
         self.memory = other.memory
         self.seen = other.seen
         self.derived = True
@@ -203,7 +203,8 @@ class LazyLogits(LazyTensor):
     def moved(
         self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True
     ) -> LazyLogits:
-        """Return the lazy logits of other tokens: [*tokens, W] -> [*other tokens, W].
+        """Return the lazy result of an operation on the tokens, such as an index or a reshape:
+        [*tokens, W] -> [*other tokens, W].
 
         Args:
             change: function [*tokens, k] -> [*other tokens, k], for any k, such as an index.
@@ -216,7 +217,8 @@ class LazyLogits(LazyTensor):
         return made
 
     def with_classes(self, classes: int | None) -> LazyLogits:
-        """Return a view with the W entries in dimension `classes` (None: the last).
+        """Return a view whose W entries are in dimension `classes` (None: the last), for losses
+        that expect [B, V, T].
 
         Returns the tensor itself if the entries are in that dimension already.
         """
@@ -267,7 +269,7 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that has no rule on complete tensors, in place of lazy arguments."""
+        """Run an operation that has no rule, with complete tensors in place of lazy arguments."""
         result = super().on_real(func, name, args, kwargs)
         for x in tensors_in((args, kwargs), cls) if name in TENSOR_HOOKS else ():
             if x.link is not None:
@@ -275,8 +277,8 @@ class LazyLogits(LazyTensor):
         return result
 
     def follows_rules(self) -> bool:
-        """True if operations on this tensor may be computed by rules. False once a complete tensor
-        or an unknown autograd node has replaced it."""
+        """True if rules may compute operations on this tensor. False once a complete tensor, or the
+        result of an unknown autograd node, has replaced it."""
         return self.written is None and self.known()
 
     def check(self, operation: str) -> None:
@@ -291,8 +293,9 @@ class LazyLogits(LazyTensor):
         self.heed()
 
     def heed(self) -> None:
-        """Make backward run the autograd node that an engine (DDP, ZeRO-3) inserted behind these
-        logits, for all results computed from now on."""
+        """Make backward run the autograd node that an engine (DDP, ZeRO-3) has inserted after these
+        logits, although no gradient of the logits reaches that node. This holds for all results
+        that are computed from now on."""
         place = type(self.grad_fn).__name__
         if self.heeded or not torch.is_grad_enabled():
             return
@@ -347,7 +350,7 @@ class LazyLogits(LazyTensor):
     def compute(self, calculation: Statistic | Function) -> tuple[Tensor, ...]:
         """Return the results of a calculation from these logits, [N, ...] each.
 
-        The results are differentiable if these logits require a gradient, in grad mode.
+        The results are differentiable in grad mode if these logits require a gradient.
         """
         graded = self.requires_grad and torch.is_grad_enabled()
         graded = graded and not torch.is_inference_mode_enabled()
@@ -465,7 +468,8 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run C++ operators, which bypass the rules, on complete tensors.
+        """Run an operator of torch's dispatcher on complete tensors. Such calls come from C++ code,
+        which bypasses the rules.
 
         Autograd has already recorded the operator.
         """

@@ -24,8 +24,8 @@ from streambp.lazy.tensor import LazyLogits
 
 
 def index(x: LazyTensor, at: Any) -> Any:
-    """Return x[at] of a lazy tensor without the complete tensor. `at` selects tokens; for lazy
-    logits also vocabulary entries, or both.
+    """Return x[at] of a lazy tensor without the complete tensor. `at` selects tokens, and of lazy
+    logits also vocabulary entries.
 
     Returns NotImplemented for any other index, such as a NumPy array.
     """
@@ -86,8 +86,8 @@ SEVERAL = ("unbind", "split", "chunk")  # return a tuple of parts
 
 
 def is_of_tokens(x: LazyTensor, dim: Any) -> bool:
-    """True if `dim` is a dimension of the tokens of a lazy tensor [*tokens, W], and not that of
-    size W."""
+    """True if `dim` is one of the token dimensions of a lazy tensor [*tokens, W], and not the last
+    one."""
     return isinstance(dim, int) and not isinstance(dim, bool) and dim % x.dim() != x.dim() - 1
 
 
@@ -126,7 +126,7 @@ def along(
 def view(x: LazyTensor, *shape: Any) -> Any:
     """Reshape the tokens of a lazy tensor, [*tokens, W] -> [*sizes, W].
 
-    Returns NotImplemented if W entries would be separated.
+    Returns NotImplemented if the last dimension would change.
     """
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if (
@@ -142,17 +142,19 @@ def view(x: LazyTensor, *shape: Any) -> Any:
 
 
 def flatten(x: LazyTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """Merge dimensions of a lazy tensor's tokens; NotImplemented if the dimensions include W."""
+    """Merge token dimensions of a lazy tensor [*tokens, W]; NotImplemented if the last dimension is
+    among them."""
     if not is_of_tokens(x, start_dim) or not is_of_tokens(x, end_dim):
         return NotImplemented
     return x.moved(lambda t: t.flatten(start_dim % x.dim(), end_dim % x.dim()))
 
 
 def take_along_dim(x: LazyTensor, indices: Any, dim: Any = None) -> Any:
-    """Select positions [..., n, 1] of a lazy tensor's tokens in each row. The result is a copy and
-    may repeat tokens.
+    """Select tokens of a lazy tensor [*tokens, W] along one token dimension, at indices [..., n,
+    1]. The result is a copy and may repeat tokens.
 
-    Returns NotImplemented for entries of W.
+    Returns NotImplemented for the last dimension, and for indices that differ between the W
+    entries.
     """
     if (
         not isinstance(indices, Tensor)
@@ -167,8 +169,8 @@ def take_along_dim(x: LazyTensor, indices: Any, dim: Any = None) -> Any:
 
 
 def squeeze(x: LazyTensor, dim: Any = None) -> Any:
-    """Remove one dimension or all dimensions of size 1 from a lazy tensor's tokens; NotImplemented
-    for W."""
+    """Remove one token dimension of size 1, or all of them, from a lazy tensor [*tokens, W];
+    NotImplemented if the last dimension would be removed."""
     if dim is None and x.shape[-1] != 1:
         return x.moved(
             lambda t: t.reshape(*(size for size in x.shape[:-1] if size != 1), t.shape[-1])
@@ -179,7 +181,8 @@ def squeeze(x: LazyTensor, dim: Any = None) -> Any:
 
 
 def unsqueeze(x: LazyTensor, dim: int) -> Any:
-    """Insert a dimension of size 1 into a lazy tensor's tokens; NotImplemented behind W."""
+    """Insert a token dimension of size 1 into a lazy tensor [*tokens, W]; NotImplemented after the
+    last dimension."""
     at = dim + x.dim() + 1 if dim < 0 else dim
     if at == x.dim():
         return NotImplemented
@@ -187,7 +190,8 @@ def unsqueeze(x: LazyTensor, dim: int) -> Any:
 
 
 def transpose(x: LazyTensor, dim0: int, dim1: int) -> Any:
-    """Exchange two dimensions of a lazy tensor, with the restrictions of `permute`."""
+    """Exchange two token dimensions of a lazy tensor [*tokens, W], or move W to the second
+    dimension and back; NotImplemented for other dimensions."""
     order = list(range(x.dim()))
     a = dim0 % x.dim()
     b = dim1 % x.dim()
@@ -196,10 +200,10 @@ def transpose(x: LazyTensor, dim0: int, dim1: int) -> Any:
 
 
 def permute(x: LazyTensor, *dims: Any) -> Any:
-    """Permute the dimensions of a lazy tensor's tokens, or move the W entries to the second
-    dimension and back. Other permutations return NotImplemented.
+    """Permute the token dimensions of a lazy tensor [*tokens, W], or move W to the second dimension
+    and back. Other permutations return NotImplemented.
 
-    torch's losses expect entries in the second dimension.
+    torch's losses expect the vocabulary in the second dimension.
     """
     given = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
     order = [dim % x.dim() for dim in given]
@@ -233,15 +237,16 @@ def to(x: LazyTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _iterated(x: LazyTensor) -> Any:
-    """Return an iterator over the first dimension of a lazy tensor's tokens; NotImplemented for a
-    single row."""
+    """Return an iterator over the first dimension of a lazy tensor [*tokens, W]; NotImplemented for
+    a lazy tensor [W]."""
     if x.dim() > 1:
         return iter(x.unbind(0))
     return NotImplemented
 
 
 def _contiguous(x: LazyTensor, *_: Any, **__: Any) -> Any:
-    """Return a lazy tensor, as a copy if its tokens are not contiguous in the full tensor."""
+    """Return the lazy tensor itself. If the complete tensor would not be contiguous, return a lazy
+    copy, which is."""
     if not x.derived or (x.classes is None and x.origin.is_contiguous()):
         return x
     return x.changed()

@@ -30,12 +30,12 @@ def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | N
 
 
 def within(mask: Tensor, values: Tensor) -> Tensor:
-    """Return values [B, T] with 0 where mask [B, T] is false. Losses apply this to their inputs,
-    before anything else is computed.
+    """Return values [B, T] with 0 where mask [B, T] is false. Losses mask their inputs before any
+    other operation.
 
-    A mask of the loss's terms would not suffice. NaN and infinities outside of the mask would reach
-    backward, for example an inference engine's -inf at padding. Backward multiplies such values by
-    0, and the gradient would be NaN.
+    A mask of the loss's terms would not suffice. NaN and infinities outside of the mask, such as an
+    inference engine's -inf at padding, would reach backward. Backward multiplies such values by 0,
+    and the gradient becomes NaN.
     """
     return values.masked_fill(~mask.bool(), 0.0)
 

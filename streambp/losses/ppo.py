@@ -54,7 +54,7 @@ def ppo_loss(
         log_probs, old_log_probs, advantages, values, old_values, returns, entropy: [B, T].
             Gradients flow through log_probs, values and entropy.
         mask: [B, T], true on completion tokens.
-        value_clip_range: None leaves the value loss unclipped.
+        value_clip_range: e_v of the formula. None leaves the value loss unclipped.
 
     Raises:
         StreamBPError: shapes do not fit, or entropy_coef is given without entropy.

@@ -1,4 +1,4 @@
-"""Callers that read the logits of a call with labels, which has none: detect or warn them.
+"""Detect, or warn, callers that read the logits of a call with labels, whose logits are None.
 
 Most callers read the loss alone and test `logits is None`, as other libraries' fused losses
 require. Three callers do not test. peft's CPT computes a loss of its own from the logits, and so
@@ -48,9 +48,8 @@ def computes_its_own_loss() -> bool:
 
 
 def _overrides(frame: FrameType) -> bool:
-    """True if the `compute_loss` that runs is a method of a Trainer's subclass outside of the known
-    libraries.
-    """
+    """True if the `compute_loss` method that this frame runs is defined by a Trainer subclass
+    outside of the known libraries."""
     if str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES:
         return False
     for own in type(frame.f_locals.get("self")).__mro__:
@@ -61,7 +60,8 @@ def _overrides(frame: FrameType) -> bool:
 
 def wants_predictions() -> bool:
     """True if the running call is an evaluation by a Trainer that collects the logits, for
-    `compute_metrics` or as predictions. The function inspects the running Python frames."""
+    `compute_metrics` or to return them as predictions. The function inspects the running Python
+    frames."""
     return any(
         frame.f_code.co_name == PREDICTION[0] and frame.f_locals.get(PREDICTION[1]) is False
         for frame in _running()
@@ -93,8 +93,8 @@ class NoLogitsError(StreamBPError, KeyError):
 
 
 class LeftOut:
-    """Mixin for a `ModelOutput` whose `logits` are None because labels were passed. Reading the
-    field warns."""
+    """Mixin for a `ModelOutput` whose field `logits` is None because labels were passed. Reading
+    the field warns."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -122,8 +122,8 @@ class LeftOut:
 
 
 def _tell() -> None:
-    """Warn that logits are None, at the source line of the code that reads them. Code of libraries
-    that test for None gets no warning."""
+    """Warn that logits are None, at the source line that reads them. Reads by libraries do not
+    warn, because libraries test for None."""
     home = str(sys._getframe(2).f_globals.get("__name__"))
     if home.partition(".")[0] not in TEST_FOR_NONE:
         warnings.warn(f"logits is None: {REMEDY}", stacklevel=3)

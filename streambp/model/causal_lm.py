@@ -47,17 +47,17 @@ class CausalLMForward(InstanceForward):
     block by block, and the logits [B, T, V] are never built.
 
     Args:
-        norms: the final norms of the model's decoder, which may be computed together with the loss,
-            block by block.
+        norms: the final norms of the model's decoder. The loss may compute a final norm block by
+            block, together with the output projection.
 
     Attributes:
-        last: sentence on how the loss of the last call was computed; after a call in training, of
-            the last call in training.
-        lazy: record of the lazy logits that this call returned, and of the operations on them; None
-            if no lazy logits were returned.
+        last: sentence for `describe` on how the loss was computed in the last call in training;
+            before the first call in training, in the last call.
+        lazy: record of the lazy logits that the call of `last` returned, and of the operations on
+            them; None if no lazy logits were returned.
         trained: number of calls in training.
         unlabelled: number of calls in training without labels, which built the logits.
-        predicted: True if evaluations build the logits because a Trainer collects them.
+        predicted: True if an evaluation built the logits because a Trainer collects them.
         left_out: output fields that were None in the last chunked training call, for example
             "logits". None before the first such call, and after a call that returned a tuple.
     """
@@ -78,8 +78,8 @@ class CausalLMForward(InstanceForward):
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's forward as it was before `patch`.
 
-        During the call the patch's shared state holds position_ids and labels, because a backbone
-        may not receive these arguments.
+        During the call, position_ids and labels are stored in the state that all replaced forwards
+        share, because the model may not pass these arguments on to its backbone.
         """
         running = self.state.running
         before = running.position_ids, running.labels, running.names_cache
@@ -109,8 +109,8 @@ class CausalLMForward(InstanceForward):
         logits.
 
         Raises:
-            StreamBPError: `output_log_probs=True` was passed without labels, with a cache, or to a
-                model whose forward another library replaced.
+            StreamBPError: `output_log_probs=True` was passed without labels, with a cache, with
+                StreamConfig(head=False), or to a model whose forward another library replaced.
         """
         if self.retired:
             return self.original(*args, **kwargs)
@@ -222,8 +222,7 @@ class CausalLMForward(InstanceForward):
 
         Args:
             kwargs: arguments of the model's forward, with labels.
-            wanted: fields of `TokenLogProbs` to compute in addition to log_probs, such as the
-                entropy.
+            wanted: fields of `TokenLogProbs` to compute beside log_probs, such as the entropy.
             temperature: divisor of the logits, also in the loss.
             in_float32: compute the output projection's products in float32.
 
@@ -292,9 +291,9 @@ class CausalLMForward(InstanceForward):
         return output
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward and loss if this training micro-batch is small enough to run
-        without chunks and without recomputation. Return None if it is not. [Note: micro-batches as
-        unpatched]"""
+        """Run the model's own forward and loss without chunks and without recomputation, and return
+        the output. Return None if this training micro-batch is too large for that. [Note:
+        micro-batches as unpatched]"""
         named = kwargs.get("return_dict")
         named = getattr(self.module.config, "return_dict", True) if named is None else named
         trains = self._trains
@@ -322,11 +321,12 @@ class CausalLMForward(InstanceForward):
         return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
-        """True if this call returns lazy logits (`LazyLogits`, computed on use): the config or the
-        caller requires them.
+        """True if this call returns lazy logits (`LazyLogits`, computed on use), because the
+        settings or the caller require lazy logits.
 
-        False if a cache is returned, for example in eval mode by the model's config. False for FSDP
-        units too: FSDP's hooks read outputs after its weights are freed.
+        False if the call returns a cache, for example in eval mode by the model's config. False if
+        a module of the model is an FSDP unit: FSDP's hooks read a module's outputs after FSDP has
+        freed the module's weights.
         """
         config = self.state.config
         if not config.head:
@@ -363,11 +363,11 @@ class CausalLMForward(InstanceForward):
         return self.module.training and torch.is_grad_enabled()
 
     def _refuse_unshifted(self, kwargs: dict[str, Any]) -> None:
-        """Raise if labels are unshifted while sequences are split over ranks. Called if torch's
-        process group is initialized.
+        """Raise if the labels are not shifted while sequences are split over ranks. Called only if
+        torch's process group is initialized.
 
-        The label of a shard's last token is on the next rank, so a shift inside the shard loses the
-        label.
+        The label of a rank's last token is on the next rank, so a shift on each rank would lose
+        that label.
         """
         if kwargs.get("labels") is None or kwargs.get("shift_labels") is not None:
             return
@@ -422,8 +422,7 @@ class CausalLMForward(InstanceForward):
             head.remove()
 
     def _finish(self, output: Any) -> Any:
-        """Return the output of the model's own forward with its placeholder tensors (`LazyHidden`)
-        resolved.
+        """Return the output of the model's own forward without placeholder tensors (`LazyHidden`).
 
         Placeholders for logits become None, or are computed where the caller reads logits.
         Placeholders for hidden states are always computed.
@@ -470,12 +469,11 @@ def _with_log_probs(kind: Any) -> Any:
 
 
 def _without_nan(output: Any, labelled: Tensor) -> Any:
-    """Return the output of a call with labels. If no token has a label, its loss is 0 instead of
-    NaN.
+    """Return a model's output whose loss is 0, instead of NaN, if no token has a label.
 
     Args:
-        output: the model's output.
-        labelled: scalar bool tensor, True if a token has a label.
+        output: the output of a call with labels.
+        labelled: scalar bool tensor, True if some token has a label.
     """
     loss = output[0]
     if not isinstance(loss, Tensor) or loss.dim():

@@ -61,7 +61,7 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
         config: the settings.
 
     Returns:
-        The changes, with which the modules can be restored.
+        A record of the changed attributes, whose `take_off` restores the modules.
 
     Raises:
         ConfigError: kernels="liger" cannot be applied.
@@ -131,15 +131,15 @@ def without_driver(kind: str) -> str | None:
 def by_device(
     kind: str, rotations: dict[nn.Module, Callable[..., Any]], before: Attributes
 ) -> set[nn.Module]:
-    """Make the forwards that Liger bound to modules run on one type of device alone. The module's
-    own forward runs on other devices.
+    """Change the forwards that Liger bound to modules: Liger's code then runs on devices of type
+    `kind` alone, and the module's own forward on all other devices.
 
     Called while transformers' modeling modules contain Liger's names.
 
     Args:
         kind: the device type on which Liger's kernels run, such as "cuda".
-        rotations: filled with Liger's rotary embedding function for each attention module that uses
-            one.
+        rotations: filled by this function with Liger's rotary embedding function for each attention
+            module that uses one.
         before: each changed module's attributes before Liger changed the module.
 
     Returns:

@@ -66,8 +66,8 @@ PARAMETERS, _, MODULES = MODULE_TABLES
 
 
 class Compiler:
-    """Compiles the norms, MLP activations and rotations of one model with torch.compile, and counts
-    graphs and seconds.
+    """Compiles the norms, MLP activations and rotations of one model with torch.compile. Counts the
+    compiled graphs and the seconds of compilation.
 
     Attributes:
         graphs: number of compiled forward graphs for each role, such as "norm".
@@ -87,8 +87,8 @@ class Compiler:
         return self
 
     def compiled(self, function: Any, role: str) -> Callable[..., Any]:
-        """Return the function compiled with torch.compile, cached for each role, such as "norm".
-        [Note: compiled regions]"""
+        """Return the function compiled with torch.compile. The result is cached for each function
+        and role, such as "norm". [Note: compiled regions]"""
         if (function, role) not in self.made:
             code = function.__code__.replace(co_name=function.__name__)
             own = types.FunctionType(
@@ -112,8 +112,8 @@ class Compiler:
 
 
 class Region:
-    """Forward of a module with one compiled part. Calls that the compiled part does not support run
-    the forward of the module's class.
+    """Forward of a module with one compiled part. The forward of the module's class runs for calls
+    that the compiled part does not support.
 
     Args:
         run: `of_norm` or `of_mlp`, which compute the forward with the compiled part.
@@ -135,8 +135,8 @@ class Region:
 
 
 def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -> Any:
-    """Return the norm of x [..., h], optionally with gates [..., h]; NotImplemented for other
-    arguments.
+    """Return the norm of x [..., h], computed with the compiled function; NotImplemented if the
+    arguments are not x and, for some norms, gates [..., h].
 
     Args:
         compiled: compiled function of (module, x [n, h], ...).
@@ -150,7 +150,8 @@ def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -
 
 
 def of_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> Any:
-    """Return the result [..., h] of a gated MLP for x [..., h]; NotImplemented for other arguments.
+    """Return the result [..., h] of a gated MLP for x [..., h]; NotImplemented if the arguments are
+    not one tensor x.
 
     The product of the activated gate with the up projection is compiled. The Linears are not.
 
@@ -186,8 +187,8 @@ def names_of(module: nn.Module) -> tuple[str, ...]:
 
 
 class WithCompiledRotation(WithRotation):
-    """Global variables for a copy of an attention module's forward: the modeling file's, with a
-    compiled function in place of `apply_rotary_pos_emb`."""
+    """Dict of global variables for a copy of an attention module's forward. The globals are those
+    of the modeling file, with a compiled function in place of `apply_rotary_pos_emb`."""
 
     home = REGION
 
@@ -196,8 +197,8 @@ class WithCompiledRotation(WithRotation):
     ) -> Any:
         """Return q [B, H, T, D] and k [B, H_kv, T, D] with rotary embeddings applied.
 
-        If another library has replaced the modeling file's function since, its replacement runs
-        instead of the compiled code.
+        If another library has replaced the modeling file's function after `patch`, the replacement
+        runs instead of the compiled code.
         """
         now = self.around[ROTARY]
         four = (q, k, cos, sin)
@@ -209,8 +210,8 @@ class WithCompiledRotation(WithRotation):
 
 
 def runs(x: Any) -> bool:
-    """True if compiled code can compute x [...]: x is a plain tensor with data, and no
-    torch.compile of the caller is tracing."""
+    """True if compiled code can compute x [...]: x is a plain tensor with data, and the program
+    itself is not tracing with torch.compile."""
     return type(x) in TENSOR_TYPES and has_data(x) and not torch.compiler.is_compiling()
 
 
@@ -221,7 +222,7 @@ def by_token(x: Tensor) -> Tensor:
 
 
 def _several(x: Tensor) -> bool:
-    """True if x [n, h] or [B, T, ..., h] has more than one token in each row. One token alone would
+    """True if x [n, h] or [B, T, ..., h] has more than one token in each row. A single token would
     need another compiled graph."""
     return x.dim() > 1 and x.shape[min(1, x.dim() - 2)] > 1
 

@@ -51,12 +51,13 @@ def can_be_deferred(norm: nn.Module) -> bool:
 
 
 class DeferredForward(InstanceForward):
-    """Replacement, for one forward of the model, of the final norm's or the output projection's
-    forward. The result is a placeholder tensor; the loss computes norm and projection block by
-    block.
+    """Replacement of the forward of the final norm, or of the output projection, during one call of
+    the model. The result is a placeholder tensor. The loss later computes norm and projection block
+    by block.
 
     The norm's replacement returns a `LazyHidden` that references the norm and its input. The output
-    projection's replacement makes its input a `LazyHidden` if the norm did not.
+    projection's replacement wraps the projection's input in a `LazyHidden` if the norm was not
+    replaced.
     """
 
     def __init__(self, module: nn.Module, request: HeadRequest, is_norm: bool = False) -> None:
@@ -65,8 +66,9 @@ class DeferredForward(InstanceForward):
         self.is_norm = is_norm
 
     def call(self, hidden_states: Tensor) -> Tensor:
-        """Return a placeholder tensor (`LazyHidden`) for the norm [..., h] of hidden_states [...,
-        h], or for their logits [..., V]."""
+        """Return a placeholder tensor (`LazyHidden`): for the norm, of the normed hidden states
+        [..., h]; for the output projection, of the logits [..., V]. The argument is hidden_states
+        [..., h]."""
         if self.is_norm:
             self.remove()  # `LazyHidden` calls the module itself, block by block
             return LazyHidden.make(hidden_states, LogitsExpression(self.request, norm=self.module))
@@ -92,8 +94,8 @@ class DeferredForward(InstanceForward):
         """True if DeepSpeed has replaced torch's `F.linear` and the output projection runs
         `nn.Linear`'s forward.
 
-        DeepSpeed's replacement remains once a process has created a ZeRO-3 engine; it computes the
-        same.
+        DeepSpeed's function computes the same, and stays in place once the process has created a
+        ZeRO-3 engine.
         """
         plain = type(self.module).forward is nn.Linear.forward and self.previous is None
         return plain and package_of(nn.functional.linear) in ENGINES
@@ -108,9 +110,9 @@ class DeferredForward(InstanceForward):
 
 
 class HeldHead(nn.Module):
-    """Replacement, for one forward of the model, of an output projection whose weight ZeRO-3 or
-    FSDP shards. The weight is gathered once, copied, and the copy is used until backward. [Note: a
-    head that is held]"""
+    """Module in place of an output projection whose weight ZeRO-3 or FSDP shards, during one call
+    of the model. The weight is gathered once and copied, and the copy is used until backward.
+    [Note: a head that is held]"""
 
     def __init__(self, model: nn.Module, head: nn.Module, request: HeadRequest) -> None:
         super().__init__()
@@ -189,7 +191,8 @@ class Lending(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lent: Lent, hidden_states: Tensor, *weights: Tensor) -> Tensor:
-        """Return a view of hidden_states [..., h]. The weights only connect the graph."""
+        """Return a view of hidden_states [..., h]. The weights are inputs so that they get a
+        gradient from this node."""
         ctx.lent = lent
         ctx.set_materialize_grads(False)
         return hidden_states.view_as(hidden_states)
@@ -204,7 +207,7 @@ class Lending(torch.autograd.Function):
 
 
 class Borrowed(torch.autograd.Function):
-    """Autograd function behind a sharded output projection: returns hidden_states [..., h]
+    """Autograd function after a sharded output projection: returns hidden_states [..., h]
     unchanged, and the copies of the projection's weight [V, h] and bias [V] as tensors with a
     graph."""
 

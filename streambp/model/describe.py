@@ -53,12 +53,14 @@ TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
 @dataclasses.dataclass(frozen=True)
 class LayerDescription:
-    """Description of one decoder layer: its name and class, how its forward runs, and the reason.
+    """Description of one decoder layer for `describe`.
 
     Attributes:
         path: "streams" (chunk by chunk), "checkpoints" (unchunked, under torch's checkpoint),
             "unpatched" (the layer was added after `patch`) or "removed" (the layer is no longer in
             the model).
+        reason: the reason for this path. The reason of a layer that streams is a note on its
+            chunks.
     """
 
     name: str
@@ -73,8 +75,8 @@ class Description:
 
     Attributes:
         last_step: record of the last step; None before the first micro-batch with gradients.
-        apart: True if the layers were called in training by another module than their backbone (the
-            base model); such steps have no record.
+        apart: True if, in training, another module than the backbone (the base model) called the
+            layers; such steps have no record.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -178,8 +180,8 @@ def describe(model: nn.Module) -> Description:
 
 
 def _chunk_size(found: PatchState, record: StepRecord | None) -> str:
-    """Return the configured chunk size as text. The text for "auto" has the size in the last step,
-    and the rule of the choice."""
+    """Return the configured chunk size as text. The text for "auto" adds the size in the last step,
+    and the rule by which the size is chosen."""
     if found.config.chunk_size != "auto":
         no_chunks = record is not None and record.way in (UNPATCHED, WHOLE)
         return f"{found.config.chunk_size:,}" + (" where layers stream" if no_chunks else "")
@@ -230,8 +232,8 @@ def _layers(model: nn.Module, found: PatchState) -> tuple[LayerDescription, ...]
 
 
 def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
-    """Return the description of a patched layer: why it runs unchunked, or which costs its chunked
-    forward has."""
+    """Return the description of a patched layer. The reason says why the layer runs unchunked. The
+    reason for a chunked layer names extra costs, packed documents, and limits on its chunks."""
     site = wrapper.site
     kind = type(wrapper.module).__name__
     last = site.last_call.report
@@ -268,8 +270,8 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
 
 
 def _saves(found: PatchState, record: StepRecord | None) -> tuple[str, ...]:
-    """Return one text for each kind of tensor that layers save for backward; for saves="auto" the
-    tensors chosen for the last step."""
+    """Return one text for each kind of tensor that layers save for backward. If saves="auto", the
+    tensors are those chosen for the last step."""
     config = found.config
     if config.saves != "auto":
         return config.named_saves
@@ -290,7 +292,8 @@ def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
     """Return text with the configured attention, and the kernels that computed attention in each
     layer's last chunked call.
 
-    Plain matrix products are named with their reason, because other kernels are faster.
+    If plain matrix products computed attention, the text has the reason, because other kernels are
+    faster.
     """
     parts: list[str] = [found.config.attention]
     if parts == ["auto"] and not torch.backends.cuda.flash_sdp_enabled():
@@ -394,8 +397,9 @@ def _weights(weights: HostWeights) -> str:
 
 
 def _fused_layers(found: PatchState) -> list[str]:
-    """Return a line for each set of modules whose forward is another library's (Liger's, for
-    example) or compiled code. Forwards that the program set are included."""
+    """Return lines about modules whose forward is another library's (Liger's, for example) or
+    compiled code, one line for each set of modules. Forwards that the program itself has set are
+    included."""
     layers: dict[tuple[str, tuple[str, ...]], int] = {}
     for wrapper in found.wrappers:
         if isinstance(wrapper, LayerForward):
@@ -503,7 +507,7 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
 
 def _compiled(model: nn.Module, found: PatchState) -> list[str]:
     """Return lines about modules under torch.compile: which run compiled inside of chunked layers,
-    which outside."""
+    and which outside. Empty if no module is compiled."""
     notes: list[str] = []
     layers = [wrapper.module for wrapper in found.wrappers if isinstance(wrapper, LayerForward)]
     named = [pair for layer in layers for pair in layer.named_modules() if pair[0]]

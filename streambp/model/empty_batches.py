@@ -31,8 +31,8 @@ def any_label(labels: Tensor, shift_labels: Tensor | None) -> Tensor:
 
 
 class LossOfLabels(torch.autograd.Function):
-    """Autograd function that returns a model's loss, or 0 in place of NaN if no token has a label.
-    The gradient passes unchanged."""
+    """Autograd function that returns a model's loss, or 0 if no token has a label, where the loss
+    is NaN. The gradient passes unchanged."""
 
     @staticmethod
     def forward(loss: Tensor, labelled: Tensor) -> Tensor:
@@ -64,8 +64,9 @@ class EmptyBatchWarning:
 
     Attributes:
         given: True once the warning was issued.
-        unread: result of `any_label` for the last micro-batch, on an accelerator. The next call
-            reads the result, so that the device is not synchronized. None: no result is pending.
+        unread: result of `any_label` for the last micro-batch, if it is on an accelerator. The next
+            call reads the result, because reading it at once would synchronize with the device.
+            None: no result is pending.
     """
 
     def __init__(self) -> None:

@@ -107,9 +107,9 @@ def add_head(
 
     Args:
         causal: the model's patched forward.
-        temperature: TRL's argument of this name.
-        cast_lm_head_to_fp32: TRL's argument of this name.
-        outputs: TRL's argument of this name.
+        temperature: divisor of the logits.
+        cast_lm_head_to_fp32: compute the output projection's products in float32.
+        outputs: names of the per-token fields to compute.
         head_class: the class of the new forward.
     """
     from trl.trainer.utils import add_fused_lm_head as add_trls_head
@@ -122,8 +122,8 @@ def add_head(
 
 
 def head_again(causal: CausalLMForward, before: FusedHead | None) -> FusedHead | None:
-    """Return a new `FusedHead` with the settings that a model's fused head had before `patch` was
-    called (again); None if the model had none.
+    """Return a new `FusedHead` with the settings of the fused head that a model had before this
+    `patch`; None if the model had none.
 
     Args:
         causal: the model's new patched forward.

@@ -94,12 +94,12 @@ class InstalledKernels:
     can be restored.
 
     Args:
-        left: classes of modules that keep their own forward because Liger's computes something
-            else.
+        left: names of the classes of modules that keep their own forward, because Liger's forward
+            computes something else.
         why_own: the reason why kernels="auto" or "compiled" changes no module of a model.
         compiler: compiles the modules' forwards; None: the forwards are Liger's.
-        marks: attributes that torch's compiler had already set on these modules' parameters, by
-            parameter name.
+        marks: attributes that torch's compiler had set on these modules' parameters before the
+            change, by parameter name.
     """
 
     replaced: tuple[AttributeChange, ...] = ()
@@ -109,7 +109,8 @@ class InstalledKernels:
     marks: tuple[tuple[nn.Module, dict[str, frozenset[str]]], ...] = ()
 
     def take_off(self) -> None:
-        """Restore the changed attributes. An attribute that other code has replaced since stays."""
+        """Restore the changed attributes. An attribute stays if other code has replaced it after
+        the change."""
         for change in reversed(self.replaced):
             own = change.module.__dict__
             if own.get(change.name, MISSING) is not change.after:
@@ -125,8 +126,8 @@ class InstalledKernels:
 
 
 def compilers_marks(module: nn.Module) -> dict[str, frozenset[str]]:
-    """Return the names of the attributes (`_dynamo_...`) that torch's compiler has set on each
-    parameter of a module, by parameter name."""
+    """Return a dict from the names of a module's parameters to the names of the attributes
+    (`_dynamo_...`) that torch's compiler has set on the parameter."""
     return {
         name: frozenset(key for key in vars(parameter) if key.startswith(COMPILERS_MARKS))
         for name, parameter in module.named_parameters()
@@ -142,12 +143,12 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
 
     Args:
         model: a transformers model, or a module that contains one; changed in place.
-        adjust: called with each module's previous attributes while Liger's names, among them its
-            rotary embedding, are in transformers' modeling modules. The function may change
+        adjust: called with each module's previous attributes, while transformers' modeling modules
+            contain Liger's functions, such as its rotary embedding. The function may change
             attributes of modules, and returns the modules to restore.
 
     Returns:
-        The changes, with which the modules can be restored.
+        A record of the changed attributes, whose `take_off` restores the modules.
 
     Raises:
         ConfigError: Liger is not installed, does not support the model, or computes something else
@@ -209,8 +210,8 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
     """True if the forward that Liger bound to a module computes something else than the module's
     own forward.
 
-    The forward may round or activate differently. Or it is meant for an inner module, as with
-    peft's adapters of experts.
+    Examples are a norm that rounds at another point, another activation, and a forward for the
+    module inside of peft's adapter.
 
     Args:
         module: the module with Liger's forward.
@@ -261,11 +262,11 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class OnDevice:
-    """A module's forward that runs Liger's code for tensors on one type of device, and the forward
-    of the module's class elsewhere.
+    """Forward of a module that runs Liger's code for tensors on one type of device, and the forward
+    of the module's class in all other cases.
 
-    The model may move, be cast, or run on meta tensors after `patch`. float64 also uses the class's
-    forward.
+    The device is checked in each call, because the model may be moved, cast or run on meta tensors
+    after `patch`. The class's forward also runs for float64.
 
     Args:
         fused: Liger's forward of (module, x [..., h]).
@@ -283,8 +284,8 @@ class OnDevice:
 
 
 class WithRotation(dict[str, Any]):
-    """Global variables for a copy of an attention module's forward: the modeling file's, with
-    Liger's function in place of `apply_rotary_pos_emb`.
+    """Dict of global variables for a copy of an attention module's forward, with Liger's function
+    in place of `apply_rotary_pos_emb`.
 
     All other names are looked up in the modeling file's current globals.
 
@@ -329,8 +330,8 @@ class WithRotation(dict[str, Any]):
 
 
 def globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
-    """Return the globals of the forward of a module's class if it calls `apply_rotary_pos_emb`;
-    None for other modules."""
+    """Return the globals of the forward of a module's class if that forward calls
+    `apply_rotary_pos_emb`; None for other modules."""
     forward = written_forward(module)
     if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
         return None
@@ -344,12 +345,13 @@ def takes(x: Tensor, kind: str) -> bool:
 
 
 def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
-    """Return the names of modules in a layer whose forward another library or the compiler
-    replaced. The keys are the libraries' names.
+    """Return the modules of a layer whose forward another library or the compiler replaced: a dict
+    from the library's name to the modules' names.
 
-    Liger's forwards count on the class and on the instance. Forwards of other libraries count on
-    the instance alone, like hub kernels. Liger's rotary embedding is included, even if other code
-    set it for all models of a family. The key `REGION` stands for forwards that `patch` compiles.
+    Liger's forwards are found on the class and on the instance. Forwards of other libraries, such
+    as hub kernels, are found on the instance alone. Liger's rotary embedding is included, even if
+    other code set it for all models of a family. The key `REGION` has the modules whose forwards
+    `patch` compiles.
     """
     found: dict[str, list[str]] = {}
     turning: set[str] = set()

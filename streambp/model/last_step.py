@@ -63,7 +63,7 @@ def patch_of(model: nn.Module) -> PatchState:
 
 def record_of(state: PatchState) -> StepRecord | None:
     """Build the record of a patched model's last micro-batch with gradients, for `last_step`; None
-    before the first one."""
+    before the first micro-batch with gradients."""
     steps = state.steps
     step = state.steps.known()
     if step is None:
@@ -117,7 +117,8 @@ def record_of(state: PatchState) -> StepRecord | None:
 
 
 def _memory(state: PatchState, step: Step) -> StepMemory:
-    """Return the device memory that `step` needed and left free, for the record of the step."""
+    """Return the device memory that `step` needed, and the device memory that was free, for the
+    record of the step."""
     choice = step.choice
     sites = state.steps.sites
     device = next((p.device for p in sites[0].layer.parameters()), None) if sites else None

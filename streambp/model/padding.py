@@ -21,19 +21,20 @@ from streambp.model.state import PatchState
 def hides_padding(
     model: nn.Module, state: PatchState, kwargs: Mapping[str, Any], handed_out: bool = False
 ) -> bool:
-    """True if no caller can read values at padding positions of a language model's output. Lazy or
-    omitted logits do not count.
+    """True if no code outside of patched layers can read values at padding positions in this call
+    of a language model.
 
-    Such values are hidden states, router logits, an evaluation's logits, and inputs of third-party
-    code between backbone and loss.
+    Such values are returned hidden states, router logits, an evaluation's logits, and inputs of
+    third-party code between backbone and loss. Logits that are lazy or None are not counted.
 
     Args:
         model: the language model.
         state: its patch.
         kwargs: arguments of the call.
-        handed_out: True if the caller gets lazy logits. The caller may then read logits at padding,
-            which must be computable: the final norm must be computed together with the logits, and
-            no other rank may take part. [Note: padding that is read]
+        handed_out: True if the caller gets lazy logits, of which the caller may read those at
+            padding later. The function then also requires that these can be computed later: the
+            final norm must be computed together with the logits, and without collectives. [Note:
+            padding that is read]
     """
     if handed_out and (state.running.defer_norm is None or must_agree(model)):
         return False
@@ -52,10 +53,11 @@ def hides_padding(
 
 
 def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
-    """Warn if a label is predicted by a token that can attend to no key, as left padding can. True
-    if a warning was issued. [Note: empty queries]
+    """Warn if a label is predicted at a position that can attend to no key, such as the last
+    position of left padding. Return True if a warning was issued. [Note: empty queries]
 
-    The warning applies to models whose own attention averages over all tokens there.
+    The warning applies to models whose unpatched attention returns the mean over all tokens at such
+    a position.
 
     Args:
         kwargs: arguments of a forward with labels or shift_labels [B, T] and attention_mask [B, T].

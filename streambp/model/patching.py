@@ -196,8 +196,8 @@ def _set_auto(state: PatchState, name: str, states: States) -> None:
 def _make_wrappers(
     state: PatchState, model: nn.Module, stacks: tuple[Stack, ...], layers: list[nn.Module]
 ) -> list[InstanceForward]:
-    """Return the replacement forwards for backbones, decoder layers and language models, in the
-    order of installation.
+    """Return the objects that replace the forwards of backbones, decoder layers and language
+    models, in the order of installation.
 
     Args:
         state: the patch's state.

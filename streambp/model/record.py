@@ -48,8 +48,8 @@ class Saved:
     Attributes:
         name: the name in `StreamConfig.saves`, or "everything" for a layer's whole autograd graph.
         layers: number of layers that saved the tensors.
-        bytes: total over these layers; None if the bytes are not counted (saves that the user
-            named, saves on the host).
+        bytes: total over these layers; None for saves that the user named and for saves on the
+            host, which are not counted.
     """
 
     name: str
@@ -121,11 +121,12 @@ class StepRecord:
         layers: number of the model's layers.
         head: text about the output projection and the loss.
         saved: tensors that layers saved for backward in addition to their inputs.
-        memory: device memory of the step. The fields of `memory` are fields of the record too:
-            `record.free`.
+        memory: device memory of the step. The fields of `memory` can also be read from the record,
+            for example `record.free`.
         host: traffic to and from host memory; None without offloading.
-        shared: rows whose common prefixes were computed once; None: no prefix was shared.
-        whole: name of each layer that ran unchunked, and the reason.
+        shared: record of the rows whose common prefixes were computed once; None: no prefix was
+            shared.
+        whole: pairs of a layer's name and the reason, for the layers that ran unchunked.
         split_by: the library that splits sequences over ranks; None: sequences are not split.
         unpatched_steps: number of steps that ran unpatched.
         short_steps: number of steps that freed saved tensors because memory was short.
@@ -285,8 +286,8 @@ class StepRecord:
 
 
 def offloaded(choice: Chosen) -> str:
-    """Return a sentence on the saved tensors that "auto" moves to the host, with the measurements
-    behind the choice and the tensors that were not chosen."""
+    """Return a sentence on the saved tensors that offload="auto" moves to the host, with the
+    measurements behind this choice and the tensors that were not chosen."""
     m = choice.measured
     assert m is not None
     leaves = choice.inputs + sum(choice.bytes.values())

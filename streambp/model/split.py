@@ -48,8 +48,8 @@ def find_split(config: PreTrainedConfig, training: bool) -> SplitOver | None:
 
 
 def refuse_lone_layer(site: LayerSite) -> None:
-    """Raise if a decoder layer is called without its backbone while sequences are split over ranks.
-    Only the backbone's arguments show which part of the sequence the layer gets.
+    """Raise if a decoder layer is called outside of its backbone while sequences are split over
+    ranks. Only the backbone's arguments show which part of the sequence the layer gets.
 
     Args:
         site: the layer's record.

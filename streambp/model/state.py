@@ -48,25 +48,26 @@ class ForwardContext:
     Attributes:
         bypass: True if the call runs unpatched, because a cache or attention weights are returned.
         defer_norm: request of the output projection, if the final norm is computed together with
-            the logits; None: the norm runs in its place.
+            the logits; None: the final norm runs in the model's forward as usual.
         deferring: the replacement of the final norm's forward while installed.
         shards: the part of each sequence that this rank holds; None: sequences are not split.
         packed_rows: the document boundaries of packed rows, if layers with recurrent states must
             read these from position_ids.
-        position_ids: argument of the causal language model's call; Mamba does not pass it on.
+        position_ids: argument of the causal language model's call, stored because Mamba does not
+            pass it on.
         labels: labels and shift_labels of that call.
         padding_unseen: function that returns True if no value at padding (hidden states, logits)
             reaches the caller.
         tree: the batch's rows as one packed row without padding, with shared prefixes only once;
             None: rows are computed separately. [Note: tree of rows]
-        failed: exceptions of layers in the test run for shared prefixes of rows; None: no test run.
-            [Note: trial of sharing]
+        failed: exceptions of layers in the test run that checks if rows can share prefixes; None:
+            this is no test run. [Note: trial of sharing]
         asked_cache: True if the forward would return a cache unpatched, by its arguments or the
             model's config.
         names_cache: True if the caller of a training call passes `use_cache=True`; None: the
             backbone is called without a language model around it.
-        again: True if the batch's rows are computed a second time, after a packed row, for code
-            that reads padding. [Note: padding that is read]
+        again: True during a second computation of the batch, with separate rows. The first was one
+            packed row, and code then read values at padding. [Note: padding that is read]
     """
 
     bypass: bool = False
@@ -90,7 +91,7 @@ class CallHistory:
     once.
 
     Attributes:
-        split: the most recent split of sequences over ranks.
+        split: the split of sequences over ranks in the most recent call that had a split.
         warned_of_padding: True after the warning that a label's gradient differs from eager
             attention's.
         warned_of_documents: True after the warning that the unpatched model would treat a row as
@@ -120,7 +121,8 @@ class PatchState:
         witnesses: comparisons of backward's recomputations with forward. [Note: witness]
         home: weak reference to the module that was passed to `patch` and holds this state.
         left_alone: parts of the model that are not patched, with reasons.
-        fused: other libraries' kernels on the model's modules.
+        fused: record of the kernels of Liger, or of torch's compiler, that `patch` set on the
+            model's modules.
         running: state of the running forward.
         pending: gradients that the loss computed in forward, until backward.
         offloader: moves saved tensors to host memory; None without offloading.
@@ -132,7 +134,8 @@ class PatchState:
             micro-batches as unpatched]
         wrappers: all replaced forwards that `unpatch` restores, in the order of their installation.
         history: facts about the calls so far.
-        shares_through_cache: True if the unpatched model computes something else without a cache.
+        shares_through_cache: True if layers of the unpatched model share keys and values through
+            its cache, so that the model computes something else without a cache.
     """
 
     config: StreamConfig
@@ -159,8 +162,8 @@ class PatchState:
         return self.home()
 
     def enter(self, wrapper: InstanceForward) -> None:
-        """Register a replaced forward after its installation, or a copy that was made with its
-        module."""
+        """Register an object that replaces a forward: after its installation, or as part of a
+        copied module."""
         self.wrappers.enter(wrapper, operator.attrgetter("order"))
         self.home.enter(wrapper.module)
         site = getattr(wrapper, "site", None)
@@ -170,7 +173,8 @@ class PatchState:
                 self.weights.ranges.sites[site.index] = site
 
     def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
-        """Check a call that will run without a KV cache.
+        """Check that a call may run without a KV cache, and record if the unpatched call would make
+        one.
 
         Raises:
             UnsupportedModelError: the unpatched call would make a cache, and the model computes
@@ -194,8 +198,9 @@ class PatchState:
         config: PreTrainedConfig,
         padding_unseen: Unseen,
     ) -> T | None:
-        """Run a training micro-batch through the unpatched model's forward, if its graph fits into
-        memory several times; None if the micro-batch must be computed chunk by chunk.
+        """Run a training micro-batch through the unpatched model's forward, and return the output.
+        Return None if the micro-batch must be computed chunk by chunk, for example because its
+        graph would take too much memory.
 
         [Note: micro-batches as unpatched]
 
@@ -203,7 +208,8 @@ class PatchState:
             run: the unpatched model's forward.
             kwargs: arguments of the call.
             config: config of the text model.
-            padding_unseen: see `ForwardContext`.
+            padding_unseen: function that returns True if no value at padding (hidden states,
+                logits) reaches the caller.
         """
         if self.unpatched is None:
             return None
@@ -233,7 +239,7 @@ def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """True if the caller of a model passes `use_cache=True` and the unpatched model would return a
     cache.
 
-    Under gradient checkpointing transformers returns no cache in training.
+    Under gradient checkpointing, transformers returns no cache in training.
     """
     if not kwargs.get("use_cache"):
         return False
@@ -263,9 +269,8 @@ def models_around(part: nn.Module, root: nn.Module) -> list[nn.Module]:
 
 
 def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
-    """True if a call's `use_cache` is on; the model's config decides for a call without the
-    argument.
-    """
+    """True if a call's argument `use_cache` is true. If the argument is missing or None, the
+    model's config decides."""
     use_cache = kwargs.get("use_cache")
     return bool(getattr(config, "use_cache", False) if use_cache is None else use_cache)
 
@@ -273,8 +278,9 @@ def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
 def finds_other_documents(
     kwargs: Mapping[str, Any], implementation: str | None, cached: bool
 ) -> bool:
-    """True if position_ids make patched layers split a row into packed documents, and the unpatched
-    model would attend over the whole row.
+    """True if patched layers split a row into packed documents that the unpatched model does not
+    see. For example, position_ids mark documents, and the unpatched model attends over the whole
+    row.
 
     Args:
         kwargs: arguments of a model's call.

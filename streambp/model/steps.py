@@ -49,7 +49,8 @@ class Step:
     Attributes:
         shapes: shape of the tokens [B, T] of each backbone, by the backbone's id().
         reports: report on each decoder layer's call.
-        choice: the saved tensors, or the unpatched run, that was chosen for the micro-batch.
+        choice: the tensors to save, or the run of the unpatched forward, that was chosen for the
+            micro-batch; None if nothing was chosen.
         moved: bytes copied to the host and back since the previous step, by direction.
         in_backward: True once backward has begun.
         over: True once backward has ended or the next step has begun.
@@ -158,13 +159,14 @@ class Steps:
         self.last = Step(number, unpatched, shapes, reports, self._choice(), shared)
 
     def _choice(self) -> Choice | None:
-        """Return what was chosen for the newest micro-batch: the saved tensors, or an unpatched
-        run. None if nothing was chosen."""
+        """Return what was chosen for the newest micro-batch: the tensors to save, or a run of the
+        unpatched forward. None if nothing was chosen."""
         chooser = self.sites[0].saves_policy if self.sites else None
         return None if chooser is None else chooser.latest
 
     def watch(self, output: Any) -> None:
-        """Register a tensor hook for the start of an unpatched forward's backward.
+        """Register a tensor hook that records the start of backward, for a forward that ran
+        unpatched.
 
         The hook is on the loss if the output has a loss, and otherwise on the first tensor of the
         output that requires a gradient.
@@ -196,7 +198,8 @@ class Steps:
         return step
 
     def in_backward(self, device: torch.device) -> None:
-        """Record that a layer's backward, or that of an unpatched forward, begins on `device`."""
+        """Record the start of a backward on `device`: the backward of a layer, or of a forward that
+        ran unpatched."""
         step = self.last
         if step is None:
             self.apart = True
@@ -211,8 +214,8 @@ class Steps:
             Variable._execution_engine.queue_callback(_Ending(self, step))  # type: ignore[attr-defined]
 
     def settle(self) -> None:
-        """Count the last step as ended. Log a line if the step ran in a way that was not logged
-        before."""
+        """Mark the last step as ended, and add it to the counts. Log a line if the step ran in a
+        way that was not logged before."""
         step = self.last
         if step is None or step.over:
             return
@@ -255,7 +258,7 @@ class Steps:
 
 
 class _Ending:
-    """Callback that autograd's engine runs at the end of a step's backward.
+    """Callback by which autograd's engine marks a step as ended, at the end of the step's backward.
 
     If backward fails, the engine frees the callback without a call. The callback's finalizer then
     warns with advice, if memory ran out and the error itself has no advice. [Note: bare errors]

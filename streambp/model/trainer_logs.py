@@ -55,7 +55,7 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             handler.callbacks[:] = [*(ours or [cls()]), *others]
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start counting steps anew, so that steps before training are left out of the logs."""
+        """Start counting steps anew, so that the logs count no step before this training."""
         self._before = _last_step(kwargs.get("model"))
 
     def on_log(
@@ -99,8 +99,8 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 class DefaultStreamCallback(StreamCallback):
     """The `StreamCallback` that each new Trainer adds by default.
 
-    A Trainer warns if two of its callbacks have one class. So a user's own `StreamCallback` has
-    another class.
+    A Trainer warns if two of its callbacks have the same class. This subclass prevents the warning
+    if a user passes a `StreamCallback` too.
     """
 
 
@@ -128,7 +128,7 @@ def _last_step(model: Any) -> StepRecord | None:
 
 
 def _counts(record: StepRecord | None) -> tuple[float, float, float, float]:
-    """Return the number of all steps, of unpatched steps, and of steps that freed saved tensors
+    """Return four numbers of a record: all steps, unpatched steps, steps that freed saved tensors
     early, and the seconds for which compute waited for copies."""
     if record is None:
         return 0.0, 0.0, 0.0, 0.0

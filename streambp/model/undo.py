@@ -54,16 +54,16 @@ def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str
 
 
 class Noted:
-    """Copy of an object's `__dict__` and of some dictionaries and lists inside, such as hooks,
-    which `patch` changes."""
+    """Copy of an object's `__dict__`, and of some dictionaries and lists inside, such as hooks.
+    `patch` changes the contents of these dictionaries and lists."""
 
     def __init__(self, own: dict[str, Any]) -> None:
         self.own, self.attributes = own, dict(own)
         self.tables = [(own[name], own[name].copy()) for name in TABLES if name in own]
 
     def put_back(self) -> None:
-        """Restore the attributes, and the contents of their dictionaries and lists, in the same
-        order."""
+        """Restore the object's attributes, and the contents of the copied dictionaries and lists,
+        in their previous order."""
         self.own.clear()
         self.own.update(self.attributes)
         for table, contents in self.tables:

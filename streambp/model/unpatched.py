@@ -81,8 +81,10 @@ class UnpatchedRuns:
         steps: notes on the model's steps, with the records of its layers.
 
     Attributes:
-        most: limit on tokens over all rows, lowered after a run that took too much memory.
-        factor: ratio by which forward took more memory than predicted.
+        most: limit on the tokens of a micro-batch over all rows, lowered after a run that needed
+            too much memory.
+        factor: forward's measured memory divided by the predicted memory; multiplies later
+            predictions.
         within: True while an unpatched forward runs.
     """
 
@@ -108,15 +110,15 @@ class UnpatchedRuns:
         config: PreTrainedConfig,
         packs: Callable[[], bool],
     ) -> T | None:
-        """Call `run` if the micro-batch's graph fits into memory several times, and return its
-        result. Return None if the micro-batch must be computed chunk by chunk.
+        """Call `run` and return its result, if the memory that the micro-batch's graph needs is
+        free several times over. Return None if the micro-batch must be computed chunk by chunk.
 
         Args:
             run: the unpatched model's forward.
             kwargs: arguments of the model's call in training.
             config: config of the text model.
-            packs: returns True if the patched call would pack rows with common prefixes into one
-                row; called last, because the function reads the batch.
+            packs: function that returns True if the patched call would compute rows with common
+                prefixes as one packed row. Called last, because the function reads the batch.
         """
         if kwargs.get("input_ids") is not None:
             given = kwargs.get("input_ids")
@@ -200,8 +202,8 @@ class UnpatchedRuns:
         )
 
     def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:
-        """True if a micro-batch is a single chunk, and the unpatched forward gives the same numbers
-        with memory linear in T.
+        """True if the micro-batch is a single chunk, and the unpatched forward gives the same
+        numbers with memory linear in the row length T.
 
         Args:
             given: input_ids [B, T] or inputs_embeds [B, T, h].
@@ -248,7 +250,8 @@ def kept_unpatched(
         tokens: number of tokens over all rows.
         length: tokens of each row.
         device: the device.
-        heads: number of heads, layer by layer, for which torch would build attention scores [T, T].
+        heads: the number of heads in each layer for which torch would build attention scores [T,
+            T].
         vocabulary: V.
         factor: multiplies the predicted bytes.
     """
@@ -262,7 +265,7 @@ def kept_unpatched(
 
 def is_plain(site: LayerSite) -> bool:
     """True if the unpatched forward of a layer gives the same numbers as its chunked forward, and
-    does not build attention scores [T, T] in code of its own.
+    the layer's own code does not build attention scores [T, T].
 
     A layer with an engine's hooks inside (DeepSpeed, FSDP) does not count as plain.
     """

@@ -110,8 +110,8 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
 
 
 def _warm_up_of(layers: list[LayerForward]) -> WarmUp:
-    """Return the state that an earlier `warm_up` of these layers left, if it is still in effect;
-    otherwise a new state."""
+    """Return the state that an earlier `warm_up` left on these layers, if that state is still in
+    effect; otherwise a new state."""
     for wrapper in layers:
         warm = wrapper.site.tests.warm_up
         if warm is not None and warm.on:

@@ -155,12 +155,12 @@ class LayerForward(InstanceForward):
     def _on_trial(
         self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the layer while it is tested if rows can share prefixes. An exception is appended to
-        `failed` instead of raised.
+        """Call the layer in the test run that checks if rows can share prefixes. If the layer
+        raises, the exception is appended to `failed`.
 
-        The test compares a packed row, in which rows share the tokens of common prefixes, with the
-        rows themselves. After an exception every layer returns its input. Each rank still enters
-        every layer, because other ranks wait there for gathered weights. [Note: trial of sharing]
+        The test compares the batch's separate rows with one packed row, in which common prefixes
+        appear once. After an exception every layer returns its input. Each rank still enters every
+        layer, because other ranks wait there for gathered weights. [Note: trial of sharing]
 
         Args:
             failed: exceptions of all layers in this test run so far.
@@ -224,8 +224,8 @@ class LayerForward(InstanceForward):
 
 class BackboneForward(InstanceForward):
     """Replacement of the forward of a backbone, the module that runs the decoder layers
-    (`LlamaModel`, for example). Decides if a call runs chunk by chunk, and then removes cache and
-    mask arguments."""
+    (`LlamaModel`, for example). Decides if a call runs chunk by chunk. Such a call runs without
+    cache and mask arguments."""
 
     def __init__(
         self, module: PreTrainedModel, state: PatchState, layers: tuple[nn.Module, ...]
@@ -349,8 +349,8 @@ class BackboneForward(InstanceForward):
             offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward unpatched if this training micro-batch is small enough; None
-        if it must be computed chunk by chunk. [Note: micro-batches as unpatched]"""
+        """Run the model's own forward unpatched, and return its output. Return None if this
+        training micro-batch must be computed chunk by chunk. [Note: micro-batches as unpatched]"""
         if not (self.module.training and torch.is_grad_enabled()):
             return None
 
@@ -365,8 +365,8 @@ class BackboneForward(InstanceForward):
         return self.state.as_unpatched(run, kwargs, config, self.state.running.padding_unseen)
 
     def packs(self, kwargs: Mapping[str, Any], padding_unseen: Unseen) -> bool:
-        """True if this call would be computed as one packed row, in which rows share the tokens of
-        common prefixes and padding is left out.
+        """True if this call would be computed as one packed row without padding, in which common
+        prefixes of rows appear once.
 
         Args:
             kwargs: arguments of the backbone's forward.
@@ -378,8 +378,8 @@ class BackboneForward(InstanceForward):
         )
 
     def _run(self, kwargs: dict[str, Any]) -> Any:
-        """Run the backbone's own forward with layers that are computed chunk by chunk. Rows with
-        common prefixes are passed as one packed row."""
+        """Run the backbone's own forward, with layers that are computed chunk by chunk. A batch
+        whose rows have common prefixes is passed as one packed row."""
         running = self.state.running
         deferred = running.defer_norm
         if running.tree is not None:
@@ -436,8 +436,9 @@ class BackboneForward(InstanceForward):
             ) from error
 
     def _again(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
-        """Compute a call again with its separate rows, after a first run with one packed row. Code
-        that reads values at padding needs this output. [Note: padding that is read]
+        """Compute a call a second time, with separate rows, and return its output for code that
+        reads values at padding. The first run had one packed row without padding. [Note: padding
+        that is read]
 
         Args:
             kwargs: arguments of the call.
@@ -487,9 +488,8 @@ class BackboneForward(InstanceForward):
         return not use_cache
 
     def _leaves_a_cache_out(self) -> bool:
-        """True if the current call, which requests a cache, is a training call that would return
-        the cache unpatched.
-        """
+        """True if the current call is in training and returns no cache, although the unpatched
+        model would return one. Called only for calls that request a cache."""
         if not (self.module.training and torch.is_grad_enabled()):
             return False
         return not (getattr(self.module, CHECKPOINTING[0], False) or self.checkpointed)
@@ -533,8 +533,9 @@ class BackboneForward(InstanceForward):
             )
 
     def _packed_rows(self, kwargs: dict[str, Any], tokens: Any) -> PackedRows | None:
-        """Return the packed documents that layers with recurrent states must read from
-        position_ids. None if other arguments mark the documents, or if each row is one document.
+        """Return the packed documents of the call's rows, if layers with recurrent states must read
+        the documents from position_ids. None if other arguments mark the documents, or if each row
+        is one document.
 
         Args:
             kwargs: arguments of the backbone's forward.
