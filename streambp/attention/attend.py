@@ -47,15 +47,13 @@ from streambp.device import without_autocast
 @dataclasses.dataclass
 class Attended:
     """Attention output of one chunk: o [B, C, H, D_v], contiguous, and its logsumexp lse [B, H, C]
-    over all keys.
-
-    [Note: one layout]
+    over all keys. [Note: one layout]
 
     Attributes:
-        wide: o before rounding to the queries' dtype, for a backward that can use it. [Note:
-            rounded outputs]
-        version: o's version counter when the layer received o; None if no layer did, or if o counts
-            no versions.
+        wide: o in promote_types(dtype, float32), before it was rounded to the queries' dtype; None:
+            not stored. [Note: rounded outputs]
+        version: o's version counter at the time when o was returned to the layer's code, to detect
+            in-place writes. None: o was not returned to a layer, or is an inference tensor.
     """
 
     o: Tensor
@@ -65,7 +63,7 @@ class Attended:
 
     @property
     def changed(self) -> bool:
-        """True if the layer has overwritten o in place after it received o."""
+        """True if the layer has modified o in place since attention returned o."""
         return self.version is not None and self.o._version != self.version
 
 
@@ -78,7 +76,8 @@ class MergedOutput:
         value_size: D_v.
         plan: the blocks (rectangles of queries and keys) that compute the chunk's attention.
         chunk: the chunk's range of positions.
-        wide: True if o must not be rounded to q's dtype, because later operations change it.
+        wide: True: keep o in promote_types(q's dtype, float32), for later operations on the
+            unrounded o.
     """
 
     def __init__(
@@ -176,7 +175,8 @@ def merge_in_torch(
         part_o: [b, t, H, D].
         part_lse: [b, H, t].
         out: [b, t, H, D], receives the result; may be `o`.
-        all_read: True if no logsumexp is -inf: the same bits in half the time.
+        all_read: True if no logsumexp is -inf. Masking of such entries is then skipped, with the
+            same result.
     """
     merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
     # [Note: empty rows]
@@ -355,8 +355,8 @@ def with_sink(attended: Attended, sink: Tensor) -> Attended:
     """Merge an attention sink into a chunk's attention output: one more key, read by every query,
     with logit sink [H] and value zero.
 
-    The blocks' backward needs the merged lse alone. The sink's own gradient is -sum over queries of
-    exp(sink - lse) * (do . o), because each weight shrinks by its product with the sink's weight.
+    The kernels need no sink in backward, because they recompute the weights from the merged
+    logsumexp. The sink's own gradient is -sum over queries of exp(sink - lse) * (do . o).
     """
     sink = sink.detach().to(attended.lse.dtype).view(1, -1, 1)
     lse = torch.logaddexp(attended.lse, sink)  # [B, H, C]
@@ -365,9 +365,13 @@ def with_sink(attended: Attended, sink: Tensor) -> Attended:
 
 
 class PrefixRead(torch.autograd.Function):
-    """Autograd function from one chunk's k and v to the keys and values of all tokens up to the
-    chunk's end. Backward adds the gradients of all these keys and values to buffers that the chunks
-    share."""
+    """Autograd function that receives one chunk's k and v, and returns the keys and values of all
+    tokens up to the chunk's end. Keys and values of earlier tokens are read from buffers that all
+    chunks of the layer share.
+
+    Backward adds the gradients of all these keys and values to shared sums, and returns the
+    gradients of the chunk's own k and v.
+    """
 
     @staticmethod
     def forward(

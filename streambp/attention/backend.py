@@ -48,7 +48,9 @@ from streambp.errors import AttentionChoiceError
 
 
 class Use(enum.Enum):
-    """Purpose of a block (a rectangle of queries and keys), which limits the number of its keys."""
+    """Purpose of a block (a rectangle of queries and keys), which limits the number of its keys.
+    FORWARD: K and V are in one buffer. BACKWARD: dK and dV are returned as well. STREAMED: K and V
+    are copied to the device chunk by chunk."""
 
     FORWARD = "forward"  # keys and values lie in one buffer
     BACKWARD = "backward"  # limited, because dK and dV are returned, too
@@ -81,8 +83,8 @@ class BlockPlan:
         depth: largest number of blocks that contain the same query.
         complete: True if every query is in a block.
         covers: True for each block that contains all of the chunk's queries.
-        by_place: True if the positions of query and key alone decide which pairs count. No block
-            then reads a mask tensor or document boundaries (cu_seqlens).
+        by_place: True if the pairs that count follow from the positions of query and key. False if
+            a block reads a mask tensor or document boundaries (cu_seqlens).
         all_read: True if each query reads a key in the first block, and in every other block that
             contains the query.
         used: (kernel, kind of block, reason) of the blocks, without duplicates, for reports.
@@ -130,8 +132,8 @@ class Backend:
         """Return the largest and smallest sizes of blocks for this use, as the preferred kernel
         requires them.
 
-        The field `tail` has the sizes for the next kernel, if the preferred kernel refuses short
-        blocks. The field `masked` has the sizes for the kernel that reads mask tensors.
+        The field `tail` has the sizes for the next kernel, which computes blocks too short for the
+        preferred kernel. The field `masked` has the sizes for the kernel that reads mask tensors.
         """
         limited = list[Tiling]()
         masked = None
@@ -290,13 +292,13 @@ def choose_backend(
     "auto" takes only kernels that torch's own attention would take. cuDNN requires `prefers_cudnn`.
     FlashAttention and the CPU's fused kernel require `torch.backends.cuda.flash_sdp_enabled()`.
     Memory-efficient attention, if enabled, serves calls that these kernels refuse. Plain products
-    serve the rest. A kernel chosen by name ignores these switches, but no disabled kernel is used
-    beside it.
+    serve the rest. A kernel chosen by name is used even if a switch disables this kernel. The
+    fallbacks obey the switches.
 
-    With a sink, "auto" on a CPU takes plain products for half precision, because unpatched models
-    attend eagerly there. The fused kernel's backward uses a rounded o, which triples the error in q
-    and k. [Note: rounded outputs] With D_v != D, "auto" on a CPU takes plain products too, as torch
-    does; "flash" pads there as on CUDA.
+    "auto" on a CPU takes plain products for a sink in half precision, because unpatched models
+    attend eagerly in this case. The fused kernel's backward takes the rounded o, which triples the
+    error in the gradients of q and k. [Note: rounded outputs] If D_v != D, "auto" on a CPU takes
+    plain products too, as torch does; "flash" pads V instead, as on CUDA.
 
     Args:
         wanted: the kernel that the config names, or "auto".
@@ -373,13 +375,14 @@ def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Ba
 
 @dataclasses.dataclass(frozen=True)
 class AsSdpa:
-    """Result of a check on a layer's attention calls: would transformers' "sdpa" implementation
-    compute the same, and in which memory?
+    """Comparison of a layer's attention calls with transformers' "sdpa" implementation: whether
+    sdpa computes the same numbers, and whether sdpa builds the scores in memory.
 
     Attributes:
-        same: True if sdpa computes the same numbers; sdpa supports no softcap and no sinks.
+        same: True if sdpa computes the same numbers. False with a softcap or sinks, which sdpa does
+            not support.
         heads: number of heads for which sdpa builds the scores [B, H, T, T], because no fused
-            kernel supports the call; 0: none.
+            kernel supports the call; 0: a fused kernel supports all calls.
     """
 
     same: bool = True

@@ -155,8 +155,9 @@ def _part(
         return _row(x, row)[:, start - chunk.start : stop - chunk.start]
 
     def read(k: Tensor, nothing: Tensor) -> tuple[Tensor, Tensor]:
-        """Store an indexer's keys k [1, 1, queries, D], and return its keys of all tokens up to the
-        last query, [1, 1, stop, D]."""
+        """Store an indexer's keys k [1, 1, queries, D], and return the indexer's keys of all tokens
+        up to the last query, [1, 1, stop, D]. `nothing`, which takes the place of values in the
+        cache's interface, is returned unchanged."""
         keys = prefix.index_keys.get(number)
         if keys is None:
             # [B, T, D]

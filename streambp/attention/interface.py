@@ -292,13 +292,13 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
     """Context manager in which models with these configs use `stream_attention` and `LazyMask`.
     Sub-configs are unchanged.
 
-    The name of `stream_attention` is registered in transformers' tables here, so a model unpickled
-    in a process without `patch` runs. No model outside of `routed` uses the name.
+    The name of `stream_attention` is registered in transformers' tables when a context is entered,
+    because an unpickled model may run in a process that never called `patch`.
 
     [Note: routed configs] Models share config objects, and threads run models. So a config has the
-    name from the first of its `routed` in any thread to the last one's end, and then its own
-    implementation again. Another thread may find the name without a `routed` of its own. The calls
-    of that thread go on to the implementation that the config names.
+    name from the first `routed` entered in any thread to the last one left, and then its own
+    implementation again. Another thread may find the name outside of any `routed` of its own. Calls
+    of that thread use the config's own implementation.
     """
     here = HERE.get()
     for config in configs:
@@ -361,11 +361,11 @@ def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Ite
 
 
 def _met_by_chance(config: object) -> str | None:
-    """Return the attention implementation that the current thread must use for a config. None if
-    that is `stream_attention`.
+    """Return the attention implementation that the current thread must use for a config, "sdpa" for
+    example. None for `stream_attention`, and for an object that is no transformers config.
 
-    Inside of `unrouted` the caller has named the implementation. Outside of `routed` the config
-    has. [Note: routed configs]
+    Inside of `unrouted` this is the implementation passed to `unrouted`. Outside of `routed` this
+    is the config's own implementation. [Note: routed configs]
     """
     if not isinstance(config, PreTrainedConfig):
         return None
@@ -407,8 +407,8 @@ class NoAttention:
         ours: True if the layer's attention is replaced while the layer is chunked, so that a test
             run can hide the keys of other chunks from queries.
         picks_keys: True if the keys of a query are selected by the contents of the keys.
-        returns_weights: True if floating tensors after the hidden states are attention weights that
-            nobody requested.
+        returns_weights: True if floating tensors after the hidden states are attention weights,
+            which the layer returns even if they were not requested.
     """
 
     costs: str | None = None
@@ -478,11 +478,11 @@ class NoAttention:
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return the context manager and the arguments for running the layer unchunked, under
+        """Return a context manager and the layer's arguments, for running the layer unchunked under
         torch's checkpoint.
 
         Args:
-            configs: the configs of which `_attn_implementation` is replaced otherwise.
+            configs: the configs that the method `configs` returned for the layer.
             args: the layer's positional arguments.
             kwargs: the layer's keyword arguments.
         """
@@ -601,8 +601,8 @@ class ForeignAttention(NoAttention):
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str:
-        """Return the reason why no chunk of the layer can be computed. The hidden states x [..., B,
-        T, h] do not matter."""
+        """Return the reason why the layer cannot be chunked: its attention's forward was replaced.
+        The reason is the same for all hidden states x [..., B, T, h] and all masks."""
         return (
             f"{self.by} stands in the place of its attention's forward, and attends in its own way"
         )
@@ -774,7 +774,8 @@ def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
 
 
 def _refuse_added_bools(configs: list[PreTrainedConfig]) -> None:
-    """Raise `UnsupportedMaskError` for a bool mask under "eager", which adds it as 0 and 1."""
+    """Raise `UnsupportedMaskError` for a bool mask if a config's attention implementation is
+    "eager", which would add the mask to the scores as 0 and 1."""
     for config in configs:
         if own_implementation(config) == EAGER:
             raise UnsupportedMaskError(

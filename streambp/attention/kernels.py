@@ -70,8 +70,11 @@ class Kernel(Protocol):
     tiling: Tiling
 
     def takes(self, block: Block) -> bool:
-        """True if the kernel supports a block: its kind, and the numbers of its queries and keys. A
-        causal block must be a square, unless the kernel aligns queries to the last keys."""
+        """True if the kernel supports a block's kind, and the numbers of its queries and keys.
+
+        A CAUSAL block must have the same range of queries and keys, unless the kernel supports more
+        keys than queries.
+        """
         kind = block.kind
         tiling = self.tiling
         if kind not in self.kinds:
@@ -139,8 +142,8 @@ def narrowed(x: Tensor, size: int) -> Tensor:
 
 class MathKernel(Kernel):
     """Attention by plain matrix products in promote_types(dtype, float32), with dropout, softcap
-    and any head size. Supports every kind of block, except kinds that need a kernel's own windows
-    or documents."""
+    and any head size. Supports every kind of block except WINDOW (a sliding window) and VARLEN
+    (packed documents)."""
 
     name = "math"
     kinds = frozenset(Kind) - {Kind.VARLEN, Kind.WINDOW}
@@ -214,8 +217,8 @@ class MathKernel(Kernel):
 
 
 class CpuFlashKernel(Kernel):
-    """torch's fused attention kernel for CPUs (online softmax, grouped queries). No dropout is
-    supported, and D_v = D."""
+    """torch's fused attention kernel for CPUs (online softmax, grouped queries), without dropout.
+    D_v must equal D."""
 
     name = "cpu flash"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})

@@ -26,12 +26,12 @@ LSE_ALIGNMENT = 32  # the memory-efficient kernels' logsumexp has a multiple of 
 
 
 class PaddedKernel(Kernel):
-    """Attention kernel that pads q, k and v to one head size and calls another kernel. [Note:
-    padded values]
+    """Attention kernel that pads q, k and v with zero columns to one head size, and calls another
+    kernel. [Note: padded values]
 
-    Every block is padded anew, unlike V in a padded buffer. So this kernel serves blocks that
-    another kernel refuses, and head sizes for which q and k need padding too. Blocks have few keys,
-    because padding copies the keys.
+    Used if q and k must be padded too, or as the fallback for blocks that the preferred kernel
+    refuses. If V alone must be padded for all blocks, V is padded once in its buffer instead. Each
+    call copies k and v of its block to pad them, so blocks are limited to few keys.
     """
 
     def __init__(self, inner: Kernel) -> None:
@@ -61,11 +61,12 @@ class PaddedKernel(Kernel):
 
 
 class EfficientKernel(Kernel):
-    """torch's memory-efficient attention kernel on CUDA, for any D and D_v. The operator requires
-    one key head for each query head.
+    """torch's memory-efficient attention kernel on CUDA, for any D and D_v. The operator does not
+    support grouped queries, so k and v are repeated for all query heads.
 
-    The operator's backward computes the row sums of dO * o itself and uses the logsumexp of its
-    caller. So both o and the logsumexp may be those over all keys.
+    The operator's backward takes o and the logsumexp as arguments, and computes the row sums of o
+    times its gradient from this o. So o and the logsumexp of all keys may be passed, not only those
+    of the block's keys.
     """
 
     name = "efficient"
@@ -74,8 +75,8 @@ class EfficientKernel(Kernel):
     tiling = Tiling(k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a view of the operator's
-        longer tensor."""
+        """Return o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a slice of the operator's
+        logsumexp, which has more rows for alignment."""
         causal = task.block.kind is Kind.CAUSAL
         groups = q.shape[1] // k.shape[1]
         o, lse, *_ = kernels.aten._scaled_dot_product_efficient_attention(
@@ -110,7 +111,8 @@ PADDED = MappingProxyType(
 
 
 def _common(q: Tensor, v: Tensor) -> int:
-    """Return the head size to which q, k and v are padded, a multiple of 8."""
+    """Return the head size to which q, k and v are padded: max(D, D_v), rounded up to a multiple of
+    8."""
     return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
 
 

@@ -48,14 +48,15 @@ class KVBuffer:
     sums of their gradients over chunks.
 
     Attributes:
-        columns: D_v if V is padded in its buffer, otherwise None. [Note: padded values]
-        packed: width to which V must be padded again before its next read, because the zeros were
-            freed; None: nothing to pad.
-        versions: version counters of K and V if these are the layer's own tensors; None: copies.
-            [Note: one chunk]
-        added: number of kernel calls whose dK and dV were added for the current chunk.
-        again: number of kernel calls that a retry of the chunk skips, because their dK and dV were
-            added before. [Note: once for each chunk]
+        columns: D_v if V has additional zero columns in its buffer, otherwise None. [Note: padded
+            values]
+        packed: number of columns to which V must be padded again before its next read, because
+            `pack` freed the zero columns; None: nothing to pad.
+        versions: version counters of K and V if the buffers are the layer's own tensors; None: the
+            buffers are copies. [Note: one chunk]
+        added: number of additions to dK and dV in the current chunk's backward.
+        again: number of additions that a retry of the chunk must skip, because the first attempt
+            made them. [Note: once for each chunk]
     """
 
     k: Tensor  # [B, T, H_kv, D], contiguous
@@ -98,8 +99,8 @@ class KVBuffer:
         """Return buffers that are the layer's own K [B, H_kv, T, D] and V [B, H_kv, T, D_v] of all
         tokens, without a copy.
 
-        Return None if their layout differs, their storage is larger, or they are inference tensors.
-        [Note: one chunk]
+        Return None if K or V is not contiguous as [B, T, H_kv, D], does not fill its storage, or is
+        an inference tensor. [Note: one chunk]
         """
         own = k.transpose(1, 2), v.transpose(1, 2)
         for x in own:
@@ -125,8 +126,8 @@ class KVBuffer:
         return self.dk, self.dv
 
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views. The layout is the
-        layout in which single chunks are stored, so that backward may store them."""
+        """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views with the layout in
+        which chunks are saved for backward."""
         here = slice(chunk.start, chunk.stop)
         return self.k[:, here], narrowed(self.v[:, here], self.value_size)
 
@@ -192,10 +193,10 @@ class KVBuffer:
             self.add_once(total[rows, keys], part.transpose(1, 2))
 
     def add_once(self, total: Tensor, part: Tensor) -> None:
-        """Add `part` [...] to `total` [...], unless an attempt that ran out of memory has already
-        done so.
+        """Add `part` [...] to `total` [...], unless an earlier attempt at this chunk's backward,
+        which ran out of memory, has already added the part.
 
-        A part counts only after its addition has ended. [Note: once for each chunk]
+        An addition that fails does not count. [Note: once for each chunk]
         """
         if self.again:
             self.again -= 1
@@ -424,9 +425,11 @@ class PrefixMemory:
     Attributes:
         plan: the chunks.
         room: bytes on the device; None: no limit, so K and V of each attention call are one buffer.
-        scratch: returns host storage for tensors that live for one pass over the chunks.
-        saved: host storage with K and V for backward; None if K and V are not saved on the host.
-        tiles: the scratch storage of the current pass; None: nothing was moved yet.
+        scratch: function that creates host storage for K and V that leave the device during one
+            pass over the chunks.
+        saved: host storage of the K and V that forward saves for backward; None: K and V are not
+            saved on the host.
+        tiles: the storage that `scratch` created for the current pass; None: not created yet.
     """
 
     plan: ChunkPlan

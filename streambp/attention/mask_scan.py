@@ -29,7 +29,7 @@ ReadTile = Callable[[int, int, int, int], Tensor]
 
 
 def reads(tile: Tensor) -> Tensor:
-    """Return in bool which keys the queries may read, from a part of an attention mask.
+    """Return a bool tensor for a part of an attention mask, True where a query may read a key.
 
     A bool mask is returned unchanged. An additive mask excludes a key by the lowest number of its
     dtype, or by -inf.

@@ -35,14 +35,15 @@ class LazyMask:
     Attributes:
         description: arguments of transformers' mask function.
         layout: cached result of `resolve`, for all layers that share the mask.
-        whole: cached result of `resolve_whole`, for all layers that share the mask.
+        whole: cached result of `resolve_whole` for sequences that are split over ranks, for all
+            layers that share the mask.
         told: name of the argument that marks the documents of packed rows, and the number of
             documents; None: no documents.
         ends: end positions of the documents of each row, for models whose masks ignore documents;
             None: the mask decides.
-        tree: function that returns the keys of each query for a sliding window (None: no window),
-            if the batch's rows are computed as one packed row. None: no packed row is built. [Note:
-            tree of rows]
+        tree: if the batch's rows are computed as one packed row: function from the sliding window
+            (None: no window) to the keys that each query reads. None: there is no packed row.
+            [Note: tree of rows]
     """
 
     def __init__(self, **description: Any) -> None:
@@ -54,8 +55,8 @@ class LazyMask:
         self.tree: Callable[[int | None], Spans] | None = None
 
     def __getitem__(self, index: Any) -> LazyMask:
-        """Return the mask itself, for models that slice their masks to the current queries and
-        keys. Here the current queries are the whole sequence.
+        """Return the mask itself if the index selects all queries and keys. Some models slice their
+        mask to the current queries and keys, which are the whole sequence in streambp.
 
         Raises:
             UnsupportedMaskError: the index selects a part of the positions.
@@ -151,13 +152,15 @@ def resolve(
         mask: a `LazyMask`, a 4-D mask tensor from the user, or None for plain causal.
         batch_size: rows of the batch.
         length: T.
-        position_ids: [1 or B, T]; restarts mark packed documents, if there is no 2-D padding mask.
+        position_ids: [1 or B, T]; positions that start again mark packed documents, unless there is
+            a 2-D padding mask.
         cu_seq_lens: [documents + 1], document boundaries of a single packed row; these take
             precedence over plain position_ids.
         device: the batch's device.
 
     Raises:
-        UnsharedError: rows share a prefix, and the mask is more than causal within a window.
+        UnsharedError: the batch is computed as one packed row, and the model's mask is not simply
+            causal (with or without a sliding window).
     """
     if isinstance(mask, Tensor):
         return _from_tensor(mask, batch_size, length, device)
@@ -286,9 +289,9 @@ def spans_of_tokens(
     Args:
         batch_size: rows of the batch.
         length: T.
-        padding: [B, T], True for tokens; None: no padding. A mask rules out packing, as in
-            transformers.
-        position_ids: [1 or B, T]; restarts mark packed documents.
+        padding: [B, T], True for tokens; None: no padding mask. A padding mask rules out packed
+            documents, as in transformers.
+        position_ids: [1 or B, T]; positions that start again mark packed documents.
 
     Raises:
         UnsupportedMaskError: padding lies between the tokens of a row.
@@ -352,7 +355,8 @@ def rows_of(
 
 
 def _remedy_of_ends(ends: list[int], batch_size: int, length: int) -> str:
-    """Return the remedy, for an error message, if the given document ends do not fit a row."""
+    """Return advice for an error message: how the user should change document ends (cu_seq_lens)
+    that do not fit the rows."""
     if batch_size == 1 and ends[:1] == [0] and ends[-1] < length:
         return (
             f"Tokens {ends[-1]} to {length} are in no document: append {length}, so that they are "
@@ -412,10 +416,10 @@ def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def attention_mask_of(named: Mapping[str, Any]) -> Any:
-    """Return the mask among a layer's arguments that the layer will pass to its attention.
+    """Return the mask, among a layer's arguments, that the layer will pass to its attention: the
+    first `LazyMask`, or without one the argument attention_mask.
 
-    A second mask, of padding, may be for other modules that mix tokens. Attention's mask is the
-    `LazyMask` that streambp's mask function made.
+    A padding mask among the arguments may be for other modules of the layer.
     """
     for value in named.values():
         if type(value) in VALUE_TYPES:

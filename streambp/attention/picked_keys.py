@@ -39,7 +39,7 @@ class PickedMask(DenseMask):
     query. [Note: picked keys]
 
     Attributes:
-        source: [B, C, k], indices of the picked keys, in integers of any size.
+        source: [B, C, k], indices of the picked keys, of any integer dtype.
         below: the mask of these queries without picks.
         start: the chunk's first position.
     """

@@ -42,8 +42,8 @@ class Stage(enum.Enum):
 
 
 class RefillDone(Exception):  # noqa: N818 - control flow, never seen by users
-    """Raised inside a layer's forward to leave it early, in the pass that only recomputes K and V:
-    they are stored, and the rest of the forward is not needed."""
+    """Exception that ends a layer's forward at its attention call, in a pass that needs only the
+    call's q, k and v. The rest of the forward is skipped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +116,15 @@ class Prefix:
     def restore(
         self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True
     ) -> None:
-        """Store K [B, H_kv, C, D] and V [B, H_kv, C, D_v] of a chunk for the chunks behind it.
+        """Store K [B, H_kv, C, D] and V [B, H_kv, C, D_v] of a chunk for later chunks.
 
         Args:
             index: number of the attention call within the layer's forward.
             chunk: the chunk's range of positions.
             k: the chunk's keys.
             v: the chunk's values.
-            backward: True if gradients of K and V will be needed; they count as memory too.
+            backward: True if gradients of K and V will be needed. The memory limit then covers the
+                gradients too.
         """
         if index < len(self.sites) and self.sites[index].lent:  # left by a failed attempt
             del self.sites[index:]
@@ -174,7 +175,8 @@ class Prefix:
         return None if backend is None else backend.width
 
     def note(self, plan: BlockPlan) -> None:
-        """Add the kernels of a chunk's attention to the kernels that `describe` reports."""
+        """Add the kernels that compute the blocks of `plan` to `used`, the kernels that `describe`
+        reports."""
         if not plan.used <= self.used:
             self.used |= plan.used
 
@@ -378,11 +380,11 @@ class PrefixChunkAttention(ChunkAttention):
     __iter__ = None  # `0.0 in mask` would never end
 
     def __getitem__(self, index: Any) -> PrefixChunkAttention:
-        """Return the object itself, for a layer that slices its mask and passes the slice to an
-        indexer that does not read it.
+        """Return the object itself, for a layer that slices its attention mask for its indexer. The
+        indexer's call receives a mask tensor in place of the slice.
 
         Raises:
-            TypeError: the layer has no indexer, so the layer reads the mask itself.
+            TypeError: the layer has no indexer, so the layer itself reads the mask.
         """
         if not self.takes_picks:
             raise TypeError(f"'{type(self).__name__}' object is not subscriptable")

@@ -183,13 +183,13 @@ def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
 def why_not_cudnn(call: AttentionShape, here: Platform) -> Iterator[str]:
     """Yield the reasons why cuDNN cannot attend, forward and backward.
 
-    Head sizes are multiples of 8 and, beyond 128, exactly (D, D_v) = (192, 128) or (256, 256).
-    ATen's sdp_utils.cpp allows both in backward from torch 2.14 on
-    (`check_cudnn_d256_bprop_head_dim`). The runtimes are the first that cuDNN's frontend accepts
-    (`pre_validate_node` of scaled_dot_product_flash_attention.h). Compute capability 9.0 has both
-    from 9.13.0 (9.11 and 9.12 have a known fault near (192, 128)). Compute capability 10.x has
-    (192, 128) from 9.11.0. It has (256, 256) from 9.23.0 with torch 2.14, the first frontend for
-    this size. Compute capability 12.x has neither.
+    Head sizes are multiples of 8 up to 128, or exactly (D, D_v) = (192, 128) or (256, 256). ATen's
+    sdp_utils.cpp allows backward for these two pairs from torch 2.14 on
+    (`check_cudnn_d256_bprop_head_dim`). The two pairs also need a runtime that cuDNN's frontend
+    accepts (`pre_validate_node` of scaled_dot_product_flash_attention.h). Both pairs need cuDNN
+    9.13.0 on compute capability 9.0 (9.11 and 9.12 have a known fault near (192, 128)). (192, 128)
+    needs cuDNN 9.11.0 on 10.x, and (256, 256) needs 9.23.0 with torch 2.14. Neither pair is
+    supported on 12.x.
     """
     yield from why_not_fused(call, here)
     if here.device != "cuda":
@@ -232,8 +232,8 @@ def prefers_cudnn(here: Platform) -> bool:
     The rule is `check_prefer_cudnn_attention` of ATen/native/transformers/cuda/sdp_utils.cpp, with
     the switch `torch.backends.cuda.cudnn_sdp_enabled()`. The rule requires compute capability 9.0,
     9.3, 10.0 or 10.3, cuDNN's runtime newer than 9.15.0, and TORCH_CUDNN_SDPA_DEPRIORITIZED not 1.
-    Builds of torch 2.13 for CUDA 13 take any 9.x and 10.x, but no others exist. FlashAttention is
-    at least as fast on 8.x and 12.x.
+    Builds of torch 2.13 for CUDA 13 accept any 9.x and 10.x, which adds no existing device.
+    FlashAttention is at least as fast on 8.x and 12.x.
     """
     newest = here.capability is not None and here.major in (9, 10) and here.capability[1] in (0, 3)
     return here.cudnn_on and not here.hip and newest and here.cudnn > 91500 and not here.cudnn_last

@@ -38,17 +38,17 @@ class OwnMask:
     """Attention mask of a layer that computes its own attention without transformers' interface,
     and properties of the mask.
 
-    A mask may be added to the scores. A bool mask may mark the keys that are read, or the keys that
-    are not read (MPT). The first query of a causal mask does not read the last key, which shows the
-    meaning of True.
+    The mask is bool or added to the scores. True in a bool mask marks keys that are read, or in
+    some models (MPT) keys that are not read. The first query of a causal mask does not read the
+    last key, so this entry shows the meaning of True.
 
     Attributes:
-        mask: [B or 1, H or 1, T, T]. Or [B, T], the real tokens, for a layer that makes its own
-            mask of the tokens and of its indexer's picks (GLM 5 Next). The tokens of the prefix are
-            stored with the indexer's cached keys. Or [0], if the call has no mask: sdpa assumes a
-            causal mask for a whole sequence, but needs a mask for a chunk.
+        mask: [B or 1, H or 1, T, T], bool or additive. Or [B, T], marking the real tokens, for a
+            layer that makes its own mask from tokens and from its indexer's picks (GLM 5 Next). Or
+            [0], if the call has no mask: sdpa is causal without a mask for a whole sequence, but
+            needs a mask for a chunk.
         barriers: positions where no chunk may end. [Note: chunk ends]
-        empty: [B or 1, T], True for queries that read no key; None if every query reads a key.
+        empty: [B or 1, T], True for queries that read no key; None: every query reads a key.
     """
 
     mask: Tensor
@@ -56,8 +56,8 @@ class OwnMask:
     empty: Tensor | None = None
 
     def read(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
-        """Return in bool which of keys [k0, k1) each of queries [q0, q1) reads, [B or 1, H or 1, q,
-        k]."""
+        """Return a bool tensor [B or 1, H or 1, q, k] for queries [q0, q1) and keys [k0, k1), True
+        where a query reads a key."""
         tile = self.mask[:, :, q0:q1, k0:k1]
         if tile.dtype == torch.bool:
             return tile != self.mask[:, :, :1, -1:]
@@ -65,7 +65,10 @@ class OwnMask:
 
     def cut(self, chunk: Chunk) -> Tensor:
         """Return the mask of a chunk, [B or 1, H or 1, C, e], for the e keys up to the chunk's end.
-        A query that reads no key reads itself there. If the mask marks tokens, return [B, C]."""
+        A query that may read no key gets itself as its only key.
+
+        If the mask [B, T] marks tokens, return the chunk's columns [B, C].
+        """
         if self.mask.dim() == 2:
             return self.mask[:, chunk.start : chunk.stop]
         if self.mask.dim() == 1:
@@ -165,11 +168,11 @@ def why_picked_blocks_stay_whole(
         mask: the layer's mask.
         length: T.
         by_sdpa: True if transformers' sdpa attends. Other implementations return the mean over all
-            keys for every query without keys, also in layers without an indexer.
+            keys for such a query, in every layer.
 
     Raises:
-        UnsupportedMaskError: layers without an indexer return such a mean, and the indexer reads
-            it.
+        UnsupportedMaskError: padding is on the left, and `by_sdpa` is False. Hidden states of
+            padding then depend on later tokens, and the indexer reads these hidden states.
     """
     if not any(INDEX_UPDATE in _attributes(module) for module in layer.modules()) or not has_data(
         mask.mask
@@ -221,10 +224,11 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 
 def biases_positions(module: nn.Module) -> bool:
     """True if an attention module inside adds a bias for each pair of positions, such as ALiBi.
+    Such a module asks its cache for the first query's position, or receives the distances as an
+    argument.
 
-    The attention asks its cache for the first query's position, or receives the distances. The
-    model's sdpa then gets one finite tensor with mask and bias, so a query that reads no key gets
-    the mean over all keys.
+    The model's sdpa then gets one finite tensor, mask plus bias. A query that may read no key
+    therefore gets the mean over all keys instead of 0.
     """
     return any(
         QUERY_OFFSET in _attributes(part) or DISTANCES in _parameters(part)

@@ -42,8 +42,10 @@ MAX_JOINED_KEYS = 2048
 
 
 class Kind(enum.Enum):
-    """Rule, such as CAUSAL, for the pairs of a query and a key that count within a rectangle of the
-    attention matrix. The module's docstring has a table."""
+    """Rule for the pairs of a query and a key that count within a rectangle of the attention
+    matrix. FULL: all pairs. CAUSAL: keys up to the query. BAND: keys k > q - window, for rectangles
+    with all keys before all queries. WINDOW: causal within the sliding window. VARLEN: causal
+    within each packed document. MASK: a mask tensor decides."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -63,8 +65,8 @@ class Run:
         q1: end of the queries, exclusive.
         k0: first key.
         k1: end of the keys, exclusive; None: each query's own position is its last key.
-        shift: number of tokens between these keys and the queries that belong to other rows; a
-            sliding window does not count them.
+        shift: number of tokens between these keys and the queries that belong to other batch rows,
+            if several batch rows are packed into one. A sliding window does not count these tokens.
     """
 
     q0: int
@@ -89,10 +91,10 @@ class Tiling:
         q_block: most queries of a block.
         k_block: most keys of a block.
         k_forward: most keys of a block where no dK and dV are returned.
-        few: fewest queries and keys of a block, if the kernel must see few different lengths.
-            [Note: few shapes]
-        tail: sizes of blocks below `few`, for another kernel.
-        masked: sizes of blocks of kind BAND and MASK.
+        few: fewest queries and keys of a block, for a kernel that must see few different lengths;
+            None: any length is allowed. [Note: few shapes]
+        tail: sizes for the next kernel, which computes blocks below `few`.
+        masked: sizes for the kernel that computes blocks of kind BAND and MASK.
         bottom_right: True if CAUSAL blocks may have more keys than queries.
         native_window: True if WINDOW blocks are allowed.
         native_varlen: True if VARLEN blocks are allowed.
@@ -113,8 +115,8 @@ class Tiling:
         return self.few is None or next(few_lengths(length, self.few, None), None) == length
 
     def queries(self, q0: int, q1: int) -> list[tuple[int, int, Tiling]]:
-        """Cut queries [q0, q1) into ranges (start, stop) for the kernel, each with the sizes of its
-        blocks."""
+        """Return ranges that cover queries [q0, q1), as (start, stop, sizes). The sizes are this
+        `Tiling`, or `tail` for a remainder of fewer than `few` queries."""
         found = list[tuple[int, int, Tiling]]()
         if self.few is None:
             for start in range(q0, q1, self.q_block or max(1, q1 - q0)):
@@ -129,7 +131,8 @@ class Tiling:
         return found
 
     def keys(self, k0: int, k1: int) -> list[tuple[int, int]]:
-        """Cut keys [k0, k1) into ranges (start, stop) for the kernel."""
+        """Return ranges (start, stop) that cover keys [k0, k1), each of a length that this kernel
+        prefers. The last range may be a shorter remainder for the next kernel, if `few` is set."""
         found = list[tuple[int, int]]()
         if self.few is None:
             for start in range(k0, k1, self.k_block or max(1, k1 - k0)):

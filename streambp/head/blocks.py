@@ -65,7 +65,8 @@ class Projection:
         logit_scale: factor of the products.
         softcap: bound of the logits; None: no softcap.
         temperature: divisor of the logits.
-        slope: factor in front of the model's own tanh; logit_scale / softcap would be rounded.
+        slope: factor of the products inside of the tanh, as the model's code has it; logit_scale /
+            softcap could differ by rounding.
     """
 
     logit_scale: float = 1.0
@@ -335,7 +336,7 @@ def product_gradient(
     """Return the gradient of the output projection's matrix products [n, v], for a block of
     vocabulary entries, in the products' dtype.
 
-    The kernels overwrite the products with the gradient. [Note: logits in place]
+    A Triton kernel on CUDA overwrites `product` with the gradient. [Note: logits in place]
 
     Args:
         product: [n, v].

@@ -131,8 +131,8 @@ class HeadInputs:
     def rows(self) -> Tensor | None:
         """Return the positions [n] that have a label, in order; None if all N positions have one.
 
-        Labels without data (on the meta device) are treated like most batches: the last position of
-        a row has no next token, so not all positions have a label.
+        Labels without data (on the meta device) give a tensor of all N positions. Most batches have
+        a position without a label, so memory that is counted without data covers this case.
         """
         if not has_data(self.labels):
             return torch.arange(self.labels.shape[0], device=self.labels.device)
@@ -261,7 +261,7 @@ def make_inputs(
     """Return the inputs of the output projection for hidden_states [..., h] and labels [...],
     flattened to [N].
 
-    The autocast state is the current one.
+    The current autocast state is stored with the inputs.
 
     Args:
         hidden_states: [..., h].
@@ -482,8 +482,8 @@ class HeadGradients:
     def finish_tokens(
         self, leaf: Tensor, normed: Tensor, shadows: list[Tensor], rows: Tensor | None, block: slice
     ) -> None:
-        """Differentiate the final norm of a block of tokens whose vocabulary entries are all added,
-        and write the block's rows of the gradient [N, h].
+        """Differentiate the final norm of a block of tokens, after `add_block` for all vocabulary
+        entries, and write the block's rows of the hidden states' gradient [N, h].
 
         Args:
             leaf: [n, h], from `recompute`.
@@ -510,9 +510,9 @@ class HeadGradients:
 
     def places(self) -> tuple[Tensor | None, ...]:
         """Return the tensors into which `results` will write the gradients of hidden [N, h], weight
-        [V, h] and bias [V].
+        [V, h] and bias [V]; None for a gradient that is not computed.
 
-        A sum that has its parameter's dtype is written in place. Other sums get a new tensor.
+        A sum that has its parameter's dtype is such a tensor itself. Other sums get a new tensor.
         """
         sums = (
             (self.d_hidden, self.hidden),
@@ -536,8 +536,8 @@ class HeadGradients:
         Args:
             upstream: a scalar tensor that multiplies the gradients, in place if a sum has the right
                 dtype. None: no factor.
-            places: tensors for the results, from the method `places`; None entries are created
-                here.
+            places: tensors for the results, from the method `places`; None: allocate the result
+                here, if it needs a new tensor.
         """
         values = self.inputs.norm_parameters.current()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set
@@ -564,7 +564,10 @@ class HeadGradients:
 
     def _of_labelled_rows(self, factor: Tensor | None) -> Tensor | None:
         """Return a factor for each row of the hidden states' gradient, [N, 1]: `factor` for rows
-        with a label, 1 elsewhere. If all rows have a label, return the scalar `factor`."""
+        with a label, 1 elsewhere. If all rows have a label, return the scalar `factor`.
+
+        Rows without a label have a gradient of zero, which an infinite factor would turn into NaN.
+        """
         rows = self.inputs.rows
         if factor is None or rows is None or self.d_hidden is None:
             return factor

@@ -41,13 +41,13 @@ SMALLEST = 2.0**-64
 
 
 class Pending:
-    """Gradients that the last loss computed in its forward and that wait for backward, and the
-    expected loss scale.
+    """State of losses that compute their gradients in forward: the last loss's gradients, until
+    backward returns them, and the expected loss scale.
 
     Attributes:
-        work: weak reference to these gradients.
-        factor: the loss scale, a GradScaler's for example: the last gradient that arrived at a
-            loss, over the gradient of an unscaled loss.
+        work: weak reference to the last loss's gradients; None: no loss was computed yet.
+        factor: the expected loss scale, of a GradScaler for example: the last gradient that arrived
+            at a loss, divided by the gradient of an unscaled loss. None: no backward has run yet.
         let_go: frees tensors that layers have saved by saves="auto", and returns True if it freed
             any; None: layers save nothing automatically.
     """
@@ -65,7 +65,8 @@ class Pending:
         A factor of 0, or with a size outside of 2^-64 to 2^64, counts as 1. [Note: expected scale]
 
         Args:
-            factor: a scalar, the gradient that arrived at the loss over the forward's `scale`.
+            factor: a scalar: the gradient that arrived at the loss, divided by the gradient of an
+                unscaled loss.
         """
         # fake tensors must not outlive their mode
         if type(factor) is Tensor and not factor.is_meta:

@@ -30,8 +30,9 @@ class HeadOutcome:
         used: True if a loss was computed block by block.
         empty: True if that loss had no labelled token.
         computed: names of results that were computed block by block from lazy logits.
-        built_for: the operation that required the complete logits.
-        hidden_built_for: the operation that required the output projection's input.
+        built_for: the operation that required the complete logits; None: they were not built.
+        hidden_built_for: the operation that required the output projection's input; None: it was
+            not built.
     """
 
     used: bool = False
@@ -47,17 +48,19 @@ class HeadRequest:
     which are computed later.
 
     Attributes:
-        pending: gradients that a loss computes in forward, until backward.
-        wanted: fields of `TokenLogProbs` besides log_probs; None: the loss suffices.
+        pending: gradients that a loss has computed in forward, until backward returns them.
+        wanted: fields of `TokenLogProbs` that a loss must compute besides log_probs; None: only the
+            loss's value is needed.
         temperature: divisor of the logits.
         in_float32: True if products are computed in float32.
         norms: final norms of the decoder that ends in this output projection; other norms (an
             encoder's) are computed at once.
-        num_items: the number by which the model's loss will divide a sum.
-        beside_loss: True if these logits were returned together with a loss whose backward starts
-            the model's backward for engines.
-        handed_out: True if the caller gets the call's logits and may read padding.
-        values: [N] each, values of the labels.
+        num_items: num_items_in_batch, by which the model divides the sum of its loss; None: not
+            passed.
+        beside_loss: True if the model returns these logits together with a loss. Engines such as
+            ZeRO-3 then notice the start of the model's backward at the loss, not at the logits.
+        handed_out: True if user code receives these logits, and may read them at padding.
+        values: the results of a loss over these logits, [N] each; None before such a loss.
         hidden_states: returns [N, h], the hidden states from which the values were computed, before
             `norm` if there is one.
         norm: the final norm, or None.
@@ -121,8 +124,8 @@ class LogitsExpression:
     late: LatePadding | None = None
 
     def reaching(self, source: Tensor, places: Tensor) -> Tensor:
-        """Return the stored hidden states [N, h]. If `places` [...] include padding tokens, the
-        hidden states of padding are appended.
+        """Return hidden states that the indices `places` [...] select from: the stored `source` [N,
+        h], followed by hidden states of the batch with padding if an index is that of padding.
 
         Args:
             source: [N, h].
@@ -138,10 +141,8 @@ class LogitsExpression:
         return dataclasses.replace(self.projection, temperature=self.request.temperature)
 
     def inputs(self) -> list[Tensor]:
-        """Return the tensors that the result depends on besides the hidden states.
-
-        The tensors are weight [V, h], bias [V] and the norm's parameters.
-        """
+        """Return the tensors used for the result besides the hidden states: weight [V, h], bias [V]
+        and the norm's parameters. A weight or bias of None is left out."""
         norm = [] if self.norm is None else list(self.norm.parameters())
         return [tensor for tensor in (self.weight, self.bias, *norm) if tensor is not None]
 
@@ -259,7 +260,7 @@ def _loss(
     source: Tensor, recipe: LogitsExpression, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
     """Compute `blockwise_loss` for hidden states [N, h] whose tokens are those of `target` [N], in
-    the same order. A failed attempt leaves no state behind."""
+    the same order. If the function raises for lack of memory, the caller may call it again."""
     assert recipe.weight is not None
     check_labels(target, recipe.weight.shape[0], ignore_index)
     request = recipe.request

@@ -62,7 +62,7 @@ class LatePadding:
     Attributes:
         source: [N, h], hidden states of all tokens without padding, in one packed row.
         compute: returns hidden states of the batch, [B * T, h]; argument: True for a gradient.
-        whole: results of `completed`; key: True for a gradient.
+        whole: cached results of `completed`, by whether the result is differentiable.
     """
 
     source: Tensor
@@ -79,8 +79,8 @@ class LatePadding:
         return has_data(places) and not bool(self.tokens(places).all())
 
     def completed(self) -> Tensor:
-        """Return the hidden states of all tokens and then of the batch with padding, [N + B * T,
-        h].
+        """Return the hidden states of the packed row, followed by those of the batch with padding:
+        [N + B * T, h].
 
         The result is differentiable in grad mode if the packed row's hidden states are.
         """

@@ -71,8 +71,8 @@ def why_not(
     sites: list[LayerSite],
     takes_positions: bool = True,
 ) -> str | None:
-    """Return the reason, as text for `describe`, against computing a call as one packed row, in
-    which tokens of shared prefixes occur once. None if a packed row may be tried.
+    """Return, as text for `describe`, why a call cannot be computed as one packed row with shared
+    prefixes. None if a packed row may be tried.
 
     Args:
         module: the backbone: a transformers model without head.
@@ -121,8 +121,8 @@ def _embeddings(module: nn.Module) -> nn.Module | None:
 
 
 def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Tell the attention masks among a layer's arguments which keys each token of a packed row may
-    read.
+    """Store in each attention mask (`LazyMask`) among a layer's arguments which keys each token of
+    a packed row may read.
 
     Args:
         tree: the packed row.
@@ -130,7 +130,7 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
         args, kwargs: the layer's arguments.
 
     Raises:
-        UnsharedError: the layer attends, and no mask among its arguments can store this.
+        UnsharedError: the layer has attention, and there is no `LazyMask` among its arguments.
     """
     masks = [value for value in (*args, *kwargs.values()) if isinstance(value, LazyMask)]
     for value in kwargs.values():
@@ -158,16 +158,17 @@ def check_streamed(site: LayerSite) -> None:
 
 
 class Trials:
-    """Tests on random tokens if a backbone computes a packed row with shared prefixes like its
-    rows. [Note: trial of sharing]
+    """Tests, with random tokens, whether a backbone computes the same for a packed row with shared
+    prefixes as for the rows themselves. [Note: trial of sharing]
 
     Args:
         module: the backbone.
 
     Attributes:
         takes_positions: True if the backbone's forward accepts position_ids.
-        verdicts: two reasons against a packed row by kind of call, for batches without padding and
-            with padding; None: rows may be packed.
+        verdicts: dict from a kind of call to two results: for batches without padding, and with
+            padding. A result is the reason against a packed row as text, or None if rows may be
+            packed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -199,15 +200,15 @@ class Trials:
         apart: int,
         together: bool,
     ) -> None:
-        """Test on random tokens if calls with arguments of this form can be computed as a packed
-        row with shared prefixes. Store the reasons against it, or None, in `verdicts`.
+        """Test with random tokens whether calls with arguments of this form can be computed as a
+        packed row with shared prefixes. Store the reasons against it, or None, in `verdicts`.
 
         Args:
             kwargs: the call's arguments, which `why_not` has accepted.
             over: the backbone's forward.
             sites: the backbone's decoder layers.
             apart: minimum number of tokens between two positions at which rows branch.
-            together: True if other ranks run the same test.
+            together: True if all ranks run this test at once, because forwards contain collectives.
         """
         shares = kwargs.get(EMBEDS) is None
         padded = kwargs.get(SHARED_INPUTS[1]) is not None
@@ -285,11 +286,11 @@ class Trials:
 
 
 def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
-    """Return recorded router scores or choices for the tokens of the packed row, [1, N, ...], from
-    those for the rows' tokens, [B, T, ...].
+    """Return recorded router scores or choices for the tokens of the packed row, [1, N, ...],
+    selected from the records for the rows' tokens, [B, T, ...].
 
-    If the packed row has an additional token at its end, this token gets the last token's values;
-    floats are NaN.
+    A packed row may end with an additional token, for which nothing was recorded. This token gets
+    the last token's integers, and NaN for floats.
     """
     found = tree.packed(of_rows)
     if tree.furthest is None:

@@ -110,8 +110,8 @@ class SharedPrefixes:
             documents: True if the language model's position_ids mark several documents in a row.
             padding_unseen: returns True if no other code reads values at padding positions; called
                 only for batches with padding. None: other code may read them.
-            again: a later forward over the rows, for code that reads padding after all; None: there
-                is none.
+            again: forward over the rows, which can run later if other code reads values at padding;
+                None: it cannot.
 
         Raises:
             StreamBPError: a packed row failed while the model ran, and other ranks wait for this
@@ -152,12 +152,14 @@ class SharedPrefixes:
         return over(kwargs, None)
 
     def _late(self, again: Again, tree: Tree, labels: tuple[Any, Any]) -> LateRows | None:
-        """Return an object that can run the backbone on the batch's rows after the packed row, if
-        the program then reads values at padding. None if the batch has no padding, with
-        rows="packed", or if other ranks take part in a forward.
+        """Return an object that can run the backbone on the batch's rows after the packed row, in
+        case the program reads values at padding.
+
+        None if the batch has no padding, if rows="packed" is set, or if all ranks must take part in
+        each forward.
 
         Args:
-            again: a later forward over the rows.
+            again: the forward over the rows, to run later.
             tree: the packed row.
             labels: see `call`.
         """
@@ -173,8 +175,8 @@ class SharedPrefixes:
         return LateRows(self.module, again, tree, told)
 
     def _caller(self, labels: tuple[Any, Any]) -> tuple[bool, bool]:
-        """Return the key (training mode, has labels). Once a call has read values at padding, all
-        calls with its key are expected to."""
+        """Return the key (True in training mode, True if there are labels). Once a program has read
+        values at padding, later calls with the same key are computed on the rows."""
         return self.module.training, any(value is not None for value in labels)
 
     def saves(
@@ -238,7 +240,8 @@ class SharedPrefixes:
         """Return two values: the packed row for a call, or the reason against it as text; True if
         the backbone may be tested with calls of this form. The backbone does not run.
 
-        An exception becomes a reason: no user has asked for the search, so it must not end a step.
+        An exception is returned as such a reason, because the user did not request a packed row,
+        and the rows can still be computed.
         """
         may_try = False
         try:
@@ -335,14 +338,16 @@ class SharedPrefixes:
         return reason
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
-        """Take part in the ranks' exchange for a call on this rank that uses no packed row.
-        [Note: trial of sharing]"""
+        """Take part in the exchange that precedes each call on all ranks (`_agreed`), for a call
+        that uses no packed row on this rank. [Note: trial of sharing]"""
         if must_agree(self.module):
             self._agreed(kwargs, may_try=False)
 
     def _agreed(self, kwargs: Mapping[str, Any], may_try: bool, wants: bool = False) -> bool:
-        """True if all ranks test this form of calls now: all have a call of this form, and one rank
-        wants the test. Each call exchanges this, because no rank knows what another one has tested.
+        """Exchange with all ranks whether to test this form of calls now. Return True if all ranks
+        have a call of this form, and at least one rank wants the test.
+
+        The exchange precedes each call, because no rank knows which forms other ranks have tested.
 
         Args:
             kwargs: the backbone's arguments.
@@ -361,19 +366,20 @@ class SharedPrefixes:
 
 
 def _apart(sites: list[LayerSite]) -> int:
-    """Return the minimum number of tokens between two positions at which rows of a packed row
-    branch.
+    """Return the minimum number of tokens between two positions where rows branch in a packed row,
+    over all layers.
 
-    A chunk of a layer with states ends at each of these positions.
+    A layer with recurrent states ends a chunk at each of these positions.
     """
     return max((site.kind.states.least for site in sites), default=1)
 
 
 def _a_chunk(sites: list[LayerSite]) -> float:
-    """Return the time that one more chunk costs, as a number of tokens with the same time, averaged
-    over the layers.
+    """Return the cost of one more chunk, averaged over the layers, as a number of tokens that take
+    the same time.
 
-    Only layers with recurrent states need more chunks for a packed row: where rows branch.
+    Only layers with recurrent states need more chunks for a packed row: a chunk ends wherever rows
+    branch.
     """
     return A_CHUNK * sum(site.kind.states.carries for site in sites) / max(len(sites), 1)
 

@@ -29,7 +29,7 @@ VALUE_TYPES = (bool, int, float, str, type(None))
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """Snapshot of a model's parameters, buffers and flags, to see later if the model has changed.
+    """Snapshot of a model's parameters, buffers and flags, to detect later changes of the model.
 
     Attributes:
         written: parameters and buffers, each with its version counter.
@@ -53,7 +53,8 @@ class Moment:
         return cls(written, flags)
 
     def is_over(self, module: nn.Module) -> bool:
-        """True if the module has changed since the snapshot."""
+        """True if a parameter, buffer or flag of the module was replaced or modified since the
+        snapshot."""
         now = Moment.of(module)
         if len(now.written) != len(self.written) or now.flags != self.flags:
             return True
@@ -62,8 +63,8 @@ class Moment:
 
 
 def _flags(module: nn.Module) -> list[dict[str, Any]]:
-    """Return each module's attributes that are numbers, strings or flags, and its lists of strings,
-    such as peft's active adapters."""
+    """Return one dict for each module, with the module's attributes that are numbers, strings or
+    bools, and its lists of strings (peft's active adapters)."""
     found = []
     for part in module.modules():
         flags: dict[str, Any] = {}
@@ -78,12 +79,12 @@ def _flags(module: nn.Module) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Again:
-    """A backbone's forward over the rows of a batch, to run later: the batch itself is computed as
-    a packed row.
+    """Forward of a backbone over the rows of a batch, to run later if it is needed. The batch
+    itself is computed as a packed row.
 
     Attributes:
-        run: runs it and returns its output.
-        handed_out: True if the call's logits go to user code, which may read padding.
+        run: function that runs the forward and returns the backbone's output.
+        handed_out: True if the call's logits are returned to user code, which may read padding.
     """
 
     run: Callable[[], Any]
@@ -115,15 +116,15 @@ class LateRows:
         self.source: Tensor | None = None
 
     def of(self, output: Any) -> Callable[[bool], Tensor] | None:
-        """Store the hidden states [N, h] of the packed row, to compare them later. Return
-        `compute`, or None if no user code can read padding.
+        """Store the hidden states [N, h] of the packed row, for comparison with a later forward.
+        Return the method `compute`, or None if no user code can read padding.
 
         Args:
             output: the backbone's output for the packed row.
 
         Raises:
-            UnsharedError: user code may read padding, and the hidden states are no lazy tensor that
-                could be computed later.
+            UnsharedError: user code may read padding, and the final norm's output is no lazy
+                tensor, so a read would not be noticed.
         """
         hidden = output[0]
         if not isinstance(hidden, LazyHidden) or hidden.written is not None:
@@ -140,7 +141,7 @@ class LateRows:
         """Run the backbone over the rows and return their hidden states [B * T, h].
 
         Args:
-            graded: True: build a graph, if the first forward did.
+            graded: True: build an autograd graph, if the packed row's forward built one.
 
         Raises:
             StreamBPError: the model has changed since the first forward.

@@ -61,8 +61,11 @@ class Spread(torch.autograd.Function):
 
 
 class Behind(torch.autograd.Function):
-    """Autograd Function that appends a row for padding to x [N, h]: a copy of the first row. A
-    gradient of this row raises."""
+    """Autograd Function that appends one row to hidden states x [N, h], to stand for all padding
+    tokens. The row is a copy of the first row of x.
+
+    Backward raises if a gradient arrives at the appended row.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -71,10 +74,11 @@ class Behind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Return the gradient of x [N, h] from the gradient of [N + 1, h].
+        """Return the gradient of x [N, h], which is `grad` [N + 1, h] without the row that stands
+        for padding.
 
         Raises:
-            BackwardError: a gradient arrives at padding.
+            BackwardError: the gradient of the row for padding is not zero.
         """
         refuse(grad[-1:])
         return grad[:-1]

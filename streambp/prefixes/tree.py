@@ -72,13 +72,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of the packed row that one batch row has and no earlier row of the packed
-    row.
+    """Consecutive tokens of the packed row: the tokens of one batch row from the first difference
+    to all earlier batch rows on.
 
     Attributes:
         row: index of the batch row.
-        own: these tokens.
-        before: the tokens before them in the batch row, which are in earlier segments.
+        own: the range of these tokens.
+        before: ranges of the batch row's tokens before the segment, which are in earlier segments.
     """
 
     row: int
@@ -124,8 +124,9 @@ class Tree:
 
     @functools.cached_property
     def forks(self) -> Forks:
-        """Return (start, continued) for each segment: its first index in the packed row, and the
-        index behind the preceding token of the same batch row."""
+        """Return (start, continued) for each segment: the segment's first index in the packed row,
+        and the index behind the token that precedes the segment in its batch row. `continued` is 0
+        if the segment begins its batch row."""
         found: list[tuple[int, int]] = []
         for segment in self.segments:
             continued = segment.before[-1].stop if segment.before else 0
@@ -259,7 +260,8 @@ def find_tree(
         saves: minimum savings, as a fraction of B * T tokens including padding.
         apart: minimum number of tokens between two positions at which rows branch, and before a
             row's end. Rows may share a few tokens less for that reason.
-        a_chunk: cost of a chunk in tokens, if chunks must end at each of these positions.
+        a_chunk: cost of one more chunk, as a number of tokens, if chunks must end wherever rows
+            branch; 0: chunks may end anywhere.
     """
     found = _look_at(ids, mask, positions, labelled)
     if isinstance(found, str):

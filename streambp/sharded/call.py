@@ -37,8 +37,10 @@ from streambp.sharded.shards import HeadGroup, Keys, Shards
 
 
 def keeps(config: StreamConfig, name: str) -> bool:
-    """True if every rank saves "kv" or "attn_out" with these settings, so that backward needs no
-    collective for it. False if a rank whose host memory is full would recompute instead.
+    """True if these settings make every rank save "kv" or "attn_out", so that backward needs no
+    exchange between ranks for the tensor.
+
+    False if the tensor is not saved, or if a rank with full host memory may recompute it.
 
     Args:
         config: the user's settings.
@@ -55,7 +57,7 @@ class ShardedKept(SavedForBackward):
     the layer's halves before and after attention, and for attention itself.
 
     Attributes:
-        pieces: this rank's chunks of queries, as `Shards.pieces`.
+        pieces: the chunks of queries whose attention this rank computes.
         gathers: True if K and V are gathered from other ranks (context parallelism).
         products_before: the saved Linears that run before attention.
         products_after: the saved Linears that run after attention.
@@ -71,8 +73,8 @@ class ShardedKept(SavedForBackward):
 
     @property
     def keeps_kv(self) -> bool:
-        """True if K and V of full sequences are saved. K and V that were gathered from other ranks
-        never are."""
+        """True if K and V of full sequences are saved for backward. Always False under context
+        parallelism, where K and V are gathered from other ranks."""
         return keeps(self.site.config, "kv") and not self.gathers
 
     def order(self) -> list[list[Access]]:
@@ -125,8 +127,9 @@ class ShardedCall(LayerCall):
         pieces: the chunks of queries whose attention this rank computes.
         params: parameters of attention; None before the first chunk.
         heads: number of query heads, and of key/value heads.
-        keys: K and V of full sequences, if saved on the device.
-        unread: the Linears that each half of the layer can skip.
+        keys: K and V of full sequences, if forward saved them on the device; otherwise None.
+        unread: the Linears that each half of the layer (up to its attention, and behind it) can
+            skip.
     """
 
     kept: ShardedKept
@@ -214,8 +217,8 @@ class ShardedCall(LayerCall):
 def _unread_in_halves(
     call: ShardedCall, linears: dict[str, nn.Linear], x: Tensor, chunk: Chunk, random: RandomState
 ) -> UnreadInHalves:
-    """Return the Linears that each half of the layer can skip without a change of its results:
-    proposed by a trace of random tokens, and tested by value.
+    """Return the Linears that each half of the layer can skip. A trace of random tokens finds
+    unused outputs of Linears, and runs with NaN in these outputs confirm the result.
 
     Args:
         call: the call of the layer.
@@ -248,8 +251,8 @@ def _unread_in_halves(
         return [output.hidden_states, *output.extras.values()]
 
     def kept(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
-        """Return those of the Linears whose outputs one half of the layer does not need. The half's
-        results are the same without these outputs."""
+        """Return those of the Linears `names` that one half of the layer can skip: the half has the
+        same results if these Linears return NaN."""
 
         def given(names: Labels) -> list[Any]:
             """Run one half of the layer while these Linears return NaN, and return its outputs or

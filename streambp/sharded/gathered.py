@@ -219,8 +219,8 @@ class GatheredKeys(Keys):
         self.coming = self._start(0)
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """Yield K and V, one group of heads after the other. The transfer of the next heads runs
-        meanwhile. If all heads fit, they stay in memory for later loops.
+        """Yield K and V, one group of heads after the other, while the next group is in transfer.
+        If a group has all heads, the group stays in memory for later loops.
 
         Args:
             last: True if this is the last loop.

@@ -33,8 +33,9 @@ class SplitAtAttention(ChunkAttention):
         self.projected: AttentionCall | None = None
 
     def attend(self, given: AttentionCall) -> Tensor:
-        """Return attention's output o as [B, C, H, D_v], contiguous; in the half before attention,
-        raise `RefillDone` to end the forward.
+        """Return attention's output o as [B, C, H, D_v], contiguous, in the half after attention.
+        Store the call's arguments and raise `RefillDone` in the half before attention, to end the
+        layer's forward.
 
         Raises:
             UnsupportedModelError: the call has dropout.

@@ -89,8 +89,9 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
 
 
 def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
-    """Raise the error for a layer that cannot run in chunks: unchunked, it would see this rank's
-    tokens alone."""
+    """Raise the error for a layer that cannot run in chunks, if sequences are split over ranks.
+    Such a layer cannot run unchunked either, because its attention would see this rank's tokens
+    alone."""
     reason = report.because or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
         f"{type(site.layer).__name__} cannot stream: {reason}. With sequences split over ranks it "
@@ -99,7 +100,7 @@ def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
 
 
 def _part(chunk: Chunk) -> tuple[slice, slice, slice]:
-    """Return the index of a chunk's positions in a tensor [B, H, T / P, D]."""
+    """Return the index (a tuple of slices) of a chunk's positions in a tensor [B, H, T / P, D]."""
     return slice(None), slice(None), slice(chunk.start, chunk.stop)
 
 
@@ -189,7 +190,8 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
 
 
 def _see_projected(see: See | None, found: AttentionCall) -> None:
-    """Pass a chunk's q, k and v to the comparison of backward with forward, if there is one."""
+    """Pass a chunk's q, k and v to `see`, which compares the values in backward with those in
+    forward. None: nothing is compared."""
     if see is not None:
         see("q", found.q)
         see("k", found.k)
@@ -280,8 +282,8 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
 
 
 def _keep_attention(call: ShardedCall, keys: Keys, o: Tensor, lse: Tensor) -> None:
-    """Save what `saves` names of attention: its output and logsumexp, and K and V. A rank with
-    little host memory may save less than other ranks; no exchange depends on this.
+    """Save for backward what the settings name: attention's output and logsumexp, and K and V. A
+    rank with little host memory may save less than other ranks; no exchange depends on this.
 
     Args:
         call: the call of the layer.
@@ -326,8 +328,8 @@ def _backward(call: ShardedCall, work: BackwardPass) -> None:
 
 
 def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
-    """Return q and K, V of full sequences for attention in backward: recomputed and exchanged
-    again, or saved."""
+    """Return q, and K and V of full sequences, for attention in backward. K and V are read if
+    saved. All other tensors are recomputed and exchanged between ranks again."""
     kept = call.kept
     count = 3
     unread: Labels = frozenset()

@@ -19,7 +19,10 @@ from streambp.errors import UnsupportedMaskError
 
 
 class Shown(enum.IntEnum):
-    """Information about packed documents in the mask of one rank's tokens."""
+    """Result for packed documents, found from the attention mask of one rank's tokens. NOTHING:
+    this rank's tokens have no packed documents. KNOWN: the mask separates documents. IGNORED:
+    position_ids mark documents, which the mask does not separate. REFUSED: the mask is not
+    supported."""
 
     NOTHING = 0
     KNOWN = 1
@@ -94,8 +97,8 @@ def _shown(
     position_ids: Tensor | None,
     device: torch.device,
 ) -> tuple[int | None, bool, Shown]:
-    """Return what the mask of this rank's tokens shows: its window, True if no other window is
-    possible, and what it tells about documents.
+    """Return what the mask of this rank's tokens shows: the sliding window (None: no window), True
+    if no other window is possible, and a `Shown` about packed documents.
 
     Args:
         mask: the model's mask.

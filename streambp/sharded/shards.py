@@ -82,17 +82,20 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Sequences that DeepSpeed Ulysses has split over ranks, and the exchanges of q, k, v and
-    attention outputs. Each of P ranks holds T / P consecutive tokens of every row.
+    """Batch whose sequences DeepSpeed Ulysses has split over P ranks: each rank has T / P
+    consecutive tokens of every row. The methods exchange q, k, v and attention outputs between the
+    ranks.
 
     Attributes:
         group: process group of the ranks.
         size: P, the number of ranks.
         length: T / P, the tokens of a row on one rank.
-        spans: keys that each query of the full sequences may read, without a sliding window.
+        spans: keys that each query of the full sequences may read, by padding and packed documents.
+            Layers may have a sliding window in addition.
         positions: position_ids [1 or B, T / P] of this rank's tokens.
         rank: this rank's index in the group.
-        room: bytes that every rank can spend on K and V of full sequences.
+        room: device memory in bytes that every rank can spend on gathered K and V (context
+            parallelism).
     """
 
     group: Any
@@ -113,12 +116,12 @@ class Shards:
         return self.size * self.length
 
     def pieces(self, batch_size: int, size: int) -> list[HeadGroup]:
-        """Return the chunks of queries whose attention this rank computes: all of the sequence,
-        each of at most `size` positions.
+        """Return the chunks of queries whose attention this rank computes. Under Ulysses each rank
+        attends with all queries of the full sequence, for the rank's own heads.
 
         Args:
             batch_size: number of rows B.
-            size: maximum length of a chunk.
+            size: maximum number of positions of a chunk.
         """
         return [
             HeadGroup(chunk, chunk) for chunk in plan_chunks(self.whole_length, batch_size, size)
@@ -141,9 +144,9 @@ class Shards:
         )
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
-        """Exchange all tokens of this rank's heads, [B, H / P, T, D], for the rank's tokens of
-        all heads, [B, heads, T / P, D]. Heads that `queries` has repeated are summed, as
-        gradients are."""
+        """Exchange all tokens of this rank's heads, [B, H / P, T, D], for the rank's tokens of all
+        heads, [B, heads, T / P, D]. If `queries` has repeated heads, and x is a gradient, the
+        repeated heads are summed."""
         batch, _, _, width = x.shape
         # [P, B, H / P, T / P, D]
         mine = self.exchange(x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0))
@@ -192,8 +195,8 @@ class Shards:
         return x.transpose(0, 1).flatten(1, 2)
 
     def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
-        """Check nothing: under Ulysses, positions in the order of ranks are in the order of the
-        sequence.
+        """Skip the check of positions. Tokens in the order of ranks are always in the order of the
+        sequence under Ulysses.
 
         Args:
             positions: [1 or B, T] in this order.
