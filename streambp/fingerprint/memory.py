@@ -2,9 +2,10 @@
 
 The search follows attributes of modules, classes, hooks and forwards. The closures, defaults and
 globals of hooks and forwards are followed as well, and so are objects and containers reachable from
-any of these. Each value has a path, such as `mlp.kept[3]`. Values of parameters and buffers, and objects of torch, transformers
-and similar libraries are left out: these libraries store nothing of a batch. Programs may store
-values as attributes of a model's config and of a parameter, so these attributes are included.
+any of these. Each value has a path, such as `mlp.kept[3]`. Values of parameters and buffers, and
+objects of torch, transformers and similar libraries are left out: these libraries store nothing of
+a batch. Programs may store values as attributes of a model's config and of a parameter, so these
+attributes are included.
 
 The search visits at most `MOST` objects, nearest first, and the last `WIDE` plain values of a
 container. If a container has more than `LONG` entries, only its last `WIDE` entries are visited.
