@@ -36,9 +36,9 @@ def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -
     Args:
         whole, pieces: [..., B, T, h], the results of the two runs: outputs, or gradients of the
             input.
-        residual: [..., B, T, h], the term that both results contain unchanged through the residual
-            connection: the input, or the gradient of the output. The norm of `whole - residual`
-                sets the tolerance.
+        residual: [..., B, T, h], what the residual connection adds to both results. This is the
+            layer's input if outputs are compared, and the gradient of the output if gradients are.
+            The norm of `whole - residual` sets the tolerance.
         dtype: the result of `coarsest`.
     """
     added = TOLERANCE.get(dtype, HALF_TOLERANCE) * (whole - residual).float().norm()
@@ -50,15 +50,17 @@ def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -
 
 @contextlib.contextmanager
 def choices_once(call: LayerCall) -> Iterator[ReplayedChoices]:
-    """Context manager in which a layer's routers choose experts freely in the first run, and choose
-    the same experts in later runs. [Note: choices]"""
+    """Context manager for several runs of a layer, which yields the record of the experts chosen.
+    MoE routers choose experts freely in the first run, and the same experts in later runs. [Note:
+    choices]"""
     choices = ReplayedChoices()
     with replaced([call.site], "choices", [choices]):
         yield choices
 
 
 def chose_alike(choices: ReplayedChoices | None, dtype: torch.dtype) -> bool:
-    """True if the router's scores in the latest run equal those of the first run, up to rounding.
+    """True if the scores of the layer's MoE routers in the latest run equal those of the first run,
+    up to rounding. Also true if nothing was recorded.
 
     Args:
         choices: the recorded scores; None: nothing was recorded.

@@ -101,9 +101,12 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
 def _as_one(
     site: LayerSite, args: Any, kwargs: dict[str, Any]
 ) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
-    """Return a context manager and the arguments for the layer's forward. The context manager lets
-    all gradients of the layer's parameters arrive together, after the layer's backward, because
-    ZeRO-1 and ZeRO-2 sum gradients over ranks in order of arrival.
+    """Return a context manager in which the layer's forward must run, and the args and kwargs for
+    the forward.
+
+    Under ZeRO-1 and ZeRO-2 autograd then delivers all gradients of the layer's parameters together,
+    after the layer's backward. ZeRO needs this because each rank sums gradients in order of
+    arrival. The arguments do not change without grad mode, or without these engines.
 
     Args:
         site: the decoder layer.
@@ -126,10 +129,10 @@ def _as_one(
 class Repeatable:
     """A layer's forward for torch's checkpoint, with checks that the recomputation is the same.
 
-    Checkpoint itself would silently recompute another model or batch. The recomputation raises if
-    parameters, arguments, train or eval mode, or the layer's modules and hooks changed since
-    forward. Buffers and the states of random generators are set to those of forward.
-    [Note: fingerprint]
+    Checkpoint itself does not notice if the model or the batch changed after forward. The
+    recomputation here raises if parameters, arguments, train or eval mode, or the layer's modules
+    and hooks changed since forward. Buffers and the states of random generators are set to those of
+    forward. [Note: fingerprint]
     """
 
     def __init__(
@@ -209,8 +212,8 @@ class Repeatable:
         return result
 
     def _see(self, given: Any, result: Any, again: bool) -> None:
-        """Record the layer's output in forward, and compare the output of the recomputation with
-        the record. [Note: witness]
+        """Record the layer's output in forward; in the recomputation, compare the output with the
+        record. [Note: witness]
 
         Args:
             given: the layer's arguments.

@@ -67,8 +67,8 @@ def stream_layer(
 ) -> Any:
     """Compute a decoder layer's forward in chunks of the sequence, and return its result.
 
-    The first call of each kind tests on random tokens if chunks compute the same. If not, such
-    calls run unchunked, under torch's checkpoint.
+    The first call with a new form of arguments tests on random tokens if chunks give the same
+    result as the full sequence. If not, such calls run unchunked, under torch's checkpoint.
 
     Args:
         site: the decoder layer, with its settings and test results.
@@ -115,7 +115,7 @@ def admit(
     """Decide how a call of a decoder layer runs. Return a `LayerCall` that runs in chunks, or a
     report with the reason for an unchunked run.
 
-    The arguments, and the errors if neither run is exact, are those of `stream_layer`.
+    Arguments and exceptions are those of `stream_layer`.
     """
     # The kind of call: the layer's structure, and which arguments it gets.
     look = site.fingerprint.look(site.layer)
@@ -221,11 +221,12 @@ def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
 
 
 def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """Test the layer on a few random tokens, on its device and without autocast or collectives.
+    """Run the tests of a layer on a few random tokens. During the tests the layer's weights are on
+    the device, autocast is off, and collectives raise.
 
     Returns:
-        The exception of the search for in-place writes (None: no exception), and the decision
-        whether the call runs in chunks.
+        The exception that the layer raised in the test for in-place writes (None: no exception),
+        and the decision whether the call runs in chunks.
     """
     site = call.site
     if call.look.hooks.ids and has_data(call.hidden_states):
@@ -246,12 +247,12 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
 
 def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """Run the tests of a layer: for stored values, for in-place writes, and for equal results of
-    chunks.
+    """Run the three tests of a layer: for values that third-party code stores, for tensors that the
+    layer overwrites in place, and for equal results of chunks and of the full sequence.
 
     Returns:
-        The exception of the test for writes (None: no exception), and the decision whether the call
-        runs in chunks.
+        The exception that the layer raised in the test for in-place writes (None: no exception),
+        and the decision whether the call runs in chunks.
     """
     because = why_untestable(call)
     if because is not None:
@@ -324,8 +325,9 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
 
 
 def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | None:
-    """Return why a layer with recurrent states cannot run in chunks with the packed documents among
-    its arguments, as text for `describe`; None if it can."""
+    """Return the reason, as text for `describe`, to run a layer with recurrent states unchunked:
+    chunks cannot follow the packed documents that its arguments mark (seq_idx and others). None if
+    chunks can, or if the arguments mark no documents."""
     documents = arguments.documents
     if documents is None:
         return None

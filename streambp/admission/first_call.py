@@ -22,7 +22,8 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     """Return the names of the values that a layer sets at its first call and never again, such as a
     scale computed from the first batch. Chunks would compute the value from the first chunk.
 
-    A layer that sets a value runs some more times, also on other, fewer and larger tokens.
+    If `state` shows that the layer has changed a value in the test so far, the layer runs again: on
+    the same tokens, and on fewer tokens with larger values.
 
     Args:
         call: the call of the layer.

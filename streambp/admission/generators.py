@@ -97,8 +97,8 @@ def generators_kept(generators: Sequence[Generator]) -> Iterator[None]:
 @contextlib.contextmanager
 def leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
     """Context manager that restores a module's attributes, buffers and random generators
-    afterwards, and yields the object that restores attributes. Torch's default generators are not
-    restored. [Note: a trial leaves nothing]"""
+    afterwards. Torch's default generators are not restored. Yields the `Restored` object, which can
+    also restore the attributes between two runs. [Note: a trial leaves nothing]"""
     buffers, generators = buffers_of(module), (*ModuleSnapshot(module, set()).generators, *OF_ALL)
     with in_place_of_buffers(buffers), generators_kept(generators), Restored(module) as restored:
         yield restored
@@ -107,7 +107,8 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
 @contextlib.contextmanager
 def on_trial(call: LayerCall) -> Iterator[Restored]:
     """Context manager for a test run of a layer: its attributes, buffers and random generators are
-    restored afterwards. Yields the object that restores attributes, also between two runs.
+    restored afterwards. Yields the `Restored` object, which can also restore the attributes between
+    two runs.
 
     Must be entered inside `LayerCall.streaming`, which changes modules and configs.
     """

@@ -103,8 +103,9 @@ def roots_of(site: LayerSite, look: LayerSnapshot) -> Roots:
 
 
 def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor) -> Kind:
-    """Return `kind` with a digest of the values that third-party code inside the layer stores.
-    Calls of one kind share their test results, so a changed flag makes the layer be tested again.
+    """Return `kind`, the key of test results, with an added entry for values that third-party code
+    inside the layer stores. A changed flag or string therefore makes the layer be tested again, and
+    so does a call with the length of a stored tensor.
 
     `kind` is returned unchanged if no third-party code runs inside.
 
@@ -142,7 +143,7 @@ def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
         value: a flag, number or string.
 
     Returns:
-        [(path, part)]; [] for a value far behind in a list.
+        [(path, part)]; [] for an entry of a list behind its first `SHORT` entries.
     """
     if any(int(number) >= SHORT for number in re.findall(r"\[(\d+)\]", path)):
         return []
@@ -193,8 +194,8 @@ def recomputed(site: LayerSite, look: LayerSnapshot) -> contextlib.AbstractConte
 
 
 def without_traces(find: Callable[..., T]) -> Callable[..., T]:
-    """Wrap a function of a `LayerCall`: what third-party code stores while it runs is removed
-    afterwards."""
+    """Wrap `find`, a function whose first argument is a `LayerCall`: values that third-party code
+    in the layer stores during the function's run are removed afterwards."""
 
     def found(call: LayerCall, *args: Any) -> T:
         with leaving_nothing(call):
@@ -204,11 +205,11 @@ def without_traces(find: Callable[..., T]) -> Callable[..., T]:
 
 
 def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerCall, bool], T]:
-    """Wrap the forward that runs a layer in chunks: raise if third-party code stored a tensor of
-    one chunk.
+    """Wrap `forward`, the function that runs a layer in chunks: raise if third-party code stored a
+    tensor with one entry for each token of a chunk.
 
-    The layer's test did not find such code: a hook was registered after `warm_up`, the code acts on
-    longer sequences only, or a switch was set that no snapshot contains.
+    This happens if the layer's test could not detect the code, which is a hook registered after
+    `warm_up`, acts on longer sequences only, or has a switch outside of the snapshots.
     """
 
     def run(call: LayerCall, keep: bool) -> T:
@@ -245,8 +246,8 @@ def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
 
 
 def _refuse(call: LayerCall, what: str) -> NoReturn:
-    """Raise because third-party code stored a value of one chunk. Calls with the same arguments and
-    hooks run unchunked from now on.
+    """Raise the error for a value of one chunk that third-party code stored. Later calls with the
+    same arguments and hooks run unchunked.
 
     Args:
         call: the call of the layer.
@@ -269,10 +270,8 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
 
 
 def why_untestable(call: LayerCall) -> str | None:
-    """Return why no test run may take place and the layer runs unchunked; None otherwise.
-
-    A test run would advance generators and other iterators for good.
-    """
+    """Return the reason, as text for `describe`, to run the layer unchunked and without a test:
+    third-party code may advance iterators, which a test cannot reset. None if a test may run."""
     if not roots_of(call.site, call.look):
         return None
     iterators = Snapshot(call.site.layer).iterators
@@ -280,8 +279,8 @@ def why_untestable(call: LayerCall) -> str | None:
 
 
 def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
-    """Test on random tokens if third-party code in a layer stores other values when the layer runs
-    in chunks. [Note: kept values]
+    """Test on random tokens if the values that third-party code in a layer stores are the same in
+    chunks and unchunked. [Note: kept values]
 
     The test runs once for each kind of call, and may change `call.arguments.kind`.
 
@@ -318,12 +317,12 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
 
 
 def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str | None:
-    """Return the text that names the stored values in which chunks differ from the full sequence;
-    None: all are equal.
+    """Return the reason, as text for `describe`, to run the layer unchunked: the names of stored
+    values that differ between chunks and the full sequence. None if all are equal.
 
     Args:
         call: the call of the layer.
-        x: hidden_states of the call; the random tokens of the test have their scale.
+        x: hidden_states of the call, whose scale the random test tokens have.
         roots: third-party code, and objects from which stored values are reachable.
         state: restores the layer's state before each run.
     """
@@ -373,13 +372,15 @@ def _named(differing: dict[str, str]) -> str:
 
 
 class _Trial:
-    """Runs of a layer over a few tokens, in its own mode, each from the same start.
+    """Test runs of a layer over a few tokens, to compare the values that third-party code stores in
+    each. Every run starts from the same state and random numbers, in the layer's train or eval
+    mode.
 
     Args:
-        call: the call on trial.
+        call: the call to test.
         x: [..., B, T, h], the tokens.
-        upstream: [..., B, T, h], the gradient of its output.
-        roots: the places in which values may be stored.
+        upstream: [..., B, T, h], the gradient of the layer's output.
+        roots: objects in which third-party code may store values, as (name, object).
         state: restores the layer's state before each run.
     """
 
@@ -398,10 +399,10 @@ class _Trial:
 
     def left(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
         """Run the layer, and return the stored values that the run added or changed, by path. The
-        values are removed again.
+        stored values of before the run are restored afterwards.
 
         Args:
-            run: `whole`, `at_once` or `in_chunks`.
+            run: the method that runs the layer: `whole`, `at_once` or `in_chunks`.
         """
         named, length = self.call.arguments.named, self.x.shape[-2]
         documents = in_several(named, length) if self.call.packing.told else {}
@@ -482,8 +483,8 @@ class _Trial:
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
-    """Return the paths of stored values that differ between two runs by more than rounding. Each
-    has the shapes of its tensors as text, if the shapes differ.
+    """Return a dict from the path of each stored value that differs between two runs by more than
+    rounding, to a text with both shapes. The text is "" if the shapes are equal.
 
     Args:
         one: values by path.
@@ -522,8 +523,8 @@ def _alike(one: Any, other: Any, tolerance: float) -> bool:
 
 
 def _told(whole: Any, chunks: Any) -> str:
-    """Return the shapes of two tensors as text; "" if they are equal or the values are no
-    tensors."""
+    """Return the shapes of two tensors as text; "" if the shapes are equal or one value is no
+    tensor."""
     arrays = isinstance(whole, (Tensor, np.ndarray)) and isinstance(chunks, (Tensor, np.ndarray))
     if arrays and whole.shape != chunks.shape:
         return f" {tuple(chunks.shape)} for {tuple(whole.shape)}"

@@ -47,7 +47,8 @@ class StreamingMismatchError(UnsupportedModelError):
 class UnpatchedRun:
     """One run of the unpatched layer on x [..., B, t, h], to be compared with streambp's result.
 
-    The layer runs with the model's own attention and mask functions, or with eager attention.
+    The run uses the attention and mask functions that are registered in transformers under "sdpa"
+    if the model uses SDPA, otherwise under "eager".
 
     Args:
         call: the call of the layer.
@@ -58,7 +59,7 @@ class UnpatchedRun:
     Attributes:
         result: the output and, if a graph is required, the gradients of x and of the smallest
             parameters (`small_ones`).
-        other_leaf: a tensor in the graph that wants a gradient, but is neither a parameter nor an
+        other_leaf: a leaf of the graph that requires a gradient, but is neither a parameter nor an
             argument of the layer; None: there is none.
         foreign: names of third-party modules, forwards and hooks inside the layer.
     """
@@ -118,11 +119,12 @@ class UnpatchedRun:
         return alike and chose_alike(self.call.site.choices, dtype)
 
     def why_whole(self) -> str | None:
-        """Return why the layer must run unchunked to get all gradients, as text for `describe`;
-        None if it need not.
+        """Return the reason, as text for `describe`, to run the layer unchunked: its output depends
+        on a leaf outside of the layer (`other_leaf`), which would get no gradient from chunks. None
+        if there is no such leaf.
 
         Raises:
-            StreamingMismatchError: FSDP1 holds the layer's parameters.
+            StreamingMismatchError: the leaf is a flat parameter of FSDP1.
         """
         if self.other_leaf is None:
             return None
@@ -226,8 +228,8 @@ def own_run(
 
 
 def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
-    """True if the unpatched layer computes x [..., B, t, h] without an exception. A layer whose
-    sequence is split over ranks counts as true.
+    """True if the unpatched layer runs on x [..., B, t, h] without an exception. A layer whose
+    sequence is split over ranks counts as true without a run.
 
     Args:
         call: the call of the layer.
@@ -246,8 +248,9 @@ def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
 def why_unlike_unpatched(
     call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
 ) -> str | None:
-    """Compare streambp's result with the unpatched layer's. Return why the layer must run unchunked
-    to get all gradients; None if it need not.
+    """Compare streambp's result with the unpatched layer's. Return the reason, as text for
+    `describe`, to run the layer unchunked: a leaf outside of the layer requires a gradient. None if
+    there is no such leaf.
 
     Args:
         call: the call of the layer.
@@ -258,7 +261,8 @@ def why_unlike_unpatched(
         shadows: replacements of the layer's trainable parameters.
 
     Raises:
-        StreamingMismatchError: the results differ, or FSDP1 holds the layer's parameters.
+        StreamingMismatchError: the results differ by more than rounding, or FSDP1 holds the layer's
+            parameters.
     """
     own = own_run(call, x, upstream, shadows)
     if own is None:
@@ -302,7 +306,8 @@ def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list
 
 
 def _comparable(config: PreTrainedConfig) -> str:
-    """Return the attention implementation with which the unpatched layer is compared: its own if
-    that is torch's sdpa, otherwise eager."""
+    """Return the attention implementation for the unpatched layer's run: "sdpa" if the config asks
+    for torch's SDPA or for nothing, and DeepSpeed Ulysses has not replaced it; otherwise "eager".
+    """
     name = own_implementation(config) or "sdpa"
     return name if name in ("sdpa", EAGER) and find_ulysses(name) is None else EAGER

@@ -164,11 +164,11 @@ class Found(NamedTuple):
 
 def _judged(call: LayerCall, x: Tensor) -> Found:
     """Test on random tokens if the layer's chunks compute the same as the full sequence. Return the
-    result, and store it if it holds for later calls of this kind.
+    result, and store it if later calls of this kind have the same result.
 
     Args:
         call: the call of the layer.
-        x: hidden_states of the call, [..., B, T, h]; the random tokens have their scale.
+        x: hidden_states of the call, [..., B, T, h], whose scale the random tokens have.
     """
     site, kind = call.site, call.arguments.kind
     found = _why_not(call, x)
@@ -203,12 +203,13 @@ def _judged_at_length(call: LayerCall) -> Verdict:
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
-    """Test on random tokens if the layer's chunks compute the same as the full sequence. Values
-    that the layer stores meanwhile are removed. [Note: a trial leaves nothing]
+    """Run the test on random tokens if the layer's chunks compute the same as the full sequence,
+    and return the result. Values that the layer stores in the test are removed. [Note: a trial
+    leaves nothing]
 
     Args:
         call: the call of the layer.
-        hidden_states: the layer's input, [..., B, T, h]; the random tokens have the same scale.
+        hidden_states: the layer's input, [..., B, T, h], whose scale the random tokens have.
     """
     if not call.site.kind.states.carries and _convolves(call.site.layer):
         return Found(CONVOLVES)
@@ -237,8 +238,9 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
 
 
 def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> Found:
-    """Return the result of all comparisons on random tokens: of side effects, of gradients that
-    cross the end of a chunk, and of values.
+    """Check the layer on random tokens, and return the result. The checks concern side effects,
+    gradients between tokens of different chunks outside of attention, and equal values with and
+    without chunks.
 
     Args:
         call: the call of the layer.
@@ -267,8 +269,9 @@ def _failed(
 ) -> Found:
     """Return the result of a test whose run in chunks raised.
 
-    If the exception comes again, the layer cannot run in chunks. If the unpatched layer raises on
-    these tokens as well, nothing is decided: the call itself will raise.
+    The call then runs unchunked. If the unpatched layer computes these tokens, the exception counts
+    against chunks: repeated exceptions make all calls of this kind run unchunked. If the unpatched
+    layer raises as well, nothing is decided, because the call itself will raise.
 
     Args:
         call: the call of the layer.
@@ -303,8 +306,9 @@ def _why_unlike(
 ) -> Found:
     """Compare the layer's chunks with the unpatched layer on random tokens, and return the result.
 
-    If one run of each differs, the layer also runs with streambp's attention in one chunk, to tell
-    the effect of chunks from that of streambp. Every run starts from the same stored values.
+    If the two differ, the layer also runs in one chunk with streambp's attention. This separates
+    the effect of chunks from the effect of streambp's attention. Every run starts from the same
+    stored values.
 
     Args:
         call: the call of the layer.
@@ -373,10 +377,11 @@ def _alike(
 
 
 def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
-    """Run the layer with attention that does not cross the end of the first chunk, and look for
-    side effects. Return why chunks would differ; None if no reason is found.
+    """Run the layer with attention limited to keys of the query's own chunk. Return the reason, as
+    text for `describe`, why chunks would differ from the full sequence; None if no reason is found.
 
-    A gradient that crosses the end all the same shows that the layer mixes tokens elsewhere.
+    A reason is a write to a buffer, a stored tensor with its graph, or a gradient between tokens of
+    the two chunks. Such a gradient shows that the layer mixes tokens outside of its attention.
 
     Args:
         call: the call of the layer.
@@ -405,8 +410,8 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
 
 
 def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: GraphMarker) -> bool:
-    """True if a gradient crosses the end of a chunk other than through attention and recurrent
-    states.
+    """Run the layer. True if a gradient flows between tokens of two chunks other than through
+    attention. Always False for layers that pass on recurrent states or read a cache.
 
     Args:
         call: the call of the layer.
@@ -465,11 +470,12 @@ def _on_trial(
 
 
 def _unread_state(call: LayerCall, x: Tensor) -> str | None:
-    """Run a layer with recurrent states on two chunks. Return why the layer cannot run in chunks,
-    if the second chunk does not read the first chunk's end states; else None.
+    """Run a layer with recurrent states on two chunks. Return the reason, as text for `describe`,
+    to run the layer unchunked: the second chunk does not read a state with which the first chunk
+    ended. None if every state is read, or if the tokens are too few.
 
-    The autograd graph shows this, also without data. Values would not: zero weights hide the effect
-    of a state, and half precision may round it away.
+    The autograd graph shows what is read, also without data. Values would not: zero weights hide
+    the effect of a state, and half precision may round it away.
 
     Args:
         call: the call of the layer.
@@ -502,7 +508,8 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
 
 
 def broken(error: Exception) -> str:
-    """Return the reason, as text for `describe`, for a layer whose forward raises on chunks."""
+    """Return the reason, as text for `describe`, why a layer runs unchunked: its forward raised
+    `error` on chunks."""
     return f"its forward does not work on chunks ({type(error).__name__}: {error})"
 
 
@@ -528,7 +535,8 @@ def _run(
         call: the call of the layer.
         x: the input.
         upstream: [..., B, t, h], the gradient of the output.
-        chunk_size: run in chunks that pass on states; None: run unchunked, without a cache.
+        chunk_size: length of a chunk, if the layer runs in chunks that pass on states; None: run
+            unchunked, without a cache.
         judged: parameters whose gradients are returned.
     """
     graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

@@ -72,11 +72,11 @@ def causal_prefix(call: LayerCall, length: int) -> Prefix:
 
 @contextlib.contextmanager
 def rehearsing(call: LayerCall) -> Iterator[None]:
-    """Context manager for a test run of a layer: it prepares the layer for chunks and restores
-    random states. Autocast's weight cache, and saved_tensors_hooks of a checkpoint around the
-    model, are disabled.
+    """Context manager for a test run of a layer. The layer is prepared for chunks, and the states
+    of random generators are restored afterwards.
 
-    That checkpoint would raise: test chunks write to the same buffer of keys and values.
+    Autocast's weight cache is disabled, and so are saved_tensors_hooks of a checkpoint around the
+    model. The checkpoint would raise, because test chunks write to one buffer of keys and values.
     """
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     restored = RandomState.capture(call.device).replayed()
@@ -96,8 +96,9 @@ def random_like(hidden_states: Tensor) -> Tensor:
 
 
 def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Return arguments for a test that replace masks by causal ones without padding, by name. Keys
-    picked by an earlier layer's indexer are replaced by two keys that every query may read.
+    """Return a dict from argument name to its replacement for a test. Masks are replaced by causal
+    masks without padding. Key indices selected by an earlier layer's indexer (sparse attention) are
+    replaced by two keys that every query may read.
 
     Args:
         named: the layer's arguments by name.
@@ -144,8 +145,8 @@ def nothing_compiled() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def evaluated(call: LayerCall) -> Iterator[None]:
-    """Context manager that sets the layer's modules to eval mode, so that two runs have no random
-    dropout. Modules with quantized weights keep their mode, because some repack weights in eval
+    """Context manager that sets the layer's modules to eval mode, so that dropout does not make two
+    runs differ. Modules with quantized weights keep their mode, because some repack weights in eval
     mode."""
     modules = [module for module in call.site.of(_plain_modules) if module.training]
     try:
@@ -179,16 +180,18 @@ def _plain_modules(layer: nn.Module) -> list[nn.Module]:
 
 
 def may_have_graphs(call: LayerCall) -> bool:
-    """True if autograd can differentiate the layer: neither inference mode nor a parameter made in
-    it."""
+    """True if autograd can record the layer's operations: inference mode is off, and no parameter
+    of the layer is an inference tensor."""
     return not torch.is_inference_mode_enabled() and not any(
         p.is_inference() for p in call.look.body.parameters
     )
 
 
 def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager for a test that replaces zero weights by random numbers, as after
-    training. A gate that starts at zero would hide what the layer computes."""
+    """Return a context manager for a test, in which zero weights are random numbers, as they may be
+    after training. A gate that starts at zero would hide what the layer computes. The context
+    manager yields the replacements of the trainable parameters, or None if the layer cannot have a
+    graph."""
     if not may_have_graphs(call):
         return contextlib.nullcontext()
     return Parameters(call.site.layer, call.device, call.site.of(slots_of)).shadowed(

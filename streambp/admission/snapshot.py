@@ -99,7 +99,7 @@ class Change(NamedTuple):
 
     Attributes:
         value: the new value.
-        came_into: name of the dict in which the value is a new entry; empty: it is none.
+        came_into: name of the dict in which the value is a new entry; "" for all other values.
     """
 
     value: Any
@@ -178,7 +178,8 @@ class Snapshot:
             put_back(values)
 
     def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
-        """Add the named values to the queue, without those already visited."""
+        """Add (name, value) pairs to the queue of values to save; values that were queued before
+        are skipped."""
         for name, value in found:
             if type(value) not in ATOMS and id(value) not in self._seen:
                 self._seen[id(value)] = value
@@ -203,8 +204,8 @@ class Snapshot:
         Args:
             path: the module's name in messages.
             module: the module.
-            inside: True for the module of the snapshot and its submodules; False for modules that
-                they refer to.
+            inside: True for the module of the snapshot and its submodules; False for another
+                module, found through an attribute of one of these.
         """
         own = self._note(path, module.__dict__, OWN)
         self._note(f"{path}.__class__", module, TYPE)
@@ -397,8 +398,8 @@ class Restored:
     """Context manager that restores the Python state of a module and its code at the end of a test.
     [Note: a trial leaves nothing]
 
-    Between two runs of the module, the methods restore the state, or compare it with that of an
-    earlier run.
+    Methods restore the state between two runs of the module in the test, and find the values that a
+    run has changed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -429,8 +430,8 @@ class Restored:
         self._after = Snapshot(self.module) if self._first else None
 
     def set_once(self) -> list[str]:
-        """Return the names of the values that the first run changed and later runs did not. The
-        module may have initialized itself by them."""
+        """Return the names of the values that only the first run changed. The module may compute
+        such a value, for example a scale, from its first input."""
         if self._after is None:
             return []
         later = self._after.changes()
@@ -439,8 +440,8 @@ class Restored:
         return [name for name in found if not _touched(name, later)]
 
     def set_otherwise(self) -> list[str]:
-        """Return the names of the values that the first run set, and that a run on other tokens
-        after `rewind` has set to something else."""
+        """Return the names of the values that the first run set, and that the latest run has set to
+        something else. Call `rewind` before the latest run, which gets other tokens."""
         now = self._snapshot.changes()
         return [
             name

@@ -81,8 +81,8 @@ class Found:
 
 
 def find_stacks(model: nn.Module) -> Found:
-    """Return the stacks of decoder layers in a model that may run in chunks, and why others may
-    not.
+    """Return the stacks of decoder layers in a model that may run in chunks, and the reasons why
+    other stacks stay unpatched.
 
     Raises:
         UnsupportedModelError: no stack may run in chunks, or a wrapper hides the layers.
@@ -150,8 +150,8 @@ def bare_layers(layers: nn.ModuleList) -> tuple[nn.Module, ...]:
 def _deeper_stacks(
     models: list[PreTrainedModel],
 ) -> list[tuple[PreTrainedModel, tuple[nn.Module, ...]]]:
-    """Return (model, layers) of the layer lists that lie inside another module of their model. Used
-    if no model has a list of decoder layers as its direct child."""
+    """Return (model, layers) pairs for lists of decoder layers that are not direct children of
+    their model, but inside another of its modules. Used if no list is a direct child."""
     found: list[tuple[PreTrainedModel, tuple[nn.Module, ...]]] = []
     inside: set[int] = set()
     for model in reversed(models):  # innermost model first
@@ -218,14 +218,14 @@ def _refuse_unsloth(*modules: nn.Module) -> None:
 
 
 def attends(layer: nn.Module) -> bool:
-    """True if the layer calls transformers' attention functions (ALL_ATTENTION_FUNCTIONS) with all
-    arguments of attention. streambp can then replace these functions."""
+    """True if the layer leaves its attention to functions of transformers' ALL_ATTENTION_FUNCTIONS,
+    without selecting or weighting keys itself. streambp can then replace these functions."""
     return bool(_attentions(layer)) and not any(map(_looks_at_keys, _attentions(layer)))
 
 
 def cache_argument(layer: nn.Module) -> str | None:
-    """Return the name of the cache argument of a layer that computes attention itself, over the
-    keys and values that the cache returns; None for other layers."""
+    """Return the name of the cache argument (such as past_key_values) of a layer with its own code
+    for attention, over the keys and values that the cache returns. None for other layers."""
     if attends(layer) or not any(
         UPDATE in _names(m) and cache_parameters(type(m).forward) for m in layer.modules()
     ):
@@ -234,8 +234,9 @@ def cache_argument(layer: nn.Module) -> str | None:
 
 
 def replaced_attention(layer: nn.Module) -> str | None:
-    """Return the full name of the third-party function that replaces an attention class's forward;
-    None if none does, and for layers whose attention or states streambp knows."""
+    """Return the full name of the third-party function that has replaced the forward of an
+    attention class in the layer. None if there is no such function, or if streambp knows the
+    layer's attention or states."""
     if attends(layer) or cache_argument(layer) or states_argument(layer):
         return None
     for module in layer.modules():
@@ -252,7 +253,7 @@ def replaced_attention(layer: nn.Module) -> str | None:
 
 def states_argument(layer: nn.Module) -> str | None:
     """Return the name of the argument for a layer's recurrent states, or for the cache that holds
-    the states. None if the layer has no states, or writes in place to its states."""
+    the states. None if the layer has no states, or overwrites its states in place."""
     if any(set(STATE_PROTOCOL) & set(_names(module)) for module in layer.modules()):
         return next(iter(cache_arguments(layer)), None)
     # A module must not assign to items if it uses the states by the same name.
@@ -397,11 +398,11 @@ def _attentions(layer: nn.Module) -> list[nn.Module]:
 
 
 def _looks_at_keys(attention: nn.Module) -> bool:
-    """True if the attention module itself selects or weights keys, from all keys that its cache
-    returns. It may do so by an indexer (sparse attention), an earlier layer's picks, or a bias for
-    each pair of positions.
+    """True if the attention module's own code selects or weights keys among all keys that its cache
+    returns. The code may have an indexer (sparse attention), an argument with key indices that an
+    earlier layer's indexer selected, or a bias for each pair of positions.
 
-    False if the module passes picked keys on to transformers' attention function.
+    False if the module only passes selected key indices on to transformers' attention function.
     """
     if _hands_picks(attention):
         return False
@@ -412,8 +413,9 @@ def _looks_at_keys(attention: nn.Module) -> bool:
 
 
 def _hands_picks(attention: nn.Module) -> bool:
-    """True if the attention module passes the keys that an indexer picked to transformers'
-    attention function, and the indexer accepts a few queries at a time. [Note: indexers]"""
+    """True if the attention module passes the key indices that an indexer selected (sparse
+    attention) to transformers' attention function, and its indexer can run on a part of the
+    queries. [Note: indexers]"""
     forward, indexers = written_forward(attention), indexers_of(attention)
     keywords = (const for const in forward.__code__.co_consts if isinstance(const, tuple))
     if (

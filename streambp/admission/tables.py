@@ -28,7 +28,7 @@ class Kind(NamedTuple):
         refill: restores this content.
         named: returns an entry's name from the container's name and the key; None: entries have no
             names.
-        grows: True if new entries may be mere records, as in a dict.
+        grows: True if every run may add entries to the container, as to a dict of results.
         names_alone: True if only keys are compared, because tests replace and restore the values.
     """
 
@@ -133,7 +133,8 @@ def _read_calls(holder: functools._lru_cache_wrapper[Any]) -> dict[str, bool]:
 
 
 def _refill_calls(holder: functools._lru_cache_wrapper[Any], kept: dict[str, bool]) -> None:
-    """Clear a cache that was empty. Single entries of a bounded cache cannot be removed."""
+    """Clear an lru_cache that was empty when it was read. A cache with entries stays as it is,
+    because single entries of a bounded cache cannot be removed."""
     if not kept["filled"]:
         holder.cache_clear()
 

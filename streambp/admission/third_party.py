@@ -108,8 +108,8 @@ def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def foreign_function(module: nn.Module, implementation: str | None) -> str | None:
-    """Return a text that names the third-party function behind an attention implementation, as the
-    start of a sentence. None if every function is transformers' own.
+    """Return the start of an error message that names the third-party function which computes
+    attention or makes masks for a module. None if every function is transformers' own.
 
     Args:
         module: the attention module.
@@ -167,8 +167,10 @@ def _why_foreign(
     inner: Any,
     mask: Any,
 ) -> str | None:
-    """Return the text of `foreign_function` for this attention function and mask function. The
-    result is cached, because the functions are the same in each call of a model.
+    """Return the start of an error message that names a third-party function among an attention
+    module's functions, or says that no mask function is registered. None if all functions are
+    transformers' own. The result is cached, because the functions are the same in each call of a
+    model.
 
     Args:
         kind: the attention module's class.
@@ -177,7 +179,7 @@ def _why_foreign(
         function: the attention function.
         registered: True if the function is in transformers' ALL_ATTENTION_FUNCTIONS.
         inner: a third-party function that `function` calls; None: none.
-        mask: the mask function.
+        mask: the mask function; None: none is registered for the implementation.
     """
     function, mask = undecorated(function), undecorated(mask)
     who = f"The attention function of {kind} (attn_implementation={implementation!r})"
@@ -255,8 +257,8 @@ def _harmless(forward: Any) -> bool:
 
 
 def refuse_opacus(where: str) -> NoReturn:
-    """Raise UnsupportedModelError for hooks of opacus, which compute per-sample gradients and would
-    get those of chunks.
+    """Raise UnsupportedModelError for hooks of opacus. Opacus computes per-sample gradients, and
+    would compute gradients of chunks instead.
 
     Args:
         where: the class with the hooks, for the message.
@@ -270,9 +272,10 @@ def refuse_opacus(where: str) -> NoReturn:
 
 
 def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
-    """Return the third-party hooks on modules inside `module` and those registered for all modules:
-    by the hook's name, the modules it is registered on. Hooks of libraries that treat all tokens
-    alike and store nothing are left out."""
+    """Return a dict from the name of each third-party hook to the names of the modules that have
+    it; "all modules" for a hook that is registered globally. Included are hooks on modules inside
+    `module`, without its own. Hooks of libraries that treat all tokens alike and store nothing are
+    left out."""
     found: dict[str, list[str]] = {}
     everywhere = vars(torch.nn.modules.module)
     tables = [("all modules", everywhere[name]) for name in GLOBAL_HOOKS]
@@ -303,9 +306,9 @@ def named_hooks(found: dict[str, list[str]]) -> str:
 
 
 def why_rows(module: nn.Module) -> str | None:
-    """Return why the modules inside a backbone must get the batch's own rows, as text for
-    `describe`. None if the rows may be replaced by a packed row, which third-party code would
-    notice."""
+    """Return the reason, as text for `describe`, to pass a batch's own rows to a backbone and not a
+    packed row: third-party code inside would get other rows than the batch's. None if no
+    third-party code runs inside."""
     hooks = hooks_of_others(module)
     if hooks:
         return f"hooks would see another row than the batch's: {named_hooks(hooks)}"
@@ -406,8 +409,8 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
 
 
 def may_edit_gradients(layer: nn.Module) -> bool:
-    """True if a third-party backward hook inside the layer may return another gradient, by its
-    code."""
+    """True if a third-party backward hook inside the layer may replace a gradient: its code
+    contains a return of a value, or the hook has no Python code."""
     hooks = (
         h
         for m in layer.modules()

@@ -57,8 +57,9 @@ from streambp.tensors import rebuilt
 def unread_products(
     call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool
 ) -> UnreadProducts:
-    """Return the Linears of a layer whose outputs need not be computed again in backward, because
-    no code reads them. Found by tracing a few tokens, and tested by value.
+    """Return the Linears of a layer whose outputs backward's recomputation can skip, because no
+    code reads these outputs. A trace of a few tokens finds the Linears, and a comparison of results
+    confirms them.
 
     Args:
         call: the call of the layer.
@@ -113,8 +114,8 @@ def look_for_writes(call: LayerCall) -> Exception | None:
 
 
 def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
-    """Return the names for which `holds` is true: all names, or those that pass both separately and
-    together.
+    """Return names for which `holds` is true. Tried are all names, then the subset of names that
+    pass alone. The result is empty if neither passes.
 
     Args:
         names: names of Linears that may be skipped.
@@ -138,17 +139,17 @@ def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
 
 @contextlib.contextmanager
 def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) -> Iterator[Tensor]:
-    """Context manager for a test: it yields random tokens [..., B, length, h] at the scale of
-    `like` [..., B, T, h].
+    """Context manager for a test, which yields random tokens [..., B, length, h] at the scale of
+    `like` [..., B, T, h]. If `like` is a meta or fake tensor, the yielded tensor has no data.
 
-    Meanwhile the call has one document without padding, and zero weights are random numbers. Values
-    that the layer stores are restored afterwards. Meta and fake tensors have only the shape.
+    Meanwhile the call has one document in each row and no padding, and zero weights are random
+    numbers. Values that the layer stores are restored afterwards.
 
     Args:
         call: the call of the layer.
         like: [..., B, T, h].
         length: number of tokens.
-        turned: True: the tokens get the highest positions of the call.
+        turned: True: the tokens get the highest positions of the call; False: the first ones.
     """
     named = call.arguments.named
     if not has_data(like):
@@ -220,7 +221,7 @@ def same_gradients(
     call: LayerCall, found: list[Tensor | None], expected: list[Tensor | None]
 ) -> bool:
     """True if two lists of gradients [...] are equal to the bit, or up to the rounding of kernels
-    that sum in any order. None equals None alone.
+    whose order of summation varies. A gradient of None equals only None.
 
     Args:
         call: the call of the layer, which determines the tolerance.
@@ -302,9 +303,9 @@ class Recomputed:
     Attributes:
         kv: K and V of each attention call.
         outputs: the outputs of each chunk.
-        leaves: the leaves for the input and for the recurrent start states.
+        leaves: the leaf tensors of the graph: the input and the recurrent start states.
         starts: the recurrent start states of each chunk.
-        goes_on: True if end states have a graph.
+        goes_on: True if a chunk's end states have a graph, so that gradients reach earlier chunks.
     """
 
     kv: list[Tensor]
@@ -406,8 +407,8 @@ def _keys_and_values(prefix: Prefix) -> list[Tensor]:
 def _find_unread(
     call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool
 ) -> UnreadProducts:
-    """Return the Linears whose outputs backward need not compute again. A traced recomputation
-    proposes Linears, and a test compares results without these.
+    """Return the Linears whose outputs backward's recomputation can skip. A traced recomputation
+    proposes Linears, and a run without their outputs must give equal results.
 
     Args:
         call: the call of the layer.
@@ -456,8 +457,8 @@ def _find_unread(
 
 
 def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadProducts:
-    """Test the Linears in `found.refill`, and return `found` with those that can be skipped: K and
-    V stay equal to the bit.
+    """Test which Linears can be skipped when backward recomputes K and V alone, because K and V
+    stay equal to the bit. Return `found` with only these Linears in `refill`.
 
     Args:
         found: the traced Linears.
@@ -475,8 +476,8 @@ def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadP
 
 
 def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """True if two lists of K and V are equal to the bit; without data, if they have the same
-    shapes."""
+    """True if two lists of K and V are equal to the bit. Lists of meta or fake tensors are compared
+    by shapes alone."""
     if any(x.shape != y.shape for x, y in zip(found, expected, strict=True)):
         return False
     return not has_data(found[0]) or all(

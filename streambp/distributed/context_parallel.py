@@ -25,9 +25,10 @@ from streambp.known_names import (
 
 
 def replaced_attention() -> Any:
-    """Return a key for the function that is now `torch.nn.functional.scaled_dot_product_attention`,
-    to see if it was replaced. Context parallelism installs a new closure in each step; these have
-    one key."""
+    """Return a hashable key for the function that is now
+    `torch.nn.functional.scaled_dot_product_attention`. Another key means that the function was
+    replaced. Context parallelism installs a new closure in each step; all its closures have the
+    same key."""
     function = F.scaled_dot_product_attention
     if (getattr(function, "__module__", None) or "").startswith(CONTEXT_PARALLEL):
         return CONTEXT_PARALLEL

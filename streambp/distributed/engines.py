@@ -65,8 +65,8 @@ from streambp.known_names import (
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """True if DeepSpeed's ZeRO-3 partitions this parameter [...], whether it is gathered now or
-    not."""
+    """True if DeepSpeed's ZeRO-3 partitions this parameter [...] over ranks, also while the
+    parameter is gathered."""
     return hasattr(parameter, PARTITIONED)
 
 
@@ -78,9 +78,9 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return the layer's arguments, changed so that hidden_states is positional and requires a
-    gradient. None if ZeRO-3 does not partition the layer. Registered as a forward pre-hook of
-    decoder layers."""
+    """Return (args, kwargs) of the layer's forward, changed so that hidden_states is positional and
+    requires a gradient. None, for no change, if ZeRO-3 does not partition the layer. Registered as
+    a forward pre-hook of decoder layers."""
     if ENGINES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
         return None
     kwargs = dict(kwargs)
@@ -102,10 +102,10 @@ class Hold(NamedTuple):
     """Flags for the parts of a module's training state that DeepSpeed ZeRO or FSDP2 manages.
 
     Attributes:
-        weights: True if parameters are on this rank only while a module runs, which makes its
-            forward a collective: ZeRO-3, FSDP2.
-        gradients: True if hooks wait for each parameter's gradient: ZeRO-1 to -3, FSDP2. DDP's
-            hooks wait for each backward, however its graph was built.
+        weights: True under ZeRO-3 and FSDP2, which gather full parameters on a rank only while a
+            module runs. The module's forward is then a collective.
+        gradients: True under ZeRO-1 to -3 and FSDP2, whose hooks wait for each parameter's
+            gradient. False under DDP, whose hooks wait for each backward.
     """
 
     weights: bool
@@ -113,10 +113,11 @@ class Hold(NamedTuple):
 
 
 def engine_of(module: nn.Module) -> str | None:
-    """Return the name, for messages, of what shards or reduces a module's parameters: "DDP",
-    "FSDP2", "FSDP1" or DeepSpeed's ZeRO; None if nothing does.
+    """Return the name, for messages, of the engine that shards a module's parameters or reduces
+    their gradients: "DDP", "FSDP2", "FSDP1" or DeepSpeed's ZeRO. None if there is none.
 
-    A wrapper around the module is found by marks on its parameters. DDP sets none.
+    An engine that wraps a model around this module is found by marks on the parameters. DDP sets no
+    marks, and is found only if its wrapper is the module or inside it.
     """
     modules, parameters = contents_of(module)
     if any(isinstance(inner, DistributedDataParallel) for inner in modules):
@@ -131,8 +132,8 @@ def engine_of(module: nn.Module) -> str | None:
 
 
 def engine_of_parameter(parameter: Tensor) -> str | None:
-    """Return the name, for messages, of what shards or reduces a parameter [...]: FSDP1, FSDP2 or
-    DeepSpeed's ZeRO; None if nothing has marked it."""
+    """Return the name, for messages, of the engine that has marked a parameter [...]: FSDP1, FSDP2
+    or DeepSpeed's ZeRO. None if there is no mark."""
     if is_partitioned(parameter):
         return "DeepSpeed's ZeRO-3"
     if hasattr(parameter, GRADIENT_HOOKED):
@@ -145,8 +146,9 @@ def engine_of_parameter(parameter: Tensor) -> str | None:
 
 
 def reduces_later(parameter: Tensor) -> str | None:
-    """Return the name, for messages, of what reduces a gradient over ranks after autograd has
-    accumulated it [...] and run the parameter's hooks; None if nothing does.
+    """Return the name, for messages, of the engine that reduces the gradient of a parameter [...]
+    over ranks only after the parameter's post-accumulate-grad hooks have run. None if no engine
+    does.
 
     FSDP2 reduces before these hooks. DDP, pipelines and split sequences leave no mark on a
     parameter, so one of them is assumed for an unmarked parameter on several ranks.
@@ -166,8 +168,8 @@ def reduces_later(parameter: Tensor) -> str | None:
 
 
 def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Return a module with all inner modules, and their parameters, without removing duplicates.
-    Takes a third of the time of `modules()` and `parameters()`."""
+    """Return a module with all inner modules, and their parameters. Modules and parameters that are
+    used twice appear twice. Takes a third of the time of `modules()` and `parameters()`."""
     parameters_table, _, modules_table = MODULE_TABLES
     modules = [module]
     parameters: list[nn.Parameter] = []
@@ -183,8 +185,8 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
 
 
 def held(module: nn.Module) -> Hold:
-    """Return whether ZeRO or FSDP2 manages the weights and gradients of a module and its inner
-    modules."""
+    """Return flags: whether ZeRO or FSDP2 manages the weights, and the gradients, of a module and
+    its inner modules."""
     modules, parameters = contents_of(module)
     one_of_each_class = dict(zip(map(type, modules), modules, strict=True))
     weights = any(map(is_fsdp_unit, one_of_each_class.values()))
@@ -197,8 +199,8 @@ def held(module: nn.Module) -> Hold:
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
-    """Return the hook dicts of the modules inside a layer that contain hooks of DeepSpeed, or
-    accelerate's hook that removes masks."""
+    """Return the hook dicts of the modules inside a layer in which DeepSpeed has hooks, or
+    accelerate has the hook that removes attention masks."""
     tables = []
     for module in layer.modules():
         if module is not layer:
@@ -234,8 +236,8 @@ Reduction = tuple[nn.Module, Callable[..., Any]]
 
 
 def reductions_of(layer: nn.Module) -> list[Reduction]:
-    """Return (module, hook) of DeepSpeed's hooks that reduce the gradients of ZeRO-3 leaf modules
-    inside a layer."""
+    """Return (module, hook) for the ZeRO-3 leaf modules inside a layer. The hook is DeepSpeed's
+    full-backward hook, which reduces the module's gradients."""
     reductions: list[Reduction] = []
     for module in layer.modules():
         if module is not layer and getattr(module, Z3_LEAF, False):
@@ -246,9 +248,9 @@ def reductions_of(layer: nn.Module) -> list[Reduction]:
 
 
 class EngineReduce(torch.autograd.Function):
-    """Autograd Function that returns a layer's input. The Function's backward runs after the
-    layer's backward. It calls DeepSpeed's hooks for the gradients of ZeRO-3 leaf modules inside the
-    layer."""
+    """Autograd Function for a layer's input, which forward returns unchanged. Backward runs after
+    the layer's backward, and calls DeepSpeed's hooks that reduce the gradients of ZeRO-3 leaf
+    modules inside the layer."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, reductions: list[Reduction]) -> Tensor:
@@ -270,8 +272,9 @@ class EngineReduce(torch.autograd.Function):
 
 
 class JoinGradients(torch.autograd.Function):
-    """Autograd Function that returns a layer's input [..., B, T, h] and its parameters [...]. One
-    node passes on all their gradients together, in this order."""
+    """Autograd Function for a layer's input [..., B, T, h] and its parameters [...], which forward
+    returns unchanged. Backward passes on all their gradients from one node, in the order of the
+    arguments, so that the gradients arrive together."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -282,8 +285,8 @@ class JoinGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients [...] unchanged; zeros in place of None for parameters whose
-        gradient DeepSpeed waits for."""
+        """Return the gradients [...] unchanged. A parameter without a gradient gets zeros if
+        DeepSpeed waits for the gradient, else None."""
         pairs = zip(grads, ctx.parameters, strict=True)
         return grad, *(
             zeros_for_engines(parameter) if found is None else found for found, parameter in pairs
@@ -291,7 +294,8 @@ class JoinGradients(torch.autograd.Function):
 
 
 def drops_masks(hook: Callable[..., Any]) -> bool:
-    """True if a hook is the one of accelerate on attention under context parallelism.
+    """True if this is the hook that accelerate registers on attention modules under context
+    parallelism.
 
     The hook replaces the mask by None, because torch's ring attention supports causal masks alone.
     Streamed layers use the model's own mask.
@@ -300,7 +304,7 @@ def drops_masks(hook: Callable[..., Any]) -> bool:
 
 
 def belongs_to_engine(hook: Callable[..., Any]) -> bool:
-    """True if a module hook is DeepSpeed's, or accelerate's hook that removes masks."""
+    """True if a module hook is DeepSpeed's, or accelerate's hook that removes attention masks."""
     owner = getattr(hook, "func", hook)
     return (
         drops_masks(hook)
@@ -309,8 +313,8 @@ def belongs_to_engine(hook: Callable[..., Any]) -> bool:
 
 
 def zeros_for_engines(parameter: Tensor) -> Tensor | None:
-    """Return a gradient for a parameter [...] that the loss does not use: zeros if DeepSpeed's
-    hooks wait for one, else None."""
+    """Return a gradient for a parameter [...] on which the loss does not depend: zeros if
+    DeepSpeed's hooks wait for the gradient, else None."""
     managed = is_partitioned(parameter) or hasattr(parameter, GRADIENT_HOOKED)
     if managed:
         return torch.zeros_like(parameter)
@@ -331,15 +335,15 @@ def must_agree(module: nn.Module) -> bool:
 def everyones_numbers(
     module: nn.Module, mine: Sequence[int], device: torch.device
 ) -> list[list[int]]:
-    """Return the numbers that each rank passes, one list for each rank. A collective: every rank of
-    the group calls this before each of its forwards.
+    """Gather the numbers that each rank passes, and return one list for each rank. This is a
+    collective: every rank of the group calls the function before each of its forwards.
 
     The group is the one over which ZeRO-3 or FSDP2 has partitioned the module's parameters,
     otherwise all ranks.
 
     Args:
         module: the module whose parameters are partitioned.
-        mine: this rank's numbers; their count is the same on all ranks.
+        mine: this rank's numbers, as many on each rank.
         device: the device of the model's inputs.
     """
     ranks = None

@@ -25,7 +25,7 @@ STATES = 2  # states of an optimizer that does not exist yet; Adam has two
 
 @dataclasses.dataclass(frozen=True)
 class HostUse:
-    """Bytes of host memory on this rank that DeepSpeed's or FSDP2's CPU offloading uses.
+    """Bytes of host memory on this rank for CPU offloading by DeepSpeed or FSDP2.
 
     Attributes:
         parameters: offloaded parameters.
@@ -39,8 +39,8 @@ class HostUse:
 
 
 def engine_host_use(model: nn.Module) -> HostUse:
-    """Return the host memory that ZeRO-Offload or FSDP2's CPUOffloadPolicy uses; zeros without
-    them.
+    """Return the host memory on this rank that ZeRO-Offload or FSDP2's CPUOffloadPolicy uses and is
+    going to use. All numbers are 0 without CPU offloading.
 
     DeepSpeed allocates everything when it is initialized. Under FSDP2 gradients are allocated in
     the first backward, and the optimizer's state in its first step: Adam's two states are assumed.
@@ -69,8 +69,8 @@ def engine_host_use(model: nn.Module) -> HostUse:
 
 
 def _zero_optimizer(model: nn.Module) -> Any:
-    """Return DeepSpeed's ZeRO optimizer, found by its reference from the parameters; None without
-    ZeRO."""
+    """Return DeepSpeed's ZeRO optimizer, to which ZeRO sets a reference on the parameters; None
+    without ZeRO."""
     for parameter in model.parameters():
         for name in ZERO_OPTIMIZERS:
             if hasattr(parameter, name):

@@ -19,12 +19,13 @@ from streambp.known_names import ENGINES, ULYSSES_ATTENTION, ULYSSES_GROUP, ULYS
 @dataclasses.dataclass(frozen=True)
 class SplitOver:
     """The process group over which each sequence is split (DeepSpeed Ulysses, torch's context
-    parallelism).
+    parallelism), and the order of the parts.
 
     Attributes:
         group: the process group, of P ranks.
-        balanced: None under Ulysses. Under context parallelism, True: rank r holds parts r and 2 P
-            - 1 - r of 2 P parts; False: part r of P.
+        balanced: None: Ulysses, where rank r has part r of P. False: context parallelism with the
+            same order. True: context parallelism with 2 P parts, of which rank r has r and 2 P - 1
+            - r.
         disable_in_eval: True if sequences are not split while the model is in eval mode.
     """
 
@@ -35,7 +36,8 @@ class SplitOver:
 
 def find_ulysses(implementation: str | None) -> SplitOver | None:
     """Return the process group that DeepSpeed's `UlyssesSPAttentionHF.register_with_transformers`
-    set up; None if it was not called for this attention implementation.
+    has set up for an attention implementation. None if the method was not called for this
+    implementation.
 
     Args:
         implementation: the config's `_attn_implementation`; None: "sdpa".

@@ -42,14 +42,14 @@ def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
 
 
 def _collect(values: Iterable[Any], found: set[str], seen: set[int], depth: int) -> None:
-    """Add the attribute names in the code of these functions, and of functions in their closures,
-    to `found`.
+    """Add the attribute names in the code of these functions to `found`, and those in the code of
+    functions in their closures and of global functions that they call.
 
     Args:
         values: functions, or objects that call functions.
         found: the names.
         seen: ids of the code objects that were searched already.
-        depth: levels of called functions to search as well.
+        depth: levels of called global functions to search as well.
     """
     for function in (function for value in values for function in _functions(value)):
         if id(function.__code__) in seen:
@@ -75,8 +75,8 @@ def _collect(values: Iterable[Any], found: set[str], seen: set[int], depth: int)
 
 
 def _functions(value: Any) -> list[FunctionType]:
-    """Return the Python functions that run on a call or a read of this class member, hook or
-    attribute."""
+    """Return the Python functions that run if this value is called, or if it is read as an
+    attribute (a property)."""
     if isinstance(value, property):
         return [f for part in (value.fget, value.fset) for f in _functions(part)]
     if isinstance(value, staticmethod | classmethod | MethodType):

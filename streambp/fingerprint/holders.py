@@ -20,9 +20,9 @@ class Holder:
 
     Args:
         owner: the object.
-        read: returns its current content as a dict.
-        write: sets one entry.
-        delete: removes one entry.
+        read: returns the object's current content as a dict.
+        write: sets an entry of the object to a value.
+        delete: removes an entry of the object.
 
     Attributes:
         content: the content when the holder was made.
@@ -89,7 +89,7 @@ def attributes_of(owner: Any, left_out: Callable[[str], bool]) -> Holder:
 
     Args:
         owner: the object.
-        left_out: True for names of attributes to leave out.
+        left_out: function that returns True for the name of an attribute to leave out.
     """
     table = owner.__dict__
 

@@ -43,11 +43,11 @@ class Hooks:
     Attributes:
         ids: registration numbers of all hooks.
         exact: values in each hook's code and closure, equal if the hook would act the same.
-        kind: a coarser description of the same values, equal if test results about the layer still
-            hold.
+        kind: classes and other properties of the same values, without numbers and identities. Equal
+            if test results about the layer still hold.
         places: the hook dict and the registration number of each hook.
-        routing: hooks by which peft passes an argument to its modules for a single forward. The
-            other attributes except `ids` leave these hooks out.
+        routing: each module with a hook that peft registers for a single forward, to pass an
+            argument to the module. `exact`, `kind` and `places` leave these hooks out.
     """
 
     ids: list[int]
@@ -57,8 +57,9 @@ class Hooks:
     routing: list[tuple[nn.Module, Callable[..., Any]]] = dataclasses.field(default_factory=list)
 
     def why_whole(self) -> str | None:
-        """Return why a layer with these hooks of peft must run unchunked, as text for `describe`;
-        None if it need not."""
+        """Return the reason, as text for `describe`, to run the layer unchunked: peft passes an
+        argument to modules by hooks, which is wrong for chunks or missing in backward's
+        recomputation. None if there is no such hook."""
         names = {name for _, hook in self.routing for name in hook.keywords}  # type: ignore[attr-defined]
         if ALORA_OFFSETS in names:
             return (
@@ -75,12 +76,12 @@ class Hooks:
     def differences(
         self, before: Hooks, acted: AbstractSet[HookKey], ignored: set[tuple[HookKey, str]]
     ) -> list[str]:
-        """Return one text for each change, since an earlier snapshot, of a hook that modifies
-        values.
+        """Return texts for an error message, one for each change since an earlier snapshot. Only
+        hooks that modify values and backward hooks are compared.
 
         Args:
             before: the hooks in the earlier snapshot.
-            acted: the hooks that modified values since.
+            acted: the forward hooks that modified values since.
             ignored: values in hooks that the layer's own forward changes.
         """
         told = []
@@ -113,7 +114,7 @@ def short_name(hook: Any) -> str:
 
 
 def base_of(leaf: str) -> str:
-    """Return the container's name from the name of an entry: "kept" for "kept[3]"."""
+    """Return a container's name from the name of one of its entries: "cache" from "cache[3]"."""
     return leaf.partition("[")[0]
 
 
@@ -130,8 +131,8 @@ def hooks_of(
     ignored: set[tuple[HookKey, str]],
     latest: Hooks | None,
 ) -> Hooks:
-    """Return the hooks on the modules inside a layer; the object `latest` itself if no hook has
-    changed.
+    """Return a snapshot of the hooks on the modules inside a layer; the object `latest` itself if
+    no hook has changed.
 
     Args:
         tables: the hook dicts of each inner module, in the order of `MODULE_HOOKS`.
@@ -182,8 +183,8 @@ def hooks_of(
 
 @contextlib.contextmanager
 def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
-    """Context manager that yields a set, to which forward hooks are added once they modify their
-    inputs or outputs."""
+    """Context manager that yields an empty set. Meanwhile, the key of each forward hook or forward
+    pre-hook that modifies its inputs or outputs is added to the set."""
     acted: set[HookKey] = set()
     watched = []
     for key, (table, number) in hooks.places.items():
@@ -227,7 +228,8 @@ class _Watched:
 
 
 def unwatched(hook: Any) -> Any:
-    """Return the hook itself, for a hook inside the wrapper of `watching`."""
+    """Return the original hook if this is the wrapper that `watching` puts around a hook; otherwise
+    the hook itself."""
     return hook.hook if isinstance(hook, _Watched) else hook
 
 
@@ -242,11 +244,12 @@ def _equal(x: Tensor, other: Tensor) -> bool:
 
 @contextlib.contextmanager
 def again(routing: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Context manager for backward's recomputation, which registers peft's hooks for a single
-    forward again, so that peft's modules get the same arguments.
+    """Context manager for backward's recomputation, so that peft's modules get the same arguments
+    as in forward. Hooks that peft registered for the forward alone are registered again, and
+    removed afterwards.
 
     Args:
-        routing: each hook with its module.
+        routing: each module with its hook.
     """
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in routing]
     try:

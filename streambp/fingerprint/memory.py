@@ -81,8 +81,8 @@ KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdl
 
 
 def is_theirs(function: Any) -> bool:
-    """True if a callable, or the function that it wraps, is third-party code that may store
-    values."""
+    """True if a callable, or the function that it wraps, is third-party code that may store values.
+    A container's method, such as a list's `append`, counts as third-party."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, types.BuiltinMethodType) and isinstance(function.__self__, CONTAINERS):
@@ -91,8 +91,8 @@ def is_theirs(function: Any) -> bool:
 
 
 class Memory:
-    """The values that are reachable from some objects at one time, for example from a layer's
-    hooks.
+    """All values that can be reached from some objects, such as a layer's hooks, at the time of
+    this object's creation.
 
     Args:
         roots: the objects, as (name, object).
@@ -100,7 +100,7 @@ class Memory:
     Attributes:
         values: plain values, tensors [...] and NumPy arrays [...] by path, such as "mlp.kept[3]",
             and the lengths of containers.
-        holders: the containers on the way, each with a copy of its content.
+        holders: the containers on these paths, each with a copy of its content.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
@@ -117,13 +117,13 @@ class Memory:
 
     def restore(self) -> None:
         """Restore the content of the containers that were found: attributes, entries of lists and
-        dicts. Writes into tensors stay."""
+        dicts. Tensors with in-place writes are not restored."""
         for holder in self.holders:
             holder.restore()
 
     def changed(self, before: Memory, written: Writes | None = None) -> dict[str, Any]:
-        """Return the values that changed since an earlier time, by path. The value `GONE` stands
-        for a path that existed only before.
+        """Return a dict with the values that have changed since an earlier time, by path. A path
+        that existed only at the earlier time has the value `GONE`.
 
         Args:
             before: the values at the earlier time.
@@ -370,7 +370,8 @@ def stored_on(parameter: Tensor) -> Content:
 
 class Writes(TorchDispatchMode):
     """Torch dispatch mode that records in-place writes to the tensors of a `Memory`, and copies the
-    values before a write. New tensors are listed as well."""
+    values before a write. The mode also records, by weak references, the tensors that operations
+    return."""
 
     supports_higher_order_operators = True
 
@@ -443,8 +444,8 @@ class Writes(TorchDispatchMode):
 
 @contextlib.contextmanager
 def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
-    """Context manager that afterwards restores all values reachable from these objects. The context
-    manager yields the earlier values and the recorded in-place writes.
+    """Context manager that afterwards restores all values reachable from these objects. Yields
+    (memory, writes): the values at the start, and the in-place writes recorded since.
 
     Args:
         roots: the objects, as (name, object).

@@ -35,8 +35,8 @@ CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class ObjectIdentity:
-    """Identity of an object, which compares equal for the same object only. A weak reference, if
-    the class allows weak references, lets the object be freed."""
+    """Stand-in for an object in a snapshot; two of them compare equal only if they are for the same
+    object. If the class allows weak references, the snapshot does not keep the object alive."""
 
     def __init__(self, value: Any) -> None:
         self.kind = name_of(type(value)).rpartition(".")[2]
@@ -66,7 +66,8 @@ class ObservedValue:
     Attributes:
         name: the value's name and the position inside the value.
         exact: compares equal if a forward would read the same.
-        kind: a coarser description, with an equal repr if test results about the layer still hold.
+        kind: class and other properties of the part, without numbers and identities. Has an equal
+            repr if test results about the layer still hold.
     """
 
     name: str
@@ -75,8 +76,8 @@ class ObservedValue:
 
 
 def name_of(known: Any) -> str:
-    """Return the module and qualified name of a function or class, for other objects those of the
-    class."""
+    """Return the module and qualified name of a function or class. An object of any other type gets
+    the name of its class."""
     return f"{getattr(known, '__module__', None)}.{getattr(known, '__qualname__', type(known).__qualname__)}"
 
 
@@ -161,8 +162,8 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def contents(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the entries of a container of at most `SMALL` entries, with labels such as "[3]"; None
-    for every other value."""
+    """Return a list of (label, entry) for a container of at most `SMALL` entries, with labels such
+    as "[3]". None for larger containers and all other values."""
     if isinstance(value, Mapping) and len(value) <= SMALL:
         return [
             (f"[{key!r}]" if isinstance(key, str | int) else "[...]", part)
@@ -175,8 +176,8 @@ def contents(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def holds_more(value: Any) -> bool:
-    """True if what a forward reads from this value can change while the object and its entries stay
-    the same: of functions and of objects with attributes."""
+    """True if a value may change for a reader although it is the same object with the same entries:
+    a function, or an object with attributes."""
     if isinstance(value, CALLABLES):
         return True
     plain = value is None or isinstance(
@@ -186,6 +187,6 @@ def holds_more(value: Any) -> bool:
 
 
 def _is_known(own: type) -> bool:
-    """True if objects of this class count as equal: the class is from a library whose objects do
-    not store a program's values."""
+    """True if objects of this class need no comparison of their attributes: the class is from a
+    library whose objects do not store a program's values."""
     return own.__module__.partition(".")[0] in OBJECTS_ARE_KNOWN

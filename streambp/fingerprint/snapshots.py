@@ -83,10 +83,10 @@ class ValueList:
         tables: dicts whose values are compared.
         tensor_tables: dicts of tensors that are all compared.
         tensor_names: dicts of tensors, each with the names of its compared tensors.
-        expected_empty: dicts that were empty.
+        expected_empty: dicts that had no entries at the time of the snapshot.
         lists: containers whose elements are compared.
-        live: attributes whose content may change inside the same object, as (path, `__dict__`,
-            name).
+        live: attributes that are compared by their parts, as (path, `__dict__`, name): the parts
+            may change while the attribute stays the same object.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -137,7 +137,8 @@ class ModuleSnapshot:
         parameters: the parameters.
         tensors: tensors whose version counters are compared.
         keys: (module name, tensor name) of these tensors, in the same order.
-        kind: a digest of a coarser description, equal if test results about the layer still hold.
+        kind: digest of classes, flags, strings and dtypes, without numbers and identities. Equal
+            if test results about the layer still hold.
     """
 
     def __init__(self, layer: nn.Module, ignored: set[Key]) -> None:
@@ -182,7 +183,7 @@ class ModuleSnapshot:
             path: the module's name in the layer.
             module: the module.
             ignored: attributes to leave out, as (module name, attribute name).
-            kinds: the list for the coarser description.
+            kinds: the list from which `kind` is computed; entries are appended.
         """
         values = self._values
         own = module.__dict__
@@ -240,7 +241,8 @@ class ModuleSnapshot:
                     (values.tables if isinstance(inner, dict) else values.lists).append(inner)
 
     def _count_versions(self, key: Key, tensor: Tensor) -> None:
-        """Add a tensor [...] to `tensors`, whose version counters are compared with later ones."""
+        """Add a tensor [...] to `tensors`, whose version counters are compared in backward.
+        Inference tensors have no counter and are not added."""
         self._held.append(tensor)
         if not tensor.is_inference():
             self.tensors.append(tensor)
@@ -252,7 +254,7 @@ class ModuleSnapshot:
         Args:
             key: (module name, attribute name).
             found: the parts.
-            kinds: the list that receives their description for `kind`.
+            kinds: the list from which `kind` is computed; entries are appended.
         """
         for leaf in found:
             self.exact[(*key, leaf.name)] = leaf.exact
@@ -280,7 +282,7 @@ class LayerSnapshot:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Return a key that is equal for layers to which the same test results apply."""
+        """Return a key for test results: a result applies to all layer states with the same key."""
         return self.body.kind, self.hooks.kind, self.trained
 
 
@@ -301,7 +303,7 @@ class ForwardSnapshot:
 
 @dataclasses.dataclass(eq=False)
 class Fingerprint:
-    """The snapshots of one layer, to see what changes between calls, and between a forward and its
+    """The snapshots of one layer, which show changes between calls, and between a forward and its
     backward. [Note: fingerprint]
 
     A copied or pickled object is empty, because snapshots hold the modules of the original.
@@ -309,9 +311,10 @@ class Fingerprint:
     Attributes:
         last: the latest snapshot.
         pending: number of forwards whose backward has not run yet.
-        in_cycles: True if autograd graphs of the layer are in reference cycles and are freed late.
-        kept: paths of values that third-party code inside the layer stored in a test.
-            [Note: kept values]
+        in_cycles: True if autograd graphs of the layer are in reference cycles, and are freed only
+            by garbage collection.
+        kept: paths of values that third-party code inside the layer stored in a test. [Note: kept
+            values]
     """
 
     last: LayerSnapshot | None = None
@@ -341,13 +344,14 @@ class Fingerprint:
     def learn(
         self, layer: nn.Module, before: LayerSnapshot, versions: list[int] | None = None
     ) -> LayerSnapshot:
-        """Return a snapshot of the layer after its own forward, and exclude the forward's changes
-        from later comparisons.
+        """Return a snapshot of the layer after its own forward. Values that the forward has
+        changed, such as a counter, are ignored in later comparisons.
 
         Args:
             layer: the layer.
             before: snapshot before the forward.
-            versions: version counters of its tensors then; None: they are not compared.
+            versions: version counters of the tensors in `before` at that time; None: they are not
+                compared.
         """
         now = self.look(layer)
         same = now.body is before.body
@@ -373,7 +377,8 @@ class Fingerprint:
         versions: list[int],
         acted: AbstractSet[HookKey],
     ) -> ForwardSnapshot:
-        """Return the snapshot of the layer at the end of a forward.
+        """Return the snapshot of the layer at the end of a forward, for the comparison in backward,
+        and count the forward as pending.
 
         Args:
             layer: the layer.

@@ -30,11 +30,11 @@ MARK = "_streambp_in_backward"
 
 
 class InBackward:
-    """Handle returned by `optimizer_in_backward`: the optimizers of a model's weights, each of
-    which steps during backward.
+    """Handle returned by `optimizer_in_backward`: the optimizers of a model's weights. Each weight
+    has its own optimizer, which steps during backward.
 
     Attributes:
-        optimizers: name of a trained weight -> its optimizer.
+        optimizers: dict from the name of each trained weight to its optimizer.
         on_host: True if weights on the device are updated on the host.
     """
 
@@ -70,14 +70,18 @@ class InBackward:
         self._weights.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each weight's optimizer, by the weight's name."""
+        """Return a dict from the name of each trained weight to the state dict of its optimizer."""
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`, from a model with the same trained weights.
+        """Load optimizer states that `state_dict` returned for a model with the same trained
+        weights.
+
+        Args:
+            state: the result of `state_dict`.
 
         Raises:
-            ConfigError: other weights are trained here.
+            ConfigError: the states belong to weights other than this model's trained weights.
         """
         if state.keys() != self.optimizers.keys():
             other = sorted(state.keys() ^ self.optimizers.keys())[0]
@@ -94,14 +98,15 @@ class InBackward:
 
 
 class Guard:
-    """Forward pre-hook that raises if the model was wrapped in an engine (DDP, DeepSpeed) after
+    """Forward pre-hook that raises if weights with an optimizer in backward would not train
+    correctly: an engine (DDP, DeepSpeed) was added, or a weight was replaced, after
     `optimizer_in_backward` was called.
 
-    An engine cannot recover from an error during backward; before forward nothing has started. A
-    copy of the model has weights without hooks, so a copied or pickled guard checks nothing.
+    The check runs before forward, because an engine cannot recover from an error during backward. A
+    copied or pickled guard checks nothing, because a copy of the model has weights without hooks.
 
     Args:
-        weights: name -> weight that is updated in backward.
+        weights: dict from name to weight, for weights that are updated in backward.
     """
 
     def __init__(self, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -128,8 +133,8 @@ class Guard:
 
 
 def _refuse_engine(weight: Tensor) -> None:
-    """Raise ConfigError if an engine (DDP, DeepSpeed) reduces the gradient [...] of `weight` after
-    this hook, so that the gradient is incomplete here."""
+    """Raise ConfigError if an engine (DDP, DeepSpeed) reduces the gradient [...] of `weight` over
+    ranks only after the optimizer's hook. The optimizer would step with this rank's gradient."""
     name = reduces_later(weight)
     if name is not None:
         raise ConfigError(
@@ -184,19 +189,19 @@ def optimizer_in_backward(
         make: returns an optimizer for a list of weights, such as `lambda parameters:
             AdamW(parameters, lr=1e-5)`. Schedules set learning rates in
             `optimizers[name].param_groups`.
-        on_host: weights on the device step on the host as well. Their gradients are copied to the
-            host, and the weights are copied back. The device then stores no optimizer states; the
-            cost is three copies of each such weight.
-        max_grad_norm: must be None (in HF's TrainingArguments 0), see Raises.
+        on_host: True: weights on the device step on the host as well. Gradients are copied to the
+            host, and updated weights are copied back. The device then stores no optimizer states;
+            the cost is three copies of each such weight in every step.
+        max_grad_norm: must be None or 0. Any other value raises an error, because clipping by the
+            global norm needs all gradients before the first weight steps.
 
     Returns:
-        A handle: `optimizers`, `state_dict`, `load_state_dict`, `remove`.
+        A handle with `optimizers`, `state_dict`, `load_state_dict` and `remove`.
 
     Raises:
-        ConfigError: max_grad_norm requests clipping by the global norm, the model has an optimizer
-            in backward already, or an engine reduces gradients after the weights' hooks: DDP,
-            DeepSpeed, pipelines. The first forward raises as well, if such an engine was added
-            later.
+        ConfigError: max_grad_norm requests clipping, the model has an optimizer in backward
+            already, or an engine (DDP, DeepSpeed, a pipeline) reduces gradients after the weights'
+            hooks. The first forward raises as well, if such an engine was added later.
     """
     if max_grad_norm:
         raise ConfigError(

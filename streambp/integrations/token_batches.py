@@ -17,18 +17,20 @@ from streambp.fields import shown
 class TokenBatchSampler(Sampler[list[int]]):
     """Batches of whole rows, each of up to `tokens` tokens: a `batch_sampler` for `DataLoader`.
 
-    A batch's cost is its number of tokens, whatever the lengths of its rows, if padding is not
-    computed. That is the case with `StreamConfig(rows="packed")`, or with "auto" and labels. Each
-    epoch shuffles all rows by (`seed`, epoch) and cuts the rows into windows. Batches of a window
-    are filled with the longest rows first. Every epoch contains each row once, and has the same
-    number of batches. Only if no two rows fit into a batch are up to num_replicas - 1 rows
-    repeated, so that no rank waits. A loss with equal weight for each token needs the number of
-    labels of all batches of a step, as Trainer's `num_items_in_batch`.
+    The cost of a batch is its number of tokens, whatever the lengths of its rows, if padding is not
+    computed. This requires `StreamConfig(rows="packed")`, or rows="auto" and labels. A loss with
+    equal weight for each token must be divided by the number of labels in all batches of a step, as
+    with Trainer's `num_items_in_batch`.
 
-    Consecutive batches are similar and go to different ranks: batch i goes to rank i %
-    num_replicas. Every rank therefore has the same number of batches. accelerate distributes
-    batches itself: omit `rank` there, and set `even_batches=False`. The longest row is in the first
-    batch, so that a lack of memory shows at the first step.
+    Each epoch shuffles all rows by (`seed`, epoch), cuts the rows into windows, and packs each
+    window into batches, longest rows first. Every epoch contains each row once, and has the same
+    number of batches. Only if no two rows fit into a batch, up to num_replicas - 1 rows are
+    repeated, so that no rank waits.
+
+    Batch i goes to rank i % num_replicas. Consecutive batches are similar, so all ranks have
+    similar batches, and equally many. accelerate distributes batches itself: omit `rank` there, and
+    set `even_batches=False`. The longest row is in the first batch, so that a lack of memory shows
+    at the first step.
 
     Args:
         lengths: number of tokens of each row, special tokens included.
@@ -150,8 +152,8 @@ class TokenBatchSampler(Sampler[list[int]]):
     def _shuffled(self, epoch: int) -> list[int]:
         """Return all rows in an epoch's random order.
 
-        A text seed is the same on every machine, and differs for (seed 0, epoch 1) and (seed 1,
-        epoch 0).
+        The generator's seed is the text of seed and epoch, which gives the same order on every
+        machine. A sum would give (seed 0, epoch 1) and (seed 1, epoch 0) the same order.
         """
         order = list(range(len(self.lengths)))
         random.Random(f"{self.seed} {epoch}").shuffle(order)
@@ -168,8 +170,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         return batches
 
     def _filled(self, rows: Sequence[int]) -> list[list[int]]:
-        """Cut rows into batches: the longest row first, each row into the fullest batch with enough
-        room."""
+        """Cut rows into batches by best fit: take the longest row first, and put each row into the
+        fullest batch with enough room."""
         batches: list[list[int]] = []
         rooms: list[tuple[int, int]] = []  # sorted (tokens left, batch)
         for row in sorted(rows, key=lambda row: -self.lengths[row]):

@@ -30,8 +30,8 @@ with required("verl"):
 
 @functools.cache
 def launched() -> Launched:
-    """Return the object that patches the models of this process, with the settings of the
-    environment.
+    """Return the object that patches the models of this process, with the settings in the
+    environment variable STREAMBP_LAUNCH. The first call creates the object.
 
     Raises:
         ConfigError: the settings are invalid.
@@ -40,8 +40,8 @@ def launched() -> Launched:
 
 
 def check(engine: Any) -> None:
-    """Check that a patched model computes the unpatched model's results with the settings of verl's
-    engine.
+    """Check the settings of verl's engine: a patched model must compute the same as the unpatched
+    model.
 
     Raises:
         UnsupportedModelError: a setting would change the results, or is untested.
@@ -67,8 +67,8 @@ def check(engine: Any) -> None:
 
 
 def patch_engines(engine_class: Any) -> None:
-    """Make a class of verl's engines patch the models of its instances from now on, after
-    `check`."""
+    """Change a class of verl's engines: each new engine runs `check` at the end of its `__init__`,
+    and patches its model before FSDP wraps the model."""
     make = engine_class.__init__
     wrap = engine_class._build_fsdp_module
 

@@ -47,7 +47,8 @@ def command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script like `python SCRIPT` does, with its models patched. Return the script's exit
-    code, or the code for "no model was patched"."""
+    code, or 96 if the script succeeded without a patched model and no flag allows this. A wrong
+    command line returns 2."""
     try:
         given = parsed(app, sys.argv[1:] if argv is None else argv, "python -m streambp.launch")
         if isinstance(given, int):

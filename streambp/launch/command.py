@@ -102,13 +102,13 @@ def run(arguments: Any) -> int:
 
 
 def judge(code: int, patched: int, allowed: bool) -> int:
-    """Return the exit code of `streambp launch`: the program's, or `UNPATCHED` if the program
-    succeeded without a patched model.
+    """Return the exit code of `streambp launch`. This is the program's exit code, or 96
+    (`UNPATCHED`) if the program succeeded without a patched model.
 
     Args:
         code: the program's exit code.
         patched: number of patched models.
-        allowed: True if a program without a patched model is no error.
+        allowed: True if a program may succeed without a patched model.
     """
     if patched:
         return code
@@ -142,8 +142,13 @@ def environment(settings: Settings, folder: str) -> dict[str, str]:
 
 
 def call(program: Sequence[str], variables: dict[str, str]) -> int:
-    """Run a program to its end, and return its exit code in a shell's form. Signals are forwarded
-    to the program."""
+    """Run a program to its end, and return its exit code as a shell does: 128 + the signal's number
+    after a signal. Signals to this process are forwarded to the program.
+
+    Args:
+        program: the command and its arguments.
+        variables: the program's environment variables.
+    """
     came: queue.SimpleQueue[int] = queue.SimpleQueue()
     with _signals_to(came.put):
         try:
@@ -162,9 +167,10 @@ def call(program: Sequence[str], variables: dict[str, str]) -> int:
 
 @contextlib.contextmanager
 def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
-    """Context manager in which signals that this process receives are passed to `receive`.
+    """Context manager in which `receive` is called with the number of each signal to this process.
 
-    Signals from a terminal's keys have reached the program already and are not passed.
+    Signals from a terminal's keys (Ctrl-C) are left out, because the terminal sends them to the
+    program as well.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -39,8 +39,9 @@ def keep_groups(trainer: Any) -> None:
 
 
 def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
-    """Return the result of a TRL trainer's `_prepare_inputs`, after regrouping the generated rows
-    so that a micro-batch holds complete groups of one prompt's completions."""
+    """Return the result of a TRL trainer's `_prepare_inputs`. If the model has rows="packed", newly
+    generated rows are regrouped: the completions of each prompt are adjacent in the micro-batches.
+    """
     before = getattr(trainer, ROLLOUTS, None)
     inputs = getattr(type(trainer), PREPARES)(trainer, generation_batch)
     cut = getattr(trainer, ROLLOUTS, None)
@@ -64,8 +65,8 @@ def grouped(batches: list[Batch]) -> list[Batch]:
     """Return the same rows in micro-batches of the same sizes, in which the completions of each
     prompt are adjacent.
 
-    A prompt is identified by its ids and its mask. Micro-batches stay unchanged if they have no
-    prompts, or if some value is not row by row (images).
+    A prompt is identified by its ids and its mask. Micro-batches stay unchanged without prompts, or
+    with values that do not have an entry for each row (images).
     """
     first = batches[0]
     if not all(isinstance(first.get(name), Tensor) for name in PROMPTS) or IMAGES_OF_ROWS in first:

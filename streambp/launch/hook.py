@@ -40,8 +40,9 @@ class Hook:
         self._launched: Launched | None = None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the spec that other finders return for one of these modules, with a loader that
-        also changes the module.
+        """Return the import spec for a module that this hook changes; None for all other modules.
+        Another finder makes the spec, and its loader is changed to run the hook's action after the
+        module's code.
 
         The loader keeps its class and its interface.
         """
@@ -120,7 +121,7 @@ class Hook:
     def change_models(self, module: ModuleType) -> None:
         """Make `train()` of every transformers model patch the model, for the setting at="train".
 
-        A call on a parent module counts as well.
+        The model is also patched if `train()` is called on a module that contains the model.
         """
         from functools import wraps
 

@@ -49,8 +49,8 @@ class Launched:
         return Launched, (self.config,)
 
     def trainer_made(self, trainer: Any) -> None:
-        """Patch the model of an HF Trainer at the end of its `__init__`, and add callbacks that
-        patch models it creates later."""
+        """Patch the model of an HF Trainer at the end of the Trainer's `__init__`, and add
+        callbacks that patch the Trainer's later models."""
         self.streams(trainer.model, self.for_trainer(trainer))
         trainer.add_callback(Watcher(self, trainer))
         StreamCallback.add_to(trainer)
@@ -59,8 +59,9 @@ class Launched:
     def for_trainer(self, trainer: Any) -> StreamConfig:
         """Return the `StreamConfig` for a trainer's model.
 
-        Evaluation returns logits if the trainer passes logits to user functions. The `stream_*`
-        arguments of streambp's own trainers take precedence over the launch settings.
+        eval_logits is True if the trainer has `compute_metrics` or `preprocess_logits_for_metrics`,
+        which read logits. The `stream_*` arguments of streambp's own trainers take precedence over
+        the launch settings.
         """
         own = getattr(trainer.args, "stream_config", None)
         config = self.config if own is None else own()
@@ -74,8 +75,8 @@ class Launched:
     def head_wanted(
         self, theirs: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        """Add streambp's fused head to a model that is patched; otherwise call TRL's
-        `add_fused_lm_head`.
+        """Patch a model and add streambp's fused head. If the model cannot be patched, or the
+        settings have head=False, call TRL's `add_fused_lm_head` instead.
 
         Args:
             theirs: TRL's function.
@@ -103,11 +104,11 @@ class Launched:
             model.register_forward_hook(Watcher(self), with_kwargs=False)
 
     def streams(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
-        """Patch a model, unless the user has patched it already. True if the model is patched
-        afterwards.
+        """Patch a model, unless the user has patched it already. Return True if the model is
+        patched afterwards, and False if it cannot be streamed.
 
         Args:
-            model: the model of a trainer or of a loop.
+            model: the model of a trainer or of a training loop.
             config: settings; None: those of the model's existing patch, or of `streambp launch`.
 
         Raises:
@@ -151,10 +152,10 @@ class Launched:
         return any(part is model for seen in self._seen for part in seen.modules())
 
     def account(self) -> Account:
-        """Return the record of this process's models, and write it to a file for the `streambp
-        launch` command. [Note: reports]
+        """Return the record of this process's models. The record is also written to a file, which
+        the `streambp launch` command reads. [Note: reports]
 
-        Deleted models keep their last description.
+        A model that was deleted has the description from its last record.
         """
         try:
             for model, known in list(self._seen.items()):
@@ -216,11 +217,8 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
         self.told = False
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Patch models that did not exist before: the model that `model_init` has created anew, and
-        a reference model.
-
-        Other libraries create the reference after or outside of `Trainer.__init__`.
-        """
+        """Patch models that did not exist at the end of `Trainer.__init__`: a model that
+        `model_init` has created anew, and a reference model of a library such as TRL."""
         self.launched.streams(self.trainer.model, self.launched.for_trainer(self.trainer))
         reference = getattr(self.trainer, "ref_model", None)
         if isinstance(reference, nn.Module):
@@ -239,6 +237,6 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Print the report after the first training forward, as a forward hook."""
+        """Print the report after the first training forward. Called as the model's forward hook."""
         if model.training:
             self.on_step_end()

@@ -39,9 +39,9 @@ class Account:
 
     Attributes:
         process: process id.
-        rank: value of the environment variable RANK.
+        rank: value of the environment variable RANK; None: it is not set.
         program: path of the program.
-        models: its models.
+        models: the models that were patched, or could not be.
         peak: bytes of peak device memory; None: no device was used.
     """
 
@@ -58,8 +58,8 @@ class Account:
 
 
 def leave(account: Account) -> bool:
-    """Write the record of this process into the folder where the `streambp launch` command reads
-    it. Return False if there is no such folder."""
+    """Write the record of a process into the folder where the `streambp launch` command reads it.
+    Return False if no folder is set, or if the file cannot be written."""
     folder = os.environ.get(FOLDER, "")
     file = Path(folder, f"{account.process}.json")
     try:
@@ -115,8 +115,8 @@ def streamed(accounts: Iterable[Account]) -> int:
 
 
 def table(accounts: list[Account]) -> str:
-    """Return the report of `streambp launch` as text; processes with the same results share an
-    entry."""
+    """Return the report of `streambp launch` as text. Processes with equal results are listed
+    together."""
     if not accounts:
         return (
             "no process made a Trainer or trained a model that streambp launch could have patched"

@@ -67,7 +67,7 @@ def from_fields(found: dict[str, Any]) -> Settings:
 def config_from(found: dict[str, Any], source: str) -> StreamConfig:
     """Return a `StreamConfig` from a dict of its fields.
 
-    `lazy_logits` is True unless the dict contains it, or head=False.
+    The default of `lazy_logits` is True here, except with head=False.
 
     Args:
         found: fields by name.
@@ -86,10 +86,11 @@ Allowed = Annotated[
 
 
 def with_flags(function: Callable[..., T]) -> Callable[..., T]:
-    """Return a command function with a signature for typer, in which `**settings` becomes one flag
-    for each setting.
+    """Return the function with another signature for typer, in which one parameter for each setting
+    replaces `**settings`. typer makes a flag of each parameter.
 
-    The flags are `StreamConfig`'s fields and --at. Flags absent from the command line are None.
+    The settings are `StreamConfig`'s fields and `at`. A flag that is not on the command line has
+    the value None.
     """
     signature = inspect.signature(function, eval_str=True)
     own = []

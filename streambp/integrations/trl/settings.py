@@ -18,13 +18,13 @@ class StreamArguments:
         stream_offload: "cpu" stores layer inputs and saved tensors in host memory; "auto" chooses
             `stream_saves` as well.
         stream_host_memory: maximum host memory for offloading, such as "96GiB".
-        stream_gpu_memory: device memory for tensors that exist longer than a chunk, if offloading;
-            for example "8GiB".
+        stream_gpu_memory: device memory for tensors that exist longer than a chunk, for example
+            "8GiB". Used only with offloading.
         stream_rows: "packed" computes a batch without its padding, and common beginnings of rows
             once. "auto" packs if the caller gets no value at padding; "as_given" never packs.
         stream_weights: "cpu" stores the layers' frozen weights (LoRA bases) in host memory; "auto"
             only weights that do not fit on the device.
-        stream_share_prefixes: deprecated name of "packed".
+        stream_share_prefixes: deprecated. True means stream_rows="packed", False "as_given".
     """
 
     stream_chunk_size: str = dataclasses.field(

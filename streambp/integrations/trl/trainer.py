@@ -26,7 +26,7 @@ def add_streamed_head(
     """Patch a model and add streambp's fused head, in place of TRL's `add_fused_lm_head`.
 
     Args:
-        config: settings, unless the model is patched already.
+        config: settings of the patch; not used if the model is patched already.
         head_class: class of the fused head.
         model: the model.
         args, kwargs: arguments of TRL's `add_fused_lm_head`.
@@ -50,9 +50,9 @@ class StreamedTrainer:
     comes before the trainer among a class's bases.
 
     Policy and reference are computed chunk by chunk, and streambp's fused head replaces TRL's. A
-    model that was patched before keeps its own settings. If a model shares prefixes, the
-    completions of a prompt stay in one batch. [Note: whole groups] The logs get numbers of the
-    steps (`StreamCallback`).
+    model that was patched before keeps its own settings. If a model has rows="packed", the
+    completions of a prompt stay in one micro-batch. [Note: whole groups] `StreamCallback` adds
+    tokens, chunk size and memory of each step to the logs.
 
     Attributes:
         trl_module: module that defines the TRL trainer.
@@ -86,8 +86,8 @@ class StreamedTrainer:
         """Raise if sequences are split over ranks and TRL's trainer does not support such
         sequences.
 
-        TRL's trainer would fail in its first step, because its mask has full rows and the
-        log-probabilities are those of a part of each row.
+        TRL's trainer would fail in its first step: the mask covers full rows, but each rank has the
+        log-probabilities of a part of each row.
         """
         sizes = {name: getattr(parallelism, name, 1) for name in SPLITS}
         if not self.splits_sequences and max(sizes.values()) > 1:

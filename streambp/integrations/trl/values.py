@@ -23,10 +23,10 @@ VALUE_HEAD, VALUE_MODEL = "value_head", "value_model"
 
 def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Module) -> Tensor:
     """Return the values head(norm(hidden_states)) [B, T] of each token in promote_types(dtype,
-    float32), computed block by block.
+    float32), computed for blocks of tokens.
 
-    Backward recomputes the norm of each block. Normed states of all tokens would need more memory
-    than the hidden states.
+    Backward recomputes the norm of each block. Saving the normed states of all tokens would need
+    more memory than the hidden states.
 
     Args:
         hidden_states: [B, T, h].
@@ -49,8 +49,8 @@ def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Mod
 
 
 class PolicyAndValueHead(FusedHead):
-    """Fused head (`FusedHead`) that also returns `state_values`: for each label, the value of the
-    state before it."""
+    """Fused head (`FusedHead`) that also returns `state_values`: for each label, the predicted
+    value of the state before the label's token."""
 
     def call(self, *args: Any, values: bool = False, **kwargs: Any) -> Any:
         """Return the result of `FusedHead.call`, with `state_values` if requested.
@@ -66,9 +66,8 @@ class PolicyAndValueHead(FusedHead):
     def output(
         self, kwargs: dict[str, Any], output: Any, values: TokenLogProbs, request: HeadRequest
     ) -> Any:
-        """Return `FusedHead.output`, with `state_values` for a call with values=True.
-
-        `state_values` have the shape of log_probs and a dtype of float32 or wider.
+        """Return the result of `FusedHead.output`. If the forward was called with values=True, the
+        result also has `state_values`, with the shape of log_probs and a dtype of float32 or wider.
         """
         result = super().output(kwargs, output, values, request)
         if self.with_values:
