@@ -3,7 +3,7 @@
 [Note: fingerprint] A snapshot of modules, inner hooks, parameters, buffers and attributes is taken
 before a forward, at its end and before its backward. A snapshot costs one list of values, which is
 compared with the previous list. Only after a difference is each value named and described
-(`leaves.py`). There are two fingerprints:
+(`observed_values.py`). There are two fingerprints:
 
     exact   compared between a forward and its backward, which would recompute another layer; a
             difference raises and is named
