@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, coarsest
+from streambp.admission.first_call import LOUDER
 from streambp.admission.generators import on_trial
 from streambp.admission.long_trial import why_not_at_length
 from streambp.admission.own_run import StreamingMismatchError, UnpatchedRun
@@ -338,7 +339,9 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
         differing = {path: told for path, told in differing.items() if path not in noisy}
     if not differing:
         return _why_kept_before(call.site, roots)
-    call.site.tests.differing |= differing.keys()
+    # A value that only the first call sets is no record of later calls.
+    recorded = _differing(whole, trial.left(trial.twice), coarsest(call, x))
+    call.site.tests.differing |= differing.keys() & recorded.keys()
     otherwise = _differing(whole, trial.left(trial.at_once), coarsest(call, x))
     # Tensors in graphs are out of sight as well, and differ for another attention.
     otherwise = {
@@ -435,6 +438,16 @@ class _Trial:
             self.at_once(shadows)
         else:
             UnpatchedRun(self.call, self.x, self.upstream, shadows)
+
+    def twice(self, shadows: list[Tensor]) -> None:
+        """Run the layer as in `whole`, and again on tokens that are much larger."""
+        self.whole(shadows)
+        x = self.x
+        try:
+            self.x = LOUDER * x
+            self.whole(shadows)
+        finally:
+            self.x = x
 
     def at_once(self, _: list[Tensor]) -> None:
         """Run the layer once, unchunked, but with streambp's attention."""
