@@ -282,8 +282,8 @@ _plain = object.__getattribute__
 
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
-    """Return the attention implementation of a config outside of `routed`, "sdpa" for example, even
-    while `routed` has replaced it."""
+    """Return a config's own attention implementation, "sdpa" for example, also inside the context
+    manager `routed`, which replaces it by streambp's."""
     name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
     return name.own if isinstance(name, Routed) else name
 
@@ -467,7 +467,8 @@ class NoAttention:
         self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
         """Return the layer's arguments for one chunk, with mask and cache replaced. The second
-        result is the function that the replaced cache calls on new keys and values; None: no cache.
+        result is the function that the cache in the arguments calls on new keys and values; None if
+        the arguments have no cache, as here.
 
         Args:
             named: the layer's arguments by name.

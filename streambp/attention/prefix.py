@@ -48,7 +48,7 @@ class RefillDone(Exception):  # noqa: N818 - control flow, never seen by users
 
 @dataclasses.dataclass(frozen=True)
 class SiteSize:
-    """Bytes of one token, over all rows, in one attention call of a layer.
+    """Bytes of one position, summed over the rows of the batch, in one attention call of a layer.
 
     Attributes:
         keys: K and V.

@@ -85,7 +85,8 @@ class Projection:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Return the gradient [n, v] of the output projection's matrix products.
+        """Go back through what follows the matrix product (bias, scale, softcap): return the
+        gradient [n, v] of hidden @ weight.T.
 
         Args:
             grad: gradient of the logits [n, v]; overwritten.

@@ -256,8 +256,8 @@ def _state(tensor: Tensor | None) -> tuple[Any, ...]:
 
 
 def _decodes(base: Any, x: Tensor) -> bool:
-    """True if a Linear with a 4-bit weight multiplies x [..., in] by the dequantized weight without
-    a change of dtype."""
+    """True if a Linear with a 4-bit weight computes exactly F.linear(x, dequantized weight): it
+    casts neither x [..., in] nor the weight."""
     if isinstance(base, CountedPackedLinear):
         return x.dtype == base.compute_dtype
     return has_data(x) and DecodedLinear(base).decodes(x)
@@ -475,12 +475,13 @@ class Adaptation:
 @dataclasses.dataclass(eq=False)
 class Siblings:
     """LoRA Linears of one module that may read the same x, as query, key and value projections do.
+    The first member that is called computes x A^T for all of them.
 
     Attributes:
         members: the Linears' replacements.
-        held: tuple of the first member's input, (its version, grad mode), the shared values, x in
-            the compute dtype, and the indices of the members that have read x. None: no call is
-            running.
+        held: tuple of the first member's input, a pair (version of the input, grad mode), the
+            products x A^T of all members, x in the compute dtype, and the indices of the members
+            that have read x. None: no call is running.
         joined: the factors of the members and their `joined_factor`; None: not computed.
     """
 

@@ -51,10 +51,10 @@ class CausalLMForward(InstanceForward):
             block, together with the output projection.
 
     Attributes:
-        last: sentence for `describe` on how the loss was computed in the last call in training;
-            before the first call in training, in the last call.
-        lazy: record of the lazy logits that the call of `last` returned, and of the operations on
-            them; None if no lazy logits were returned.
+        last: sentence for `describe` on how the loss was computed in the last training call. While
+            there has been no training call, the sentence is about the last call of any kind.
+        lazy: record of the lazy logits that this same call returned, and of the operations on them;
+            None if no lazy logits were returned.
         trained: number of calls in training.
         unlabelled: number of calls in training without labels, which built the logits.
         predicted: True if an evaluation built the logits because a Trainer collects them.

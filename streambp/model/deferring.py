@@ -228,7 +228,7 @@ class Borrowed(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, *grads: Tensor | None
     ) -> tuple[None, Tensor | None]:
-        """Return the gradient of hidden_states [..., h], and store the gradients of the copies for
-        `Lending.backward`."""
+        """Return the gradient of hidden_states [..., h]. Store the gradients of the borrowed
+        parameters' copies for `Lending.backward`."""
         ctx.lent.grads = grads
         return None, grad

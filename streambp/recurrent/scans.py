@@ -309,8 +309,9 @@ def _raw(
     """Return the step dt [D] for the additional tokens of `SelectiveScan` that write the start
     state, before bias and softplus are applied.
 
-    Large values of A reduce the step, so that a written value decays by at most exp(-DECAY) until
-    the chunk begins. A stronger decay could not be undone without overflow.
+    `SelectiveScan` puts additional tokens before a chunk, whose inputs write the start state, and
+    enlarges these inputs by what decays until the chunk begins. Large values of A reduce the step,
+    so that the enlargement is at most exp(DECAY) and does not overflow.
 
     Args:
         A: the scan's A, [D, N].
