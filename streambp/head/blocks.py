@@ -85,8 +85,8 @@ class Projection:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Go back through what follows the matrix product (bias, scale, softcap): return the
-        gradient [n, v] of hidden @ weight.T.
+        """Return the gradient [n, v] of hidden @ weight.T, behind which bias, scale and softcap are
+        applied.
 
         Args:
             grad: gradient of the logits [n, v]; overwritten.
