@@ -85,8 +85,8 @@ class Projection:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Return the gradient [n, v] of hidden @ weight.T, behind which bias, scale and softcap are
-        applied.
+        """Return the gradient [n, v] of the product hidden @ W^T + bias, to which `logits` applies
+        scale, softcap and temperature.
 
         Args:
             grad: gradient of the logits [n, v]; overwritten.
