@@ -46,6 +46,7 @@ PLACES = {
         planner/measure.py:compare_step
     """,
     TARGET: """
+        cli/runs.py:_notes
         cli/runs.py:_write_page
         planner/auto.py:_skeleton
         planner/counted.py:Asked
@@ -57,6 +58,7 @@ PLACES = {
         planner/skeleton.py:Skeleton.__init__
         planner/survey.py:Counter._prepared
         planner/tree.py:_activations
+        verify/random_model.py:random_model
     """,
     TEXT: """
         cli/app.py:

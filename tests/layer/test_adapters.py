@@ -640,9 +640,14 @@ def test_the_table_of_precision_compares_with_float32_outside_autocast(monkeypat
 
 
 def errors_one_by_one(monkeypatch):
-    """They wait under autocast until the next one is asked for."""
+    """They wait under autocast until the next one is asked for. Returns all that wait."""
+    waiting = []
 
     def errors(set_up, seed, why):
+        waiting.append(each(set_up, seed, why))
+        return waiting[-1]
+
+    def each(set_up, seed, why):
         stock = lora_precision.model_of(set_up, seed)
         true = lora_precision.gradients(copy.deepcopy(stock).float())[1]
         with torch.autocast("cpu", HALF, enabled=set_up.autocast):
@@ -650,12 +655,17 @@ def errors_one_by_one(monkeypatch):
                 yield lora_precision.error(lora_precision.gradients(stock)[1], true)
 
     monkeypatch.setattr(lora_precision, "errors", errors)
+    return waiting
 
 
 def test_mutant_of_the_table(monkeypatch):
-    errors_one_by_one(monkeypatch)
+    waiting = errors_one_by_one(monkeypatch)
     with pytest.raises(AssertionError):
         check_truth(monkeypatch)
+    for one in waiting:
+        one.close()
+    # Each has restored what it found, which another one's autocast may have been.
+    torch.set_autocast_enabled("cpu", False)
 
 
 @pytest.mark.parametrize("kernels", ["own", "auto"])

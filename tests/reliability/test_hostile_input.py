@@ -103,7 +103,7 @@ def test_no_uncaught_error_is_a_verdict(error, command, monkeypatch, capsys):
     def fails(*_, **__):
         raise error
 
-    for name in ("plan", "_load", "rates_of"):
+    for name in ("plan", "_load", "rates_of", "read_config"):
         monkeypatch.setattr(f"streambp.cli.runs.{name}", fails)
     monkeypatch.setattr("streambp.launch.command.environment", fails)
     words = {
