@@ -281,9 +281,12 @@ def test_the_other_project_of_this_name_is_refused(order, archives, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     python = environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
+    # A clone in PYTHONPATH would be taken for the distribution to uninstall.
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
     def pip(*words):
         command = [sys.executable, "-m", "pip", "--python", python, *words]
-        subprocess.run(command, check=True, capture_output=True, timeout=HANG)
+        subprocess.run(command, check=True, capture_output=True, timeout=HANG, env=clean)
 
     ours = ("install", "--no-index", "--no-deps", archives[0])
     theirs = ("install", "--no-index", "--no-deps", other_wheel(tmp_path))
@@ -304,7 +307,7 @@ def test_the_other_project_of_this_name_is_refused(order, archives, tmp_path):
     result = subprocess.run(
         [python, "-c", f"{libraries}; {MEETS[order]}"],
         capture_output=True, text=True, check=False, cwd=tmp_path, timeout=HANG,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        env=clean,
     )  # fmt: skip
     if order in ("ours alone", "theirs taken off, ours put on again"):
         assert (result.returncode, result.stdout) == (0, "patch\n"), result.stderr[-2000:]
