@@ -11,6 +11,7 @@ import torch
 import streambp
 from streambp.attention import prefix
 from streambp.config import StreamConfig
+from streambp.layer import adapted
 from streambp.model import unpatched
 from tests import device as tested
 from tests import device_thread, seeds, tiers
@@ -141,4 +142,18 @@ def attended_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         "attend",
         lambda self, given: seen.append(given.q.shape[2]) or real(self, given),
     )
+    return seen
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of x that the operation of adapted Linears was called with."""
+    seen: list[torch.Size] = []
+    real = adapted._forward
+
+    def forward(*args: Any) -> Any:
+        seen.append(args[2].shape)
+        return real(*args)
+
+    monkeypatch.setattr(adapted, "_forward", forward)
     return seen

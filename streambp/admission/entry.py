@@ -175,7 +175,7 @@ def admit(
         return call
     failed, verdict = _tried(call)
     if not verdict.streams:
-        if arguments.tells:  # its kernels ignore or misread the document arguments
+        if arguments.tells:  # kernels of the layer ignore or misread the arguments
             site.tests.kernels_take_documents = False
             return admit(site, args, kwargs, rows, strategy, forks)
         return CallReport(verdict.because, rows=rows)
@@ -256,6 +256,7 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
     """
     because = why_untestable(call)
     if because is not None:
+        call.site.tests.result(call.arguments.kind).judge(because)
         return None, Verdict(False, because)
     with leaving_nothing(call):
         because, error = why_kept(call)

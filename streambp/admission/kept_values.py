@@ -209,8 +209,8 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
     """Wrap `forward`, the function that runs a layer in chunks: raise if third-party code stored a
     tensor with one entry for each token of a chunk.
 
-    This happens if the layer's test could not detect the code, which is a hook registered after
-    `warm_up`, acts on longer sequences only, or has a switch outside of the snapshots.
+    This happens if the layer's test could not detect the code. Examples are a hook registered after
+    `warm_up`, code for longer sequences only, and a switch outside of the snapshots.
     """
 
     def run(call: LayerCall, keep: bool) -> T:
@@ -275,7 +275,7 @@ def why_untestable(call: LayerCall) -> str | None:
     third-party code may advance iterators, which a test cannot reset. None if a test may run."""
     if not roots_of(call.site, call.look):
         return None
-    iterators = Snapshot(call.site.layer).iterators
+    iterators = Snapshot(call.site.layer).iterators()
     return ADVANCES.format(", ".join(iterators)) if iterators else None
 
 
@@ -363,6 +363,8 @@ def _why_kept_before(site: LayerSite, roots: Roots) -> str | None:
     Code may store a value in some calls alone: every tenth, or where a maximum grows. Calls of a
     new kind may do so later, even if their own test stored nothing.
     """
+    if not site.tests.differing:
+        return None
     there = Memory(roots).values.keys() & site.tests.differing
     return f"{KEEPS_VALUES} ({_named(dict.fromkeys(sorted(there), ''))})" if there else None
 

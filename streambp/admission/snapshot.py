@@ -14,7 +14,7 @@ chunked run, and the layer runs unchunked.
 
 References are not followed into objects and functions of libraries, files, and other threads'
 values. The position of an iterator cannot be restored: `Snapshot.iterators` names the iterators
-that the code may advance.
+that hooks and forwards may advance.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ ATOMS = frozenset(
     )
 )
 TORCHS = frozenset(nn.Module().__dict__) - {"training"}
+CALLED = ("forward", "__call__")  # methods that a layer calls
 MODE = "training"  # an attribute that trials switch
 # standard modules whose objects store a program's values
 OPEN = ("collections", "types", "weakref", "queue", "functools", "contextlib")
@@ -112,12 +113,14 @@ class Snapshot:
 
     Attributes:
         large: tensors too large to be copied beforehand.
-        iterators: names of the iterators and generators that the code may advance.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.large: list[Tensor] = []
-        self.iterators: list[str] = []
+        self._iterators: dict[int, str] = {}  # the names by id
+        self._attributes: dict[int, str] = {}  # names of objects' attributes that are iterators
+        self._functions: list[types.FunctionType] = []  # hooks and forwards
+        self._methods: dict[str, list[types.FunctionType]] = {}  # methods by name
         self._tables: list[Table] = []
         self._values: list[Values] = []
         # keys are ids; each value is the object, so that no other object can reuse the id
@@ -133,6 +136,34 @@ class Snapshot:
         self._wait((name, everywhere[name]) for name in GLOBAL_HOOKS if everywhere[name])
         while self._waiting and len(self._seen) < MOST:
             self._follow(*self._waiting.popleft())
+
+    def iterators(self) -> list[str]:
+        """Return the names of the iterators and generators that hooks and forwards may advance.
+
+        An iterator may be an attribute of an object with many methods, such as a training loop. The
+        code of a hook or forward must then name the attribute.
+        """
+        found: list[str] = []
+        if not self._iterators:
+            return found
+        named = self._names_in_code()
+        for key, name in self._iterators.items():
+            if key not in self._attributes or self._attributes[key] in named:
+                found.append(name)
+        return found
+
+    def _names_in_code(self) -> set[str]:
+        """Return all names in the code of hooks and forwards, and of methods that they name."""
+        names: set[str] = set()
+        waiting = [*self._functions]
+        for name in CALLED:
+            waiting += self._methods.get(name, ())
+        while waiting:
+            for name in _names_in(waiting.pop().__code__):
+                if name not in names:
+                    names.add(name)
+                    waiting += self._methods.get(name, ())
+        return names
 
     def changes(self) -> dict[str, Change]:
         """Return the values that have changed since the snapshot, by name."""
@@ -246,6 +277,9 @@ class Snapshot:
             if not (foreign or issubclass(base, nn.Module)):
                 continue
             kept = self._note(base.__qualname__, base, CLASS)
+            for name, value in kept.items():
+                if foreign and isinstance(value, types.FunctionType):
+                    self._methods.setdefault(name, []).append(value)
             self._wait(
                 (f"{base.__qualname__}.{name}", value)
                 for name, value in kept.items()
@@ -268,6 +302,8 @@ class Snapshot:
         elif isinstance(value, types.FunctionType):
             self._follow_function(name, value)
         elif isinstance(value, types.MethodType):
+            if isinstance(value.__func__, types.FunctionType):
+                self._functions.append(value.__func__)
             self._wait([(name, value.__func__), (name, value.__self__)])
         elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
             if not isinstance(value.__self__, types.ModuleType):  # for example a list's `append`
@@ -301,10 +337,13 @@ class Snapshot:
         own = type(value)
         if not (is_foreign(own) or isinstance(value, PreTrainedConfig | threading.local)):
             if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-                self.iterators.append(name)
+                self._iterators[id(value)] = name
             return
         if isinstance(getattr(value, "__dict__", None), dict):
             parts = self._note(name, value.__dict__, ATTRIBUTES)
+            for key, part in parts.items():
+                if isinstance(part, Iterator):
+                    self._attributes[id(part)] = key
             self._wait((dotted(name, key), part) for key, part in parts.items())
         if any("__slots__" in vars(base) for base in own.__mro__):
             self._wait(
@@ -331,6 +370,8 @@ class Snapshot:
     def _follow_function(self, name: str, function: types.FunctionType) -> None:
         """Save a function's closure, attributes, and the globals that its code names, and queue the
         values in them."""
+        if function not in self._methods.get(function.__name__, ()):
+            self._functions.append(function)
         for variable, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):

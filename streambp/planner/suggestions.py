@@ -122,18 +122,31 @@ def best_change(
             plan = plan_profile(profile, seq_len, found.memory, setting, found.rates)
             if plan.choice is None:
                 continue
-            changes = []
-            if training is not None:
-                changes.append(str(training))
-                options = (*training.options, *options)
-            if "--optimizer-on-host" in options:
-                changes.append(OPTIMIZER_THERE)
+            changes, options = _changed(training, options)
             if plan.choice.on_host is not None:
                 changes.append("the layers' weights on the host")
             tried.append(Remedy(" and ".join(changes), options, plan))
     bar = (1 + SLOWER) * min((seconds_of(one.plan) for one in tried), default=0.0)
     near = [one for one in tried if seconds_of(one.plan) <= bar]
     return min(near, key=lambda one: len(one.options), default=None)
+
+
+def _changed(
+    training: Training | None, options: tuple[str, ...]
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return what a remedy changes, as texts, and all command-line options of the remedy.
+
+    Args:
+        training: the training, if it differs from the plan's; None: the plan's own.
+        options: the options of the setting.
+    """
+    changes = []
+    if training is not None:
+        changes.append(str(training))
+        options = (*training.options, *options)
+    if "--optimizer-on-host" in options:
+        changes.append(OPTIMIZER_THERE)
+    return changes, options
 
 
 def remedies(
@@ -199,12 +212,7 @@ def _fewer_tokens(
         most = plan_profile(profile, "max", found.memory, setting, found.rates)
         if most.choice is None or (seq_len != "max" and most.seq_len >= seq_len):
             continue
-        changes = []
-        if training is not None:
-            changes.append(str(training))
-            options = (*training.options, *options)
-        if "--optimizer-on-host" in options:
-            changes.append(OPTIMIZER_THERE)
+        changes, options = _changed(training, options)
         changes.append(f"{most.seq_len:,} tokens at most")
         return Remedy(" and ".join(changes), (*options, "--seq-len", str(most.seq_len)), most)
     return None

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import streambp
-from streambp.admission import kept_values, snapshot
+from streambp.admission import entry, kept_values, snapshot
 from streambp.admission.snapshot import Restored, Snapshot
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.planner import estimate, skeleton
@@ -757,6 +757,50 @@ def test_files_and_the_iterators_of_a_constructor_leave_layers_streaming(tmp_pat
         ours = streambp.patch(made(functools.partial(around_mlp, kind=lambda m: Numbered(m, file))))
         results(ours, SITUATIONS["first call"][:1])
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+
+
+class Run:
+    """A program's loop, of which a method is a hook in each layer."""
+
+    def __init__(self):
+        self.batches = itertools.cycle([1.0, 2.0])
+        self.factors = itertools.repeat(0.5)
+
+    def train(self):
+        return next(self.batches)
+
+    def scale(self, module, args, output):
+        return output * self.factor()
+
+    def factor(self):
+        return next(self.factors)
+
+    def look(self, module, args, output):
+        assert bool(output.isfinite().all())
+
+
+@pytest.mark.parametrize(("method", "path"), [("look", "streams"), ("scale", "checkpoints")])
+def test_iterators_of_a_hooks_object_count_where_the_hook_reads_them(method, path, monkeypatch):
+    """Those that other methods advance are of no test. What is untestable is found out once."""
+    run, looked, real = Run(), [], entry.why_untestable
+    monkeypatch.setattr(entry, "why_untestable", lambda call: (looked.append(1), real(call))[1])
+
+    def change(layer):
+        layer.mlp.register_forward_hook(getattr(run, method))
+
+    ours = streambp.patch(made(change), streambp.StreamConfig(chunk_size=16))
+    assert (
+        worst_error(
+            results(ours, SITUATIONS["first call"]), results(made(change), SITUATIONS["first call"])
+        )
+        <= EXACT
+    )
+    layers = streambp.describe(ours).layers
+    assert {layer.path for layer in layers} == {path}
+    assert len(looked) == len(layers)
+    if path == "checkpoints":
+        assert "factors" in layers[0].reason
+        assert "batches" not in layers[0].reason
 
 
 def test_parameters_without_shapes_are_refused():

@@ -58,19 +58,6 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The shapes of what the operation was called with."""
-    seen, real = [], operation._forward
-
-    def forward(*args):
-        seen.append(args[2].shape)
-        return real(*args)
-
-    monkeypatch.setattr(operation, "_forward", forward)
-    return seen
-
-
 def trained(classes, kind, folder, steps, **settings):
     """Log, weights and trainer after some steps of one of TRL's trainers, or of ours."""
     *_, data, more = KINDS[kind]

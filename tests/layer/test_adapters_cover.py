@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import adapted as operation
 from streambp.layer import adapters
 from streambp.layer.adapters import Adaptation
 from tests.families import build, make_batch
@@ -71,19 +70,6 @@ SAVES = ((), ("attn_out",), "auto")
 FACTORS = (tuple(KINDS), SAVES, ("none", "cpu"), (8, WHOLE), (1, 2))
 ROWS = covering(FACTORS)
 FAST = next(row for row in ROWS if row[0] == "weights on the host" and row[3] == 8)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The shapes of what the operation was called with."""
-    seen, real = [], operation._forward
-
-    def forward(*args):
-        seen.append(args[2].shape)
-        return real(*args)
-
-    monkeypatch.setattr(operation, "_forward", forward)
-    return seen
 
 
 def test_the_design_covers():

@@ -25,19 +25,6 @@ STEPS = 2
 WAYS = {"unpatched, then patched": (False, True), "patched, then unpatched": (True, False)}
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The shapes of what the operation was called with."""
-    seen, real = [], operation._forward
-
-    def forward(*args):
-        seen.append(args[2].shape)
-        return real(*args)
-
-    monkeypatch.setattr(operation, "_forward", forward)
-    return seen
-
-
 def made(patched, folder=None):
     """A model with new adapters, or with those of a folder."""
     model = build("qwen3", torch.float64)
