@@ -239,7 +239,8 @@ class Snapshot:
                 module, found through an attribute of one of these.
         """
         own = self._note(path, module.__dict__, OWN)
-        self._note(f"{path}.__class__", module, TYPE)
+        if is_foreign(type(module)):
+            self._note(f"{path}.__class__", module, TYPE)
         for name, value in own.items():
             if type(value) in ATOMS:
                 continue
