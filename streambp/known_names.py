@@ -98,7 +98,8 @@ DEPRECATION = "transformers.utils.deprecation"
 # a model with both is an encoder or a decoder
 MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")
 # attention arguments that change values, and are refused
-FOREIGN_ARGUMENTS = ("position_bias", "block_indices")
+POSITION_BIAS = "position_bias"  # T5: attention argument [1 or B, H, S, T], added to the scores
+FOREIGN_ARGUMENTS = (POSITION_BIAS, "block_indices")
 PICKS = "indices"  # attention argument: [B, S, k], an indexer's picked keys for each query
 SINKS = ("s_aux", "sinks")  # attention arguments: [H], logits of one more key
 

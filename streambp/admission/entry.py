@@ -235,7 +235,7 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
         here = site.weights_here("trial", call.device)
         freely = replaced([site], "choices", [None])  # [Note: choices]
         # Layers of a split sequence exchange keys and values with other ranks themselves.
-        alone = no_collectives(call.site.layer) if type(call) is LayerCall else NULL_CONTEXT
+        alone = no_collectives(call.site.layer) if call.has_full_sequence else NULL_CONTEXT
         with here, nothing_compiled(), call.autocast.off(), freely, alone:  # [Note: autocast]
             found = call.attempt(lambda _: _looked(call))
     except MEMORY_ERRORS as error:

@@ -290,7 +290,7 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
         layer may run in chunks.
     """
     site, x = call.site, call.hidden_states.detach()
-    if type(call) is not LayerCall or not has_data(x) or x.shape[-2] == 1 or not x.numel():
+    if not call.has_full_sequence or not has_data(x) or x.shape[-2] == 1 or not x.numel():
         return None, None
     roots = roots_of(site, call.look)
     if not roots or site.tests.result(call.arguments.kind).judged:

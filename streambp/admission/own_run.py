@@ -181,6 +181,9 @@ class UnpatchedRun:
             "attention_mask": None,
             "use_vmap": False,
         }
+        if self.call.site.kind.attention.reads_ahead:  # sdpa without a mask reads ahead
+            causal["allow_is_causal_skip"] = False
+            causal["allow_is_bidirectional_skip"] = False
         plain = {
             "q_offset": 0,
             "kv_offset": 0,
@@ -217,7 +220,7 @@ def own_run(
     Raises:
         StreamingMismatchError: the unpatched layer raises.
     """
-    if type(call) is not LayerCall:
+    if not call.has_full_sequence:
         return None
     own = UnpatchedRun(call, x, upstream, shadows)
     call.site.tests.third_party_modules = own.foreign
@@ -236,7 +239,7 @@ def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
         x: [..., B, t, h], the input.
         upstream: [..., B, t, h], the gradient of the output.
     """
-    if type(call) is not LayerCall:
+    if not call.has_full_sequence:
         return True
     try:
         UnpatchedRun(call, x, upstream, [])

@@ -14,13 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streambp.admission.third_party import refuse_opacus
 from streambp.attention.indexers import indexers_of
-from streambp.attention.interface import (
-    ForeignAttention,
-    NoAttention,
-    OverCache,
-    Picking,
-    ThroughInterface,
-)
+from streambp.attention.interface import NoAttention, ThroughInterface
+from streambp.attention.kinds import BothWays, ForeignAttention, OverCache, Picking
 from streambp.attention.self_attending import biases_positions
 from streambp.cache_arguments import cache_arguments, cache_parameters
 from streambp.errors import UnsupportedModelError
@@ -38,6 +33,7 @@ from streambp.known_names import (
     OPACUS_MODULE,
     PICKED,
     PICKS,
+    POSITION_BIAS,
     SEQUENCE_LENGTH,
     SHARED_LAYERS,
     SHARES_LAYERS,
@@ -110,8 +106,8 @@ def find_stacks(model: nn.Module) -> Found:
         )
     _refuse_wrapped_layers(model)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    encoded = any(getattr(module.config, "is_encoder_decoder", False) for module in models)
     stacks: list[Stack] = []
+    both_ways: list[Stack] = []
     reasons: list[str] = []
     lists = [
         (module, bare_layers(layers))
@@ -121,11 +117,20 @@ def find_stacks(model: nn.Module) -> Found:
     ]
     for module, layers in lists or _deeper_stacks(models):
         _refuse_unsloth(module, *layers)
-        problem = _why_not(module, layers, encoded)
-        if problem is None:
-            stacks.append(Stack(module, layers))
-        else:
+        problem = _why_not(module, layers)
+        if problem is not None:
             reasons.append(f"{type(module).__name__}: {problem}")
+        elif _reads_ahead(layers):
+            both_ways.append(Stack(module, layers))
+        else:
+            stacks.append(Stack(module, layers))
+    # If there is a causal stack, bidirectional ones are encoders and towers, with shorter sequences.
+    if not stacks:
+        stacks = [stack for stack in both_ways if _reads_text(stack.backbone)]
+    for stack in both_ways:
+        if stack not in stacks:
+            kind = type(stack.backbone).__name__
+            reasons.append(f"{kind}: its attention is bidirectional (an encoder or a tower)")
     if not stacks:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be streamed. "
@@ -273,6 +278,8 @@ def kind_of(layer: nn.Module) -> LayerKind:
     replaced = replaced_attention(layer)
     if cache is not None:
         attention: NoAttention = OverCache(cache)
+    elif is_bidirectional(layer):
+        attention = BothWays()
     elif attends(layer):
         picks = any(map(_hands_picks, _attentions(layer)))
         if picks:
@@ -305,52 +312,37 @@ def position_cache(layer: nn.Module) -> str:
     return next(iter(cache_arguments(layer)), "")
 
 
-def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: bool) -> str | None:
+def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | None:
     """Return why this stack's layers cannot run in chunks, as text for `describe`; None if their
     code and config give no reason.
 
     Args:
         backbone: the model that runs the layers.
         layers: the decoder layers.
-        encoded: True if the stack is part of an encoder-decoder model.
     """
-    if getattr(backbone.config, "is_encoder_decoder", False):
-        return (
-            "it is part of an encoder-decoder: the encoder is bidirectional, and the decoder reads "
-            "its output"
+    ahead = _reads_ahead(layers)
+    if ahead or getattr(backbone.config, "is_encoder_decoder", False):
+        biased = next(
+            filter(_adds_biases, (a for layer in layers for a in _attentions(layer))), None
         )
-    if getattr(backbone.config, "is_causal", True) is False:
-        return "its attention is bidirectional, a chunk would read what later chunks hold"
-    if getattr(backbone.config, "is_decoder", True) is False:
-        # A model whose mask is causal in a decoder and bidirectional in an encoder, which it is
-        # here.
-        own = (
-            inspect.unwrap(value)
-            for value in vars(type(backbone)).values()
-            if inspect.isfunction(value)
-        )
-        codes = (
-            function.__code__
-            for function in (written_forward(backbone), *own)
-            if hasattr(function, "__code__")
-        )
-        if {"is_decoder", *MASK_MAKERS} <= {name for code in codes for name in code.co_names}:
+        if biased is not None:
             return (
-                "its attention is bidirectional, a chunk would read what later chunks hold; it is "
-                "causal with config.is_decoder=True, which is False here"
+                f"{type(biased).__name__} adds a bias for each distance between two positions, "
+                "which streambp does not compute"
             )
+    if not ahead and (because := _why_config_differs(backbone)) is not None:
+        return because
     for layer in layers:
         if isinstance(layer, GradientCheckpointingLayer) != isinstance(
             layers[0], GradientCheckpointingLayer
         ):
             return f"{type(layer).__name__} is not a GradientCheckpointingLayer"
         attentions = _attentions(layer)
-        bidirectional = [a for a in attentions if getattr(a, "is_causal", True) is False]
-        # A bidirectional one beside a causal one reads nothing without an encoder
-        # (BartForCausalLM). The probe tests this.
-        if bidirectional and (encoded or len(bidirectional) == len(attentions)):
-            told = f"{type(bidirectional[0]).__name__} is bidirectional (is_causal=False)"
-            return f"{told}, a chunk would read what later chunks hold"
+        if is_bidirectional(layer) and (len(attentions) > 1 or not attends(layer)):
+            return (
+                f"{type(attentions[0]).__name__} is bidirectional (is_causal=False), and attends "
+                "more than once or to keys that it selects itself"
+            )
         # Doge computes a mask from its values.
         masking = (
             a
@@ -386,10 +378,68 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
     return None
 
 
+def _why_config_differs(backbone: PreTrainedModel) -> str | None:
+    """Return why a stack whose attention modules are causal is no decoder by its config, as text
+    for `describe`; None if it is a decoder."""
+    if getattr(backbone.config, "is_causal", True) is False:
+        return (
+            "its config is bidirectional (is_causal=False), and its attention modules are causal; "
+            "set is_causal=False on them, too"
+        )
+    if getattr(backbone.config, "is_decoder", True) is False:
+        # A model whose mask is causal in a decoder and bidirectional in an encoder, which it is
+        # here.
+        own = (
+            inspect.unwrap(value)
+            for value in vars(type(backbone)).values()
+            if inspect.isfunction(value)
+        )
+        codes = (
+            function.__code__
+            for function in (written_forward(backbone), *own)
+            if hasattr(function, "__code__")
+        )
+        if {"is_decoder", *MASK_MAKERS} <= {name for code in codes for name in code.co_names}:
+            return (
+                "its attention is bidirectional, a chunk would read what later chunks hold; it is "
+                "causal with config.is_decoder=True, which is False here"
+            )
+    return None
+
+
+def is_bidirectional(layer: nn.Module) -> bool:
+    """True if all attention modules of the layer are bidirectional (is_causal=False).
+
+    One beside a causal one is cross-attention, to an encoder's output. Without an encoder (as in
+    BartForCausalLM) it reads nothing, which the layer's test run shows.
+    """
+    attentions = _attentions(layer)
+    return bool(attentions) and all(
+        getattr(attention, "is_causal", True) is False for attention in attentions
+    )
+
+
+def _reads_ahead(layers: tuple[nn.Module, ...]) -> bool:
+    """True if the attention of one of these layers is bidirectional."""
+    return any(map(is_bidirectional, layers))
+
+
+def _reads_text(backbone: PreTrainedModel) -> bool:
+    """True if a stack's model gets token ids, and no pixels or audio."""
+    return backbone.main_input_name == "input_ids"
+
+
 def _takes_states(layer: nn.Module) -> bool:
     """True if the layer's forward has an argument for recurrent states."""
     forward = written_forward(layer)
     return hasattr(forward, "__code__") and STATE in inspect.signature(forward).parameters
+
+
+def _adds_biases(attention: nn.Module) -> bool:
+    """True if the attention module passes a bias for each pair of positions to transformers'
+    attention function, as T5 does."""
+    constants = written_forward(attention).__code__.co_consts
+    return any(isinstance(const, tuple) and POSITION_BIAS in const for const in constants)
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:

@@ -2,12 +2,13 @@
 connect a layer's chunks to the keys and values of earlier chunks.
 
 [Note: carriers] `admission/stacks.py` chooses a layer's kind once. A kind is two objects: an
-attention carrier from this module, and a state carrier (`recurrent/carriers.py`). The step asks the
-two carriers for a chunk's arguments, and never which kind a layer is. An attention carrier replaces
-the layer's mask and cache:
+attention carrier (this module and `attention/kinds.py`), and a state carrier
+(`recurrent/carriers.py`). The step asks the two carriers for a chunk's arguments, and never which
+kind a layer is. An attention carrier replaces the layer's mask and cache:
 
     `NoAttention`        the layer reads no keys                             nothing is replaced
     `ThroughInterface`   it attends through transformers' attention          a `ChunkAttention` for its mask
+    `BothWays`           the same, and its mask may let queries read ahead   the same
     `Picking`            the same, over keys that an indexer picks           the point, and the indexer's forward
     `OverCache`          it attends by itself over what its cache returns    a `ChunkCache`, and its mask cut
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -46,12 +46,8 @@ from streambp.attention.prefix import (
 )
 from streambp.attention.self_attending import (
     OwnMask,
-    biases_positions,
-    own_mask,
-    why_picked_blocks_stay_whole,
 )
 from streambp.attention.spans import Spans
-from streambp.cache import ChunkCache
 from streambp.chunks import Barrier, Chunk
 from streambp.device import autocast_dtype, without_autocast
 from streambp.errors import UnsupportedMaskError, UnsupportedModelError
@@ -61,7 +57,6 @@ from streambp.known_names import (
     EAGER_FORWARD,
     FOREIGN_ARGUMENTS,
     IMPLEMENTATION,
-    PER_KEY,
     PICKS,
     SINKS,
 )
@@ -118,27 +113,19 @@ def stream_attention(
     if not kwargs.keys().isdisjoint(UNUSUAL):
         foreign, sink, picks = _unusual(attention_mask, kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
-    elsewhere = not ours and (
+    if not ours and (
         not is_causal
         or getattr(module, "is_cross_attention", False)
         or key.shape[2] != query.shape[2]
-    )
-    if elsewhere:
-        foreign += [name for name in SINKS if kwargs.get(name) is not None]
-        if softcap is not None:
-            foreign.append("softcap")
-        # Without a mask, sdpa would be causal from the first key on, for every chunk.
-        if attention_mask is None and is_causal:
-            foreign.append("no mask over keys from elsewhere")
-    elif not is_causal:
+    ):
+        kwargs.update(dropout=dropout, scaling=scaling)
+        return _attend_elsewhere(
+            module, (query, key, value), attention_mask, softcap, foreign, is_causal, kwargs
+        )
+    if not is_causal and not getattr(attention_mask, "both_ways", False):
         foreign.append("is_causal=False")
     if foreign:
         raise _unsupported(module, foreign)
-    # Queries are independent of each other, so the model's own sdpa is right for a chunk of them.
-    if elsewhere:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, **kwargs
-        )
     if not isinstance(attention_mask, ChunkAttention):
         attention_mask = _whole_sequence(query, key, attention_mask, kwargs)
     dtype = autocast_dtype(query.device.type)
@@ -163,6 +150,56 @@ def _own_function(module: nn.Module) -> Any:
         return None
     eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
     return AttentionInterface().get(own, eager)
+
+
+def _attend_elsewhere(
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Any,
+    softcap: float | None,
+    foreign: list[str],
+    is_causal: bool,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Return attention's output [B, C, H, D_v] over keys from another sequence (cross-attention),
+    computed by the model's own function.
+
+    Queries are independent of each other, so the function is right for a chunk of them.
+
+    Args:
+        module: the attention module.
+        tensors: query [B, H, C, D], key [B, H_kv, S, D] and value [B, H_kv, S, D_v].
+        mask: the mask over the S keys.
+        softcap: limit of the scores; None: no limit.
+        foreign: names of unsupported arguments so far.
+        is_causal: False for a bidirectional module.
+        kwargs: the other arguments of the attention call.
+
+    Raises:
+        UnsupportedModelError: an argument is not supported, or the mask is missing.
+    """
+    foreign += [name for name in SINKS if kwargs.get(name) is not None]
+    capped = None if softcap is None else _eager_function(module)
+    if softcap is not None and capped is None:
+        foreign.append("softcap")
+    # Without a mask, sdpa would be causal from the first key on, for every chunk.
+    if mask is None and is_causal:
+        foreign.append("no mask over keys from elsewhere")
+    if foreign:
+        raise _unsupported(module, foreign)
+    if capped is not None:
+        output: Tensor = capped(module, *tensors, mask, softcap=softcap, **kwargs)[0]
+        return output, None
+    return sdpa_attention_forward(module, *tensors, mask, **kwargs)
+
+
+def _eager_function(module: nn.Module) -> Any:
+    """Return the eager attention function of the module's model if the model attends eagerly; else
+    None."""
+    config = getattr(module, "config", None)
+    if not isinstance(config, PreTrainedConfig) or own_implementation(config) != EAGER:
+        return None
+    return getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
 
 
 def _unsupported(module: nn.Module, foreign: list[str]) -> UnsupportedModelError:
@@ -240,6 +277,29 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Prefi
     )
     stage = Stage.RECOMPUTE if torch.is_grad_enabled() else Stage.FORWARD
     return PrefixChunkAttention(Prefix(layout, length, "auto"), Chunk(0, 0, length), stage)
+
+
+def over_encoders(named: Mapping[Any, Any], configs: list[PreTrainedConfig]) -> dict[Any, Any]:
+    """Return the masks of a decoder layer's cross-attention, by argument, as tensors [B, 1, 1, S].
+    None stands for a mask by which all S positions of the encoder are read.
+
+    Args:
+        named: the layer's arguments. A bidirectional mask belongs to cross-attention if there is
+            another mask too, for the layer's own attention.
+        configs: the configs of the layer's attention modules.
+    """
+    masks: dict[Any, LazyMask] = {}
+    for name, value in named.items():
+        if isinstance(value, LazyMask):
+            masks[name] = value
+    if len(masks) < 2:
+        return {}
+    is_added = any(own_implementation(config) == EAGER for config in configs)
+    found: dict[Any, Any] = {}
+    for name, mask in masks.items():
+        if mask.is_bidirectional:
+            found[name] = mask.over_keys(is_added)
+    return {} if len(found) == len(masks) else found
 
 
 class Routed(str):
@@ -407,6 +467,8 @@ class NoAttention:
         ours: True if the layer's attention is replaced while the layer is chunked, so that a test
             run can hide the keys of other chunks from queries.
         picks_keys: True if the keys of a query are selected by the contents of the keys.
+        reads_ahead: True if the layer's attention modules are bidirectional, so that the mask alone
+            decides which keys a query reads.
         returns_weights: True if floating tensors after the hidden states are attention weights,
             which the layer returns even if they were not requested.
     """
@@ -417,6 +479,7 @@ class NoAttention:
     reads_a_mask = False
     ours = True
     picks_keys = False
+    reads_ahead = False
     returns_weights = False
 
     def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
@@ -456,7 +519,13 @@ class NoAttention:
                 barriers = mask.barriers
             return Layout(Spans.causal(batch_size, length), barriers)
         spans = resolve(
-            mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device
+            mask,
+            batch_size,
+            length,
+            named.get("position_ids"),
+            named.get(DOCUMENT_ENDS),
+            x.device,
+            self.reads_ahead,
         )
         if isinstance(spans, DenseMask):
             barriers = spans.barriers
@@ -517,7 +586,8 @@ class ThroughInterface(NoAttention):
 
         Args:
             layer: the decoder layer.
-            named: the layer's arguments by name.
+            named: the layer's arguments by name. The mask of cross-attention is replaced by a
+                tensor [B, 1, 1, S], or by None if all S keys are read.
             x: hidden_states [..., B, T, h].
             documents: number of documents that position_ids mark; not read here.
 
@@ -525,6 +595,8 @@ class ThroughInterface(NoAttention):
             UnsupportedMaskError: the mask is bool and the model's attention is eager, which would
                 add the values of the mask to the scores.
         """
+        if list(map(type, named.values())).count(LazyMask) > 1:  # the layer has cross-attention
+            named.update(over_encoders(named, self.configs(layer)))
         mask = attention_mask_of(named)
         if mask is None or isinstance(mask, LazyMask):
             return None
@@ -545,6 +617,7 @@ class ThroughInterface(NoAttention):
             point: the object that computes the chunk's attention.
         """
         point.takes_picks = self.picks_keys
+        point.both_ways = self.reads_ahead
         found: dict[str, Any] = {}
         for name, value in named.items():
             if type(value) in VALUE_TYPES:
@@ -563,6 +636,21 @@ class ThroughInterface(NoAttention):
                     found[name] = parts
         return {**named, **(found or {"attention_mask": point})}, None
 
+    def whole(
+        self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
+    ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+        """Return a context manager and the layer's arguments, for running the layer unchunked under
+        torch's checkpoint. The masks of cross-attention become tensors.
+
+        Args:
+            configs: the configs that the method `configs` returned for the layer.
+            args: the layer's positional arguments.
+            kwargs: the layer's keyword arguments.
+        """
+        masks = over_encoders({**dict(enumerate(args)), **kwargs}, configs)
+        kwargs = {**kwargs, **{name: masks[name] for name in kwargs.keys() & masks.keys()}}
+        return routed(configs), tuple(map(masks.get, range(len(args)), args)), kwargs
+
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
@@ -578,189 +666,6 @@ class ThroughInterface(NoAttention):
         if not isinstance(attention_mask_of(named), LazyMask):
             found["attention_mask"] = mask(LazyMask())
         return found
-
-
-@dataclasses.dataclass(frozen=True)
-class ForeignAttention(NoAttention):
-    """Adapter for a decoder layer whose attention forward was replaced by other code, Unsloth's for
-    example. The layer runs unchunked, with the model's own masks.
-
-    Attributes:
-        by: name of the function that replaces the forward.
-    """
-
-    by: str
-
-    ours = False
-
-    @property
-    def why_not_split(self) -> str:  # type: ignore[override]
-        """Return the reason why the tokens cannot be sharded over ranks: the replaced forward would
-        attend to this rank's part of the sequence alone."""
-        return f"{self.by} attends in its place, to this rank's shard"
-
-    def take_mask(
-        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
-    ) -> str:
-        """Return the reason why the layer cannot be chunked: its attention's forward was replaced.
-        The reason is the same for all hidden states x [..., B, T, h] and all masks."""
-        return (
-            f"{self.by} stands in the place of its attention's forward, and attends in its own way"
-        )
-
-
-# types of arguments that contain no `LazyMask`
-
-
-@dataclasses.dataclass(frozen=True)
-class Picking(ThroughInterface):
-    """Adapter for a decoder layer with sparse attention: an indexer module picks the keys that each
-    query reads. [Note: indexers]
-
-    Attributes:
-        kept: number of keys that the layer's own indexer picks for a query; None: the layer uses
-            the keys that an earlier layer's indexer picked.
-    """
-
-    kept: int | None = None
-
-    why_not_split = "its indexer compares all keys of the sequence, of which this rank has a shard"
-    picks_keys = True
-
-    @property
-    def costs(self) -> str:  # type: ignore[override]
-        """Return text for `describe` about what sparse attention costs in time and memory."""
-        found = (
-            "sparse attention: plain products with all keys before, which are masked if they are "
-            "not picked"
-        )
-        if self.kept is None:
-            return found
-        return f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
-
-    def whole(
-        self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
-    ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return the context manager and the arguments for running the layer unchunked, with the
-        model's own masks and indexer."""
-        own = [own_implementation(config) or EAGER for config in configs]
-
-        def mask(lazy: LazyMask) -> Any:
-            return AttentionMaskInterface()[own[0]](**lazy.description)
-
-        args = tuple(masks_replaced(value, mask) for value in args)
-        return (
-            unrouted(configs, own),
-            args,
-            {name: masks_replaced(value, mask) for name, value in kwargs.items()},
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class OverCache(NoAttention):
-    """Adapter for a decoder layer that computes its own attention, without transformers' interface,
-    over keys and values that its KV cache returns. See `attention/self_attending.py`.
-
-    Attributes:
-        argument: name of the argument that takes the cache.
-    """
-
-    argument: str
-
-    costs = (
-        "its own attention: the model builds its [T, T] mask, and a chunk's scores against all "
-        "before exist"
-    )
-    why_not_split = "it attends by itself, to this rank's shard"
-    in_tiles = False  # the layer reads all keys at once
-    returns_weights = True
-    ours = False
-
-    def take_mask(
-        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
-    ) -> str | None:
-        """Check the arguments of a layer's call, and replace its mask in `named` by an `OwnMask`.
-        Return the reason why the layer cannot be chunked, or None.
-
-        Args:
-            layer: the decoder layer.
-            named: the layer's arguments by name.
-            x: hidden_states [..., B, T, h].
-            documents: number of documents that position_ids mark in packed rows; None: no
-                documents.
-
-        Raises:
-            UnsupportedModelError: position_ids mark packed documents, which the model's recurrent
-                layers separate and this layer's attention does not.
-        """
-        mask = attention_mask_of(named)
-        length = x.shape[-2]
-        by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
-        found: OwnMask | str
-        if mask is None and by_sdpa:
-            found = OwnMask(torch.empty(0, device=x.device))
-        else:
-            found = own_mask(mask, length, by_sdpa)
-        if isinstance(found, str):
-            return found
-        if documents is not None and found.mask.dim() < 4:
-            raise UnsupportedModelError(
-                f"position_ids mark {documents} documents of packed rows, but the attention of "
-                f"{type(layer).__name__} does not separate them: its mask marks padding alone. The "
-                "model's recurrent layers would separate the documents. Pass one document per "
-                "row, or set StreamConfig(documents='as_given') so that no layer separates "
-                "documents, as in the unpatched model."
-            )
-        because = why_picked_blocks_stay_whole(
-            layer, named.get("position_ids"), found, length, by_sdpa
-        )
-        if because is not None:
-            return because
-        # sdpa gives an empty query 0, in a chunk and in the sequence. A position bias gives
-        # sdpa another mask.
-        if by_sdpa and found.mask.dtype == torch.bool and not biases_positions(layer):
-            found = dataclasses.replace(found, empty=None)
-        named["attention_mask"] = found
-        return None
-
-    def hand(
-        self, named: dict[str, Any], point: ChunkAttention
-    ) -> tuple[dict[str, Any], Read | None]:
-        """Return the layer's arguments for one chunk, and the function that the replaced cache
-        calls on new keys and values. That function returns all keys and values up to the chunk's
-        end. The mask is cut to the chunk.
-
-        Args:
-            named: the layer's arguments by name.
-            point: the object that stores the chunk's keys and values.
-        """
-        assert isinstance(point, PrefixChunkAttention)
-        chunk = point.chunk
-        mask = named["attention_mask"]
-
-        def read(
-            k: Tensor, v: Tensor
-        ) -> tuple[Tensor, Tensor]:  # [B, H_kv, C, D] -> all up to the chunk's end
-            return point.read(k, mask.values(v, chunk))
-
-        changed: dict[str, Any] = {
-            self.argument: ChunkCache(chunk.start, read),
-            "attention_mask": mask.cut(chunk),
-        }
-        for name in PER_KEY:
-            if isinstance(named.get(name), Tensor):
-                changed[name] = named[name][..., : chunk.stop]
-        return {**named, **changed}, read
-
-    def unpatched(
-        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
-    ) -> dict[str, Any]:
-        """Return the layer's arguments for the first `length` tokens, with the model's own mask."""
-        changed = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
-        for name in PER_KEY:
-            if isinstance(named.get(name), Tensor):
-                changed[name] = named[name][..., :length]
-        return {**named, **changed}
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:

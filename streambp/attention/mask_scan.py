@@ -78,6 +78,34 @@ def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Ba
     return tuple(Barrier(a, b - 1) for a, b in zip(first.tolist(), behind.tolist(), strict=True))
 
 
+def find_reach(tile: ReadTile, length: int, device: torch.device) -> tuple[tuple[int, int], ...]:
+    """Find the keys that each SCAN queries of a mask read, in any row and head. The keys are an
+    interval (first key, last key + 1), or (0, 0) if the queries read no key.
+
+    The scan costs T^2 mask elements, SCAN^2 at a time, and one synchronization with the device.
+
+    Args:
+        tile: function that returns a part of the mask.
+        length: T.
+        device: the device on which to scan.
+    """
+    position = torch.arange(length, device=device)
+    found: list[Tensor] = []
+    for q0 in range(0, length, SCAN):
+        read = []
+        for k0 in range(0, length, SCAN):
+            part = tile(q0, min(q0 + SCAN, length), k0, min(k0 + SCAN, length))
+            read.append(part.flatten(0, -2).any(0))
+        keys = torch.cat(read)  # [T]
+        first = torch.where(keys, position, length).amin()
+        last = torch.where(keys, position, -1).amax()
+        found.append(torch.stack((first, last + 1)))
+    reach: list[tuple[int, int]] = []
+    for start, end in torch.stack(found).tolist():
+        reach.append((min(start, end), end))
+    return tuple(reach)
+
+
 def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
     """Return a plan whose chunks do not end at the positions that `barriers` forbid. A plan of a
     single chunk is returned unchanged.

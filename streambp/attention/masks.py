@@ -16,9 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    find_packed_sequence_indices,
+    sdpa_mask,
+)
 
-from streambp.attention.mask_scan import SCAN, find_barriers, find_empty, reads
+from streambp.attention.mask_scan import SCAN, find_barriers, find_empty, find_reach, reads
 from streambp.attention.spans import Block, Kind, Run, Spans, Tiling
 from streambp.chunks import Barrier
 from streambp.errors import UnsharedError, UnsupportedMaskError
@@ -35,6 +40,7 @@ class LazyMask:
     Attributes:
         description: arguments of transformers' mask function.
         layout: cached result of `resolve`, for all layers that share the mask.
+        layout_both_ways: cached result of `resolve` for layers whose attention may read ahead.
         whole: cached result of `resolve_whole` for sequences that are split over ranks, for all
             layers that share the mask.
         told: name of the argument that marks the documents of packed rows, and the number of
@@ -49,10 +55,38 @@ class LazyMask:
     def __init__(self, **description: Any) -> None:
         self.description = description
         self.layout: Spans | DenseMask | None = None
+        self.layout_both_ways: Spans | DenseMask | None = None
         self.whole: Spans | None = None
         self.told: tuple[str, int] | None = None
         self.ends: tuple[tuple[int, ...], ...] | None = None
         self.tree: Callable[[int | None], Spans] | None = None
+        self._keys_read: Tensor | None = None
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """True if each query reads all keys but padding."""
+        return self.description.get("mask_function") is bidirectional_mask_function
+
+    def over_keys(self, is_added: bool) -> Tensor | None:
+        """Return a bidirectional mask as [B, 1, 1, S], because it is the same for all queries; None
+        if all keys are read. The result is cached, because all layers share the mask.
+
+        Args:
+            is_added: True: the mask is added to the scores, as in eager attention: 0 for keys that
+                are read, and the lowest number of the model's dtype for others. False: the mask is
+                bool, True for keys that are read.
+        """
+        padding: Tensor | None = self.description.get("attention_mask")
+        if padding is None:
+            return None
+        if self._keys_read is None:
+            read = padding.bool()[:, None, None, :]
+            self._keys_read = read
+            if is_added:
+                dtype = self.description["dtype"]
+                added = torch.zeros(read.shape, dtype=dtype, device=read.device)
+                self._keys_read = added.masked_fill(~read, torch.finfo(dtype).min)
+        return self._keys_read
 
     def __getitem__(self, index: Any) -> LazyMask:
         """Return the mask itself if the index selects all queries and keys. Some models slice their
@@ -86,18 +120,21 @@ class DenseMask:
         source: the mask tensor, or the `LazyMask` from which parts are built.
         barriers: positions where no chunk may end, because an earlier query would read a later key.
             [Note: chunk ends]
+        reach: the interval of keys that each SCAN queries read, if attention has the keys of the
+            full sequence; (): attention has the keys up to the chunk's end.
     """
 
     batch_size: int
     length: int
     source: LazyMask | Tensor
     barriers: tuple[Barrier, ...] = ()
+    reach: tuple[tuple[int, int], ...] = ()
     # caches of other modules
     derived: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
         """Return rectangles (blocks) that cover queries [start, stop) and their keys. Keys end at a
-        block's last query if the mask is causal, otherwise at `stop`.
+        block's last query if the mask is causal, otherwise at `stop`, or where `reach` ends.
 
         Args:
             start: first query.
@@ -110,11 +147,34 @@ class DenseMask:
         k_step = tiling.k_block or SCAN
         for q0 in range(start, stop, q_step):
             q1 = min(q0 + q_step, stop)
+            first = 0
             end = stop if self.barriers else q1
-            for k0 in range(0, end, k_step):
+            if self.reach:
+                read = self.reach[q0 // SCAN : -(-q1 // SCAN)]
+                first = min(start for start, _ in read)
+                end = max(stop for _, stop in read)
+            for k0 in range(first, end, k_step):
                 found.append(
                     Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, end))
                 )
+        return found
+
+    def over_all_keys(self, device: torch.device) -> DenseMask:
+        """Return the mask for attention that has the keys of the full sequence, so that chunks may
+        end anywhere. The result is cached.
+
+        Args:
+            device: the device on which to find the keys that are read.
+        """
+        found: DenseMask | None = self.derived.get(DenseMask)
+        if found is None:
+            reach = find_reach(
+                lambda q0, q1, k0, k1: reads(self.tile(q0, q1, k0, k1, device)),
+                self.length,
+                device,
+            )
+            found = dataclasses.replace(self, barriers=(), reach=reach, derived={})
+            self.derived[DenseMask] = found
         return found
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
@@ -144,6 +204,7 @@ def resolve(
     position_ids: Tensor | None,
     cu_seq_lens: Tensor | None,
     device: torch.device,
+    both_ways: bool = False,
 ) -> Spans | DenseMask:
     """Return the keys that each query of a batch may read: intervals of keys (`Spans`) if the mask
     allows, otherwise a mask (`DenseMask`).
@@ -157,6 +218,8 @@ def resolve(
         cu_seq_lens: [documents + 1], document boundaries of a single packed row; these take
             precedence over plain position_ids.
         device: the batch's device.
+        both_ways: True for attention that may read keys behind the query. The result may then be
+            intervals that end behind the query.
 
     Raises:
         UnsharedError: the batch is computed as one packed row, and the model's mask is not simply
@@ -166,6 +229,10 @@ def resolve(
         return _from_tensor(mask, batch_size, length, device)
     if mask is None:
         mask = LazyMask(mask_function=causal_mask_function, q_length=length, kv_length=length)
+    if both_ways and mask.tree is None:
+        if mask.layout_both_ways is None:
+            mask.layout_both_ways = _rectangles(mask, batch_size, length, device)
+        return mask.layout_both_ways
     if mask.layout is None:
         if mask.tree is None:
             mask.layout = _from_description(
@@ -179,6 +246,55 @@ def resolve(
                 raise UnsharedError("the attention mask is more than causal within a window")
             mask.layout = mask.tree(plain.window)
     return mask.layout
+
+
+def _rectangles(
+    mask: LazyMask, batch_size: int, length: int, device: torch.device
+) -> Spans | DenseMask:
+    """Return the keys that each query reads, for attention that may read ahead. The result is one
+    interval for each row if all queries of a row read the same consecutive tokens, else a
+    `DenseMask`."""
+    known = mask.description
+    if (known["q_length"], known["kv_length"]) != (length, length):
+        raise UnsupportedMaskError(
+            f"The attention mask covers {known['kv_length']} keys, but the sequence has {length} "
+            "tokens. Pass an attention_mask of the same length as input_ids."
+        )
+    padding: Tensor | None = known.get("attention_mask")
+    runs: list[tuple[Run, ...]] = [(Run(0, length, 0, length),)] * batch_size
+    if padding is not None:
+        runs = []
+        for row in padding.bool().cpu():
+            tokens = row.nonzero().flatten()
+            if not len(tokens):
+                runs.append(())
+                continue
+            first = int(tokens[0])
+            end = int(tokens[-1]) + 1
+            if len(tokens) < end - first:  # padding between tokens
+                return _dense(mask, batch_size, length, device)
+            runs.append((Run(0, length, first, end),))
+    if mask.is_bidirectional or _reads_all(mask, batch_size, length, padding, device):
+        return Spans(length, tuple(runs))
+    return _dense(mask, batch_size, length, device)
+
+
+def _reads_all(
+    mask: LazyMask, batch_size: int, length: int, padding: Tensor | None, device: torch.device
+) -> bool:
+    """True if each query of a mask reads all keys but padding. Compares all T^2 elements of the
+    mask, SCAN^2 at a time, and stops at the first difference."""
+    dense = DenseMask(batch_size, length, mask)
+    for q0 in range(0, length, SCAN):
+        for k0 in range(0, length, SCAN):
+            k1 = min(k0 + SCAN, length)
+            read = dense.tile(q0, min(q0 + SCAN, length), k0, k1, device)
+            expected: Tensor | bool = True
+            if padding is not None:
+                expected = padding[:, None, None, k0:k1].to(device).bool()
+            if not bool((read == expected).all()):
+                return False
+    return True
 
 
 def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.device) -> DenseMask:

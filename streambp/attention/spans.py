@@ -206,6 +206,11 @@ class Spans:
         """
         return cls(length, ((Run(0, length, 0),),) * batch_size, window)
 
+    @property
+    def reads_ahead(self) -> bool:
+        """True if a query reads a key behind itself."""
+        return any(run.k1 is not None and run.k1 > run.q0 + 1 for runs in self.rows for run in runs)
+
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
         """Return rectangles (blocks) that cover queries [start, stop) of all rows and the keys that
         they read.

@@ -342,7 +342,11 @@ class LayerCall:
             tensors and retries once, if `saves="auto"` chose them (`oom.py`).
         form: the form of the layer's result: a tensor or a tuple, and which other outputs exist.
         backward: data that backward needs beside the saved tensors.
+        has_full_sequence: True if this rank has all tokens of the sequence. The unpatched layer can
+            then compute the same call.
     """
+
+    has_full_sequence = True
 
     def __init__(self, site: LayerSite, arguments: Arguments) -> None:
         self.site = site

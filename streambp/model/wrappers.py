@@ -16,7 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.admission.entry import stream_layer
-from streambp.admission.stacks import cache_argument, kind_of, states_argument
+from streambp.admission.stacks import (
+    cache_argument,
+    is_bidirectional,
+    kind_of,
+    states_argument,
+)
 from streambp.admission.third_party import distinct_attentions, refuse_foreign_attention
 from streambp.attention.interface import attention_configs, routed
 from streambp.attention.masks import LazyMask
@@ -61,6 +66,7 @@ from streambp.prefixes.calls import AS_UNPATCHED, ONE_ROW, Shared, SharedPrefixe
 from streambp.prefixes.late import Again
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
+from streambp.sharded.both_ways import stream_both_ways
 from streambp.sharded.layer import stream_shard
 
 
@@ -200,7 +206,8 @@ class LayerForward(InstanceForward):
         if running.shards is None:
             if is_initialized():
                 refuse_lone_layer(self.site)
-            output = stream_layer(
+            compute = stream_both_ways if self.site.kind.attention.reads_ahead else stream_layer
+            output = compute(
                 self.site, args, kwargs, running.packed_rows, forks=tree.forks if tree else ()
             )
         else:
@@ -238,9 +245,10 @@ class BackboneForward(InstanceForward):
         self.attentions = distinct_attentions(
             layer for layer in layers if not cache_argument(layer)
         )
-        self.prefixes = (
-            None if state.config.rows == "as_given" else SharedPrefixes(module, state.config.rows)
-        )
+        self.prefixes: SharedPrefixes | None = None
+        # if attention reads ahead, a token depends on later tokens of its row, too
+        if state.config.rows != "as_given" and not any(map(is_bidirectional, layers)):
+            self.prefixes = SharedPrefixes(module, state.config.rows)
 
     def install(self) -> None:
         """Replace the backbone's forward, and make nn.DataParallel's copies of the backbone

@@ -126,6 +126,8 @@ class ShardedCall(LayerCall):
         shards: the split, and the exchanges with other ranks.
         pieces: the chunks of queries whose attention this rank computes.
         params: parameters of attention; None before the first chunk.
+        random_before: list of random states, one a chunk, from which the half before attention
+            draws; [] if this half draws nothing.
         heads: number of query heads, and of key/value heads.
         keys: K and V of full sequences, if forward saved them on the device; otherwise None.
         unread: the Linears that each half of the layer (up to its attention, and behind it) can
@@ -133,12 +135,14 @@ class ShardedCall(LayerCall):
     """
 
     kept: ShardedKept
+    has_full_sequence = False
 
     def __init__(self, site: LayerSite, arguments: Arguments, shards: Shards) -> None:
         self.shards = shards
         super().__init__(site, arguments)
         self.backward.gradients_of_a_parameter *= 2  # one gradient from each half
         self.params: Params | None = None
+        self.random_before: list[RandomState] = []
         self.heads: tuple[int, int] = (0, 0)  # number of query heads, and of K/V heads
         self.value_size = 0  # D_v
         self.sinks: Tensor | None = None  # [H'], sinks of this rank's query heads
@@ -187,11 +191,11 @@ class ShardedCall(LayerCall):
                 attention would miss.
         """
         if self.site.tests.overwritten.inputs:
+            kind = type(self.site.layer).__name__
             raise UnsupportedModelError(
-                f"{type(self.site.layer).__name__} overwrites its hidden_states through a kernel that "
+                f"{kind} overwrites its hidden_states through a kernel that "
                 "autograd does not record (a fused residual add?). streambp does not support this "
-                "for sequences split over ranks. Use a kernel that returns a new tensor, or train "
-                "this model without splitting sequences."
+                f"{self.shards.where}. Use a kernel that returns a new tensor. {self.shards.remedy}"
             )
         linears = self.site.linears
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)

@@ -7,6 +7,8 @@ between.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from streambp.attention.prefix import AttentionCall, ChunkAttention, RefillDone
@@ -21,14 +23,19 @@ class SplitAtAttention(ChunkAttention):
     Args:
         o: attention's output [B, H, C, D_v] for the half after attention; None: this is the half
             before attention.
+        at_attention: called at the attention call of the half after attention; None: nothing is
+            called.
 
     Attributes:
         projected: arguments of the attention call (q, k, v and others), in the half before
             attention.
     """
 
-    def __init__(self, o: Tensor | None = None) -> None:
+    def __init__(
+        self, o: Tensor | None = None, at_attention: Callable[[], None] | None = None
+    ) -> None:
         self.o = o
+        self.at_attention = at_attention
         self.calls = 0
         self.projected: AttentionCall | None = None
 
@@ -36,19 +43,12 @@ class SplitAtAttention(ChunkAttention):
         """Return attention's output o as [B, C, H, D_v], contiguous, in the half after attention.
         Store the call's arguments and raise `RefillDone` in the half before attention, to end the
         layer's forward.
-
-        Raises:
-            UnsupportedModelError: the call has dropout.
         """
         self.calls += 1
         if self.o is not None:
+            if self.at_attention is not None:
+                self.at_attention()
             return self.o.transpose(1, 2).contiguous()
-        if given.dropout > 0.0:
-            raise UnsupportedModelError(
-                f"The model attends with attention dropout of {given.dropout}, which streambp does "
-                "not support where sequences are split over ranks. Set attention_dropout=0.0 in "
-                "its config."
-            )
         self.projected = given
         raise RefillDone
 

@@ -35,6 +35,7 @@ host or on its number of chunks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -85,7 +86,8 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
             strategy=Strategy(LayerCall, run_forward, backward_in_chunks, _refuse),
         )
     make = functools.partial(ShardedCall, shards=shards)
-    return stream_layer(site, args, kwargs, strategy=Strategy(make, _forward, _backward, _refuse))
+    strategy = Strategy(make, run_forward_in_halves, run_backward_in_halves, _refuse)
+    return stream_layer(site, args, kwargs, strategy=strategy)
 
 
 def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
@@ -104,13 +106,17 @@ def _part(chunk: Chunk) -> tuple[slice, slice, slice]:
     return slice(None), slice(None), slice(chunk.start, chunk.stop)
 
 
-def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
+def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
     """Compute a decoder layer's outputs for this rank's tokens, without a graph. The parts of the
-    layer before and behind attention run in chunks, and attention runs over full sequences.
+    layer before and behind attention run in chunks, and attention runs over full sequences. Return
+    hidden_states [..., B, T / P, h], then the other outputs.
 
     Args:
         call: the call of the layer.
         keep: True: save the tensors that backward needs.
+
+    Raises:
+        UnsupportedModelError: dropout draws before or in attention, and sequences are split.
     """
     whole: Whole = {}
     with torch.no_grad(), call.streaming():
@@ -122,12 +128,18 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         parts = _project(call, keep)
         q = call.shards.queries(parts.pop(0))
         keys = call.shards.start_keys(parts, call.heads[0])
-        if not before.is_current():
+        if before.is_current():
+            call.random_before = []
+        elif call.shards.splits:
             raise UnsupportedModelError(
                 f"{type(call.site.layer).__name__} draws random numbers before its attention "
                 "(dropout?), which streambp does not support where sequences are split over ranks. "
                 "Set that dropout to 0."
             )
+        assert call.params is not None
+        if call.params.dropout > 0.0:
+            seed = int(torch.randint(2**31, (), device="cpu"))
+            call.params = call.params._replace(seed=seed)
         o, lse = _attend(call, q, keys, last=not (keep and call.kept.keeps_kv))
         call.site.last_call.kernels = call.carried.prefix.used
         call.backward_bytes += 2 * o.nbytes + q.nbytes
@@ -155,7 +167,8 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                     call.kept.random.append(RandomState.capture(call.device))
                 see = call.seeing(chunk, again=False, half="after")
                 with call.kept.products.capture_outputs(names, see) if keep else NULL_CONTEXT:
-                    output = call.run(hidden_chunk, chunk, SplitAtAttention(o[_part(chunk)]))
+                    point = _second_half(call, chunk, o[_part(chunk)])
+                    output = call.run(hidden_chunk, chunk, point)
                 assert output is not None
                 if call.backward.witness is not None:
                     call.backward.witness.see_output(hidden_chunk, output.hidden_states)
@@ -178,6 +191,7 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     """
     projected: list[Tensor] = []
     for chunk in call.plan:
+        call.random_before.append(RandomState.capture(call.device))
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
         see = call.seeing(chunk, again=False, half="before")
         with call.kept.products.capture_outputs(see=see) if keep else NULL_CONTEXT:
@@ -215,12 +229,17 @@ def _collect(
     call.run(hidden_chunk, chunk, point)
     found = point.projected
     assert found is not None
+    if found.dropout > 0.0 and call.shards.splits:
+        raise UnsupportedModelError(
+            f"The model attends with attention dropout of {found.dropout}, which streambp does not "
+            "support where sequences are split over ranks. Set attention_dropout=0.0 in its config."
+        )
     if call.params is None:
         sinks = found.sink is not None
         backend = choose_backend(
-            call.carried.prefix.attention, found.q, found.v, 0.0, found.softcap, sinks
+            call.carried.prefix.attention, found.q, found.v, found.dropout, found.softcap, sinks
         )
-        call.params = Params(backend, found.scale, found.softcap, 0.0, 0)
+        call.params = Params(backend, found.scale, found.softcap, found.dropout, 0)
         call.heads = (found.q.shape[1], found.k.shape[1])
         call.value_size = found.v.shape[3]
     call.sinks = None if found.sink is None else call.shards.sinks(found.sink.detach())
@@ -232,6 +251,43 @@ def _collect(
     for whole, part in zip(projected, parts, strict=True):
         whole[_part(chunk)] = part
     return found
+
+
+def _second_half(call: ShardedCall, chunk: Chunk, o: Tensor) -> SplitAtAttention:
+    """Return the replacement of attention for the half after attention, on one chunk.
+
+    This half runs the layer from its start. If the layer draws random numbers before its attention,
+    the half draws the numbers of the half before attention again, and its own from attention on.
+    Must be called when torch's generators have the state from which the half's own numbers are
+    drawn.
+
+    Args:
+        call: the call of the layer.
+        chunk: the chunk's range of positions.
+        o: attention's output for the chunk, [B, H, C, D_v].
+    """
+    if not call.random_before:
+        return SplitAtAttention(o)
+    own = RandomState.capture(call.device)
+    call.random_before[chunk.index].restore()
+    return SplitAtAttention(o, own.restore)
+
+
+def _as_before(call: ShardedCall, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager in which the half before attention draws the random numbers of
+    forward for this chunk."""
+    if not call.random_before:
+        return NULL_CONTEXT
+    return call.random_before[chunk.index].replayed()
+
+
+def _params_of(call: ShardedCall, chunk: Chunk) -> Params:
+    """Return the parameters of attention for a chunk of queries, which has its own seed for
+    attention dropout."""
+    assert call.params is not None
+    if call.params.dropout == 0.0:
+        return call.params
+    return call.params._replace(seed=call.params.seed + (chunk.index << 32))
 
 
 def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tensor, Tensor]:
@@ -273,7 +329,8 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
         for piece in missing:
             here = piece.here
             mine = q[:, group.heads, here.start : here.stop]
-            attended = attend_blocks(mine, site, prefix.layout, piece.whole, call.params, sinks)
+            params = _params_of(call, piece.whole)
+            attended = attend_blocks(mine, site, prefix.layout, piece.whole, params, sinks)
             prefix.note(call.params.backend.plan(prefix.layout, piece.whole, batch, Use.FORWARD))
             o[:, here.start : here.stop, group.heads] = attended.o
             lse[:, group.heads, here.start : here.stop] = attended.lse
@@ -309,9 +366,14 @@ def _keep_attention(call: ShardedCall, keys: Keys, o: Tensor, lse: Tensor) -> No
             call.kept.store.put("v.0", piece.here.index, group.v[:, here])
 
 
-def _backward(call: ShardedCall, work: BackwardPass) -> None:
+def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
     """Compute a layer's gradients and add them to `work`, in this order: the half after attention,
-    attention, the half before attention."""
+    attention, the half before attention. The gradient of hidden_states is [..., B, T / P, h].
+
+    Args:
+        call: the call of the layer.
+        work: receives the gradients.
+    """
     q, keys = _exchanged_again(call)
     o, lse = _attend(call, q, keys, last=False)
     at_tokens = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
@@ -341,7 +403,10 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
         for chunk in call.plan:
             reads = kept.half_reads(chunk.index, kept.products_before)
             kept.bring(chunk, reads, again=dict(reads))
-            with kept.products.use_outputs(kept.brought, kept.products_before):
+            with (
+                _as_before(call, chunk),
+                kept.products.use_outputs(kept.brought, kept.products_before),
+            ):
                 _collect(call, kept.brought["x"], chunk, projected, count)
     q = call.shards.queries(projected.pop(0))
     keys = call.shards.start_keys(projected, call.heads[0]) if projected else call.keys
@@ -383,7 +448,8 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
                     kept.brought, kept.products_after, sums=work.sums, see=see
                 ),
             ):
-                output = call.run(hidden_chunk, chunk, SplitAtAttention(o_chunk), leaves)
+                point = _second_half(call, chunk, o_chunk)
+                output = call.run(hidden_chunk, chunk, point, leaves)
             assert output is not None
             if call.backward.witness is not None:
                 call.backward.witness.see_output(hidden_chunk, output.hidden_states)
@@ -463,7 +529,7 @@ def _differentiate_attention(
                     site,
                     call.carried.prefix.layout,
                     piece.whole,
-                    call.params,
+                    _params_of(call, piece.whole),
                     saved,
                 )
             q[part], *d_sink = torch.autograd.grad(out, leaves, d_o[part].transpose(1, 2))
@@ -500,7 +566,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
             see = call.seeing(chunk, again=True, half="before")
             with (
                 torch.enable_grad(),
-                call.kept.random[chunk.index].replayed(),
+                _as_before(call, chunk),
                 kept.products.use_outputs(
                     kept.brought, kept.products_before, sums=work.sums, see=see
                 ),

@@ -107,6 +107,10 @@ class Shards:
     room: int = 0
 
     by: ClassVar[str] = "DeepSpeed Ulysses"
+    # texts of error messages
+    where: ClassVar[str] = "where sequences are split over ranks"
+    remedy: ClassVar[str] = "Train this model without splitting sequences."
+    splits: ClassVar[bool] = True
     # each rank has K and V of all its heads at once, and may save them
     gathers_keys: ClassVar[bool] = False
 

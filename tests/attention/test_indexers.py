@@ -19,7 +19,8 @@ from streambp.admission.own_run import StreamingMismatchError
 from streambp.admission.probe import Verdict
 from streambp.admission.stacks import kind_of
 from streambp.attention import indexers, interface, picked_keys
-from streambp.attention.interface import Picking, ThroughInterface
+from streambp.attention.interface import ThroughInterface
+from streambp.attention.kinds import Picking
 from streambp.attention.prefix import Prefix, PrefixChunkAttention, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk

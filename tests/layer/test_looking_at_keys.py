@@ -14,7 +14,7 @@ import torch
 import streambp
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
-from streambp.attention import interface as attention_carriers
+from streambp.attention import kinds as attention_carriers
 from streambp.attention.self_attending import OwnMask
 from streambp.cache import ChunkCache, LayerKeys
 from streambp.known_names import DISTANCES

@@ -105,11 +105,3 @@ def test_attention_that_says_it_is_not_causal_is_refused():
     with pytest.raises(streambp.StreamBPError, match="is_causal=False"):
         streambp.patch(model)
     assert model(**make_batch("plain"), use_cache=False).loss.isfinite()
-
-
-def test_with_its_encoder_it_is_refused():
-    """There the decoder reads the encoder's output, with a mask that cannot be cut."""
-    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**SIZES))
-    with pytest.raises(streambp.StreamBPError, match="cannot be streamed"):
-        streambp.patch(model)
-    assert model(**make_batch("plain"), use_cache=False).loss.isfinite()

@@ -29,7 +29,7 @@ FOLDERS = {
     "fingerprint": ("distributed",),
     "layer": ("attention", "recurrent", "distributed", "fingerprint", "offload"),
     "admission": ("attention", "recurrent", "distributed", "fingerprint", "layer"),
-    "sharded": ("attention", "distributed", "layer", "admission", "offload"),
+    "sharded": ("attention", "distributed", "layer", "admission", "offload", "recurrent"),
     "head": ("layer",),
     "lazy": ("head",),
     "prefixes": ("attention", "distributed", "layer", "admission", "head", "lazy"),

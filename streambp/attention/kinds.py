@@ -1,0 +1,286 @@
+"""Adapters for layers with other attention than causal attention by transformers' interface.
+
+`admission/stacks.py` chooses a layer's adapter, as `attention/interface.py` tells. [Note: carriers]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
+
+from streambp.attention.interface import (
+    NoAttention,
+    Read,
+    ThroughInterface,
+    attention_configs,
+    own_implementation,
+    unrouted,
+)
+from streambp.attention.masks import LazyMask, attention_mask_of, masks_replaced
+from streambp.attention.prefix import ChunkAttention, PrefixChunkAttention
+from streambp.attention.self_attending import (
+    OwnMask,
+    biases_positions,
+    own_mask,
+    why_picked_blocks_stay_whole,
+)
+from streambp.attention.spans import Spans
+from streambp.cache import ChunkCache
+from streambp.chunks import Chunk
+from streambp.errors import UnsupportedModelError
+from streambp.known_names import EAGER, PER_KEY
+
+
+def _with_own_masks(
+    configs: list[PreTrainedConfig], args: Any, kwargs: Any
+) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+    """Return a context manager in which a layer attends with the model's own attention, and the
+    layer's arguments with the model's own masks in place of each `LazyMask`.
+
+    Args:
+        configs: the configs of the layer's attention modules.
+        args: the layer's positional arguments.
+        kwargs: the layer's keyword arguments.
+    """
+    own = [own_implementation(config) or EAGER for config in configs]
+
+    def mask(lazy: LazyMask) -> Any:
+        return AttentionMaskInterface()[own[0]](**lazy.description)
+
+    replaced: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        replaced[name] = masks_replaced(value, mask)
+    return unrouted(configs, own), [masks_replaced(value, mask) for value in args], replaced
+
+
+class BothWays(ThroughInterface):
+    """Adapter for a layer with bidirectional attention modules (is_causal=False): an encoder's
+    layer, or a decoder's whose mask lets a prefix read ahead."""
+
+    reads_ahead = True
+    why_not_split = "its attention is bidirectional, and sequences are split for causal models"
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """Return the reason why the layer cannot be chunked with its attention_mask; None if it
+        can. Accepted are a `LazyMask` and a tensor [B or 1, H or 1, T, T].
+
+        A module with is_causal=False leaves the mask alone to decide. sdpa gets no mask in place of
+        a causal mask, and then reads all keys.
+
+        Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
+            x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark; not read here.
+        """
+        because = super().take_mask(layer, named, x, documents)
+        mask = attention_mask_of(named)
+        if because is not None or isinstance(mask, Tensor):
+            return because
+        if mask is None:
+            return "its attention is bidirectional, and has no mask that tells which keys exist"
+        spans = self.layout(named, x).spans
+        empty = isinstance(spans, Spans) and not all(spans.rows)
+        if empty and any(own_implementation(config) == EAGER for config in self.configs(layer)):
+            return "a row has no tokens, of which eager attention takes the mean over all keys"
+        if mask.description.get("allow_is_causal_skip", False):
+            return (
+                "its attention modules are bidirectional and its mask is causal: eager attention "
+                "reads the mask, and sdpa may get none and read all keys"
+            )
+        return None
+
+    def whole(
+        self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
+    ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+        """Return a context manager and the layer's arguments, for running the layer unchunked under
+        torch's checkpoint, with the model's own attention and masks.
+
+        Args:
+            configs: the configs that the method `configs` returned for the layer.
+            args: the layer's positional arguments.
+            kwargs: the layer's keyword arguments.
+        """
+        return _with_own_masks(configs, args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignAttention(NoAttention):
+    """Adapter for a decoder layer whose attention forward was replaced by other code, Unsloth's for
+    example. The layer runs unchunked, with the model's own masks.
+
+    Attributes:
+        by: name of the function that replaces the forward.
+    """
+
+    by: str
+
+    ours = False
+
+    @property
+    def why_not_split(self) -> str:  # type: ignore[override]
+        """Return the reason why the tokens cannot be sharded over ranks: the replaced forward would
+        attend to this rank's part of the sequence alone."""
+        return f"{self.by} attends in its place, to this rank's shard"
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str:
+        """Return the reason why the layer cannot be chunked: its attention's forward was replaced.
+        The reason is the same for all hidden states x [..., B, T, h] and all masks."""
+        return (
+            f"{self.by} stands in the place of its attention's forward, and attends in its own way"
+        )
+
+
+# types of arguments that contain no `LazyMask`
+
+
+@dataclasses.dataclass(frozen=True)
+class Picking(ThroughInterface):
+    """Adapter for a decoder layer with sparse attention: an indexer module picks the keys that each
+    query reads. [Note: indexers]
+
+    Attributes:
+        kept: number of keys that the layer's own indexer picks for a query; None: the layer uses
+            the keys that an earlier layer's indexer picked.
+    """
+
+    kept: int | None = None
+
+    why_not_split = "its indexer compares all keys of the sequence, of which this rank has a shard"
+    picks_keys = True
+
+    @property
+    def costs(self) -> str:  # type: ignore[override]
+        """Return text for `describe` about what sparse attention costs in time and memory."""
+        found = (
+            "sparse attention: plain products with all keys before, which are masked if they are "
+            "not picked"
+        )
+        if self.kept is None:
+            return found
+        return f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
+
+    def whole(
+        self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
+    ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+        """Return the context manager and the arguments for running the layer unchunked, with the
+        model's own masks and indexer."""
+        return _with_own_masks(configs, args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class OverCache(NoAttention):
+    """Adapter for a decoder layer that computes its own attention, without transformers' interface,
+    over keys and values that its KV cache returns. See `attention/self_attending.py`.
+
+    Attributes:
+        argument: name of the argument that takes the cache.
+    """
+
+    argument: str
+
+    costs = (
+        "its own attention: the model builds its [T, T] mask, and a chunk's scores against all "
+        "before exist"
+    )
+    why_not_split = "it attends by itself, to this rank's shard"
+    in_tiles = False  # the layer reads all keys at once
+    returns_weights = True
+    ours = False
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """Check the arguments of a layer's call, and replace its mask in `named` by an `OwnMask`.
+        Return the reason why the layer cannot be chunked, or None.
+
+        Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
+            x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark in packed rows; None: no
+                documents.
+
+        Raises:
+            UnsupportedModelError: position_ids mark packed documents, which the model's recurrent
+                layers separate and this layer's attention does not.
+        """
+        mask = attention_mask_of(named)
+        length = x.shape[-2]
+        by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
+        found: OwnMask | str
+        if mask is None and by_sdpa:
+            found = OwnMask(torch.empty(0, device=x.device))
+        else:
+            found = own_mask(mask, length, by_sdpa)
+        if isinstance(found, str):
+            return found
+        if documents is not None and found.mask.dim() < 4:
+            raise UnsupportedModelError(
+                f"position_ids mark {documents} documents of packed rows, but the attention of "
+                f"{type(layer).__name__} does not separate them: its mask marks padding alone. The "
+                "model's recurrent layers would separate the documents. Pass one document per "
+                "row, or set StreamConfig(documents='as_given') so that no layer separates "
+                "documents, as in the unpatched model."
+            )
+        because = why_picked_blocks_stay_whole(
+            layer, named.get("position_ids"), found, length, by_sdpa
+        )
+        if because is not None:
+            return because
+        # sdpa gives an empty query 0, in a chunk and in the sequence. A position bias gives
+        # sdpa another mask.
+        if by_sdpa and found.mask.dtype == torch.bool and not biases_positions(layer):
+            found = dataclasses.replace(found, empty=None)
+        named["attention_mask"] = found
+        return None
+
+    def hand(
+        self, named: dict[str, Any], point: ChunkAttention
+    ) -> tuple[dict[str, Any], Read | None]:
+        """Return the layer's arguments for one chunk, and the function that the replaced cache
+        calls on new keys and values. That function returns all keys and values up to the chunk's
+        end. The mask is cut to the chunk.
+
+        Args:
+            named: the layer's arguments by name.
+            point: the object that stores the chunk's keys and values.
+        """
+        assert isinstance(point, PrefixChunkAttention)
+        chunk = point.chunk
+        mask = named["attention_mask"]
+
+        def read(
+            k: Tensor, v: Tensor
+        ) -> tuple[Tensor, Tensor]:  # [B, H_kv, C, D] -> all up to the chunk's end
+            return point.read(k, mask.values(v, chunk))
+
+        changed: dict[str, Any] = {
+            self.argument: ChunkCache(chunk.start, read),
+            "attention_mask": mask.cut(chunk),
+        }
+        for name in PER_KEY:
+            if isinstance(named.get(name), Tensor):
+                changed[name] = named[name][..., : chunk.stop]
+        return {**named, **changed}, read
+
+    def unpatched(
+        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+    ) -> dict[str, Any]:
+        """Return the layer's arguments for the first `length` tokens, with the model's own mask."""
+        changed = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
+        for name in PER_KEY:
+            if isinstance(named.get(name), Tensor):
+                changed[name] = named[name][..., :length]
+        return {**named, **changed}

@@ -1,0 +1,136 @@
+"""Streaming of a layer whose attention reads keys behind the query, on one rank.
+
+Keys and values of a layer depend on the layer's input alone. The layer is therefore cut at its
+attention, as if its tokens were split over ranks. Chunks up to attention compute q, k and v of all
+tokens. Then each chunk's queries read all keys, and chunks from attention on compute the rest.
+`sharded/layer.py` describes the passes; nothing is exchanged here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from streambp.admission.checkpointed import run_whole
+from streambp.admission.entry import IN_CHUNKS, stream_layer
+from streambp.attention.interface import Layout
+from streambp.attention.masks import DenseMask
+from streambp.attention.prefix import Prefix
+from streambp.attention.spans import Spans
+from streambp.chunks import Forks
+from streambp.layer.arguments import Arguments
+from streambp.layer.call import LayerCall, plan_of
+from streambp.layer.chunk_states import Carried
+from streambp.layer.function import BackwardPass, Strategy
+from streambp.layer.site import LayerSite
+from streambp.recurrent.documents import PackedRows
+from streambp.sharded.call import ShardedCall
+from streambp.sharded.layer import run_backward_in_halves, run_forward_in_halves
+from streambp.sharded.shards import Keys, Shards
+
+
+class OneRank(Shards):
+    """Sequences that are not split: one rank has all tokens and heads, and exchanges nothing."""
+
+    where: ClassVar[str] = "where attention is bidirectional"
+    remedy: ClassVar[str] = "Use gradient checkpointing for this model (streambp.unpatch(model))."
+    splits: ClassVar[bool] = False
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Return x [B, H, T, D] itself."""
+        return x
+
+    def tokens(self, x: Tensor, heads: int) -> Tensor:
+        """Return x [B, H, T, D] itself."""
+        return x
+
+    def sinks(self, sinks: Tensor) -> Tensor:
+        """Return the attention sinks [H] themselves."""
+        return sinks
+
+    def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
+        """Return K and V of all heads, from k [B, H_kv, T, D] and v.
+
+        Args:
+            parts: k and v; emptied.
+            heads: H, the number of query heads.
+        """
+        return Keys(*(parts.pop(0).transpose(1, 2).contiguous() for _ in range(2)))
+
+    def own_gradient(self, sums: list[Tensor], dtype: Any, heads: int) -> list[Tensor]:
+        """Return dk [B, H_kv, T, D] and dv in `dtype`.
+
+        Args:
+            sums: dK [B, T, H_kv, D] and dV; emptied.
+            dtype: dtype of the result.
+            heads: number of key/value heads.
+        """
+        return [sums.pop(0).to(dtype).transpose(1, 2) for _ in range(2)]
+
+
+class BothWaysCall(ShardedCall):
+    """One call of a decoder layer whose attention reads ahead, in several chunks on one rank."""
+
+    has_full_sequence = True
+
+    def __init__(self, site: LayerSite, arguments: Arguments, layout: Layout) -> None:
+        self.both_ways = layout
+        length = arguments.hidden_states.shape[-2]
+        rows = arguments.hidden_states.shape[-3]
+        # the spans of `Shards` are for masks that ranks share; this layer has its own
+        super().__init__(site, arguments, OneRank(None, 1, length, Spans.causal(rows, length)))
+
+    def _carry(self) -> Carried:
+        spans = self.both_ways.spans
+        if isinstance(spans, DenseMask):
+            spans = spans.over_all_keys(self.hidden_states.device)
+        layout = Layout(spans, (), self.both_ways.told)
+        prefix = Prefix(spans, self.plan.length, self.site.config.attention)
+        return Carried(layout, prefix, self.site.kind.attention.in_tiles)
+
+
+def stream_both_ways(
+    site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, forks: Forks
+) -> Any:
+    """Compute the forward of a decoder layer whose attention modules are bidirectional, and return
+    its result. The layer's mask decides for each call whether the layer is cut at its attention.
+
+    Args:
+        site: the decoder layer, with its settings and test results.
+        args, kwargs: the arguments of the layer's forward.
+        rows: documents of packed rows, from position_ids.
+        forks: positions at which recurrent states continue from an earlier position.
+    """
+    return stream_layer(site, args, kwargs, rows, BOTH_WAYS, forks)
+
+
+def _make(site: LayerSite, arguments: Arguments) -> LayerCall:
+    """Return the call of a layer: in halves if the sequence has more than one chunk, and the mask
+    lets no chunk end within twice the requested length."""
+    hidden_states = arguments.hidden_states
+    rows, length = hidden_states.shape[-3:-1]
+    plan = plan_of(site, rows, length, hidden_states.device)
+    if len(plan.ends) > 1:
+        layout = site.kind.attention.layout(arguments.named, hidden_states)
+        ahead = isinstance(layout.spans, Spans) and layout.spans.reads_ahead
+        allowed = plan.avoiding(layout.barriers)
+        if ahead or len(allowed.ends) == 1 or allowed.longest > 2 * plan.size:
+            return BothWaysCall(site, arguments, layout)
+    return LayerCall(site, arguments)
+
+
+def _forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
+    if isinstance(call, BothWaysCall):
+        return run_forward_in_halves(call, keep)
+    return IN_CHUNKS.forward(call, keep)
+
+
+def _backward(call: LayerCall, work: BackwardPass) -> None:
+    if isinstance(call, BothWaysCall):
+        run_backward_in_halves(call, work)
+    else:
+        IN_CHUNKS.backward(call, work)
+
+
+BOTH_WAYS = Strategy(_make, _forward, _backward, run_whole)

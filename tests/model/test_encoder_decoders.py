@@ -1,0 +1,188 @@
+"""Decoders that read an encoder's output: they stream, and the encoder stays as it is.
+
+covers: admission/stacks.py, attention/interface.py
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertLMHeadModel,
+    BertModel,
+    EncoderDecoderModel,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+import streambp
+from streambp.admission.own_run import StreamingMismatchError
+from streambp.attention import interface, masks
+from streambp.layer.function import BackwardPass
+from tests.oracle import EXACT, worst_error
+from tests.seeds import seed_torch
+
+LENGTH = 22
+CHUNK = 7
+SIZES = {
+    "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "dropout": 0.0,
+    "attention_dropout": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def float64_everywhere(float64_oracle):
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def whisper():
+    return WhisperForConditionalGeneration(
+        WhisperConfig(**SIZES, max_source_positions=20, max_target_positions=40, num_mel_bins=8)
+    )
+
+
+def t5gemma():
+    part = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "attention_dropout": 0.0, "dropout_rate": 0.0, "sliding_window": 8,
+    }  # fmt: skip
+    decoder = {**part, "cross_attention_hidden_size": 32}
+    config = T5GemmaConfig(encoder=part, decoder=decoder, vocab_size=64, dropout_rate=0.0)
+    return T5GemmaForConditionalGeneration(config)
+
+
+def two_berts():
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    decoder = BertConfig(**sizes, is_decoder=True, add_cross_attention=True)
+    model = EncoderDecoderModel(
+        encoder=BertModel(BertConfig(**sizes)), decoder=BertLMHeadModel(decoder)
+    )
+    model.config.decoder_start_token_id = 2
+    model.config.pad_token_id = 0
+    return model
+
+
+MAKE = {
+    "bart": lambda: BartForConditionalGeneration(BartConfig(**SIZES, forced_eos_token_id=None)),
+    "marian": lambda: MarianMTModel(MarianConfig(**SIZES, forced_eos_token_id=None)),
+    "m2m100": lambda: M2M100ForConditionalGeneration(
+        M2M100Config(**SIZES, encoder_layerdrop=0.0, decoder_layerdrop=0.0)
+    ),
+    "whisper": whisper,
+    "t5gemma": t5gemma,
+    "two berts": two_berts,
+}
+
+
+def batch_of(name, source):
+    """Rows that begin with the same tokens, and read different encoder outputs."""
+    labels = torch.randint(3, 60, (3, LENGTH))
+    labels[:, :6] = labels[:1, :6]
+    labels[1, 17:] = -100
+    if name == "whisper":
+        return {"input_features": torch.randn(3, 8, 40), "labels": labels}
+    mask = torch.ones(3, source, dtype=torch.long)
+    mask[1, 12:] = 0
+    ids = torch.randint(3, 60, (3, source))
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def gradients(model, batch):
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), found
+
+
+def check(name, source=19, implementation="sdpa", **settings):
+    stock = MAKE[name]().train()
+    stock.set_attn_implementation(implementation)
+    batch = batch_of(name, source)
+    loss, expected = gradients(stock, batch)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(**settings))
+    for _ in range(2):
+        ours_loss, found = gradients(ours, batch)
+        assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
+        assert worst_error(found, expected) <= EXACT
+    described = streambp.describe(ours)
+    assert [layer.path for layer in described.layers] == ["streams"] * 2
+    return described
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("settings", [{}, {"saves": ("attn_out",), "offload": "cpu"}], ids=str)
+@pytest.mark.parametrize("source", [LENGTH, 19], ids=["equal lengths", "other lengths"])
+@pytest.mark.parametrize("name", list(MAKE))
+def test_exact(name, source, settings):
+    """Two of the lengths are equal, so that no argument is cut by its shape alone."""
+    for implementation in ("eager",) if name == "t5gemma" else ("sdpa", "eager"):
+        seed_torch()
+        check(name, source, implementation, chunk_size=CHUNK, **settings)
+
+
+def test_the_encoder_is_left_as_it_is():
+    seed_torch(1)
+    described = str(check("bart", chunk_size=CHUNK))
+    assert "BartEncoder: its attention is bidirectional" in described
+
+
+def test_position_biases_are_refused():
+    config = T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64)
+    with pytest.raises(streambp.StreamBPError, match="T5Attention adds a bias"):
+        streambp.patch(T5ForConditionalGeneration(config))
+
+
+def add_to_the_encoder_once(self, chunk, gradients, again=False, real=BackwardPass.add):
+    """No gradient for the encoder from later chunks."""
+    first, *others = gradients
+    real(self, chunk, [first, *(g if chunk.start == 0 else None for g in others)], again)
+
+
+MUTANTS = {
+    "the encoder gets one chunk's gradient": (
+        BackwardPass, "add", add_to_the_encoder_once, "bart", "sdpa",
+    ),
+    "the encoder's padding is read": (
+        masks.LazyMask, "over_keys", lambda self, is_added: None, "m2m100", "sdpa",
+    ),
+    "a bool mask is added to the scores": (
+        masks.LazyMask, "over_keys",
+        lambda self, is_added: self.description["attention_mask"].bool()[:, None, None],
+        "bart", "eager",
+    ),
+    "cross-attention without its softcap": (
+        interface, "_eager_function",
+        lambda module: lambda *args, softcap, **kwargs: interface.sdpa_attention_forward(*args, **kwargs),
+        "t5gemma", "eager",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", list(MUTANTS))
+def test_mutants(mutant, monkeypatch):
+    module, attribute, changed, name, implementation = MUTANTS[mutant]
+    seed_torch(2)
+    monkeypatch.setattr(module, attribute, changed)
+    with pytest.raises((AssertionError, StreamingMismatchError)):
+        check(name, implementation=implementation, chunk_size=CHUNK)

@@ -1,0 +1,415 @@
+"""Layers whose attention reads ahead: encoders, decoders made bidirectional, prefixes.
+
+covers: sharded/both_ways.py, attention/kinds.py
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    CohereConfig,
+    CohereModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    LlamaConfig,
+    LlamaModel,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    ModernBertModel,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+import streambp
+from streambp.attention import mask_scan, masks
+from streambp.layer.recompute import NULL_CONTEXT
+from streambp.sharded import both_ways
+from streambp.sharded import layer as halves
+from tests.oracle import EXACT, worst_error
+from tests.seeds import seed_torch
+
+LENGTH = 22  # 3 chunks of 7, and one token
+CHUNK = 7
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
+    "pad_token_id": 0,
+}  # fmt: skip
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODERN = {
+    **SIZES, "num_hidden_layers": 4, "local_attention": 8, "global_attn_every_n_layers": 3, "bos_token_id": 1,
+    "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def float64_everywhere(float64_oracle):
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def in_halves(monkeypatch):
+    """The lengths of the calls that were cut at their attention."""
+    lengths: list[int] = []
+    run = both_ways.run_forward_in_halves
+
+    def noted(call, keep):
+        lengths.append(call.plan.length)
+        return run(call, keep)
+
+    monkeypatch.setattr(both_ways, "run_forward_in_halves", noted)
+    return lengths
+
+
+def llama():
+    """As LLM2Vec makes it."""
+    model = LlamaModel(LlamaConfig(**SIZES, num_key_value_heads=2, is_causal=False))
+    for layer in model.layers:
+        layer.self_attn.is_causal = False
+    return model
+
+
+def embedding_gemma():
+    return Gemma3TextModel(
+        Gemma3TextConfig(
+            **{**SIZES, "num_hidden_layers": 3},
+            num_key_value_heads=2,
+            head_dim=8,
+            sliding_window=8,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            use_bidirectional_attention=True,
+        )
+    )
+
+
+MAKE = {
+    "llama": llama,
+    "embedding_gemma": embedding_gemma,
+    "modernbert": lambda: ModernBertModel(ModernBertConfig(**MODERN)),
+    "modernbert_masked": lambda: ModernBertForMaskedLM(ModernBertConfig(**MODERN)),
+    "bert": lambda: BertModel(BertConfig(**SIZES, **NO_DROPOUT)),
+    "bert_masked": lambda: BertForMaskedLM(BertConfig(**SIZES, **NO_DROPOUT)),
+    "roberta_classifier": lambda: RobertaForSequenceClassification(
+        RobertaConfig(**SIZES, **NO_DROPOUT, max_position_embeddings=64)
+    ),
+}
+
+
+def padding(kind):
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
+    if kind == "right":
+        mask[1, 15:] = 0
+    elif kind == "left":
+        mask[1, :6] = 0
+    elif kind == "between":
+        mask[1, 5:8] = 0
+    return mask
+
+
+def batch_of(kind):
+    batch = {"input_ids": torch.randint(3, 60, (3, LENGTH))}
+    if kind != "none":
+        batch["attention_mask"] = padding(kind)
+    return batch
+
+
+def gradients(model, batch, weights):
+    """The loss and all gradients; padding's outputs have no part in the loss."""
+    model.zero_grad(set_to_none=True)
+    kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    if hasattr(model, "classifier"):
+        loss = model(**batch, labels=torch.tensor([0, 1, 0])).loss
+    elif "MaskedLM" in type(model).__name__:
+        labels = batch["input_ids"].masked_fill(kept == 0, -100)
+        labels[:, ::3] = -100
+        loss = model(**batch, labels=labels).loss
+    else:
+        output = model(**batch)
+        loss = (output.last_hidden_state * weights * kept[..., None]).sum()
+        pooled = getattr(output, "pooler_output", None)
+        loss = loss if pooled is None else loss + pooled.square().sum()
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), found
+
+
+def check(stock, batch, **settings):
+    """Compare two steps of the patched model with the unpatched one, and return its description."""
+    weights = torch.randn(3, LENGTH, 32)
+    loss, expected = gradients(stock, batch, weights)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(**settings))
+    for _ in range(2):
+        ours_loss, found = gradients(ours, batch, weights)
+        assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
+        assert worst_error(found, expected) <= EXACT
+    return streambp.describe(ours)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["right", "none", "left", "between"])
+@pytest.mark.parametrize("name", list(MAKE))
+def test_exact(name, kind, implementation, in_halves):
+    seed_torch()
+    model = MAKE[name]().train()
+    model.set_attn_implementation(implementation)
+    described = check(model, batch_of(kind), chunk_size=CHUNK)
+    layers = model.config.num_hidden_layers
+    assert [layer.path for layer in described.layers] == ["streams"] * layers
+    assert in_halves == [LENGTH] * 2 * layers
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"saves": ("attn_out", "kv"), "offload": "cpu"},
+        {"saves": ("*",)},
+        {"saves": ("attn_out",), "chunk_size": 11},
+        {"saves": "auto", "offload": "auto"},
+        {"weights": "cpu"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["llama", "modernbert"])
+def test_settings(name, settings, in_halves):
+    seed_torch(1)
+    check(MAKE[name]().train(), batch_of("right"), **{"chunk_size": CHUNK, **settings})
+    assert set(in_halves) == {LENGTH}
+
+
+def test_a_single_chunk_is_not_cut(in_halves):
+    seed_torch(2)
+    described = check(MAKE["bert"]().train(), batch_of("right"), chunk_size=LENGTH)
+    assert [layer.path for layer in described.layers] == ["streams"] * 2
+    assert not in_halves
+
+
+@pytest.mark.fast("modernbert")
+@pytest.mark.parametrize("name", ["modernbert", "embedding_gemma"])
+def test_tiles_of_a_window_that_nobody_reads_are_left_out(name, in_halves, monkeypatch):
+    seed_torch(3)
+    for module in (mask_scan, masks):
+        monkeypatch.setattr(module, "SCAN", 3)
+    read = []
+    blocks = masks.DenseMask.blocks
+
+    def noted(self, start, stop, tiling):
+        found = blocks(self, start, stop, tiling)
+        read.extend((block.k0, block.k1) for block in found if self.reach)
+        return found
+
+    monkeypatch.setattr(masks.DenseMask, "blocks", noted)
+    check(MAKE[name]().train(), batch_of("left"), chunk_size=CHUNK)
+    assert in_halves
+    assert any(k0 > 0 for k0, _ in read)
+    assert any(k1 < LENGTH for _, k1 in read)
+
+
+def test_a_causal_mask_runs_as_unpatched(in_halves):
+    """Eager attention reads the causal mask, sdpa gets none and reads all keys."""
+    for implementation in ("sdpa", "eager"):
+        seed_torch(4)
+        model = MAKE["llama"]().train()
+        model.config.is_causal = True
+        model.set_attn_implementation(implementation)
+        described = check(model, batch_of("none"), chunk_size=CHUNK)
+        assert "its mask is causal" in str(described)
+    assert not in_halves
+
+
+def test_a_row_of_padding_in_eager_attention_runs_as_unpatched(in_halves):
+    seed_torch(5)
+    model = MAKE["bert"]().train()
+    model.set_attn_implementation("eager")
+    batch = batch_of("right")
+    batch["attention_mask"][2] = 0
+    assert "a row has no tokens" in str(check(model, batch, chunk_size=CHUNK))
+    assert not in_halves
+
+
+def paligemma():
+    text = {
+        **SIZES, "model_type": "gemma", "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "projection_dim": 32, "vision_use_head": False,
+    }  # fmt: skip
+    return PaliGemmaForConditionalGeneration(
+        PaliGemmaConfig(
+            text_config=text, vision_config=vision, projection_dim=32, image_token_index=60
+        )
+    )
+
+
+@pytest.mark.parametrize(("prefix", "cut"), [(9, False), (LENGTH - 1, True)], ids=["short", "long"])
+def test_prefixes(prefix, cut, in_halves):
+    """Chunks end behind a prefix; a prefix up to the last token leaves no end."""
+    seed_torch(6)
+    stock = paligemma().train()
+    ids = torch.randint(3, 59, (2, LENGTH))
+    ids[:, :4] = 60
+    kinds = torch.zeros(2, LENGTH, dtype=torch.long)
+    kinds[:, prefix:] = 1
+    batch = {
+        "input_ids": ids, "token_type_ids": kinds, "attention_mask": torch.ones_like(ids),
+        "labels": ids.masked_fill(kinds == 0, -100), "pixel_values": torch.randn(2, 3, 16, 16),
+    }  # fmt: skip
+    results = []
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=CHUNK))
+    for model in (stock, ours):
+        loss = model(**batch).loss
+        loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        results.append((loss.detach(), grads))
+    assert abs(results[1][0] - results[0][0]) <= 1e-12
+    assert worst_error(results[1][1], results[0][1]) <= EXACT
+    described = streambp.describe(ours)
+    assert [layer.path for layer in described.layers] == ["streams"] * 2
+    assert bool(in_halves) == cut
+
+
+def with_dropout(adapters):
+    rates = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
+    model = BertModel(BertConfig(**SIZES, **rates), add_pooling_layer=False)
+    if not adapters:
+        return model
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, lora_dropout=0.3, target_modules=["query", "value", "dense"], init_lora_weights=False
+    )
+    return peft.get_peft_model(model, config).double()
+
+
+def worst_difference(model, seed):
+    """The worst difference between a gradient and a difference quotient of the loss, over
+    parameters, where each loss has the same random draws."""
+    batch, weights = batch_of("right"), torch.randn(3, LENGTH, 32)
+
+    def step():
+        seed_torch(seed)
+        return gradients(model, batch, weights)
+
+    step()  # the layers are tested
+    loss, found = step()
+    assert step()[0] == loss
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        if name not in found:
+            continue
+        direction = torch.randn_like(parameter)
+        losses = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter += sign * 1e-6 * direction
+            losses.append(step()[0])
+            with torch.no_grad():
+                parameter -= sign * 1e-6 * direction
+        quotient = float(losses[0] - losses[1]) / 2e-6
+        along = float((found[name] * direction).sum())
+        worst = max(worst, abs(quotient - along) / (abs(along) + 1e-2))
+    return worst
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["dropout", "dropout before attention"])
+def test_random_draws_are_the_same_in_all_passes(adapters, in_halves):
+    """Dropout before, in and behind attention."""
+    seed_torch(7)
+    model = streambp.patch(with_dropout(adapters).train(), streambp.StreamConfig(chunk_size=CHUNK))
+    assert worst_difference(model, 8) <= 1e-4
+    assert in_halves
+
+
+def test_both_halves_draw_the_same_before_attention(monkeypatch):
+    """A layer whose attention and MLP read one normed input, with dropout behind the norm."""
+    seed_torch(9)
+    model = parallel_with_dropout()
+    batch = batch_of("right")
+    with torch.no_grad():
+        model(**batch, use_cache=False)  # the layers are tested
+        drawn = dropout_masks(monkeypatch)
+        model(**batch, use_cache=False)
+    chunks = len(drawn) // 2
+    assert chunks == 4
+    assert all(map(torch.equal, drawn[:chunks], drawn[chunks:]))
+
+
+def parallel_with_dropout():
+    config = CohereConfig(**{**SIZES, "num_hidden_layers": 1}, is_causal=False)
+    model = CohereModel(config).train()
+    [layer] = model.layers
+    layer.self_attn.is_causal = False
+    layer.input_layernorm = torch.nn.Sequential(layer.input_layernorm, torch.nn.Dropout(0.3))
+    return streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK))
+
+
+def dropout_masks(monkeypatch):
+    """The masks that dropout draws from here on."""
+    drawn = []
+    dropout = torch.nn.functional.dropout
+
+    def noted(x, *args, **kwargs):
+        result = dropout(x, *args, **kwargs)
+        drawn.append(result == 0)
+        return result
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", noted)
+    return drawn
+
+
+def test_the_mutant_with_two_masks_is_noticed(monkeypatch):
+    monkeypatch.setattr(halves, "_second_half", lambda call, chunk, o: halves.SplitAtAttention(o))
+    with pytest.raises(AssertionError):
+        test_both_halves_draw_the_same_before_attention(monkeypatch)
+
+
+def same_seed_everywhere(call, chunk):
+    return call.params._replace(seed=call.params.seed + torch.is_grad_enabled())
+
+
+MUTANTS = {
+    "keys behind the query are not read": (
+        masks, "find_reach",
+        lambda tile, length, device: tuple(
+            (0, min(length, q0 + masks.SCAN)) for q0 in range(0, length, masks.SCAN)
+        ),
+        lambda: check(MAKE["modernbert"]().train(), batch_of("none"), chunk_size=CHUNK),
+    ),
+    "a first half that draws anew": (
+        halves, "_as_before", lambda call, chunk: NULL_CONTEXT,
+        lambda: fails_differences(True),
+    ),
+    "another mask of attention's dropout in backward": (
+        halves, "_params_of", same_seed_everywhere,
+        lambda: fails_differences(False),
+    ),
+    "a first half that is not differentiated": (
+        halves, "_differentiate_before", lambda call, work, gradients: None,
+        lambda: check(MAKE["bert"]().train(), batch_of("right"), chunk_size=CHUNK),
+    ),
+}  # fmt: skip
+
+
+def fails_differences(adapters):
+    model = streambp.patch(with_dropout(adapters).train(), streambp.StreamConfig(chunk_size=CHUNK))
+    assert worst_difference(model, 8) <= 1e-4
+
+
+@pytest.mark.parametrize("mutant", list(MUTANTS))
+def test_mutants(mutant, monkeypatch):
+    module, name, changed, run = MUTANTS[mutant]
+    seed_torch(10)
+    for scanned in (mask_scan, masks):
+        monkeypatch.setattr(scanned, "SCAN", 3)
+    monkeypatch.setattr(module, name, changed)
+    with pytest.raises((AssertionError, streambp.StreamBPError)):
+        run()
