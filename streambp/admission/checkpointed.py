@@ -101,12 +101,13 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
 def _as_one(
     site: LayerSite, args: Any, kwargs: dict[str, Any]
 ) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
-    """Return a context manager in which the layer's forward must run, and the args and kwargs for
-    the forward.
+    """Return a context manager in which the layer's forward must run, and the args and kwargs to
+    call it with.
 
-    Under ZeRO-1 and ZeRO-2 autograd then delivers all gradients of the layer's parameters together,
-    after the layer's backward. ZeRO needs this because each rank sums gradients in order of
-    arrival. The arguments do not change without grad mode, or without these engines.
+    Under ZeRO-1 and ZeRO-2, the forward then gets aliases of its input and parameters, whose
+    gradients autograd delivers together, after the layer's backward. Each rank sums gradients in
+    order of arrival, so the order must be the same on all ranks. Nothing changes under other
+    engines, or without grad mode.
 
     Args:
         site: the decoder layer.

@@ -136,11 +136,12 @@ def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor
 
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the part of a value stored by third-party code that decides if the layer must be
-    tested again: a flag, whether a number is 0, or a string without digits.
+    """Return the part of a stored value that belongs to the key of test results. The layer is
+    tested again if this part changes. The part is a flag itself, True for a number other than 0, or
+    a string without its digits.
 
     Args:
-        path: the value's path from the code that stores it.
+        path: the value's path from the third-party code that stores it.
         value: a flag, number or string.
 
     Returns:
@@ -476,8 +477,13 @@ class _Trial:
                 self._recompute(chunk, started, prefix)
 
     def _recompute(self, chunk: Chunk, started: States | None, prefix: Prefix) -> None:
-        """Recompute and differentiate one chunk. A step does so from the last chunk to the first,
-        and the first chunk's values remain.
+        """Recompute one chunk with a graph, and differentiate it. Called from the last chunk to the
+        first, as in a step's backward.
+
+        Args:
+            chunk: the chunk.
+            started: the recurrent states at the chunk's start; None: the layer gets no cache.
+            prefix: keys and values of all chunks, from the forward.
         """
         x = chunk.part(self.x, -2).detach().requires_grad_()
         output, _ = self.call.compute(x, chunk, Stage.RECOMPUTE, prefix, states=started)

@@ -152,9 +152,10 @@ class Found(NamedTuple):
     """Result of a test that compares a layer's output in chunks with its unchunked output.
 
     Attributes:
-        because: the reason to run the layer unchunked; None if it can.
+        because: the reason to run the layer unchunked; None: the layer may run in chunks.
         certain: True if the result holds for any batch.
-        passes: True if the reason may not recur at the next call.
+        passes: True if the reason may be temporary, so that the layer is tested again at the next
+            call.
     """
 
     because: str | None
@@ -378,7 +379,7 @@ def _alike(
 
 def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     """Run the layer with attention limited to keys of the query's own chunk. Return the reason, as
-    text for `describe`, why chunks would differ from the full sequence; None if no reason is found.
+    text for `describe`, to run the layer unchunked; None if this test finds no reason.
 
     A reason is a write to a buffer, a stored tensor with its graph, or a gradient between tokens of
     the two chunks. Such a gradient shows that the layer mixes tokens outside of its attention.
@@ -508,8 +509,8 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
 
 
 def broken(error: Exception) -> str:
-    """Return the reason, as text for `describe`, why a layer runs unchunked: its forward raised
-    `error` on chunks."""
+    """Return the reason, as text for `describe`, to run a layer unchunked: its forward raises
+    `error` if it gets a chunk instead of the full sequence."""
     return f"its forward does not work on chunks ({type(error).__name__}: {error})"
 
 

@@ -472,8 +472,9 @@ class Restored:
         self._after = Snapshot(self.module) if self._first else None
 
     def set_once(self) -> list[str]:
-        """Return the names of the values that only the first run changed. The module may compute
-        such a value, for example a scale, from its first input."""
+        """Return the names of the values that the first run of the test changed, and later runs
+        left as they were. The module may compute such a value, for example a scale, from its first
+        input."""
         if self._after is None:
             return []
         later = self._after.changes()

@@ -306,9 +306,9 @@ def named_hooks(found: dict[str, list[str]]) -> str:
 
 
 def why_rows(module: nn.Module) -> str | None:
-    """Return the reason, as text for `describe`, to pass a batch's own rows to a backbone and not a
-    packed row: third-party code inside would get other rows than the batch's. None if no
-    third-party code runs inside."""
+    """Return the reason, as text for `describe`, not to merge a batch's rows into one packed row
+    for this model: third-party code inside would read the packed row. None if no third-party code
+    runs inside."""
     hooks = hooks_of_others(module)
     if hooks:
         return f"hooks would see another row than the batch's: {named_hooks(hooks)}"

@@ -142,8 +142,9 @@ def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) 
     """Context manager for a test, which yields random tokens [..., B, length, h] at the scale of
     `like` [..., B, T, h]. If `like` is a meta or fake tensor, the yielded tensor has no data.
 
-    Meanwhile the call has one document in each row and no padding, and zero weights are random
-    numbers. Values that the layer stores are restored afterwards.
+    Inside, the call's arguments describe one document in each row without padding, and zero weights
+    are replaced by random numbers. Arguments, weights and values that the layer stores are restored
+    at the end.
 
     Args:
         call: the call of the layer.
@@ -220,8 +221,8 @@ def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Te
 def same_gradients(
     call: LayerCall, found: list[Tensor | None], expected: list[Tensor | None]
 ) -> bool:
-    """True if two lists of gradients [...] are equal to the bit, or up to the rounding of kernels
-    whose order of summation varies. A gradient of None equals only None.
+    """True if two lists of gradients [...] are equal: to the bit, or up to rounding on devices
+    whose kernels sum in varying order. A gradient of None equals only None.
 
     Args:
         call: the call of the layer, which determines the tolerance.
@@ -457,11 +458,12 @@ def _find_unread(
 
 
 def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadProducts:
-    """Test which Linears can be skipped when backward recomputes K and V alone, because K and V
-    stay equal to the bit. Return `found` with only these Linears in `refill`.
+    """Test which Linears can be skipped while backward recomputes K and V alone: K and V must be
+    equal to the bit without these Linears' outputs. Return `found` with only these Linears in
+    `refill`.
 
     Args:
-        found: the traced Linears.
+        found: the Linears that a trace proposes.
         trial: runs the test tokens.
         ran: the results of a recomputation with all Linears.
     """

@@ -63,7 +63,8 @@ def put_back(values: Values) -> None:
 
 
 class Writes(TorchDispatchMode):
-    """Torch dispatch mode that copies a tensor's values before an operation writes to it in place.
+    """Torch dispatch mode that copies a tensor's values before the first operation that writes to
+    it in place.
 
     Attributes:
         before: the copies.
@@ -95,8 +96,8 @@ class Writes(TorchDispatchMode):
 
 
 def written(known: Iterable[Values]) -> list[Values]:
-    """Return the entries whose tensors or arrays now have other values. Synchronizes once with each
-    device."""
+    """Return the entries whose tensors or arrays differ now from their copies. Synchronizes once
+    with each device."""
     found: list[Values] = []
     asked: dict[torch.device, list[tuple[Values, Tensor]]] = {}
     with _disable_current_modes(), torch.no_grad():
