@@ -63,7 +63,7 @@ class Attended:
 
     @property
     def changed(self) -> bool:
-        """True if the layer has modified o in place since attention returned o."""
+        """True if the layer has written to o in place since attention returned o."""
         return self.version is not None and self.o._version != self.version
 
 
@@ -126,11 +126,9 @@ class MergedOutput:
         merge(here, self._lse[rows, :, columns], o.transpose(1, 2), lse, here)
 
     def result(self) -> Attended:
-        """Return the merged o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. The
-        object must not be used afterwards.
-
-        A query that is in no block has o = 0 and lse = -inf.
-        """
+        """Return the merged o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. A
+        query that is in no block has o = 0 and lse = -inf. Call this method once, after the last
+        `add`."""
         if self._o is None or self._lse is None:
             self._o, self._lse = self._empty(self._dtype)
         return Attended(self._o.to(self._dtype).contiguous(), self._lse.contiguous())
@@ -208,8 +206,12 @@ class SummedQueries:
         self._sum: Tensor | None = None
 
     def add(self, number: int, dq: Tensor) -> None:
-        """Add one block's dq [b, H, t, D], for the block with index `number` in the plan. The
-        tensor may be overwritten."""
+        """Add one block's dq [b, H, t, D] to the sum. The tensor `dq` may be overwritten.
+
+        Args:
+            number: index of the block in the plan.
+            dq: the gradient of the block's queries.
+        """
         block = self._plan.blocks[number]
         dq = dq.transpose(1, 2)
         if self._plan.covers[number]:
@@ -352,11 +354,12 @@ def attend_blocks(
 
 
 def with_sink(attended: Attended, sink: Tensor) -> Attended:
-    """Merge an attention sink into a chunk's attention output: one more key, read by every query,
+    """Return a chunk's attention output with an attention sink: one more key, read by every query,
     with logit sink [H] and value zero.
 
-    The kernels need no sink in backward, because they recompute the weights from the merged
-    logsumexp. The sink's own gradient is -sum over queries of exp(sink - lse) * (do . o).
+    The kernels need no sink in backward, because they recompute the weights from the logsumexp,
+    which includes the sink. The sink's own gradient is -sum over queries of exp(sink - lse) * (do .
+    o).
     """
     sink = sink.detach().to(attended.lse.dtype).view(1, -1, 1)
     lse = torch.logaddexp(attended.lse, sink)  # [B, H, C]

@@ -49,8 +49,10 @@ from streambp.errors import AttentionChoiceError
 
 class Use(enum.Enum):
     """Purpose of a block (a rectangle of queries and keys), which limits the number of its keys.
-    FORWARD: K and V are in one buffer. BACKWARD: dK and dV are returned as well. STREAMED: K and V
-    are copied to the device chunk by chunk."""
+
+    FORWARD: only the output is computed, from K and V in one buffer. BACKWARD: dK and dV are
+    returned as well. STREAMED: K and V are copied to the device chunk by chunk.
+    """
 
     FORWARD = "forward"  # keys and values lie in one buffer
     BACKWARD = "backward"  # limited, because dK and dV are returned, too
@@ -58,8 +60,8 @@ class Use(enum.Enum):
 
 
 class Used(NamedTuple):
-    """An attention kernel and the kind of blocks that it computed, for reports. A block is a
-    rectangle of queries and keys.
+    """An attention kernel and the kind of blocks that the kernel computed, for `describe`. A block
+    is a rectangle of queries and keys.
 
     Attributes:
         kernel: name of the kernel.

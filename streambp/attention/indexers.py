@@ -100,8 +100,17 @@ def _few_queries_at_a_time(
     named: dict[str, Any],
     x: Tensor,
 ) -> Tensor:
-    """Return the keys [B, C, k] that an indexer picks for x [B, C, h]. A few queries are computed
-    at a time, because the scores of all pairs would be large."""
+    """Return the keys [B, C, k] that an indexer picks for the queries x [B, C, h]. The indexer is
+    called for a few queries at a time, because the scores of all pairs would be large.
+
+    Args:
+        indexer: module of sparse attention that picks keys.
+        forward: the indexer's own forward.
+        number: the indexer's index within the layer.
+        point: the object that computes the chunk's attention.
+        named: the arguments of the indexer's call, by name.
+        x: the hidden states from which the indexer computes its queries.
+    """
     chunk = point.chunk
     rows = x.shape[0]
     heads: int = getattr(indexer, INDEX_HEADS)

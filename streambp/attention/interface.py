@@ -156,8 +156,8 @@ def stream_attention(
 
 
 def _own_function(module: nn.Module) -> Any:
-    """Return the attention function of the model's own implementation, "sdpa" for example. None if
-    the current thread must use `stream_attention` for this module. [Note: routed configs]"""
+    """Return the attention function of the config's own implementation, "sdpa" for example. None if
+    the module must use `stream_attention` in the current thread. [Note: routed configs]"""
     own = _met_by_chance(getattr(module, "config", None))
     if own is None:
         return None
@@ -204,8 +204,9 @@ def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
 def _unusual(
     mask: Any, kwargs: Mapping[str, Any]
 ) -> tuple[list[str], Tensor | None, Tensor | None]:
-    """Return what is special about an attention call: the names of refused arguments, the logits
-    [H] of an attention sink, and the keys [B, S, k] that an indexer picked."""
+    """Return the names of an attention call's arguments that streambp does not support, the logits
+    [H] of an attention sink, and the keys [B, S, k] that an indexer picked. Sink and keys are None
+    if the call has none."""
     given = {name for name, value in kwargs.items() if value is not None}
     foreign = [name for name in FOREIGN_ARGUMENTS if name in given]
     picks = kwargs.get(PICKS)
@@ -215,8 +216,9 @@ def _unusual(
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
-    """Return a `LazyMask` with the arguments of transformers' mask functions. If the current thread
-    does not use `stream_attention` for the config, return its own implementation's mask."""
+    """Return a `LazyMask` with the arguments of transformers' mask functions, in place of a mask.
+    If the config does not use `stream_attention` in the current thread, return the mask of its own
+    attention implementation."""
     own = _met_by_chance(config)
     function = LazyMask if own is None else AttentionMaskInterface().get(own, LazyMask)
     return function(config=config, **description)
@@ -249,7 +251,7 @@ class Routed(str):
     Attributes:
         own: the config's own implementation, which a copied or pickled config gets back.
         config: id() of the config.
-        holders: one object for each `routed` context manager that uses the name.
+        holders: one object for each running `routed` context manager that has set this value.
     """
 
     own: str | None
@@ -362,10 +364,11 @@ def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Ite
 
 def _met_by_chance(config: object) -> str | None:
     """Return the attention implementation that the current thread must use for a config, "sdpa" for
-    example. None for `stream_attention`, and for an object that is no transformers config.
+    example. None if this is `stream_attention`, and for an object that is no transformers config.
 
-    Inside of `unrouted` this is the implementation passed to `unrouted`. Outside of `routed` this
-    is the config's own implementation. [Note: routed configs]
+    Inside of `unrouted` this is the implementation passed to `unrouted`. A thread that has not
+    entered `routed` must use the config's own implementation, even while another thread is inside
+    of `routed`. [Note: routed configs]
     """
     if not isinstance(config, PreTrainedConfig):
         return None
@@ -404,11 +407,11 @@ class NoAttention:
         why_not_split: reason why the tokens cannot be sharded over ranks.
         in_tiles: True if K and V may be stored chunk by chunk, some of them in host memory.
         reads_a_mask: True if the layer passes attention_mask to attention only.
-        ours: True if the layer's attention is replaced while the layer is chunked, so that a test
-            run can hide the keys of other chunks from queries.
+        ours: True if streambp's attention replaces the layer's own. A test run can then hide the
+            keys of other chunks from queries.
         picks_keys: True if the keys of a query are selected by the contents of the keys.
-        returns_weights: True if floating tensors after the hidden states are attention weights,
-            which the layer returns even if they were not requested.
+        returns_weights: True if the layer returns attention weights after the hidden states even if
+            nobody requested them; floating tensors after the hidden states are then ignored.
     """
 
     costs: str | None = None
@@ -466,9 +469,11 @@ class NoAttention:
     def hand(
         self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
-        """Return the layer's arguments for one chunk, with mask and cache replaced. The second
-        result is the function that the cache in the arguments calls on new keys and values; None if
-        the arguments have no cache, as here.
+        """Return the layer's arguments for one chunk, with mask and cache replaced.
+
+        The second result is a function (k, v) -> (K, V) for the layer's cache. The function stores
+        the chunk's keys and values, and returns those of all tokens up to the chunk's end. None if
+        the layer gets no cache, as here.
 
         Args:
             named: the layer's arguments by name.
@@ -479,8 +484,8 @@ class NoAttention:
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return a context manager and the layer's arguments, for running the layer unchunked under
-        torch's checkpoint.
+        """Return a context manager and the layer's arguments for an unchunked run of the layer
+        under torch's checkpoint.
 
         Args:
             configs: the configs that the method `configs` returned for the layer.
@@ -641,8 +646,8 @@ class Picking(ThroughInterface):
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return the context manager and the arguments for running the layer unchunked, with the
-        model's own masks and indexer."""
+        """Return the context manager and the arguments for an unchunked run of the layer, in which
+        the model's own masks and indexer are used."""
         own = [own_implementation(config) or EAGER for config in configs]
 
         def mask(lazy: LazyMask) -> Any:

@@ -50,8 +50,8 @@ class KVBuffer:
     Attributes:
         columns: D_v if V has additional zero columns in its buffer, otherwise None. [Note: padded
             values]
-        packed: number of columns to which V must be padded again before its next read, because
-            `pack` freed the zero columns; None: nothing to pad.
+        packed: number of columns to which V must be padded before its next read, after `pack` has
+            freed the zero columns; None: V needs no padding.
         versions: version counters of K and V if the buffers are the layer's own tensors; None: the
             buffers are copies. [Note: one chunk]
         added: number of additions to dK and dV in the current chunk's backward.
@@ -126,8 +126,8 @@ class KVBuffer:
         return self.dk, self.dv
 
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views with the layout in
-        which chunks are saved for backward."""
+        """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views. Saved tensors have
+        the same layout: tokens before heads."""
         here = slice(chunk.start, chunk.stop)
         return self.k[:, here], narrowed(self.v[:, here], self.value_size)
 
@@ -272,11 +272,11 @@ class KVTiles:
         self._here: dict[int, KVBuffer] = {}
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Store a chunk's K [B, H_kv, C, D] and V on the device. K and V of other chunks leave the
-        device, except the first chunks that stay by plan (`resident`).
+        """Store a chunk's K [B, H_kv, C, D] and V on the device. K and V of the other chunks leave
+        the device first, except those of the first `resident` chunks.
 
-        K and V are also stored on the host if `keeps_all`, or if they will leave the device and a
-        later chunk reads them.
+        The new K and V are also stored on the host if `keeps_all`, or if a later chunk reads K and
+        V after their tile has left the device.
         """
         self._leave(list(self._here))
         k = k.transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -425,7 +425,7 @@ class PrefixMemory:
     Attributes:
         plan: the chunks.
         room: bytes on the device; None: no limit, so K and V of each attention call are one buffer.
-        scratch: function that creates host storage for K and V that leave the device during one
+        scratch: function that creates host storage for K and V that leave the device within one
             pass over the chunks.
         saved: host storage of the K and V that forward saves for backward; None: K and V are not
             saved on the host.

@@ -79,8 +79,8 @@ def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Ba
 
 
 def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
-    """Return a plan whose chunks do not end at the positions that `barriers` forbid. A plan of a
-    single chunk is returned unchanged.
+    """Return the plan with chunk ends moved away from the positions that `barriers` forbid. A plan
+    of a single chunk is returned unchanged.
 
     Raises:
         UnsupportedMaskError: only a single chunk would remain.
@@ -102,9 +102,14 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
     """Find the queries that may read no key, [B or 1, T] in bool; None if every query reads a key.
     [Note: empty queries]
 
-    The second result is True if these queries are harmless: all heads agree on them, and no query
-    reads their keys. The scan costs T^2 mask elements and one synchronization with the device, or
-    two if a query reads no key.
+    The second result is True if these queries have no effect on other tokens: all heads agree on
+    the queries, and no query reads their keys. The scan costs T^2 mask elements and one
+    synchronization with the device, or two if a query reads no key.
+
+    Args:
+        tile: function that returns a part of the mask.
+        length: T.
+        device: the device on which to scan.
     """
     reading: list[Tensor] = []
     read: list[Tensor | None] = [None] * -(-length // SCAN)

@@ -29,8 +29,8 @@ VALUE_TYPES = frozenset({Tensor, tuple, list, bool, type(None)})
 
 
 class LazyMask:
-    """Attention mask that is not built. It holds the arguments of transformers' mask functions, for
-    example of `sdpa_mask`.
+    """Attention mask that is not built: the arguments of transformers' mask functions, for example
+    of `sdpa_mask`.
 
     Attributes:
         description: arguments of transformers' mask function.
@@ -40,10 +40,10 @@ class LazyMask:
         told: name of the argument that marks the documents of packed rows, and the number of
             documents; None: no documents.
         ends: end positions of the documents of each row, for models whose masks ignore documents;
-            None: the mask decides.
-        tree: if the batch's rows are computed as one packed row: function from the sliding window
-            (None: no window) to the keys that each query reads. None: there is no packed row.
-            [Note: tree of rows]
+            None: the description alone defines the documents.
+        tree: function from the sliding window (None: no window) to the keys that each query reads,
+            if the batch's rows are merged into one packed row. None: no packed row. [Note: tree of
+            rows]
     """
 
     def __init__(self, **description: Any) -> None:
@@ -372,8 +372,9 @@ def _documents(ends: list[int]) -> tuple[Run, ...]:
 def agrees(
     spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device
 ) -> bool:
-    """True if a mask function of transformers allows exactly the keys in `spans`. Checked for each
-    query: the first and last key of its interval are allowed, and the keys just outside are not.
+    """True if a mask function of transformers allows exactly the keys in `spans`. The function is
+    called for each query at the edges of its interval: the first and last key must be allowed, and
+    the keys just outside must not.
 
     Args:
         spans: the expected keys of each query.
@@ -434,7 +435,8 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
 
 
 def masks_replaced(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
-    """Return a layer's argument with `mask(found)` in place of each `LazyMask`."""
+    """Return a layer's argument `value` with `mask(lazy_mask)` in place of each `LazyMask`, also
+    inside dicts."""
     if isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
         return {key: masks_replaced(part, mask) for key, part in value.items()}
     return mask(value) if isinstance(value, LazyMask) else value

@@ -40,7 +40,7 @@ class PickedMask(DenseMask):
 
     Attributes:
         source: [B, C, k], indices of the picked keys, of any integer dtype.
-        below: the mask of these queries without picks.
+        below: the keys that the layer's own mask allows for these queries.
         start: the chunk's first position.
     """
 
@@ -51,11 +51,11 @@ class PickedMask(DenseMask):
     def of(
         cls, below: Spans | DenseMask, length: int, chunk: Chunk, picks: Tensor
     ) -> Spans | DenseMask:
-        """Return the attention mask of one chunk's queries, restricted to the picked keys; `below`
-        itself if all keys are picked.
+        """Return the attention mask of one chunk's queries, restricted to the picked keys. Return
+        `below` itself if every key up to the chunk's end is picked.
 
         Args:
-            below: the keys that the queries may read without picks.
+            below: the keys that the layer's own mask allows.
             length: number of positions of the sequence.
             chunk: the chunk's range of positions.
             picks: [B, C, k], indices of the keys that an indexer picked.

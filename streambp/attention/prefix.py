@@ -32,8 +32,9 @@ from streambp.offload.manager import Access, HostTensors
 class Stage(enum.Enum):
     """The pass over the chunks in which a chunk is computed.
 
-    FORWARD stores K and V. REFILL stores K and V again before backward, if forward did not keep
-    them. RECOMPUTE computes the chunk with an autograd graph.
+    FORWARD stores K and V, without a graph. REFILL recomputes and stores K and V at the start of
+    backward, if forward did not keep them. RECOMPUTE computes each chunk with an autograd graph,
+    last chunk first.
     """
 
     FORWARD = "forward"
@@ -175,14 +176,13 @@ class Prefix:
         return None if backend is None else backend.width
 
     def note(self, plan: BlockPlan) -> None:
-        """Add the kernels that compute the blocks of `plan` to `used`, the kernels that `describe`
-        reports."""
+        """Add the kernels that compute the blocks of `plan` to `used`, which `describe` prints."""
         if not plan.used <= self.used:
             self.used |= plan.used
 
     def pack(self) -> None:
-        """Free memory that is not needed until backward: the zero columns of a padded V, and the
-        keys of indexers. [Note: padded values]"""
+        """Free memory that is not needed between forward and backward: the zero columns of a padded
+        V, and the keys of indexers. [Note: padded values]"""
         self.index_keys = {}
         self.picked = []
         for site in self.sites:
@@ -191,8 +191,8 @@ class Prefix:
 
     @property
     def backward_bytes(self) -> int:
-        """Return the bytes that K, V and their gradients take on the device in backward, over all
-        attention calls of the layer."""
+        """Return the device memory that K, V and their gradients need in backward, in bytes, over
+        all attention calls of the layer."""
         return self.length * sum(size.resident + size.sums for size in self.sizes_seen)
 
     def flops(self, chunk: Chunk, attended: Attended) -> float:
@@ -206,8 +206,9 @@ class Prefix:
         return 4.0 * size * heads * pairs
 
     def resident_tiles(self, backward: bool) -> list[int | None]:
-        """Return for each attention call of the layer how many of the first chunks keep their K and
-        V on the device. None: K and V of all tokens are in one buffer on the device.
+        """Return, for each attention call of the layer, the number of first chunks whose K and V
+        stay on the device. None in place of a number: K and V of all tokens are in one buffer on
+        the device.
 
         Args:
             backward: True if the gradients dK and dV need device memory as well.
@@ -380,8 +381,8 @@ class PrefixChunkAttention(ChunkAttention):
     __iter__ = None  # `0.0 in mask` would never end
 
     def __getitem__(self, index: Any) -> PrefixChunkAttention:
-        """Return the object itself, for a layer that slices its attention mask for its indexer. The
-        indexer's call receives a mask tensor in place of the slice.
+        """Return the object itself. A layer may slice its attention mask for its indexer; the call
+        of the indexer then gets a mask tensor in place of this object.
 
         Raises:
             TypeError: the layer has no indexer, so the layer itself reads the mask.

@@ -75,7 +75,7 @@ class Platform:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """Properties of an attention call that a kernel must support.
+    """Properties of an attention call on which it depends if a kernel supports the call.
 
     Attributes:
         size: D, head size of q and k.

@@ -35,12 +35,11 @@ from streambp.source import written_forward
 
 @dataclasses.dataclass(frozen=True)
 class OwnMask:
-    """Attention mask of a layer that computes its own attention without transformers' interface,
-    and properties of the mask.
+    """Attention mask of a layer that computes its own attention, without transformers' interface.
 
-    The mask is bool or added to the scores. True in a bool mask marks keys that are read, or in
-    some models (MPT) keys that are not read. The first query of a causal mask does not read the
-    last key, so this entry shows the meaning of True.
+    The mask is additive or bool. True in a bool mask marks keys that are read, or in some models
+    (MPT) keys that are not read. The first query of a causal mask never reads the last key, so this
+    entry shows the meaning of True.
 
     Attributes:
         mask: [B or 1, H or 1, T, T], bool or additive. Or [B, T], marking the real tokens, for a
@@ -109,8 +108,8 @@ class OwnMask:
 
 
 def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
-    """Return the `OwnMask` for computing a layer with this mask chunk by chunk, or the reason why
-    the layer cannot be chunked. A mask without data (on the meta device) counts as causal.
+    """Return the `OwnMask` of a layer with this attention mask, or the reason why the layer cannot
+    be chunked with the mask. A mask without data (on the meta device) counts as causal.
 
     Args:
         mask: the layer's attention_mask.

@@ -66,7 +66,8 @@ class Run:
         k0: first key.
         k1: end of the keys, exclusive; None: each query's own position is its last key.
         shift: number of tokens between these keys and the queries that belong to other batch rows,
-            if several batch rows are packed into one. A sliding window does not count these tokens.
+            if several batch rows are merged into one packed row; otherwise 0. A sliding window does
+            not count these tokens.
     """
 
     q0: int
@@ -90,10 +91,10 @@ class Tiling:
     Attributes:
         q_block: most queries of a block.
         k_block: most keys of a block.
-        k_forward: most keys of a block where no dK and dV are returned.
+        k_forward: most keys of a block in forward, where no dK and dV are returned.
         few: fewest queries and keys of a block, for a kernel that must see few different lengths;
             None: any length is allowed. [Note: few shapes]
-        tail: sizes for the next kernel, which computes blocks below `few`.
+        tail: sizes for another kernel, which computes blocks of fewer queries or keys than `few`.
         masked: sizes for the kernel that computes blocks of kind BAND and MASK.
         bottom_right: True if CAUSAL blocks may have more keys than queries.
         native_window: True if WINDOW blocks are allowed.
@@ -132,7 +133,8 @@ class Tiling:
 
     def keys(self, k0: int, k1: int) -> list[tuple[int, int]]:
         """Return ranges (start, stop) that cover keys [k0, k1), each of a length that this kernel
-        prefers. The last range may be a shorter remainder for the next kernel, if `few` is set."""
+        prefers. If `few` is set, the last range may be a shorter remainder, which another kernel
+        computes."""
         found = list[tuple[int, int]]()
         if self.few is None:
             for start in range(k0, k1, self.k_block or max(1, k1 - k0)):
@@ -146,10 +148,8 @@ class Tiling:
 
 def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
     """Yield the lengths into which `length` tokens are cut, so that few different lengths occur.
-
-    Each length is at least `few` and at most `most` (a multiple of `GRID`). A remainder of less
-    than `few` tokens is left. [Note: few shapes]
-    """
+    Each length is at least `few` and at most `most` (a multiple of `GRID`). The lengths cover all
+    tokens but a remainder of less than `few`. [Note: few shapes]"""
     while length >= few:
         piece = length - length % GRID or 1 << (length.bit_length() - 1)
         piece = min(piece, most or piece)
