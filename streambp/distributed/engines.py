@@ -248,9 +248,9 @@ def reductions_of(layer: nn.Module) -> list[Reduction]:
 
 
 class EngineReduce(torch.autograd.Function):
-    """Autograd Function for a layer's input, which forward returns unchanged. Backward runs after
-    the layer's backward, and calls DeepSpeed's hooks that reduce the gradients of ZeRO-3 leaf
-    modules inside the layer."""
+    """Autograd Function that returns a layer's input unchanged. Backward runs after the layer's
+    backward, and calls DeepSpeed's hooks that reduce the gradients of ZeRO-3 leaf modules inside
+    the layer."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, reductions: list[Reduction]) -> Tensor:
@@ -272,9 +272,9 @@ class EngineReduce(torch.autograd.Function):
 
 
 class JoinGradients(torch.autograd.Function):
-    """Autograd Function for a layer's input [..., B, T, h] and its parameters [...], which forward
-    returns unchanged. Backward passes on all their gradients from one node, in the order of the
-    arguments, so that the gradients arrive together."""
+    """Autograd Function that returns a layer's input [..., B, T, h] and parameters [...] unchanged.
+    Backward passes on all their gradients from one node, in the order of the arguments, so that the
+    gradients arrive together."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -323,7 +323,7 @@ def zeros_for_engines(parameter: Tensor) -> Tensor | None:
 
 def must_agree(module: nn.Module) -> bool:
     """True if the module's forward gathers parameters from several ranks (ZeRO-3, FSDP2), so that
-    all ranks must call it equally often."""
+    all ranks must call the forward equally often."""
     return (
         dist.is_available()
         and dist.is_initialized()
