@@ -114,7 +114,7 @@ def short_name(hook: Any) -> str:
 
 
 def base_of(leaf: str) -> str:
-    """Return a container's name from the name of one of its entries: "cache" from "cache[3]"."""
+    """Return a container's name from the name of an entry, such as "cache" from "cache[3]"."""
     return leaf.partition("[")[0]
 
 
@@ -244,9 +244,9 @@ def _equal(x: Tensor, other: Tensor) -> bool:
 
 @contextlib.contextmanager
 def again(routing: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Context manager for backward's recomputation, so that peft's modules get the same arguments
-    as in forward. Hooks that peft registered for the forward alone are registered again, and
-    removed afterwards.
+    """Context manager for backward's recomputation. peft passes additional arguments to modules by
+    hooks that exist in forward alone. The context manager registers these hooks again, so that the
+    modules get the same arguments, and removes the hooks at the end.
 
     Args:
         routing: each module with its hook.
