@@ -70,9 +70,10 @@ METRICS = ("is_top1", "mean_logits", "log_sum_sq_probs")
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogProbs:
-    """Result of `token_log_probs`: tensors shaped like the labels, 0 (False) at ignored labels.
+    """Result of `token_log_probs`: tensors shaped like the labels. Ignored labels have 0 (False).
 
-    The first three have gradients and are in promote_types(hidden dtype, float32).
+    log_probs, entropy and mean_log_probs have gradients, and are in promote_types(hidden dtype,
+    float32).
 
     Attributes:
         log_probs: log-probability of the label.
@@ -290,11 +291,9 @@ def refuse_second_derivatives() -> None:
 
 
 class BlockwiseLogProbs(torch.autograd.Function):
-    """Autograd function from hidden states [N, h] to the fields of `TokenLogProbs`, [N] each or
-    None. Logits exist block by block.
-
-    Further inputs: weight [V, h], bias [V] or None, and the norm's parameters.
-    """
+    """Autograd function from hidden states [N, h], weight [V, h], bias [V] or None, and the norm's
+    parameters to the fields of `TokenLogProbs`, [N] each or None. Logits exist for one block of
+    tokens at a time."""
 
     @staticmethod
     def forward(

@@ -77,8 +77,8 @@ class Pending:
 
 
 def _usual(scale: Tensor) -> Tensor:
-    """Return the scalar `scale`; 1 in its place if its absolute value is not between 2^-64 and
-    2^64."""
+    """Return the scalar `scale` if its absolute value is between 2^-64 and 2^64; otherwise return
+    1."""
     size = scale.abs()
     return torch_own.where((size > SMALLEST) & (size < 1 / SMALLEST), scale, 1.0)
 
@@ -157,9 +157,8 @@ class OnePassNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients that forward computed, times `upstream` (a scalar) over the value
-        that forward expected for it.
-
+        """Return the gradients that forward computed, multiplied by upstream / expected: `upstream`
+        is the loss's gradient, a scalar, and forward assumed the expected value in its place.
         [Note: expected scale]
 
         Raises:
