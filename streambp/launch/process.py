@@ -140,7 +140,8 @@ class Launched:
         return True
 
     def _note(self, model: nn.Module) -> None:
-        """Record a patched model for the report, unless it or a model around it is recorded."""
+        """Record a patched model for the report, unless the model or a model around it is recorded
+        already."""
         if self._knows(model):
             return
         self._seen[model] = Model(type(model).__name__)
@@ -148,7 +149,7 @@ class Launched:
         self.account()
 
     def _knows(self, model: nn.Module) -> bool:
-        """True if a model, or a model around it, is recorded."""
+        """True if the record has this model or a model around it."""
         return any(part is model for seen in self._seen for part in seen.modules())
 
     def account(self) -> Account:
