@@ -58,8 +58,8 @@ class Factor(NamedTuple):
 
     @property
     def wide(self) -> Tensor:
-        """Return a slice of `stack` that contains hi once, and then lo if the matrix has a lo:
-        [rank, m] or [2 * rank, m]."""
+        """Return the rows of `stack` that contain each value once: hi [rank, m], or [2 * rank, m]
+        with hi and lo if the matrix has a lo."""
         first = self.rank if self.parts > 1 else 0
         return self.stack[first : self.parts * self.rank]
 
@@ -146,8 +146,8 @@ class Work:
         scales: scales of each adapter.
         value: the saved output [..., out], returned as a view. None: compute the output. A slice:
             compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
-        add: callback for backward: gets the weight gradient's two factors, [out, n] and [n, in],
-            and adds their product to a sum; None: autograd returns the gradient.
+        add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
+            weight's gradient, and adds this product to a sum; None: autograd returns the gradient.
         decode: returns a quantized base weight in the compute dtype; backward calls it instead of
             saving the weight.
         shared: x A^T of several Linears with the same x, computed by one product; None: this Linear
@@ -175,10 +175,17 @@ def thin(left: Tensor, factor: Factor) -> Tensor:
 
 
 def spread(found: Tensor, factor: Factor) -> Tensor:
-    """Return the left operand of a product with `factor.stack`, made from `found` [n, rank], which
-    is x A^T or its gradient, in float32. Its columns are hi for one part, [hi, lo] for two and
-    [hi, lo, hi] for three, followed by ones for the bias rows. hi are the rounded values, lo the
-    rounding errors."""
+    """Return the left operand of a matrix product with `factor.stack`. The operand is made of
+    `found`, which is x A^T or its gradient in float32.
+
+    hi are the rounded values and lo the rounding errors. The columns are hi for a factor of one
+    part, [hi, lo] for two parts, and [hi, lo, hi] for three. A column of ones follows for each bias
+    row of `factor.stack`.
+
+    Args:
+        found: [n, rank].
+        factor: the right operand.
+    """
     rank, width = found.shape[1], factor.stack.shape[0]
     if factor.parts == 1 and width == rank:
         return found
@@ -195,8 +202,8 @@ def spread(found: Tensor, factor: Factor) -> Tensor:
 
 
 def summed_parts(found: Tensor, dim: int) -> Tensor:
-    """Return the sum of the two halves of a product [...] along `dim`: one was computed from
-    rounded values, the other from their rounding errors."""
+    """Return the sum of the two halves of a tensor [...] along `dim`. One half is a product with
+    rounded values, the other half the product with their rounding errors."""
     first, second = found.chunk(2, dim)
     return first.add_(second)
 
@@ -259,8 +266,9 @@ class Shared:
         self.found = thin(rows, self.joined)
 
     def collect(self, place: int, left: Tensor, flat: Tensor, weight: Tensor | None) -> None:
-        """Add one Linear's gradient of x, flat [n, out] @ weight, to `total`. Store the Linear's
-        gradient of x A^T for `SharedInput.backward`. Called by the Linear's backward.
+        """Add one Linear's part of the gradient of x, flat [n, out] @ weight, to `total`. Store the
+        Linear's gradient of x A^T for `SharedInput.backward`. The Linear's backward calls this
+        method.
 
         Args:
             place: the Linear's index.

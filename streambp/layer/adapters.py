@@ -89,13 +89,14 @@ class Adapter(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Reading:
-    """A LoRA Linear of peft, and whether streambp computes it with `AdaptedLinear`.
+    """A LoRA Linear of peft, and the decision whether streambp computes it with `AdaptedLinear` or
+    calls peft's own forward.
 
     Attributes:
         module: peft's module.
         base: the module's base Linear.
         adapters: the active adapters.
-        why: the reason why peft's own forward runs in every call; None: `AdaptedLinear` may run.
+        why: the reason to call peft's own forward in every call; None: `AdaptedLinear` may run.
         why_in_call: the reason why peft's own forward ran in the last call; None: `AdaptedLinear`
             ran.
     """
@@ -173,8 +174,8 @@ def _read(module: Any) -> Reading:
 def _why_not(
     module: Any, base: Any, names: list[str], parts: list[tuple[Any, Any, Any]]
 ) -> str | None:
-    """Return the reason, as text for `describe`, why this LoRA Linear must run peft's own forward.
-    Return None if peft's forward is exactly x W^T plus the products with A and B, so that
+    """Return the reason, as text for `describe`, to call peft's own forward of this LoRA Linear.
+    None if peft's forward computes exactly x W^T plus the products with A and B, so that
     `AdaptedLinear` can replace it.
 
     Args:
@@ -305,8 +306,9 @@ class Adaptation:
             x: [..., in].
             value: the saved output [..., out], returned as a view. None: compute the output. A
                 slice: compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
-            add: callback for backward: gets the weight gradient's two factors, [out, n] and
-                [n, in], and adds their product to a sum; None: autograd returns the gradient.
+            add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
+                weight's gradient, and adds this product to a sum; None: autograd returns the
+                gradient.
             cast: function of a dtype that returns the base's weight in this dtype; None: cast here.
         """
         dtype = cast_to(x)
@@ -332,8 +334,8 @@ class Adaptation:
         return out
 
     def why_not(self, x: Tensor, dtype: torch.dtype) -> str | None:
-        """Return the reason, as text for `describe`, why peft's own forward must run for this input
-        x [..., in]. Return None if `AdaptedLinear` has at least the precision of peft's forward.
+        """Return the reason, as text for `describe`, to call peft's own forward for this input x
+        [..., in]. None if `AdaptedLinear` has at least the precision of peft's forward.
 
         Args:
             x: the Linear's input.
@@ -412,8 +414,9 @@ class Adaptation:
             masks: dropout mask of each adapter's input, shaped like x; None: no dropout.
             value: the saved output [..., out], returned as a view. None: compute the output. A
                 slice: compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
-            add: callback for backward: gets the weight gradient's two factors, [out, n] and
-                [n, in], and adds their product to a sum; None: autograd returns the gradient.
+            add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
+                weight's gradient, and adds this product to a sum; None: autograd returns the
+                gradient.
             factor: the A matrices of all adapters, concatenated; None: use the cached one.
         """
         adapters, base = self.reading.adapters, self.reading.base
@@ -492,9 +495,12 @@ class Siblings:
     def shared(
         self, given: Tensor, x: Tensor, member: Adaptation
     ) -> tuple[Tensor, Shared, int] | None:
-        """Return x [..., in] for one of the Linears, the values shared by all of them, and the
-        Linear's index in these values. Return None if an adapter has an active dropout, if peft's
-        own forward runs for one of the Linears, or if the A matrices are split differently.
+        """Return x [..., in] in the compute dtype for one of the Linears, the values that all of
+        the Linears share, and the Linear's index in these values.
+
+        Return None if the Linears cannot share a product. Reasons are an active dropout of an
+        adapter, a Linear for which peft's own forward runs, and A matrices with different numbers
+        of parts.
 
         Args:
             given: the Linear's input.
@@ -561,8 +567,8 @@ def adapted(found: dict[str, Reading], factors: dict[str, Factors] | None = None
 
     Args:
         found: the LoRA Linears by name.
-        factors: cached LoRA matrices by name, read and written; None: a cache that ends with the
-            context.
+        factors: cached LoRA matrices by name, read and written; None: a new cache, dropped at the
+            end of the context.
     """
     factors = {} if factors is None else factors
     here: list[dict[str, Any]] = []

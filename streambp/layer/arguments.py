@@ -139,8 +139,12 @@ class Arguments:
         self._documents: Documents | None = None
 
     def tell(self, documents: Documents) -> None:
-        """Add document boundaries of packed rows to the layer's arguments, if the caller passed
-        none. The layer's attention and state kernels then keep the documents apart."""
+        """Add document boundaries of packed rows to the layer's arguments if the caller passed
+        none, so that the layer's attention and state kernels keep the documents separate.
+
+        Args:
+            documents: the documents of packed rows.
+        """
         self.named.update(documents.arguments)
         self.kind |= {("told", tuple(documents.arguments))}
         self._documents, self.tells = documents, True
@@ -184,13 +188,13 @@ class Arguments:
 
     def leaves(self, chunk: Chunk, wanted: list[bool]) -> list[Tensor]:
         """Return new autograd leaves for this chunk, one for each argument that requires a
-        gradient: the argument's slice [..., C, ...], or the full tensor if no dimension counts
-        tokens.
+        gradient. A leaf is the argument's slice [..., C, ...], or the full tensor if no dimension
+        counts tokens.
 
         Args:
             chunk: the chunk.
-            wanted: a flag per such argument: True if its gradient is needed. Other leaves require
-                none.
+            wanted: a flag for each of these arguments, True if its gradient is needed. Leaves of
+                other arguments have requires_grad=False.
         """
         return [
             (d.tensor if d.dim is None else chunk.part(d.tensor, d.dim))

@@ -1,7 +1,10 @@
-"""One call of one decoder layer over one batch, and the computation of each chunk.
+"""One call of one decoder layer over one batch. `LayerCall` cuts the sequence into chunks, prepares
+the layer for running on a chunk, and runs the layer's own forward on one chunk at a time. The loops
+over chunks are in `function.py`.
 
-Values that pass from chunk to chunk are in `carried`; tensors saved for backward are in `kept`.
-[Note: tensors of a layer call]
+`LayerCall` also contains the values that pass from chunk to chunk (`carried`) and the tensors saved
+for backward (`kept`). [Note: tensors of a layer call] The functions of this file join the chunks'
+outputs to those of the full sequence, and return them in the form of the layer's own result.
 
 A decoder layer has three kinds of outputs beside its hidden states. Transformers' forward hooks
 record modules inside the layer (router logits for the load-balancing loss). Some layers write keys
@@ -150,8 +153,8 @@ Whole = dict[OutputSlot | None, Tensor]
 
 
 def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
-    """Copy a chunk's outputs into the outputs of the full sequence, and return `output`. A tensor
-    that already has all `length` positions is stored without a copy.
+    """Copy a chunk's outputs into the outputs of the full sequence, and return `output`. An output
+    that does not have the chunk's length, but all `length` positions, is stored without a copy.
 
     Args:
         whole: dict of the full sequence's outputs, modified in place: key None holds the hidden
@@ -208,8 +211,9 @@ def deliver(extras: dict[OutputSlot, Tensor], mappings: Mapping[str, Any]) -> No
 
 @contextlib.contextmanager
 def recording(keys: tuple[str, ...]) -> Iterator[Collected]:
-    """Context manager in which transformers' output hooks record into the yielded dict. The model's
-    own collector would count each chunk's tensors as those of another layer.
+    """Context manager in which transformers' output hooks record into the yielded dict, instead of
+    the model's own collector. The model's collector would take each chunk's tensors for those of
+    another layer.
 
     Args:
         keys: the keys to record.
@@ -299,16 +303,16 @@ class BackwardState:
         gradients_of_a_parameter: number of terms in the sum of each parameter's gradient: one for
             each chunk.
         parameters: the layer's parameters at the start of the call.
-        wanted: (True if hidden_states need a gradient, a list with the same for each argument that
-            requires a gradient); set by the autograd Function's forward.
+        wanted: pair, set by the autograd Function's forward: True if hidden_states need a gradient,
+            and a list with the same flag for each argument that requires a gradient.
         seen: snapshot of the layer at the end of forward. [Note: fingerprint]
-        witness: compares recomputed values with those of forward; None: no comparison.
-            [Note: witness]
+        witness: compares recomputed values with those of forward; None: no comparison. [Note:
+            witness]
         send_gradients: moves gradients of weights that are stored on the host; None: weights are on
             the device.
         factors: cached LoRA matrices in the compute dtype, by Linear. [Note: adapters]
-        situation: cache of `LayerCall.situation`: (its last arguments, its last result); None: not
-            called yet.
+        situation: the last arguments and the last result of `LayerCall.situation`, as a cache;
+            None: empty.
     """
 
     training: bool
@@ -378,8 +382,8 @@ class LayerCall:
         self.backward = BackwardState(site.layer.training, len(self.plan.ends))
 
     def _move_ends(self, arguments: Arguments, least: int) -> None:
-        """Move chunk ends to positions where the layer can be split, and store why a chunk is
-        longer than requested. [Note: chunk ends]
+        """Move chunk ends to positions where the layer can be split. If a chunk becomes longer than
+        requested, store the reason in `why_longer`. [Note: chunk ends]
 
         Args:
             arguments: the layer's arguments, which may forbid positions.
@@ -442,8 +446,8 @@ class LayerCall:
         return pieces if stop - first >= LEAST_TOKENS else pieces[:1]
 
     def situation(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
-        """Return the key under which the skippable Linear outputs of calls like this one are
-        cached.
+        """Return the key under which the layer's tests cache the names of the Linears whose outputs
+        backward can skip.
 
         Args:
             linears: names of the layer's Linears.

@@ -26,15 +26,14 @@ CHOOSING = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "argmin": 1, "max":
 
 
 class ReplayedChoices(TorchFunctionMode):
-    """Torch function mode that records the experts that a layer's routers choose for each token in
-    the first run. Later runs use the same choices. [Note: choices]
+    """Torch function mode that records the experts chosen by a layer's routers for each token in
+    the first run, and replays these choices in later runs. [Note: choices]
 
     Attributes:
-        far: dict from a chunk's start to a tensor [B, C], the distance of each token's router
-            scores in the latest run from those in the first run. The distance is squared and
-            relative to the spread of the scores.
-        differing: the number of tokens whose choices differed in the latest run before they were
-            replaced.
+        far: dict from a chunk's start position to a tensor [B, C]: the squared distance of each
+            token's router scores from those of the first run, relative to the scores' spread.
+        differing: the number of tokens whose own choice in the latest run differed from the
+            replayed one.
     """
 
     def __init__(self) -> None:
@@ -59,11 +58,12 @@ class ReplayedChoices(TorchFunctionMode):
             yield
 
     def rearranged(self, change: Callable[[Tensor], Tensor]) -> ReplayedChoices:
-        """Return a copy of the recorded choices, rearranged for a batch that has the same tokens in
-        other rows and positions.
+        """Return a copy of the recorded choices for a batch that has the same tokens in other rows
+        and positions.
 
         Args:
-            change: maps a recorded tensor [B, T, ...] to the new arrangement [B', T', ...].
+            change: moves the entries of a recorded tensor [B, T, ...] to their new rows and
+                positions, [B', T', ...].
         """
         found = ReplayedChoices()
         for call, made in self._made.items():

@@ -64,11 +64,11 @@ class Carried:
         return found
 
     def went_on(self, plan: ChunkPlan, chunk: Chunk, grads: States) -> None:
-        """Add the gradients of a chunk's start states to the gradients of its predecessor's end
-        states.
+        """Add the gradients of a chunk's start states to the gradients of the end states of the
+        chunk before it.
 
-        If several chunks have the same predecessor, their gradients are summed in
-        promote_types(dtype, float32).
+        Several chunks may follow the same chunk, if documents of a packed row share a prefix.
+        Gradients from these chunks are summed in promote_types(dtype, float32).
 
         Args:
             plan: the chunks.

@@ -80,8 +80,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) -> DataFlow:
-    """Run a few tokens through the layer. Return the Linears whose outputs influence the results,
-    and the Linears whose outputs influence a tensor saved by autograd.
+    """Run a few tokens through the layer. Return a `DataFlow` with the names of the Linears whose
+    outputs influence the results, and of those whose outputs influence a tensor saved by autograd.
 
     Args:
         linears: the layer's Linears by name, as returned by `plain_linears`.

@@ -51,7 +51,7 @@ class Strategy:
 
     Attributes:
         make: creates a `LayerCall` from the layer's settings and arguments.
-        forward: function of a call, and of True if tensors for backward are to be saved. Returns
+        forward: function of a call and a flag, True if tensors must be saved for backward. Returns
             hidden_states of the full sequence, then the other outputs in the order of
             `call.form.extras`.
         backward: computes the gradients and adds them to a `BackwardPass`.
@@ -251,9 +251,14 @@ class BackwardPass:
         self.hidden_states = mark(buffer)
 
     def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
-        """Return a list of the chunk's outputs that have a graph and an incoming gradient,
-        hidden_states [..., B, C, h] first. Return a second list with this chunk's part of each
-        incoming gradient."""
+        """Return two lists for one chunk's backward: the chunk's outputs that have a graph and an
+        incoming gradient, hidden_states [..., B, C, h] first, and the chunk's slices of these
+        gradients.
+
+        Args:
+            output: the chunk's outputs.
+            chunk: the chunk's range of positions.
+        """
         tensors, gradients = [], []
         for place, grad in ((None, self.of_output), *self.of_extras.items()):
             tensor = output.hidden_states if place is None else output.extras[place]
@@ -445,12 +450,12 @@ FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
 
 
 def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -> None:
-    """Recompute and differentiate the chunks of a layer call, last chunk first.
-    [Note: prefix accumulation order]
+    """Recompute and differentiate the chunks of a layer call, last chunk first. [Note: prefix
+    accumulation order]
 
     Args:
-        find_unread: function of the call, the layer's Linears by name, and True if the input needs
-            a gradient. Returns the Linears whose outputs backward never reads.
+        find_unread: returns the Linears whose outputs backward never reads, from the call, the
+            layer's Linears by name, and a flag, True if the input needs a gradient.
         call: the layer call.
         work: receives the gradients.
     """

@@ -223,16 +223,16 @@ def can_keep_graph(call: LayerCall) -> bool:
 
 @contextlib.contextmanager
 def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager that counts the bytes of the tensors that autograd saves for a chunk, and
+    """Context manager that counts the bytes of the tensors that autograd saves for one chunk, and
     adds them to `watch.graph`.
 
-    Tensors that are alive anyway are not counted: `known`, frozen weights and the call's arguments,
-    such as cosines and sines.
+    Tensors that exist without the graph are not counted: `known`, frozen weights and the call's
+    arguments, such as cosines and sines.
 
     Args:
         call: the call of the layer.
         watch: the recorded costs of the layer.
-        known: tensors [...] that are alive without the graph.
+        known: tensors [...] that exist without the graph.
     """
     if call.attempt is RUN_ONCE:
         yield
@@ -320,11 +320,9 @@ def depends(leaf: Tensor) -> str:
 
 
 def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
-    """Raise if other code still holds part of a chunk's graph after the chunk's backward. Example:
-    a hook collects an auxiliary loss. The hook got tensors without a graph in forward, so the
-    gradient of this loss would be lost.
-
-    Later calls of this kind run unchunked.
+    """Raise if other code still holds part of a chunk's graph after the chunk's backward, for
+    example a hook that collects an auxiliary loss. The hook got tensors without a graph in forward,
+    so the gradient of this loss would be lost. Later calls of this kind run unchunked.
 
     Args:
         call: the layer call.
@@ -370,8 +368,8 @@ def reference_counts(gradient: Tensor) -> Counts:
 
 
 def mark(gradient: Tensor) -> Tensor:
-    """Mark this buffer [..., B, T, h] by an attribute, as allocated by streambp for a gradient, and
-    return it."""
+    """Set an attribute on this buffer [..., B, T, h] and return it. The attribute says that
+    streambp allocated the buffer for a gradient, so `may_overwrite` may allow its reuse."""
     gradient._streambp_buffer = True  # type: ignore[attr-defined]
     return gradient
 

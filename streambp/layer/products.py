@@ -226,15 +226,14 @@ def _adding(
     witness: Witness | None,
     name: str,
 ) -> Callable[[Tensor], Tensor]:
-    """Return a replacement for this Linear's forward. The replacement computes the output
-    [..., out] from x [..., in], and passes x to the witness. Valid while the module keeps its
-    weight.
+    """Return a replacement for this Linear's forward. The replacement computes the output [...,
+    out] from x [..., in], and passes x to the witness. Valid while the module keeps its weight.
 
     Args:
         module: the Linear.
         value: `UNREAD`: no code reads the output, so it is NaN; None: compute the output.
-        add: callback for backward: gets the weight gradient's two factors, [out, n] and [n, in],
-            and adds their product to a sum; None: autograd returns the gradient.
+        add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
+            weight's gradient, and adds this product to a sum; None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype; None: cast here.
         witness: gets the Linear's inputs, to compare them with forward; None: there is no
             comparison.
@@ -261,8 +260,9 @@ def _adding(
 def left_out(
     linears: dict[str, nn.Linear], names: Labels
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which Linears return NaN instead of computing their output; only for
-    Linears whose output no code reads. The Linears' backward computes the usual gradients.
+    """Return a context manager in which Linears return NaN instead of computing their output. Only
+    for Linears whose output values no code reads; the Linears' backward computes the usual
+    gradients.
 
     Args:
         linears: the layer's Linears by name.
@@ -277,8 +277,9 @@ def left_out(
 def computed(
     linears: dict[str, nn.Linear], names: Iterable[str]
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager for a test of `left_out`. The Linears compute their output, but with the same
-    backward as in `left_out`, so the test can compare gradients bit by bit.
+    """Return a context manager for the comparison run in a test of `left_out`. The Linears compute
+    their output, but have the same backward as in `left_out`. Gradients can then be compared bit by
+    bit.
 
     Args:
         linears: the layer's Linears by name.
@@ -359,8 +360,8 @@ def _product(
         module: the Linear, or a LoRA Linear.
         value: the saved output [..., out]. None: compute the output. A slice: compute these rows
             only; all other rows are NaN. `UNREAD` is the empty slice.
-        add: callback for backward: gets the weight gradient's two factors, [out, n] and [n, in],
-            and adds their product to a sum; None: autograd returns the gradient.
+        add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
+            weight's gradient, and adds this product to a sum; None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype; None: cast here.
         x: [..., in].
     """
@@ -406,8 +407,9 @@ class LinearWithKnownOutput(torch.autograd.Function):
             bias: [out].
             value: the saved output [..., out], returned as a view. None: compute the output. A
                 slice: compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
-            add: callback for backward: gets the weight gradient's two factors, [out, n] and
-                [n, in], and adds their product to a sum; None: autograd returns the gradient.
+            add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
+                weight's gradient, and adds this product to a sum; None: autograd returns the
+                gradient.
         """
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
@@ -425,10 +427,8 @@ class LinearWithKnownOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x [..., in], weight [out, in] and bias [out] for grad [..., out].
-
-        The weight's gradient is None if forward got `add`, which receives the gradient's two
-        factors.
-        """
+        The weight's gradient is None if `add` was passed to forward, because `add` has then summed
+        it."""
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)
         # [..., in]

@@ -38,10 +38,10 @@ NULL_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Autocast(NamedTuple):
-    """The state of torch's autocast, for a device and for the CPU. [Note: autocast]
+    """The settings of torch's autocast for one device and for the CPU. [Note: autocast]
 
     Attributes:
-        states: (device type, enabled, dtype) for each device type.
+        states: (device type, enabled, dtype) for each of the two device types.
         cache: True if autocast caches weight copies.
         on: True if autocast is enabled for one of the device types.
     """
@@ -207,8 +207,8 @@ class Parameters:
         self._module = module
 
     def renewed(self, look: LayerSnapshot, trained: bytes) -> Parameters:
-        """Return a copy for a new forward of the layer. The copy stores the current ids and version
-        counters of the parameters, for `check_unchanged` in backward.
+        """Return a copy for a new forward of the layer, with the current ids and version counters
+        of the parameters. `check_unchanged` reads the ids and counters in backward.
 
         Args:
             look: snapshot of the layer's modules, attributes and hooks at this forward.

@@ -48,8 +48,9 @@ from streambp.recurrent.states import Key, States
 
 @dataclasses.dataclass(eq=False)
 class InMemory:
-    """Store for the tensors that a layer call saves for backward, on the device. The store keeps
-    references, each from `put` to `take`. `HostTensors` has the same methods for host memory."""
+    """Store for the tensors that a layer call saves for backward, on the device. The store
+    references each tensor from `put` until `take`. `HostTensors` has the same methods for host
+    memory."""
 
     copies = False
     tensors: dict[Access, Tensor] = dataclasses.field(default_factory=dict)
@@ -63,10 +64,10 @@ class InMemory:
         return (name, chunk) in self.tensors
 
     def reserve(self, size: int) -> None:
-        """Reserve no memory: references need none."""
+        """Ignore the request: this store keeps references and needs no memory of its own."""
 
     def load(self, name: str, chunk: int) -> None:
-        """Load nothing: the tensor never left the device."""
+        """Ignore the request: the tensor never left the device."""
 
     def peek(self, name: str, chunk: int) -> Tensor:
         """Return a chunk's tensor [...], which stays stored."""
@@ -75,7 +76,7 @@ class InMemory:
     borrow = peek  # in-place changes need no copy back
 
     def read_ahead(self) -> None:
-        """Read nothing ahead: no tensor needs a copy."""
+        """Ignore the request: no tensor has to be copied to the device."""
 
     def take(self, name: str, chunk: int) -> Tensor:
         """Remove a chunk's tensor [...] from the store and return it."""
@@ -223,7 +224,8 @@ class SavedForBackward:
         """Free every saved tensor that backward can recompute.
 
         Args:
-            at_work: True if the layer is running and still needs its buffers of keys and values.
+            at_work: True if the layer is running, so that the buffers of keys and values must stay;
+                False: free these buffers as well.
         """
         self.saves = ()
         self.keeps_graph = False
@@ -247,7 +249,8 @@ class SavedForBackward:
         return "kv" in self.saves and self.store.copies
 
     def seal(self, backward_bytes: int) -> None:
-        """End forward: give a store on the host the order in which backward will read.
+        """End forward. A store on the host gets the order in which backward will read, so that it
+        can prefetch.
 
         Args:
             backward_bytes: device memory that backward needs for keys, values and their gradients.
@@ -263,8 +266,9 @@ class SavedForBackward:
                 self.store.put(f"state.{number}", chunk.index, state)
 
     def _state_chunk(self, index: int) -> int | None:
-        """Return the chunk index under which a chunk's start states are stored: that of the first
-        chunk with the same predecessor. None if the chunk starts without states."""
+        """Return the chunk index under which a chunk's start states are stored. Chunks with the
+        same predecessor start from the same states, which are stored once, under the first of these
+        chunks. None if the chunk starts without states."""
         before = self.plan.before[index] if self._state_keys else None
         return None if before is None else self.plan.behind[before][0]
 
@@ -435,8 +439,9 @@ class SavedForBackward:
 
     @property
     def refilled(self) -> tuple[Chunk, ...]:
-        """Return the chunks whose keys and values are recomputed at the start of backward if not
-        saved: all but the last chunk, whose own recomputation writes its keys and values."""
+        """Return all chunks but the last one: the chunks whose keys and values must be recomputed
+        at the start of backward, unless these are saved. The last chunk's own recomputation writes
+        its keys and values."""
         return self.plan.chunks[:-1]
 
     def starts(self, index: int) -> list[Access]:
@@ -515,8 +520,8 @@ def _is_needed(name: str) -> bool:
 
 
 def _computes_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
-    """Return the dtype of a Linear's output for x [..., h]: that of its weight, or that of x if the
-    weight is quantized."""
+    """Return the dtype of a Linear's output for x [..., h]: the dtype of its weight, or that of x
+    if the weight is quantized."""
     return linear.weight.dtype if linear.weight.is_floating_point() else x.dtype
 
 

@@ -37,8 +37,8 @@ def buffers_of(layer: nn.Module) -> Buffers:
 @contextlib.contextmanager
 def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
     """Context manager that replaces these buffers in their modules by detached copies, and puts the
-    original tensors back. The originals are not written to, because autograd graphs may have saved
-    them."""
+    original tensors back at the end. The originals are never written to, because autograd graphs
+    may have saved them."""
     own = {(module, name): module._buffers[name] for module, name in buffers}
     try:
         for (module, name), buffer in buffers.items():
@@ -50,8 +50,11 @@ def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
 
 
 def written_since(before: Buffers) -> Buffers:
-    """Return the buffers whose values have changed since `before` was recorded, with the old values
-    [...]."""
+    """Return those of the buffers `before` whose values have changed, with their old values [...].
+
+    Args:
+        before: the buffers with a copy of their values.
+    """
     written: Buffers = {}
     for (module, name), old in before.items():
         now = module._buffers[name]

@@ -83,9 +83,9 @@ class Overwritten:
 
 @dataclasses.dataclass
 class TrialResult:
-    """Results of testing a decoder layer for calls of one kind. Calls of one kind have the same
-    names, types and dtypes of arguments, and the same modules, hooks and requires_grad flags of the
-    layer.
+    """Results of testing a decoder layer for calls of one kind. Calls are of one kind if their
+    arguments have the same names, types and dtypes, and the layer the same modules, hooks and
+    requires_grad flags.
 
     Attributes:
         judged: True if the decision between chunks and an unchunked run has been made for these
@@ -95,7 +95,7 @@ class TrialResult:
         tried: dict from chunk size to the longest sequence length, in tokens, that needs no further
             test. `ANY_SIZE` is the key for all other chunk sizes. None: no test ran.
         adopted: True if the results were copied from calls of the layer with fewer hooks.
-        doubts: number of failed tests whose reason may not recur.
+        doubts: number of failed tests whose reason may be temporary, such as an exception.
     """
 
     judged: bool = False
@@ -114,8 +114,12 @@ class TrialResult:
         self.judged, self.because = True, because
 
     def doubt(self, because: str) -> None:
-        """Count a reason to run unchunked that may not recur, such as an exception. After
-        `DOUBTS_BEFORE_DECISION` of them, calls of this kind run unchunked."""
+        """Count a reason to run unchunked that may be temporary, such as an exception. After
+        `DOUBTS_BEFORE_DECISION` of them, calls of this kind run unchunked.
+
+        Args:
+            because: the reason.
+        """
         self.doubts += 1
         if self.doubts >= DOUBTS_BEFORE_DECISION:
             self.judge(because)
@@ -145,13 +149,14 @@ class CallReport:
     Attributes:
         because: the reason why the layer ran unchunked under a checkpoint; None: it ran in chunks,
             or was one chunk.
-        longest: length of the longest chunk and the reason, if it is longer than requested; else
-            None. [Note: chunk ends]
-        told: names of the arguments that pass document boundaries to the layer's kernels; (): none.
+        longest: pair of the longest chunk's length and the reason for this length, if it is longer
+            than requested; None otherwise. [Note: chunk ends]
+        told: names of the arguments through which the layer's kernels get document boundaries; ():
+            none.
         rows: the documents of packed rows for which modules with recurrent states run separately;
             None: there are none. [Note: segments]
-        documents: (name of the argument that passes packed documents to attention, number of
-            documents); None: no documents.
+        documents: pair of the name of the argument that passes packed documents to attention, and
+            the number of documents; None: no documents.
         plan: the chunks of the call.
     """
 
@@ -268,8 +273,8 @@ class LayerTests:
 
     def cover(self, findings: TrialResult, plan: ChunkPlan) -> bool:
         """True if a call needs no further test at its length. This holds for a call of one chunk,
-        for a layer without third-party modules, and if calls of this kind were tested at this
-        length and chunk size. [Note: foreign insides]
+        and for a layer without third-party modules. Calls of other layers must have been tested at
+        this length and chunk size. [Note: foreign insides]
 
         Args:
             findings: test results for calls of this kind.
@@ -438,8 +443,8 @@ class LayerSite:
     @property
     def linears(self) -> dict[str, nn.Linear]:
         """Return the layer's Linears, by name, whose outputs may be skipped or saved, and whose
-        weight gradients may be summed over chunks. {} while hooks for all modules are registered:
-        these hooks may change at any time."""
+        weight gradients may be summed over chunks. Return {} while hooks for all modules are
+        registered: these hooks may change at any time."""
         if hooked_everywhere():
             return {}
         # Where the last call ran peft's code, gradients of peft's inner Linears are summed in
@@ -461,9 +466,9 @@ class LayerSite:
         return found
 
     def coarsest(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
-        """Return the least precise dtype that the layer computes in: of `dtype`, its parameters and
-        autocast. The result has TF32's precision in place of float32's if the device may use TF32,
-        which it does for some row counts only.
+        """Return the least precise dtype that the layer computes in, among `dtype`, the dtypes of
+        its parameters and autocast's. Return TF32's dtype in place of float32 if the device may use
+        TF32, which depends on the number of rows.
 
         Args:
             dtype: the dtype of the layer's input.

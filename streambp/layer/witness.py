@@ -123,8 +123,9 @@ class Witness:
 
     Attributes:
         witnesses: collects the comparisons of all layers of the model.
-        compared: function without arguments that returns a function (then, now, unchanged) ->
-            `Compared`. Called only if a comparison is needed, because it inspects the layer.
+        compared: function without arguments. Returns a function that makes a `Compared` from the
+            arguments then, now and unchanged. Called only if a comparison is needed, because it
+            inspects the layer.
         left_out: names of the Linears whose outputs backward skips.
         last: True if the current chunk is the last of the sequence.
     """
@@ -142,8 +143,8 @@ class Witness:
     _found: list[Compared] = dataclasses.field(default_factory=list)
 
     def begin(self, place: Hashable, last: bool, again: bool) -> None:
-        """Start recording a chunk (or half a chunk) in forward. In backward, start comparing the
-        recomputed chunk with the record.
+        """Start a chunk, or one half of a chunk: in forward, record its values; in backward,
+        compare the recomputed values with the record.
 
         Args:
             place: key of the chunk or the half.
@@ -238,13 +239,13 @@ class Witnesses:
     _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def __reduce__(self) -> Any:
-        """Return the recipe for a copied or pickled model: a new object without comparisons,
-        because no backward of the copy is running."""
+        """Return what copy and pickle need to make a new object without comparisons, because no
+        backward of the copy is running."""
         return Witnesses, ()
 
     def combined(self, x: Tensor) -> Tensor:
-        """Return one weighted sum of the rows of x [..., n], without a graph: [n], or folded to
-        fewer numbers if n is large.
+        """Return one weighted sum of the rows of x [..., n], without a graph. The result is [n]; if
+        n is large, groups of its entries are added up to fewer numbers.
 
         The weight of a row is a pseudorandom function of its index, and small enough for sums in
         float16.
@@ -284,8 +285,12 @@ class Witnesses:
         return found if folded in (features, 1) else found.view(-1, folded).sum(0)
 
     def ask(self, found: list[Compared]) -> None:
-        """Compare pairs of values when the running backward of the model ends, and raise if values
-        differ."""
+        """Compare pairs of values when the running backward of the model ends, or at once if no
+        backward is running. Raise if values differ.
+
+        Args:
+            found: the pairs.
+        """
         task = torch._C._current_graph_task_id()
         if task == -1:
             Question(found).answer()
