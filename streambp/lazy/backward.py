@@ -34,8 +34,8 @@ from streambp.lazy.expression import Node, Operand, Reading, evaluate, leaves, r
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Return the number of tokens whose logits [n, V] are built at a time, for functions that
-    torch's own operations compute from the logits."""
+    """Return the number of tokens whose logits [n, V] are built at a time, if torch's own
+    operations compute a result from the logits."""
     return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary))
 
 

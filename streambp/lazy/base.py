@@ -172,10 +172,8 @@ class LazyTensor(Tensor):
 
     def moved(self, *args: Any, **kwargs: Any) -> Any:
         """Return the lazy result of an operation on the tokens, such as an index or a reshape.
-
-        The first argument is the operation as a function [*tokens, k] -> [*other tokens, k] for any
-        k.
-        """
+        Subclasses define the arguments; the first one is the operation as a function [*tokens, k]
+        -> [*other tokens, k] for any k."""
         raise NotImplementedError
 
     def changed(self, *args: Any, **kwargs: Any) -> Any:

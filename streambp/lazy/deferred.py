@@ -126,8 +126,7 @@ class LazyHidden(LazyTensor):
             gradient: a gradient from a user's autograd.Function, [..., h] or [..., V].
 
         Raises:
-            BackwardError: the lazy tensor or one of its inputs was written to or moved after it was
-                made.
+            BackwardError: the lazy tensor or an input was written to or moved since its creation.
         """
         if gradient is None:
             return None
@@ -172,8 +171,13 @@ class LazyHidden(LazyTensor):
     def changed(
         self, recipe: LogitsExpression | None = None, dtype: torch.dtype | None = None
     ) -> LazyHidden:
-        """Return a lazy copy that shares no memory with this tensor, with another recipe or
-        dtype."""
+        """Return a lazy tensor with the values that another recipe gives for the same `source`, or
+        with another dtype. The result shares no memory with this tensor.
+
+        Args:
+            recipe: the operations from `source` to the result; None: this tensor's.
+            dtype: dtype of the result; None: this tensor's.
+        """
         return LazyHidden.make(self.source, recipe or self.recipe, dtype or self.dtype)
 
     def moved(

@@ -115,8 +115,9 @@ class RunInBackward(torch.autograd.Function):
 
 
 class LazyResult(torch.autograd.Function):
-    """Autograd function that returns results computed from lazy logits. Backward stores the
-    results' gradients for `HeadHandle`. [Note: one pass in backward]"""
+    """Autograd function that returns results computed from lazy logits. Backward returns no
+    gradient, but stores the results' gradients. `HeadHandle` then computes the gradients of hidden
+    states and weights in one pass. [Note: one pass in backward]"""
 
     @staticmethod
     def forward(ctx: Any, calculation: Any, *anchors: Tensor) -> tuple[Tensor, ...]:
@@ -196,11 +197,9 @@ class LazyHead:
         return Reading(self, handle, positions, recipe.projected())
 
     def reached(self, reading: Reading) -> Reading:
-        """Return `reading`. If padding was left out of the hidden states and `reading` has
-        positions of padding, return the logits of a head with all hidden states.
-
-        [Note: padding that is read]
-        """
+        """Return `reading`, or a replacement if padding was left out of the hidden states and
+        `reading` includes positions of padding. The replacement reads the logits of a head with all
+        hidden states. [Note: padding that is read]"""
         late = self.recipe.late
         graded = torch.is_grad_enabled()
         if late is None or not late.reads(reading.positions):

@@ -103,8 +103,8 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 def _graded(x: LazyLogits, graded: bool) -> Node:
-    """Return the recorded function of x. The function is detached if the result requires a gradient
-    (`graded`) although x requires none."""
+    """Return the recorded function of x. If the result of the recorded operation requires a
+    gradient (`graded`) and x does not, return the function detached."""
     if graded and not x.requires_grad:
         return Call(torch_own.detach, (x.node,), {}, False, "detach")
     return x.node
