@@ -132,9 +132,8 @@ def by_device(
     kind: str, rotations: dict[nn.Module, Callable[..., Any]], before: Attributes
 ) -> set[nn.Module]:
     """Change the forwards that Liger bound to modules: Liger's code then runs on devices of type
-    `kind` alone, and the module's own forward on all other devices.
-
-    Called while transformers' modeling modules contain Liger's names.
+    `kind` alone, and the module's own forward on all other devices. Called by `put_on`, while
+    transformers' modeling modules contain Liger's functions.
 
     Args:
         kind: the device type on which Liger's kernels run, such as "cuda".
@@ -144,7 +143,7 @@ def by_device(
 
     Returns:
         The modules to restore to their previous forward: compiled modules, modules with another
-            library's forward, and experts.
+        library's forward, and experts.
     """
     theirs = {
         m

@@ -66,9 +66,13 @@ class DeferredForward(InstanceForward):
         self.is_norm = is_norm
 
     def call(self, hidden_states: Tensor) -> Tensor:
-        """Return a placeholder tensor (`LazyHidden`): for the norm, of the normed hidden states
-        [..., h]; for the output projection, of the logits [..., V]. The argument is hidden_states
-        [..., h]."""
+        """Return a placeholder tensor (`LazyHidden`) in place of the module's output. The output is
+        the normed hidden states [..., h] of the final norm, or the logits [..., V] of the output
+        projection.
+
+        Args:
+            hidden_states: [..., h], the module's input.
+        """
         if self.is_norm:
             self.remove()  # `LazyHidden` calls the module itself, block by block
             return LazyHidden.make(hidden_states, LogitsExpression(self.request, norm=self.module))

@@ -75,8 +75,8 @@ class Description:
 
     Attributes:
         last_step: record of the last step; None before the first micro-batch with gradients.
-        apart: True if, in training, another module than the backbone (the base model) called the
-            layers; such steps have no record.
+        apart: True if a module other than the backbone (the base model) calls the layers in
+            training; such steps have no record.
     """
 
     layers: tuple[LayerDescription, ...]

@@ -36,7 +36,7 @@ class LossOfLabels(torch.autograd.Function):
 
     @staticmethod
     def forward(loss: Tensor, labelled: Tensor) -> Tensor:
-        """Return the loss, a scalar; 0 in its place if no token has a label.
+        """Return the loss, a scalar, or 0 if no token has a label.
 
         Args:
             loss: the model's loss, a scalar.

@@ -94,11 +94,12 @@ class InstalledKernels:
     can be restored.
 
     Args:
-        left: names of the classes of modules that keep their own forward, because Liger's forward
+        left: names of the classes whose modules keep their own forward, because Liger's forward
             computes something else.
-        why_own: the reason why kernels="auto" or "compiled" changes no module of a model.
+        why_own: the reason why kernels="auto" or "compiled" changes no module of a model; None:
+            modules were changed.
         compiler: compiles the modules' forwards; None: the forwards are Liger's.
-        marks: attributes that torch's compiler had set on these modules' parameters before the
+        marks: the attributes that torch's compiler had set on these modules' parameters before the
             change, by parameter name.
     """
 

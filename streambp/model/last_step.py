@@ -138,7 +138,8 @@ def _saved(state: PatchState, step: Step, chosen: Chosen | None) -> tuple[Saved,
     Args:
         state: the model's patch.
         step: the notes on the step.
-        chosen: the saves that were chosen for the step; None: the user named the saves.
+        chosen: the tensors that saves="auto" chose to save in the step; None: the user named the
+            tensors to save.
     """
     if step.unpatched:
         return ()

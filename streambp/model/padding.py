@@ -31,10 +31,10 @@ def hides_padding(
         model: the language model.
         state: its patch.
         kwargs: arguments of the call.
-        handed_out: True if the caller gets lazy logits, of which the caller may read those at
-            padding later. The function then also requires that these can be computed later: the
-            final norm must be computed together with the logits, and without collectives. [Note:
-            padding that is read]
+        handed_out: True if the caller gets lazy logits, and may later read logits at padding. The
+            function then also requires that these logits can be computed later: the final norm must
+            be computed together with the logits, and without collectives. [Note: padding that is
+            read]
     """
     if handed_out and (state.running.defer_norm is None or must_agree(model)):
         return False

@@ -71,7 +71,8 @@ class HostTraffic:
         back: bytes moved back to the device.
         allocated: bytes of allocated host memory.
         stalls: seconds that compute has waited for copies, over all steps since `patch`.
-        left: number of tensors that did not fit into host memory.
+        left: number of tensors that stayed on the device, because they did not fit into host
+            memory.
         choice: sentence about the saved tensors that were chosen for the host; None: the user named
             them, or nothing was chosen yet.
     """
@@ -157,7 +158,8 @@ class StepRecord:
 
     @property
     def free(self) -> float | None:
-        """Return the device bytes that a step without saved tensors leaves free; None: unknown."""
+        """Return the device bytes that would be free during the step if layers saved no tensors
+        beside their inputs; None: unknown."""
         return self.memory.free
 
     @property

@@ -162,8 +162,8 @@ class PatchState:
         return self.home()
 
     def enter(self, wrapper: InstanceForward) -> None:
-        """Register an object that replaces a forward: after its installation, or as part of a
-        copied module."""
+        """Register an object that replaces a forward, after its installation or after a module with
+        the object was copied."""
         self.wrappers.enter(wrapper, operator.attrgetter("order"))
         self.home.enter(wrapper.module)
         site = getattr(wrapper, "site", None)
@@ -250,8 +250,8 @@ def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def fills_in_defaults(model: nn.Module) -> bool:
-    """True if a decorator of transformers around a model's forward replaces missing arguments, such
-    as `use_cache`, by values of the model's config."""
+    """True if a decorator of transformers around a model's forward sets missing arguments, such as
+    `use_cache`, to the values in the model's config."""
     codes = (
         getattr(function, "__code__", None) for function in wrapped_functions(type(model).forward)
     )
@@ -278,9 +278,9 @@ def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
 def finds_other_documents(
     kwargs: Mapping[str, Any], implementation: str | None, cached: bool
 ) -> bool:
-    """True if patched layers split a row into packed documents that the unpatched model does not
-    see. For example, position_ids mark documents, and the unpatched model attends over the whole
-    row.
+    """True if patched layers split a row into packed documents, and the unpatched model attends
+    over the whole row instead. Position_ids may mark such documents, which the unpatched model
+    ignores.
 
     Args:
         kwargs: arguments of a model's call.
@@ -311,8 +311,8 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
 
     Args:
         sites: the records of the decoder layers.
-        unseen: True if the unpatched attention reads documents from a mask, which omits documents
-            in a call with a cache.
+        unseen: True if the unpatched model's attention treats each row as one document, because the
+            call makes a cache.
         states: True if the unpatched recurrences and convolutions continue from one document to the
             next.
     """

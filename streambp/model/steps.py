@@ -1,10 +1,16 @@
-"""Record each step of a patched model, and log a line when a step ran in a new way.
+"""Record each step of a patched model: which tensors its layers saved, how much memory was moved,
+and where out-of-memory errors happened. `describe`, `last_step` and the log are made from these
+notes.
 
-[Note: notes on a step] A step is a micro-batch with gradients. Its notes are made at the end of the
-backbone's forward, when all decisions before backward are taken. An autograd engine callback
-completes the notes at the end of backward. Notes are references to existing objects, so they need
-no counting and no synchronization. `last_step.py` interprets the notes on request. Evaluations
-between steps change no note.
+`Step` has the notes on one step. `Steps` makes the notes at three moments: the end of a backbone's
+forward, the start of a backward, and its end. A line is logged if a step ran in a way that was not
+logged before.
+
+[Note: notes on a step] A step is a micro-batch with gradients. The notes on a step are made at the
+end of the backbone's forward, when all decisions before backward are taken. An autograd engine
+callback completes the notes at the end of backward. Notes are references to existing objects, so
+they need no counting and no synchronization. `last_step.py` interprets the notes on request.
+Evaluations between steps change no note.
 
 [Note: bare errors] Backward outside of streamed layers and of the head is torch's own: embeddings,
 norms, sums of gradients, and every operation of a micro-batch that runs unpatched. No code of this

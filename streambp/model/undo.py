@@ -54,8 +54,8 @@ def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str
 
 
 class Noted:
-    """Copy of an object's `__dict__`, and of some dictionaries and lists inside, such as hooks.
-    `patch` changes the contents of these dictionaries and lists."""
+    """Copy of an object's `__dict__`, and of the dictionaries and lists inside whose contents
+    `patch` changes, such as hooks."""
 
     def __init__(self, own: dict[str, Any]) -> None:
         self.own, self.attributes = own, dict(own)

@@ -496,8 +496,8 @@ class BackboneForward(InstanceForward):
 
     @functools.cached_property
     def _around_fill_in(self) -> bool:
-        """True if a model around this backbone passes its config's values for arguments that its
-        caller left out, for example `use_cache`."""
+        """True if a model around this backbone sets arguments that its caller left out, such as
+        `use_cache`, to the values in its config."""
         root = self.state.root
         return root is not None and any(map(fills_in_defaults, models_around(self.module, root)))
 
