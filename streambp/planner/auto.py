@@ -78,8 +78,8 @@ class StepNeed(Need):
     )
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
-        """Return pairs (index, bytes): the most bytes in use while the layers 0 to `index` still
-        wait for their backward.
+        """Return pairs (index, bytes): the most bytes in use while the layers 0 to `index` have run
+        forward, and their backward has not run.
 
         The index is infinity for forward and the head, and -1 for backward of the embedding.
 
@@ -115,8 +115,11 @@ class StepNeed(Need):
         return found
 
     def at_work(self, chunk: int) -> float:
-        """Return the bytes needed to compute a chunk of `chunk` tokens, beyond the bytes in use
-        before the chunk."""
+        """Return the bytes needed to compute one chunk, beyond the bytes in use before the chunk.
+
+        Args:
+            chunk: tokens of the chunk, over all rows.
+        """
         return (
             self.factor
             * max(1, chunk // self.rows)
@@ -125,11 +128,8 @@ class StepNeed(Need):
 
 
 def waiting(phase: str) -> float:
-    """Return the index of the last layer that waits for its backward in a phase of a step, such as
-    "backward 35".
-
-    -1: no layer waits; infinity: all layers wait.
-    """
+    """Return the index of the last layer whose backward has not yet run in a phase of a step, such
+    as "backward 35". Return -1 if every layer's backward has run, and infinity if none has."""
     kind, _, number = phase.rpartition(" ")
     if phase == EMBEDDING_BACKWARD:
         return -1.0

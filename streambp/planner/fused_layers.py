@@ -50,8 +50,8 @@ def fusion(kernels: Kernels, device: str) -> Fusion | None:
 
 
 def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
-    """Make the allocations of a fused norm's forward, and return y [..., h]. Saved for backward are
-    x [..., h] and one float32 for each row."""
+    """Allocate the tensors of a fused norm's forward without computing them. Return y [..., h].
+    Saved for backward are x [..., h] and one float32 for each row."""
     with one_kernel(2 * x.nbytes):
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.weight = weight
@@ -77,8 +77,8 @@ norm_kernel = functools.partial(Replayed.apply, _norm_kernel, _norm_kernel_backw
 
 
 def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
-    """Make the allocations of a fused gated activation's forward, and return the product [..., m]
-    of gate and up [..., m], which are saved for backward."""
+    """Allocate the tensors of a fused gated activation's forward without computing them. Return the
+    product [..., m] of gate and up [..., m], which are saved for backward."""
     with one_kernel(3 * gate.nbytes):
         ctx.save_for_backward(gate, up)
         ctx.by = by
@@ -100,8 +100,8 @@ gate_kernel = functools.partial(Replayed.apply, _gate_kernel, _gate_kernel_backw
 
 
 def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, Tensor]:
-    """Make the allocations of a fused rotary embedding of q [B, H, T, D] and k [B, H_kv, T, D], and
-    return both. Nothing is saved for backward."""
+    """Allocate the tensors of a fused rotary embedding of q [B, H, T, D] and k [B, H_kv, T, D]
+    without computing them. Return both. Nothing is saved for backward."""
     ctx.moved = 2 * (q.nbytes + k.nbytes)
     ctx.by = by
     with one_kernel(ctx.moved):
@@ -134,7 +134,7 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
     fusion = by or "liger"
 
     def norm(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Make the allocations of a fused norm."""
+        """Allocate the tensors of a fused norm without computing them."""
         return norm_kernel(hidden_states, self.weight, fusion)
 
     def mlp(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -189,8 +189,8 @@ def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractCont
 
 
 def _rotary(function: Any, by: Fusion, /, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Make the allocations of a fused rotary embedding if q is a meta or fake tensor; otherwise
-    call `function`, the modeling file's own."""
+    """Call `function`, the modeling file's rotary embedding, unless q is a meta or fake tensor:
+    then allocate the tensors of a fused kernel without computing them."""
     if has_data(q):
         return function(q, k, *args, **kwargs)
     return rotary_kernel(q, k, by)

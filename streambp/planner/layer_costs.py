@@ -28,8 +28,8 @@ def seen_costs(
     """Return bytes and FLOPs of the tensors that these layers may save, by layer index. The second
     result is True if every layer could also run its unpatched forward with the same results.
 
-    The costs come from a step of two chunks, and are {} for a model with several backbones.
-    `skeleton` cannot be used again.
+    The costs come from a step of two chunks, and are {} for a model with several backbones. The
+    step changes `skeleton`, which cannot be used again.
 
     Args:
         skeleton: the model, on meta or fake tensors.

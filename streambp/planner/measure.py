@@ -191,8 +191,8 @@ def _step(model: nn.Module, ids: Tensor) -> StepRecord:
 
 
 def uncount_host(model: nn.Module) -> None:
-    """Hide the offloaded copies of a patched CPU model from a count of tensor storages. For such a
-    count host and device memory would be the same."""
+    """Hide the offloaded copies of a patched CPU model from a count of tensor storages, which would
+    add the copies to the device's memory."""
     installed: PatchState = model._streambp  # type: ignore[assignment]
     sites = installed.steps.sites
     if sites and sites[0].offloader is not None:

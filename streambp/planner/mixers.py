@@ -96,10 +96,9 @@ KERNELS = (
 def stand_in(
     function: Any, kernel: MixerKernel, signature: inspect.Signature, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Make the allocations of a package's kernel if the first argument is a meta or fake tensor;
-    otherwise call `function`.
-
-    A model with data that trains at the same time is therefore not affected.
+    """Call `function`, unless the first argument is a meta or fake tensor: then allocate the
+    tensors of a package's kernel without computing them. A model with data that trains at the same
+    time is not affected.
 
     Args:
         function: the modeling file's function.

@@ -79,19 +79,19 @@ class Choice:
 
     Attributes:
         method: name of the way.
-        saves: as in `StreamConfig`.
-        offload: as in `StreamConfig`.
+        saves: the value of `StreamConfig.saves`.
+        offload: the value of `StreamConfig.offload`.
         chunk_size: tokens of a chunk on each rank.
         seq_len: positions of a full sequence.
         peak: bytes on each rank.
         flops: FLOPs of the step, summed over the ranks that share a sequence.
         seconds: seconds of the step.
-        gpu_memory: free bytes of the device in which keys and values may stay that are otherwise
-            streamed from the host; None: this step streams no keys and values from the host.
+        gpu_memory: the value of `StreamConfig.gpu_memory`, if the step streams keys and values from
+            the host; None otherwise.
         link: bytes that a rank sends to, and receives from, the ranks that share its sequences.
         on_host: layers with weights in host memory.
-        hidden_from: positions of a row from which copies of these weights take no extra time; None:
-            the copies always do.
+        hidden_from: number of positions of a row from which copies of these weights take no extra
+            time; None: the copies always do.
     """
 
     method: str

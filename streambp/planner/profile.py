@@ -259,11 +259,11 @@ class Setting:
         optimizer_on_host: True if optimizer state is in host memory (ZeRO-Offload and the like).
         accumulate: True if the step adds to existing gradients; False: gradients are None at its
             start.
-        room: bytes of a rank for gathered keys and their gradients; `plan` computes it like a step.
-            At least one key/value head is gathered.
-        weights: as in `StreamConfig`, for chunked steps on one GPU; "auto" keeps weights on the
-            device if a step fits.
-        on_host: layers with weights in host memory; `plan` selects as many as a step needs.
+        room: bytes that a rank may use for gathered keys and their gradients; at least one
+            key/value head is gathered. `plan` computes the value by the rule of a real step.
+        weights: "device", "cpu" or "auto" (`StreamConfig.weights`), for chunked steps on one GPU;
+            "auto" keeps weights on the device if a step fits.
+        on_host: layers with weights in host memory; `plan` selects the number that a step needs.
     """
 
     gpus: int = 1

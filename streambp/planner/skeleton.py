@@ -334,15 +334,15 @@ def parameters_of(parameter: Tensor) -> int:
 
 
 def _dequantised(ctx: Any, x: Tensor, width: int) -> Tensor:
-    """Make the allocations of a quantised Linear's forward, and return its output [..., width] for
-    x [..., in]. Only the number of x's columns is saved for backward."""
+    """Allocate the tensors of a quantised Linear's forward without computing them. Return the
+    output [..., width] for x [..., in]. Only the number of x's columns is saved for backward."""
     ctx.inner = x.shape[-1]
     return x @ x.new_empty(width, x.shape[-1]).mT
 
 
 def _dequantised_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    """Make the allocations of a quantised Linear's backward, and return the gradient of x [..., in]
-    for grad [..., out]."""
+    """Allocate the tensors of a quantised Linear's backward without computing them. Return the
+    gradient of x [..., in] for grad [..., out]."""
     return grad @ grad.new_empty(grad.shape[-1], ctx.inner), None
 
 

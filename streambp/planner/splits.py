@@ -234,8 +234,9 @@ def split_of(
 def lines_of_keys(
     phases: Sequence[Sequence[Counted]], split: Split, lengths: Sequence[int], ranks: int
 ) -> list[list[Counted]]:
-    """Return the counted memory of each phase, one `Counted` for each amount of other ranks' keys
-    that could decide the peak. `per_key` has the amount, and `peak` all other bytes.
+    """Return the counted memory of each phase as a list with one `Counted` for each amount of other
+    ranks' keys with which the phase may reach its peak. `per_key` of a `Counted` is this amount,
+    and `peak` all other bytes.
 
     Args:
         phases: the phases of each count, in order.
