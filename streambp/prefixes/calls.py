@@ -385,8 +385,8 @@ def _a_chunk(sites: list[LayerSite]) -> float:
 
 
 def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
-    """Return a bool tensor [B, T], True for tokens whose output has a label; None without labels.
-    All are True if labels exist for an unknown part of the tokens.
+    """Return a bool tensor [B, T], True for tokens whose output has a label. If labels exist for
+    the last tokens alone (logits_to_keep), all tokens are True. None without labels.
 
     Args:
         plain: labels, to be shifted.

@@ -69,7 +69,7 @@ class Behind(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return x [N, h] with a copy of its first row behind, [N + 1, h]."""
+        """Return x [N, h] followed by a copy of its first row, as [N + 1, h]."""
         return torch.cat([x, x[:1]])
 
     @staticmethod
