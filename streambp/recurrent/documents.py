@@ -267,8 +267,8 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
-    """Return the function (a convolution, a scan or a delta rule), wrapped so that every call gets
-    the document boundaries of this chunk's tokens."""
+    """Return a wrapper of `function`, which is a convolution, a scan or a delta rule. The wrapper
+    passes the document boundaries of this chunk's tokens to every call."""
     tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[
         kind_of(function) or ""
     ]

@@ -202,8 +202,8 @@ def _cut(segment: Segment, rows: int, tokens: int, x: Tensor) -> Tensor:
 
 
 def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:
-    """Return the rows `picked` of x [rows, ...]. x is returned unchanged if all rows are picked, or
-    if x has one row, which stands for all."""
+    """Return the rows `picked` of x [rows, ...]. Return x unchanged if all rows are picked, or if x
+    [1, ...] has one row for all."""
     if len(picked) == rows or x.shape[0] == 1:
         return x
     return torch.cat([x[row : row + 1] for row in picked])
