@@ -69,8 +69,8 @@ class GatheredShards(Shards):
         return [part * self.length // 2 for part in (self.rank, 2 * self.size - 1 - self.rank)]
 
     def pieces(self, batch_size: int, size: int) -> list[HeadGroup]:
-        """Return the chunks of this rank's queries, in sequence order, each of at most `size`
-        positions.
+        """Return the chunks of this rank's queries, for all heads, in sequence order. Each chunk
+        has at most `size` positions.
 
         Args:
             batch_size: number of rows B.

@@ -89,9 +89,9 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
 
 
 def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
-    """Raise the error for a layer that cannot run in chunks, if sequences are split over ranks.
-    Such a layer cannot run unchunked either, because its attention would see this rank's tokens
-    alone."""
+    """Raise the error for a layer that cannot run in chunks while sequences are split over ranks.
+    The layer cannot run unchunked either: its own attention would read only this rank's part of
+    each sequence."""
     reason = report.because or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
         f"{type(site.layer).__name__} cannot stream: {reason}. With sequences split over ranks it "
