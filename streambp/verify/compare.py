@@ -169,7 +169,7 @@ def compare_methods(
 
 
 def _say_nothing(what: str, done: float) -> None:
-    """Do nothing: the progress callback of callers that pass none."""
+    """Ignore progress: the callback for callers that pass none."""
 
 
 def _untouched(model: nn.Module, runs: tuple[VerifyRun, ...]) -> list[str]:
@@ -281,10 +281,11 @@ class Draw(NamedTuple):
 def _rate(
     loss: float, distances: dict[str, list[float]], runs: list[VerifyRun], number: int
 ) -> Judged:
-    """Return the errors of one run's gradients.
+    """Return the errors of one run's gradients, relative to the truth, the reference in a wider
+    dtype.
 
     Args:
-        loss: loss of the truth, the reference in a wider dtype.
+        loss: loss of the truth.
         distances: dict from parameter names to lists. Each list has the norm of the truth's
             gradient, the gradient's number of elements, and the distance of each run's gradient
             from the truth's.
