@@ -136,7 +136,7 @@ class ChunkPlan:
     @functools.cached_property
     def behind(self) -> dict[int, tuple[int, int]]:
         """Return a dict from a chunk's index to the indices of the first and the last chunk that
-        continue from it. Chunks from which no chunk continues are left out."""
+        continue from this chunk. A chunk is left out if no other chunk continues from it."""
         found: dict[int, tuple[int, int]] = {}
         for index, before in enumerate(self.before):
             if before is not None:
@@ -208,7 +208,7 @@ class ChunkPlan:
 
 
 def in_one_pass(size: int) -> int:
-    """Return the largest power of two that is at most `size`, which is a number of at least 1.
+    """Return the largest power of two that is at most `size`, for `size` from 1 on.
 
     cuDNN's attention is called for few different numbers of queries ([Note: few shapes]). A chunk
     of 2,730 queries would be split into 2,048, 512 and 170 queries, each of which reads the prefix

@@ -169,10 +169,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def make_room(device: torch.device, allocators: bool) -> None:
     """Free the memory that a failed attempt holds, before a retry.
 
-    A failed backward inside another backward leaves tasks in autograd's queue for the device. Such
-    a task keeps the failed backward's graph alive until another inner backward runs, so this
-    function runs a small one. The memory in torch's allocator cache is released too, because the
-    library that failed may need it.
+    A backward that fails inside another backward leaves tasks in autograd's queue for the device.
+    Such a task keeps the failed backward's graph alive until another inner backward runs, so this
+    function runs a small backward. The memory in torch's allocator cache is released too, because
+    the library that failed may need it.
 
     Args:
         device: the device without memory.

@@ -130,8 +130,8 @@ class Unbound:
     """Function of (module, *args) that calls the module's replaced forward. [Note: instance
     forward]
 
-    accelerate's mixed precision splits a bound method: the function is wrapped, and the result is
-    bound to the module or to a copy of the module.
+    Serves accelerate's mixed precision, which takes the function out of a bound method, wraps the
+    function, and binds the result to the module or to a copy of the module.
     """
 
     def __init__(self, index: int, signature: inspect.Signature) -> None:
@@ -403,7 +403,7 @@ class Home:
 
     @property
     def known(self) -> bool:
-        """True if the module to which the reference was set still exists; False if none was set."""
+        """True if a module was set by `name` or the constructor, and still exists."""
         return self._given is not None and self._given() is not None
 
     def name(self, module: nn.Module) -> None:

@@ -102,14 +102,14 @@ def _by_datasheet(
     peers: float = 0.0,
     network: float = 0.0,
 ) -> Rates:
-    """Return guessed rates of a device: fixed shares of its datasheet's dense bf16 TFLOP/s and of
-    its TB/s.
+    """Return guessed rates of a device: the datasheet's dense bf16 TFLOP/s and TB/s, multiplied by
+    the shares that a device of similar architecture reaches.
 
     Args:
         name: the device's name.
         products: the datasheet's TFLOP/s.
         bandwidth: the datasheet's TB/s.
-        like: key of `SHARES`, a device of similar architecture whose shares are used.
+        like: key of `SHARES`, the device of similar architecture.
         link: GB/s to the host.
         peers: GB/s to other GPUs of the node; 0: those of `link`.
         network: GB/s between nodes; 0: those of a slow adapter.
