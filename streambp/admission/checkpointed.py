@@ -116,9 +116,9 @@ def _as_one(
     holds = held(site.layer)
     if not torch.is_grad_enabled() or holds.weights or not holds.gradients:
         return contextlib.nullcontext(), args, kwargs
-    given = args[0] if args else kwargs["hidden_states"]
-    parameters = Parameters(site.layer, given.device)
-    hidden_states, *others = JoinGradients.apply(given, *parameters.current())  # type: ignore[no-untyped-call]
+    layer_input = args[0] if args else kwargs["hidden_states"]
+    parameters = Parameters(site.layer, layer_input.device)
+    hidden_states, *others = JoinGradients.apply(layer_input, *parameters.current())  # type: ignore[no-untyped-call]
     args, kwargs = (
         ((hidden_states, *args[1:]), kwargs)
         if args
@@ -148,12 +148,12 @@ class Repeatable:
         self._backward_begins = site.backward_begins
         self._look = self._fingerprint.look(site.layer)
         self._generators, self._training = generators_of(site, self._look), site.layer.training
-        given = [
+        values = [
             (name, x)
             for name, value in {"input": args, **kwargs}.items()
             for x in tree_leaves(value)
         ]
-        tensors = [(name, x) for name, x in given if isinstance(x, Tensor)]
+        tensors = [(name, x) for name, x in values if isinstance(x, Tensor)]
         hidden_states = tensors[0][1]
         self._device = hidden_states.device
         self._parameters = Parameters(site.layer, self._device)
@@ -185,19 +185,19 @@ class Repeatable:
         check_mode(self._layer, self._training)
         self._parameters.check_unchanged()
         refuse_written(self._seen_arguments)
-        now = self._fingerprint.look(self._layer)
-        self._fingerprint.check(self._layer, self._seen, now)
+        snapshot = self._fingerprint.look(self._layer)
+        self._fingerprint.check(self._layer, self._seen, snapshot)
         # peft's modules get the same arguments, and the layer draws the same random numbers.
         later = generator_states(self._generators)
         set_generators(self._generators, self._states)
         try:
-            nothing_left = kept_values.recomputed(self._site, now)
+            nothing_left = kept_values.recomputed(self._site, snapshot)
             routing = again(self._look.hooks.routing)
             with (
                 in_place_of_buffers(self._buffers),
                 routing,
                 nothing_left,
-                watching(now.hooks) as acted,
+                watching(snapshot.hooks) as acted,
             ):
                 result = self._run(*args, **kwargs)
         finally:
@@ -212,19 +212,21 @@ class Repeatable:
         self._see((args, kwargs), result, again=True)
         return result
 
-    def _see(self, given: Any, result: Any, again: bool) -> None:
+    def _see(self, layer_arguments: Any, result: Any, again: bool) -> None:
         """Record the layer's output in forward; in the recomputation, compare the output with the
         record. [Note: witness]
 
         Args:
-            given: the layer's arguments.
+            layer_arguments: the layer's arguments.
             result: the layer's result.
             again: True in the recomputation.
         """
         output = result[0] if isinstance(result, tuple) else result
         if self._witness is None or not isinstance(output, Tensor):
             return
-        x: Tensor = next(x for x in tree_leaves(given) if isinstance(x, Tensor))  # hidden_states
+        x: Tensor = next(
+            x for x in tree_leaves(layer_arguments) if isinstance(x, Tensor)
+        )  # hidden_states
         self._witness.begin("whole", True, again)
         self._witness.see("output", output, x if x.shape == output.shape else None)
         if again:
@@ -233,13 +235,13 @@ class Repeatable:
     def _mismatch_named(self) -> saved_tensors_hooks:
         """Return a context manager that turns checkpoint's error for a different recomputation into
         a `BackwardError` with a remedy. Checkpoint still saves the same tensors."""
-        kept = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        assert kept is not None
-        layer, (pack, unpack) = type(self._layer).__name__, kept
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        assert hooks is not None
+        layer, (pack, unpack) = type(self._layer).__name__, hooks
 
-        def unpacked(held: Any) -> Any:
+        def unpacked(packed: Any) -> Any:
             try:
-                return unpack(held)
+                return unpack(packed)
             except CheckpointError as error:
                 raise BackwardError(
                     f"{layer} was recomputed in backward and saved other tensors than in forward, "

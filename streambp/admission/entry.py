@@ -232,18 +232,24 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
     if call.look.hooks.ids and has_data(call.hidden_states):
         site.tests.hooks_run_in_tests |= hooks_of_others(call.site.layer)
     try:
-        here = site.weights_here("trial", call.device)
+        weights_on_device = site.weights_here("trial", call.device)
         freely = replaced([site], "choices", [None])  # [Note: choices]
         # Layers of a split sequence exchange keys and values with other ranks themselves.
         alone = no_collectives(call.site.layer) if type(call) is LayerCall else NULL_CONTEXT
-        with here, nothing_compiled(), call.autocast.off(), freely, alone:  # [Note: autocast]
-            found = call.attempt(lambda _: _looked(call))
+        with (
+            weights_on_device,
+            nothing_compiled(),
+            call.autocast.off(),
+            freely,
+            alone,
+        ):  # [Note: autocast]
+            results = call.attempt(lambda _: _looked(call))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
             raise
         raise explained(error, site, call.plan) from error
     site.tests.tested_hooks |= call.look.hooks.places.keys()
-    return found
+    return results
 
 
 def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:

@@ -119,7 +119,7 @@ def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor
     roots = roots_of(site, look)
     if not roots:
         return kind
-    known = frozenset(pair for pair in kind if pair[0] != REACH)
+    structure = frozenset(pair for pair in kind if pair[0] != REACH)
     rows, length = hidden_states.shape[-3:-1]
     as_long, flags = False, []
     for path, value in Memory(roots).values.items():
@@ -132,7 +132,7 @@ def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor
             as_long |= length in sizes or sizes[:1] == (rows * length,)
     as_long = as_long and len(plan_of(site, rows, length, hidden_states.device)) > 1
     digest = hashlib.blake2b(repr(flags).encode(), digest_size=16).hexdigest()
-    return known | {(REACH, (digest, as_long))}
+    return structure | {(REACH, (digest, as_long))}
 
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
@@ -159,21 +159,21 @@ def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
 def _code_of_others(layer: nn.Module) -> Roots:
     """Return third-party classes, functions and objects that the layer's forward may run, as (name,
     object)."""
-    found: dict[int, tuple[str, Any]] = {}
+    by_id: dict[int, tuple[str, Any]] = {}
     for path, module in layer.named_modules():
         for name, value in module.__dict__.items():
             if callable(value) and not isinstance(value, nn.Module) and is_theirs(value):
-                found[id(value)] = (f"{path}.{name}".removeprefix("."), value)
+                by_id[id(value)] = (f"{path}.{name}".removeprefix("."), value)
         for base in type(module).__mro__:
             if base is nn.Module:
                 break
             if base.__module__.partition(".")[0] not in KNOWN:
-                found[id(base)] = (base.__name__, base)
+                by_id[id(base)] = (base.__name__, base)
                 continue
             for name, value in vars(base).items():
                 if callable(value) and not isinstance(value, type) and is_theirs(value):
-                    found[id(value)] = (f"{base.__name__}.{name}", value)
-    return list(found.values())
+                    by_id[id(value)] = (f"{base.__name__}.{name}", value)
+    return list(by_id.values())
 
 
 def leaving_nothing(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
@@ -222,16 +222,16 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
         if not roots:
             return forward(call, keep)
         before = Memory(roots)
-        found = forward(call, keep)
+        outputs = forward(call, keep)
         for path, value in Memory(roots).changed(before).items():
-            known = path in site.fingerprint.kept
+            is_expected = path in site.fingerprint.kept
             if (
-                not known
+                not is_expected
                 and isinstance(value, (Tensor, np.ndarray))
                 and _is_of_a_chunk(value.shape, call)
             ):
                 _refuse(call, f"{path} {tuple(value.shape)}")
-        return found
+        return outputs
 
     return run
 
@@ -239,10 +239,12 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
 def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
     """True if a tensor of this shape may have one entry for each token of a chunk: [B, C, ...] or
     [B * C, ...]. False if the size may be a dimension of the layer's parameters."""
-    own = {size for parameter in call.look.body.parameters for size in parameter.shape}
+    parameter_sizes = {size for parameter in call.look.body.parameters for size in parameter.shape}
     for length in {chunk.stop - chunk.start for chunk in call.plan}:
-        rows = tuple(shape[:2]) == (call.rows, length) and (len(shape) > 2 or length not in own)
-        if rows or (shape[:1] == (call.rows * length,) and shape[0] not in own):
+        rows = tuple(shape[:2]) == (call.rows, length) and (
+            len(shape) > 2 or length not in parameter_sizes
+        )
+        if rows or (shape[:1] == (call.rows * length,) and shape[0] not in parameter_sizes):
             return True
     return False
 
@@ -331,22 +333,24 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
     with torch.no_grad():
         tokens, upstream = random_like(x), random_like(x)
     trial = _Trial(call, tokens, upstream, roots, state)
-    whole, chunks = trial.left(trial.whole), trial.left(trial.in_chunks)
-    call.site.fingerprint.kept |= whole.keys() | chunks.keys()
-    differing = _differing(whole, chunks, coarsest(call, x))
+    unchunked, chunks = trial.left(trial.whole), trial.left(trial.in_chunks)
+    call.site.fingerprint.kept |= unchunked.keys() | chunks.keys()
+    differing = _differing(unchunked, chunks, coarsest(call, x))
     if differing:  # a value that changes at each run, such as a time, shows nothing
         again = trial.left(trial.whole)
-        noisy = _differing(whole, again, coarsest(call, x))
-        differing = {path: told for path, told in differing.items() if path not in noisy}
+        noisy = _differing(unchunked, again, coarsest(call, x))
+        differing = {path: shapes for path, shapes in differing.items() if path not in noisy}
     if not differing:
         return _why_kept_before(call.site, roots)
     # A value that only the first call sets is no record of later calls.
-    recorded = _differing(whole, trial.left(trial.twice), coarsest(call, x))
+    recorded = _differing(unchunked, trial.left(trial.twice), coarsest(call, x))
     call.site.tests.differing |= differing.keys() & recorded.keys()
-    otherwise = _differing(whole, trial.left(trial.at_once), coarsest(call, x))
+    otherwise = _differing(unchunked, trial.left(trial.at_once), coarsest(call, x))
     # Tensors in graphs are out of sight as well, and differ for another attention.
     otherwise = {
-        path: told for path, told in otherwise.items() if path in differing and path != OUT_OF_SIGHT
+        path: shapes
+        for path, shapes in otherwise.items()
+        if path in differing and path != OUT_OF_SIGHT
     }
     if otherwise:
         raise UnsupportedModelError(
@@ -366,13 +370,13 @@ def _why_kept_before(site: LayerSite, roots: Roots) -> str | None:
     """
     if not site.tests.differing:
         return None
-    there = Memory(roots).values.keys() & site.tests.differing
-    return f"{KEEPS_VALUES} ({_named(dict.fromkeys(sorted(there), ''))})" if there else None
+    paths = Memory(roots).values.keys() & site.tests.differing
+    return f"{KEEPS_VALUES} ({_named(dict.fromkeys(sorted(paths), ''))})" if paths else None
 
 
 def _named(differing: dict[str, str]) -> str:
-    told = [path + shapes for path, shapes in list(differing.items())[:NAMED_AT_MOST]]
-    return ", ".join(told) + (
+    labels = [path + shapes for path, shapes in list(differing.items())[:NAMED_AT_MOST]]
+    return ", ".join(labels) + (
         f" and {len(differing) - NAMED_AT_MOST} more" if len(differing) > NAMED_AT_MOST else ""
     )
 
@@ -396,12 +400,12 @@ class _Trial:
         self.call, self.x, self.upstream, self.roots = call, x, upstream, roots
         self.state = state
         self.random = RandomState.capture(call.device)
-        wanted = (
+        differentiable = (
             call.hidden_states.requires_grad
             or call.arguments.inputs
             or call.backward.parameters.groups
         )
-        self.graph = torch.is_grad_enabled() and bool(wanted) and may_have_graphs(call)
+        self.graph = torch.is_grad_enabled() and bool(differentiable) and may_have_graphs(call)
 
     def left(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
         """Run the layer, and return the stored values that the run added or changed, by path. The
@@ -413,11 +417,13 @@ class _Trial:
         named, length = self.call.arguments.named, self.x.shape[-2]
         documents = in_several(named, length) if self.call.packing.told else {}
         rows = None if self.call.packing.rows is None else tried_rows(self.x.shape[-3], length)
-        given = self.call.arguments.replaced({**nothing_masked(named, length), **documents}, rows)
+        test_arguments = self.call.arguments.replaced(
+            {**nothing_masked(named, length), **documents}, rows
+        )
         self.state.rewind()
         with undone(self.roots) as (before, writes):
             # Draw the weights inside, so that each run has the same weights.
-            with self.random.replayed(), given, as_trained(self.call) as shadows:
+            with self.random.replayed(), test_arguments, as_trained(self.call) as shadows:
                 run(shadows or [])
             on_weights = {
                 f"parameter {number}.{name}": value
@@ -426,9 +432,9 @@ class _Trial:
             }
             del shadows
             after = Memory(self.roots)
-            found, elsewhere = after.changed(before, writes), writes.kept_elsewhere(after)
-            found.update(on_weights)
-            return {**found, OUT_OF_SIGHT: elsewhere} if elsewhere else found
+            values, elsewhere = after.changed(before, writes), writes.kept_elsewhere(after)
+            values.update(on_weights)
+            return {**values, OUT_OF_SIGHT: elsewhere} if elsewhere else values
 
     def whole(self, shadows: list[Tensor]) -> None:
         """Run the unpatched layer once, with backward if the call has one.
@@ -512,13 +518,13 @@ def _differing(one: dict[str, Any], other: dict[str, Any], dtype: torch.dtype) -
         other: values by path, of another run.
         dtype: dtype that determines the tolerance.
     """
-    found = {}
+    differences = {}
     tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
     for path in dict.fromkeys((*one, *other)):
         first, second = one.get(path, MISSING), other.get(path, MISSING)
         if not _alike(first, second, tolerance):
-            found[path] = _told(first, second)
-    return found
+            differences[path] = _told(first, second)
+    return differences
 
 
 def _alike(one: Any, other: Any, tolerance: float) -> bool:
@@ -543,12 +549,14 @@ def _alike(one: Any, other: Any, tolerance: float) -> bool:
     return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and one == other)
 
 
-def _told(whole: Any, chunks: Any) -> str:
+def _told(unchunked: Any, chunks: Any) -> str:
     """Return the shapes of two tensors as text; "" if the shapes are equal or one value is no
     tensor."""
-    arrays = isinstance(whole, (Tensor, np.ndarray)) and isinstance(chunks, (Tensor, np.ndarray))
-    if arrays and whole.shape != chunks.shape:
-        return f" {tuple(chunks.shape)} for {tuple(whole.shape)}"
+    arrays = isinstance(unchunked, (Tensor, np.ndarray)) and isinstance(
+        chunks, (Tensor, np.ndarray)
+    )
+    if arrays and unchunked.shape != chunks.shape:
+        return f" {tuple(chunks.shape)} for {tuple(unchunked.shape)}"
     return ""
 
 
@@ -576,8 +584,8 @@ def _as_in_a_step(call: LayerCall) -> Iterator[None]:
     layer's parameters are detached. Stored values are removed afterwards."""
     parameters = Parameters(call.site.layer, call.device, call.site.of(slots_of))
     graph = torch.is_grad_enabled() and may_have_graphs(call)
-    given: contextlib.AbstractContextManager[Any] = torch.no_grad()
+    grad_mode: contextlib.AbstractContextManager[Any] = torch.no_grad()
     if graph:
-        given = parameters.replaced([p.detach() for p in parameters.current()])
-    with undone(roots_of(call.site, call.look)), given:
+        grad_mode = parameters.replaced([p.detach() for p in parameters.current()])
+    with undone(roots_of(call.site, call.look)), grad_mode:
         yield

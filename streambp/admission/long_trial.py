@@ -88,14 +88,14 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
             assert output is not None
             yield output.hidden_states
 
-    (whole,) = given([Chunk(0, 0, length)])
+    (unchunked,) = given([Chunk(0, 0, length)])
     differences, added, sizes = [], [], []  # sums of squares, [..., B, C] each
     parts = call.plan.chunks[:chunks]
     for chunk, piece in zip(parts, given(parts), strict=True):
-        here = chunk.part(whole, -2)
-        differences.append(_squares(here - piece))
-        added.append(_squares(here - chunk.part(x, -2)))
-        sizes.append(_squares(here))
+        unchunked_chunk = chunk.part(unchunked, -2)
+        differences.append(_squares(unchunked_chunk - piece))
+        added.append(_squares(unchunked_chunk - chunk.part(x, -2)))
+        sizes.append(_squares(unchunked_chunk))
     padding = (0, -length % BLOCK)
     difference, addition, size = (  # [..., T] -> the sums over each BLOCK
         torch.nn.functional.pad(torch.cat(squares, -1), padding).unflatten(-1, (-1, BLOCK)).sum(-1)
@@ -104,7 +104,7 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
     dtype = coarsest(call, x)
     most = (
         TOLERANCE.get(dtype, HALF_TOLERANCE) * addition.sqrt()
-        + 8 * torch.finfo(whole.dtype).eps * size.sqrt()
+        + 8 * torch.finfo(unchunked.dtype).eps * size.sqrt()
     )
     return bool(((difference.sqrt() <= most) | ~size.isfinite()).all())
 

@@ -223,12 +223,12 @@ def own_run(
     """
     if type(call) is not LayerCall:
         return None
-    own = UnpatchedRun(call, x, upstream, shadows)
-    call.site.tests.third_party_modules = own.foreign
+    unpatched = UnpatchedRun(call, x, upstream, shadows)
+    call.site.tests.third_party_modules = unpatched.foreign
     call.site.tests.result(call.arguments.kind).tried = {
-        ANY_SIZE: 0 if own.foreign else sys.maxsize
+        ANY_SIZE: 0 if unpatched.foreign else sys.maxsize
     }
-    return own
+    return unpatched
 
 
 def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
@@ -268,30 +268,31 @@ def why_unlike_unpatched(
         StreamingMismatchError: the results differ by more than rounding, or FSDP1 holds the layer's
             parameters.
     """
-    own = own_run(call, x, upstream, shadows)
-    if own is None:
+    unpatched = own_run(call, x, upstream, shadows)
+    if unpatched is None:
         return None
-    if not own.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
+    if not unpatched.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
         raise StreamingMismatchError(
-            f"{own.named} computes other values unpatched than streamed: outputs or gradients for "
+            f"{unpatched.named} computes other values unpatched than streamed: outputs or gradients "
+            "for "
             "a few random tokens differ by more than rounding. A replaced attention function, "
             "mask function or inner forward is a common cause, because streaming does not call "
             "the replacement. Another cause is a module that counts or keeps a running scale. "
             f"{WHAT_TO_DO}"
         )
-    return own.why_whole()
+    return unpatched.why_whole()
 
 
 def small_ones(parameters: list[Tensor]) -> list[Tensor]:
     """Return the parameters [...] whose gradients a test compares: the smallest ones, with at most
     `MAX_COMPARED_ELEMENTS` elements together."""
-    found, total = [], 0
+    smallest, total = [], 0
     for parameter in sorted(parameters, key=Tensor.numel):
         total += parameter.numel()
         if total > MAX_COMPARED_ELEMENTS:
             break
-        found.append(parameter)
-    return found
+        smallest.append(parameter)
+    return smallest
 
 
 def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
@@ -302,10 +303,10 @@ def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list
         leaves: tensors in its graph.
         upstream: [..., B, t, h], the gradient of `output`.
     """
-    found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
+    gradients = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
     return [
         torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(leaves, found, strict=True)
+        for leaf, grad in zip(leaves, gradients, strict=True)
     ]
 
 

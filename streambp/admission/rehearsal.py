@@ -104,12 +104,16 @@ def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
         named: the layer's arguments by name.
         length: number of tokens of the test.
     """
-    found = {name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")}
+    replacements = {
+        name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")
+    }
     if isinstance(named.get(PICKED), Tensor):
         queries = torch.arange(length, device=named[PICKED].device)
         # [B, T, 2]
-        found[PICKED] = torch.stack((queries, queries // 2), -1).expand(len(named[PICKED]), -1, -1)
-    return found
+        replacements[PICKED] = torch.stack((queries, queries // 2), -1).expand(
+            len(named[PICKED]), -1, -1
+        )
+    return replacements
 
 
 def _unmasked(mask: Any, length: int) -> Any:

@@ -152,7 +152,7 @@ def _deeper_stacks(
 ) -> list[tuple[PreTrainedModel, tuple[nn.Module, ...]]]:
     """Return (model, layers) pairs for lists of decoder layers that are not direct children of
     their model, but inside another of its modules. Used if no list is a direct child."""
-    found: list[tuple[PreTrainedModel, tuple[nn.Module, ...]]] = []
+    stacks: list[tuple[PreTrainedModel, tuple[nn.Module, ...]]] = []
     inside: set[int] = set()
     for model in reversed(models):  # innermost model first
         for module in model.modules():
@@ -161,9 +161,9 @@ def _deeper_stacks(
             layers = bare_layers(module)
             holds = attends(layers[0]) or cache_argument(layers[0])
             if _is_stack(module) or (holds and ATTENDING.isdisjoint(_names(layers[0]))):
-                found.insert(0, (model, layers))
+                stacks.insert(0, (model, layers))
                 inside |= {id(inner) for inner in module.modules()}
-    return found
+    return stacks
 
 
 def _refuse_wrapped_layers(model: nn.Module) -> None:
@@ -324,14 +324,14 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
     if getattr(backbone.config, "is_decoder", True) is False:
         # A model whose mask is causal in a decoder and bidirectional in an encoder, which it is
         # here.
-        own = (
+        forwards = (
             inspect.unwrap(value)
             for value in vars(type(backbone)).values()
             if inspect.isfunction(value)
         )
         codes = (
             function.__code__
-            for function in (written_forward(backbone), *own)
+            for function in (written_forward(backbone), *forwards)
             if hasattr(function, "__code__")
         )
         if {"is_decoder", *MASK_MAKERS} <= {name for code in codes for name in code.co_names}:
@@ -349,8 +349,8 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
         # A bidirectional one beside a causal one reads nothing without an encoder
         # (BartForCausalLM). The probe tests this.
         if bidirectional and (encoded or len(bidirectional) == len(attentions)):
-            told = f"{type(bidirectional[0]).__name__} is bidirectional (is_causal=False)"
-            return f"{told}, a chunk would read what later chunks hold"
+            subject = f"{type(bidirectional[0]).__name__} is bidirectional (is_causal=False)"
+            return f"{subject}, a chunk would read what later chunks hold"
         # Doge computes a mask from its values.
         masking = (
             a
@@ -371,8 +371,8 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
                 f"its attention is sparse, {type(indexer).__name__} picks among keys that it pools "
                 "in a cache of its own"
             )
-    known = (attends, cache_argument, states_argument, replaced_attention)
-    if not any(known_by(layer) for layer in layers for known_by in known):
+    kinds = (attends, cache_argument, states_argument, replaced_attention)
+    if not any(known_by(layer) for layer in layers for known_by in kinds):
         writing = next((layer for layer in layers if _takes_states(layer)), None)
         if writing is not None:
             return (
