@@ -122,8 +122,8 @@ class MergedOutput:
         self._o = self._o.to(torch.promote_types(self._o.dtype, dtype))
         rows = slice(block.b0, block.b1)
         columns = slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
-        here = self._o[rows, columns]
-        merge(here, self._lse[rows, :, columns], o.transpose(1, 2), lse, here)
+        merged = self._o[rows, columns]
+        merge(merged, self._lse[rows, :, columns], o.transpose(1, 2), lse, merged)
 
     def result(self) -> Attended:
         """Return the merged o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. A
@@ -181,10 +181,10 @@ def merge_in_torch(
     safe = merged if all_read else merged.clamp(min=torch.finfo(merged.dtype).min)
     weight = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)  # [b, t, H, 1]
     part_weight = (part_lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
-    kept = o * weight  # [b, t, H, D]
+    weighted = o * weight  # [b, t, H, D]
     if not all_read:
-        kept.masked_fill_(weight == 0.0, 0.0)
-    torch.add(kept, part_o * part_weight, out=out)
+        weighted.masked_fill_(weight == 0.0, 0.0)
+    torch.add(weighted, part_o * part_weight, out=out)
     lse.copy_(merged)
 
 
@@ -334,10 +334,10 @@ def attend_blocks(
     size = site.value_size
     merged = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None)
     padded = size != site.width
-    (whole,) = cut((0, q.shape[0], 0, q.shape[1]), q)
+    (all_queries,) = cut((0, q.shape[0], 0, q.shape[1]), q)
     visits = zip(site.visit(plan.blocks), params.tasks(plan, layout, q.device), strict=True)
     for number, ((block, k, v), task) in enumerate(visits):
-        q_here = whole
+        q_here = all_queries
         if not plan.covers[number]:
             queries = (block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start)
             (q_here,) = cut(queries, q)
@@ -399,7 +399,7 @@ class PrefixRead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Add dK [B, H_kv, e, D] and dV of all tokens up to the chunk's end to the shared buffers.
         Return the gradients of the chunk's own k and v [B, H_kv, C, D], in their dtypes."""
-        own = slice(ctx.chunk.start, ctx.chunk.stop)
+        positions = slice(ctx.chunk.start, ctx.chunk.stop)
         parts = list[Tensor | None]()
         for total, grad, like in zip(
             ctx.site.grow_accumulators(), grads, (ctx.site.k, ctx.site.v), strict=True
@@ -407,7 +407,7 @@ class PrefixRead(torch.autograd.Function):
             if grad is not None:
                 ctx.site.add_once(total[:, : ctx.chunk.stop], grad.transpose(1, 2))
             # The slice is complete. [Note: prefix accumulation order]
-            parts.append(total[:, own].transpose(1, 2).to(like.dtype))
+            parts.append(total[:, positions].transpose(1, 2).to(like.dtype))
         return *parts, None, None
 
 

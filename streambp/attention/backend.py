@@ -187,7 +187,7 @@ class Backend:
         blocks = tuple(
             sorted(layout.blocks(chunk.start, chunk.stop, tiling), key=operator.attrgetter("k0"))
         )
-        whole = 0, rows, chunk.start, chunk.stop
+        all_queries = 0, rows, chunk.start, chunk.stop
         kernels = list[Kernel]()
         covers = list[bool]()
         kinds = set[Kind]()
@@ -195,7 +195,7 @@ class Backend:
         for block in blocks:
             kernel = self.kernel(block)
             kernels.append(kernel)
-            covers.append((block.b0, block.b1, block.q0, block.q1) == whole)
+            covers.append((block.b0, block.b1, block.q0, block.q1) == all_queries)
             kinds.add(block.kind)
             used.add(Used(kernel.name, block.kind, self.because))
         queries = rows * (chunk.stop - chunk.start)
@@ -225,8 +225,11 @@ def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
     """
     depth = covered = 0
     for b0, b1 in {(block.b0, block.b1) for block in blocks}:
-        here = [block for block in blocks if (block.b0, block.b1) == (b0, b1)]
-        edges = sorted([(block.q0, 1) for block in here] + [(block.q1, -1) for block in here])
+        blocks_of_rows = [block for block in blocks if (block.b0, block.b1) == (b0, b1)]
+        edges = sorted(
+            [(block.q0, 1) for block in blocks_of_rows]
+            + [(block.q1, -1) for block in blocks_of_rows]
+        )
         inside = since = 0
         for position, change in edges:
             covered += (b1 - b0) * (position - since) * (inside > 0)
@@ -318,9 +321,12 @@ def choose_backend(
     """
     if wanted == "math":
         return PLAIN_PRODUCTS
-    here = platform_of(q.device) if platform is None else platform
+    properties = platform_of(q.device) if platform is None else platform
     return _chosen(
-        wanted, AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap), sink, here
+        wanted,
+        AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap),
+        sink,
+        properties,
     )
 
 
@@ -328,49 +334,49 @@ PLAIN_PRODUCTS = Backend((MATH,), because="attention='math'")
 
 
 @functools.lru_cache
-def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Backend:
-    if wanted == "auto" and here.device == "cpu" and sink and call.dtype in HALF:
+def _chosen(choice: str, call: AttentionShape, sink: bool, platform: Platform) -> Backend:
+    if choice == "auto" and platform.device == "cpu" and sink and call.dtype in HALF:
         return Backend((MATH,), because="attention sinks in half precision on a CPU")
-    no_flash = next(why_not_flash(call, here), None)
-    no_cudnn = next(why_not_cudnn(call, here), None)
-    pads_on_cpu = here.device == "cpu" and call.size != call.value_size
-    if no_flash is None and wanted == "auto" and pads_on_cpu:
+    no_flash = next(why_not_flash(call, platform), None)
+    no_cudnn = next(why_not_cudnn(call, platform), None)
+    pads_on_cpu = platform.device == "cpu" and call.size != call.value_size
+    if no_flash is None and choice == "auto" and pads_on_cpu:
         no_flash = f"queries and keys have head size {call.size}, values {call.value_size}"
-    flash = no_flash is None and here.flash_on
-    efficient = here.efficient_on and next(why_not_efficient(call, here), None) is None
+    flash = no_flash is None and platform.flash_on
+    efficient = platform.efficient_on and next(why_not_efficient(call, platform), None) is None
     kernel: FlashKernel | CpuFlashKernel = FLASH
-    if here.device == "cpu":
+    if platform.device == "cpu":
         kernel = CPU_FLASH
-    elif here.hip:
+    elif platform.hip:
         kernel = SQUARE_FLASH
-    elif here.flash == "FA4" and here.torch < (2, 12):
+    elif platform.flash == "FA4" and platform.torch < (2, 12):
         # the operators of FlashAttention-4 raise in the backward of a window
         kernel = WINDOWLESS_FLASH
     square = call.pair == (call.padded, call.padded)
-    if no_cudnn is None and (wanted == "cudnn" or (wanted == "auto" and prefers_cudnn(here))):
+    if no_cudnn is None and (choice == "cudnn" or (choice == "auto" and prefers_cudnn(platform))):
         left_over: Kernel = EFFICIENT if efficient else MATH
         if flash:
             left_over = kernel if square else PADDED[kernel]
         return Backend(tuple(dict.fromkeys((CUDNN, left_over, MATH))))
-    if no_flash is None and (wanted == "flash" or (wanted == "auto" and flash)):
-        if square or (here.device == "cpu" and call.size == call.value_size):
+    if no_flash is None and (choice == "flash" or (choice == "auto" and flash)):
+        if square or (platform.device == "cpu" and call.size == call.value_size):
             return Backend((kernel, MATH))
-        if call.value_size < call.size and (call.size == call.padded or here.device == "cpu"):
+        if call.value_size < call.size and (call.size == call.padded or platform.device == "cpu"):
             # V is padded in its buffer. [Note: padded values]
             return Backend((kernel, MATH), width=call.size)
         return Backend((PADDED[kernel], MATH))
-    if wanted == "auto":
+    if choice == "auto":
         if efficient:
             return Backend((EFFICIENT, MATH))
         because = ""
         if no_flash:
             because = f"FlashAttention cannot: {no_flash}"
-        elif not here.flash_on:
+        elif not platform.flash_on:
             because = "FlashAttention is switched off"
         return Backend((MATH,), because=because)
-    reason = no_flash if wanted == "flash" else no_cudnn
+    reason = no_flash if choice == "flash" else no_cudnn
     raise AttentionChoiceError(
-        f"attention={wanted!r} cannot attend here: {reason}. Set attention='auto' or 'math' in "
+        f"attention={choice!r} cannot attend here: {reason}. Set attention='auto' or 'math' in "
         "StreamConfig."
     )
 

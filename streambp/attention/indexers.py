@@ -118,16 +118,16 @@ def _few_queries_at_a_time(
     step = max(1, SCORES // (4 * heads * chunk.stop))
     picks: list[Tensor] = []
     for row in range(rows):
-        found = []
+        parts = []
         for start in range(chunk.start, chunk.stop, step):
             stop = min(start + step, chunk.stop)
             # [1, queries, k]
-            found.append(forward(**_part(named, caches, number, point, row, rows, start, stop)))
+            parts.append(forward(**_part(named, caches, number, point, row, rows, start, stop)))
         # The first queries may have fewer keys: they pick all, and key 0 repeatedly.
-        most = found[-1].shape[-1]
+        most = parts[-1].shape[-1]
         picks.append(
             torch.cat(
-                [torch.nn.functional.pad(part, (0, most - part.shape[-1])) for part in found], 1
+                [torch.nn.functional.pad(part, (0, most - part.shape[-1])) for part in parts], 1
             )
         )
     return picks[0] if rows == 1 else torch.cat(picks)
@@ -174,17 +174,17 @@ def _part(
         keys[row, start:stop] = k[0, 0]
         return keys[row, :stop][None, None], nothing
 
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in named.items():
         if name in caches:
-            found[name] = ChunkCache(start, read)
+            arguments[name] = ChunkCache(start, read)
         elif value is point:
             device = next(x for x in named.values() if isinstance(x, Tensor)).device
             tile = visible(prefix.layout, start, stop, 0, stop, device)
-            found[name] = _row(tile, row)[:, 0]  # [1, queries, stop]
+            arguments[name] = _row(tile, row)[:, 0]  # [1, queries, stop]
         else:
-            found[name] = rebuilt(value, cut)
-    return found
+            arguments[name] = rebuilt(value, cut)
+    return arguments
 
 
 def _row(x: Tensor, row: int) -> Tensor:

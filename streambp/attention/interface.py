@@ -108,10 +108,10 @@ def stream_attention(
             if softcap is not None:
                 kwargs["softcap"] = softcap
             kwargs.update(dropout=dropout, scaling=scaling)
-            found: tuple[Tensor, None] = function(
+            result: tuple[Tensor, None] = function(
                 module, query, key, value, attention_mask, **kwargs
             )
-            return found
+            return result
     foreign = list[str]()
     sink = None
     picks = None
@@ -158,11 +158,11 @@ def stream_attention(
 def _own_function(module: nn.Module) -> Any:
     """Return the attention function of the config's own implementation, "sdpa" for example. None if
     the module must use `stream_attention` in the current thread. [Note: routed configs]"""
-    own = _met_by_chance(getattr(module, "config", None))
-    if own is None:
+    implementation = _met_by_chance(getattr(module, "config", None))
+    if implementation is None:
         return None
     eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
-    return AttentionInterface().get(own, eager)
+    return AttentionInterface().get(implementation, eager)
 
 
 def _unsupported(module: nn.Module, foreign: list[str]) -> UnsupportedModelError:
@@ -207,20 +207,24 @@ def _unusual(
     """Return the names of an attention call's arguments that streambp does not support, the logits
     [H] of an attention sink, and the keys [B, S, k] that an indexer picked. Sink and keys are None
     if the call has none."""
-    given = {name for name, value in kwargs.items() if value is not None}
-    foreign = [name for name in FOREIGN_ARGUMENTS if name in given]
+    passed = {name for name, value in kwargs.items() if value is not None}
+    foreign = [name for name in FOREIGN_ARGUMENTS if name in passed]
     picks = kwargs.get(PICKS)
     if picks is not None and not (isinstance(mask, ChunkAttention) and mask.takes_picks):
         foreign.append(PICKS)
-    return foreign, next((kwargs[name] for name in SINKS if name in given), None), picks
+    return foreign, next((kwargs[name] for name in SINKS if name in passed), None), picks
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
     """Return a `LazyMask` with the arguments of transformers' mask functions, in place of a mask.
     If the config does not use `stream_attention` in the current thread, return the mask of its own
     attention implementation."""
-    own = _met_by_chance(config)
-    function = LazyMask if own is None else AttentionMaskInterface().get(own, LazyMask)
+    implementation = _met_by_chance(config)
+    function = (
+        LazyMask
+        if implementation is None
+        else AttentionMaskInterface().get(implementation, LazyMask)
+    )
     return function(config=config, **description)
 
 
@@ -302,9 +306,9 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
     implementation again. Another thread may find the name outside of any `routed` of its own. Calls
     of that thread use the config's own implementation.
     """
-    here = HERE.get()
+    routed_ids = HERE.get()
     for config in configs:
-        if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in here:
+        if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in routed_ids:
             return _routed(configs)
     return contextlib.nullcontext()
 
@@ -313,7 +317,7 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
 def _routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     AttentionInterface.register(NAME, stream_attention)
     AttentionMaskInterface.register(NAME, stream_mask)
-    here = HERE.get()
+    routed_ids = HERE.get()
     holder = object()
     entered: list[tuple[PreTrainedConfig, Routed]] = []
     try:
@@ -332,7 +336,7 @@ def _routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
         yield
     finally:
         if entered:
-            HERE.set(here)
+            HERE.set(routed_ids)
         for config, name in entered:
             _leave(config, name, holder)
 
@@ -375,8 +379,8 @@ def _met_by_chance(config: object) -> str | None:
     compared = COMPARED.get().get(id(config))
     if compared is not None or id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get():
         return compared
-    own = own_implementation(config)
-    return None if own == NAME else own
+    implementation = own_implementation(config)
+    return None if implementation == NAME else implementation
 
 
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -463,8 +467,8 @@ class NoAttention:
         )
         if isinstance(spans, DenseMask):
             barriers = spans.barriers
-        told = mask.told if isinstance(mask, LazyMask) else None
-        return Layout(spans, barriers, told)
+        documents = mask.told if isinstance(mask, LazyMask) else None
+        return Layout(spans, barriers, documents)
 
     def hand(
         self, named: dict[str, Any], point: ChunkAttention
@@ -550,12 +554,12 @@ class ThroughInterface(NoAttention):
             point: the object that computes the chunk's attention.
         """
         point.takes_picks = self.picks_keys
-        found: dict[str, Any] = {}
+        replacements: dict[str, Any] = {}
         for name, value in named.items():
             if type(value) in VALUE_TYPES:
                 continue
             if isinstance(value, LazyMask):
-                found[name] = point
+                replacements[name] = point
             elif isinstance(value, Mapping):
                 parts: dict[Any, Any] = {}
                 has_mask = False
@@ -565,8 +569,8 @@ class ThroughInterface(NoAttention):
                         parts[key] = point
                         has_mask = True
                 if has_mask:
-                    found[name] = parts
-        return {**named, **(found or {"attention_mask": point})}, None
+                    replacements[name] = parts
+        return {**named, **(replacements or {"attention_mask": point})}, None
 
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
@@ -579,10 +583,10 @@ class ThroughInterface(NoAttention):
             length: number of tokens.
             mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
         """
-        found = {name: masks_replaced(value, mask) for name, value in named.items()}
+        arguments = {name: masks_replaced(value, mask) for name, value in named.items()}
         if not isinstance(attention_mask_of(named), LazyMask):
-            found["attention_mask"] = mask(LazyMask())
-        return found
+            arguments["attention_mask"] = mask(LazyMask())
+        return arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -635,27 +639,27 @@ class Picking(ThroughInterface):
     @property
     def costs(self) -> str:  # type: ignore[override]
         """Return text for `describe` about what sparse attention costs in time and memory."""
-        found = (
+        text = (
             "sparse attention: plain products with all keys before, which are masked if they are "
             "not picked"
         )
         if self.kept is None:
-            return found
-        return f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
+            return text
+        return f"{text}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
 
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
         """Return the context manager and the arguments for an unchunked run of the layer, in which
         the model's own masks and indexer are used."""
-        own = [own_implementation(config) or EAGER for config in configs]
+        implementations = [own_implementation(config) or EAGER for config in configs]
 
         def mask(lazy: LazyMask) -> Any:
-            return AttentionMaskInterface()[own[0]](**lazy.description)
+            return AttentionMaskInterface()[implementations[0]](**lazy.description)
 
         args = tuple(masks_replaced(value, mask) for value in args)
         return (
-            unrouted(configs, own),
+            unrouted(configs, implementations),
             args,
             {name: masks_replaced(value, mask) for name, value in kwargs.items()},
         )
@@ -701,14 +705,14 @@ class OverCache(NoAttention):
         mask = attention_mask_of(named)
         length = x.shape[-2]
         by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
-        found: OwnMask | str
+        layer_mask: OwnMask | str
         if mask is None and by_sdpa:
-            found = OwnMask(torch.empty(0, device=x.device))
+            layer_mask = OwnMask(torch.empty(0, device=x.device))
         else:
-            found = own_mask(mask, length, by_sdpa)
-        if isinstance(found, str):
-            return found
-        if documents is not None and found.mask.dim() < 4:
+            layer_mask = own_mask(mask, length, by_sdpa)
+        if isinstance(layer_mask, str):
+            return layer_mask
+        if documents is not None and layer_mask.mask.dim() < 4:
             raise UnsupportedModelError(
                 f"position_ids mark {documents} documents of packed rows, but the attention of "
                 f"{type(layer).__name__} does not separate them: its mask marks padding alone. The "
@@ -717,15 +721,15 @@ class OverCache(NoAttention):
                 "documents, as in the unpatched model."
             )
         because = why_picked_blocks_stay_whole(
-            layer, named.get("position_ids"), found, length, by_sdpa
+            layer, named.get("position_ids"), layer_mask, length, by_sdpa
         )
         if because is not None:
             return because
         # sdpa gives an empty query 0, in a chunk and in the sequence. A position bias gives
         # sdpa another mask.
-        if by_sdpa and found.mask.dtype == torch.bool and not biases_positions(layer):
-            found = dataclasses.replace(found, empty=None)
-        named["attention_mask"] = found
+        if by_sdpa and layer_mask.mask.dtype == torch.bool and not biases_positions(layer):
+            layer_mask = dataclasses.replace(layer_mask, empty=None)
+        named["attention_mask"] = layer_mask
         return None
 
     def hand(
@@ -771,12 +775,12 @@ class OverCache(NoAttention):
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
     """Return every distinct config from which the layer's modules read their attention
     implementation."""
-    found: dict[int, PreTrainedConfig] = {}
+    by_id: dict[int, PreTrainedConfig] = {}
     for module in layer.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
-            found[id(config)] = config
-    return list(found.values())
+            by_id[id(config)] = config
+    return list(by_id.values())
 
 
 def _refuse_added_bools(configs: list[PreTrainedConfig]) -> None:

@@ -102,13 +102,13 @@ class KVBuffer:
         Return None if K or V is not contiguous as [B, T, H_kv, D], does not fill its storage, or is
         an inference tensor. [Note: one chunk]
         """
-        own = k.transpose(1, 2), v.transpose(1, 2)
-        for x in own:
+        buffers = k.transpose(1, 2), v.transpose(1, 2)
+        for x in buffers:
             if not x.is_contiguous() or x.is_inference():
                 return None
             if x.untyped_storage().nbytes() != x.nbytes:
                 return None
-        return cls(*own, versions=(k._version, v._version))
+        return cls(*buffers, versions=(k._version, v._version))
 
     def pack(self) -> None:
         """Free the zero columns with which V is padded, until V is read again."""
@@ -128,8 +128,8 @@ class KVBuffer:
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views. Saved tensors have
         the same layout: tokens before heads."""
-        here = slice(chunk.start, chunk.stop)
-        return self.k[:, here], narrowed(self.v[:, here], self.value_size)
+        positions = slice(chunk.start, chunk.stop)
+        return self.k[:, positions], narrowed(self.v[:, positions], self.value_size)
 
     def read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of the e tokens up to the chunk's end,
@@ -144,10 +144,10 @@ class KVBuffer:
         length = chunk.stop - chunk.start
         self.k.narrow(1, start, length).copy_(k.transpose(1, 2))
         if self.columns is None:
-            own = self.v.narrow(1, start, length)
+            target = self.v.narrow(1, start, length)
         else:
-            own = self.part(chunk)[1]
-        own.copy_(v.transpose(1, 2))
+            target = self.part(chunk)[1]
+        target.copy_(v.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         """Return each block with its keys and values, as views of the buffers. A block is a
@@ -170,11 +170,11 @@ class KVBuffer:
                 "backward would read others. Let it write to a copy (torch.add instead of "
                 "Tensor.add_)."
             )
-        found = []
+        visited = []
         for block in blocks:
             k, v = cut((block.b0, block.b1, block.k0, block.k1), self.k, self.v)
-            found.append((block, k, v))
-        return found
+            visited.append((block, k, v))
+        return visited
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
         """Add a block's gradients dk [b, H_kv, k, D] and dv to the gradient buffers, at the block's
@@ -302,17 +302,19 @@ class KVTiles:
             blocks: rectangles of the chunk's queries and of keys, ordered by their keys.
             gradients: True to load the sums of dK and dV as well.
         """
-        wanted = [self._tiles(block) for block in blocks]
+        tiles_of_blocks = [self._tiles(block) for block in blocks]
         if not blocks:  # all queries are padding that reads nothing
             return
-        own = self.plan.holding(blocks[0].q0)
-        self._leave([index for index in self._here if index != own and index not in wanted[0]])
+        own_tile = self.plan.holding(blocks[0].q0)
+        self._leave(
+            [index for index in self._here if index != own_tile and index not in tiles_of_blocks[0]]
+        )
         for number, block in enumerate(blocks):
-            for index in wanted[number]:
+            for index in tiles_of_blocks[number]:
                 self._enter(index, gradients)
             following = range(0)
             if number + 1 < len(blocks):
-                following = wanted[number + 1]
+                following = tiles_of_blocks[number + 1]
             for index in following:  # load the next tile while the kernel runs
                 if index not in self._here:
                     for name in (self._k, self._v):
@@ -326,7 +328,9 @@ class KVTiles:
                 self._part(block, lambda tile: tile.v, self.width),
             )
             self._leave(
-                index for index in wanted[number] if index not in following and index != own
+                index
+                for index in tiles_of_blocks[number]
+                if index not in following and index != own_tile
             )
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
@@ -409,8 +413,8 @@ class KVTiles:
         if len(tiles) == 1:
             ((tile, inside),) = tiles
             return cut((block.b0, block.b1, inside.start, inside.stop), tile)[0]
-        whole = torch.cat([tile[block.b0 : block.b1, inside] for tile, inside in tiles], 1)
-        return cut((0, block.b1 - block.b0, 0, block.k1 - block.k0), whole)[0]
+        joined = torch.cat([tile[block.b0 : block.b1, inside] for tile, inside in tiles], 1)
+        return cut((0, block.b1 - block.b0, 0, block.k1 - block.k0), joined)[0]
 
 
 # storage of one attention call's keys, values and gradients

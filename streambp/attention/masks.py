@@ -105,34 +105,34 @@ class DenseMask:
             tiling: sizes of the rectangles that the kernel prefers.
         """
         tiling = tiling.masked or tiling
-        found = list[Block]()
+        blocks = list[Block]()
         q_step = tiling.q_block or SCAN
         k_step = tiling.k_block or SCAN
         for q0 in range(start, stop, q_step):
             q1 = min(q0 + q_step, stop)
             end = stop if self.barriers else q1
             for k0 in range(0, end, k_step):
-                found.append(
+                blocks.append(
                     Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, end))
                 )
-        return found
+        return blocks
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
         """Return the mask of queries [q0, q1) and keys [k0, k1) on `device`, [B or 1, H or 1, q,
         k]. The dtype is bool (True is read), or floating to be added to the scores."""
         if isinstance(self.source, Tensor):
             return self.source[:, :, q0:q1, k0:k1].to(device)
-        known = self.source.description
+        description = self.source.description
         return sdpa_mask(
             batch_size=self.batch_size,
             q_length=q1 - q0,
             kv_length=k1 - k0,
             q_offset=q0,
             kv_offset=k0,
-            mask_function=known["mask_function"],
-            attention_mask=known.get("attention_mask"),
+            mask_function=description["mask_function"],
+            attention_mask=description.get("attention_mask"),
             allow_is_causal_skip=False,
-            use_vmap=known.get("use_vmap", False),
+            use_vmap=description.get("use_vmap", False),
             device=device,
         )
 
@@ -231,30 +231,31 @@ def _from_description(
     cu_seq_lens: Tensor | None,
     device: torch.device,
 ) -> Spans | DenseMask:
-    known = mask.description
-    if (known["q_length"], known["kv_length"]) != (length, length):
+    description = mask.description
+    if (description["q_length"], description["kv_length"]) != (length, length):
         raise UnsupportedMaskError(
-            f"The attention mask covers {known['kv_length']} keys, but the sequence has {length} "
+            f"The attention mask covers {description['kv_length']} keys, but the sequence has "
+            f"{length} "
             "tokens. Pass an attention_mask of the same length as input_ids."
         )
-    padding = known.get("attention_mask")
-    window = known.get("local_size")
+    padding = description.get("attention_mask")
+    window = description.get("local_size")
     if padding is not None and bool(padding.all()):
         padding = None
-    plain = known["mask_function"] is causal_mask_function and padding is None
+    plain = description["mask_function"] is causal_mask_function and padding is None
     if mask.ends is not None and padding is None:
         spans = Spans(length, tuple(_documents(list(ends)) for ends in mask.ends), window)
         # the mask separates the documents, or does not
         alike = (spans, Spans.causal(batch_size, length, window))
-        if plain or any(agrees(found, known, None, device) for found in alike):
+        if plain or any(agrees(candidate, description, None, device) for candidate in alike):
             mask.told = "position_ids", sum(map(len, spans.rows))
             return spans
     if plain and cu_seq_lens is None:
         return Spans.causal(batch_size, length)
-    if known.get("use_vmap", False):
+    if description.get("use_vmap", False):
         return _dense(mask, batch_size, length, device)
     packed = None
-    if known.get("attention_mask") is None and not plain and position_ids is not None:
+    if description.get("attention_mask") is None and not plain and position_ids is not None:
         packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
     if packed is not None:
         mask.told = "position_ids", sum(map(len, rows_of(batch_size, length, None, packed)))
@@ -275,7 +276,7 @@ def _from_description(
             )
         return Spans(length, rows, window)
     spans = Spans(length, rows_of(batch_size, length, padding, packed), window)
-    if agrees(spans, known, padding, device):
+    if agrees(spans, description, padding, device):
         return spans
     return _dense(mask, batch_size, length, device)
 
@@ -301,8 +302,8 @@ def spans_of_tokens(
         packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
     rows = rows_of(batch_size, length, padding, packed)
     if padding is not None:
-        kept = [sum(run.q1 - run.q0 for run in runs if run.k1 is None) for runs in rows]
-        if kept != padding.sum(1).tolist():
+        causal_tokens = [sum(run.q1 - run.q0 for run in runs if run.k1 is None) for runs in rows]
+        if causal_tokens != padding.sum(1).tolist():
             raise UnsupportedMaskError(
                 "The attention mask masks tokens in the middle of a row. For sequences split over "
                 "ranks it must mark padding on the left and on the right only."
@@ -407,12 +408,12 @@ def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
     query = torch.arange(spans.length, device="cpu")
     for row, runs in enumerate(spans.rows):
         for run in runs:
-            here = slice(run.q0, run.q1)
-            start = torch.full_like(query[here], run.k0)
+            queries = slice(run.q0, run.q1)
+            start = torch.full_like(query[queries], run.k0)
             if spans.window is not None:
-                start = torch.maximum(start, query[here] - spans.window + 1)
-            first[row, here] = start
-            last[row, here] = query[here] if run.k1 is None else run.k1 - 1
+                start = torch.maximum(start, query[queries] - spans.window + 1)
+            first[row, queries] = start
+            last[row, queries] = query[queries] if run.k1 is None else run.k1 - 1
     return first.to(device), last.to(device)
 
 

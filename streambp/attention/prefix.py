@@ -213,20 +213,20 @@ class Prefix:
         Args:
             backward: True if the gradients dK and dV need device memory as well.
         """
-        room, found = None if self.memory is None else self.memory.room, list[int | None]()
+        room, tiles = None if self.memory is None else self.memory.room, list[int | None]()
         for size in self.sizes_seen:
             if self.memory is None or room is None:
-                found.append(None)
+                tiles.append(None)
                 continue
             token, plan = size.resident + backward * size.sums, self.memory.plan
             if token * plan.length <= room:
-                found.append(None)
+                tiles.append(None)
                 room -= token * plan.length
             else:
                 resident = max(0, room // (token * plan.longest) - WORKING)
-                found.append(resident)
+                tiles.append(resident)
                 room = max(0, room - (resident + WORKING) * token * plan.longest)
-        return found
+        return tiles
 
     def saved_reads(self, index: int) -> list[list[Access]]:
         """Return the order in which backward loads the saved K and V of one attention call from
@@ -413,13 +413,14 @@ class PrefixChunkAttention(ChunkAttention):
             backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
             prefix.backends[index] = backend
             prefix.sdpa = prefix.sdpa.with_call(q, k, v, dropout, softcap is None and sink is None)
-        asked, place = (scale, dropout, softcap), (chunk.index, index)
+        settings, place = (scale, dropout, softcap), (chunk.index, index)
         if self.stage is Stage.FORWARD:
-            prefix.asked[place] = asked
-        elif self.stage is Stage.RECOMPUTE and prefix.asked.get(place, asked) != asked:
+            prefix.asked[place] = settings
+        elif self.stage is Stage.RECOMPUTE and prefix.asked.get(place, settings) != settings:
             raise BackwardError(
                 f"Attention was called with scale, dropout and softcap {prefix.asked[place]} in "
-                f"forward, and is with {asked} in backward. Call backward before you change them."
+                f"forward, and is with {settings} in backward. Call backward before you change "
+                "them."
             )
         if self.see is not None:
             for name, x in ((f"q.{index}", q), (f"k.{index}", k), (f"v.{index}", v)):

@@ -79,9 +79,11 @@ class OwnMask:
         if self.empty is None:
             return part
         part = part.clone()
-        own = part.diagonal(chunk.start, -2, -1)  # [B, H or 1, C]
-        is_read = ~self.mask[:, :, 0, -1:] if part.dtype == torch.bool else own.new_zeros(())
-        own.copy_(torch.where(self.empty[:, None, chunk.start : chunk.stop], is_read, own))
+        diagonal = part.diagonal(chunk.start, -2, -1)  # [B, H or 1, C]
+        is_read = ~self.mask[:, :, 0, -1:] if part.dtype == torch.bool else diagonal.new_zeros(())
+        diagonal.copy_(
+            torch.where(self.empty[:, None, chunk.start : chunk.stop], is_read, diagonal)
+        )
         return part
 
     def values(self, v: Tensor, chunk: Chunk) -> Tensor:
@@ -137,11 +139,11 @@ def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
             return (
                 "it attends by itself, and its attention mask does not show what it means by True"
             )
-    whole = OwnMask(mask)
-    barriers = find_barriers(whole.read, length, mask.device)
+    layer_mask = OwnMask(mask)
+    barriers = find_barriers(layer_mask.read, length, mask.device)
     if barriers and mask.dtype == torch.bool:
         return "it attends by itself, and its attention mask is not causal"
-    empty, harmless = find_empty(whole.read, length, mask.device)
+    empty, harmless = find_empty(layer_mask.read, length, mask.device)
     if not harmless:
         return (
             "it attends by itself, and its attention mask leaves a query without keys whose own "
@@ -193,11 +195,13 @@ def why_picked_blocks_stay_whole(
         )
     if mask.mask.dim() == 1:
         return None
-    kept = mask.read(length - 1, length, 0, length)  # [B or 1, H or 1, 1, T], of the last query
-    places = torch.arange(length, device=kept.device)
+    last_query = mask.read(
+        length - 1, length, 0, length
+    )  # [B or 1, H or 1, 1, T], of the last query
+    places = torch.arange(length, device=last_query.device)
     tiles = ((q0, min(q0 + SCAN, length)) for q0 in range(0, length, SCAN))
-    if not bool((kept[..., 1:] & ~kept[..., :-1]).any()) and all(
-        torch.equal(mask.read(q0, q1, 0, length), kept & (places <= places[q0:q1, None]))
+    if not bool((last_query[..., 1:] & ~last_query[..., :-1]).any()) and all(
+        torch.equal(mask.read(q0, q1, 0, length), last_query & (places <= places[q0:q1, None]))
         for q0, q1 in tiles
     ):
         return None

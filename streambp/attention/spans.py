@@ -118,32 +118,32 @@ class Tiling:
     def queries(self, q0: int, q1: int) -> list[tuple[int, int, Tiling]]:
         """Return ranges that cover queries [q0, q1), as (start, stop, sizes). The sizes are this
         `Tiling`, or `tail` for a remainder of fewer than `few` queries."""
-        found = list[tuple[int, int, Tiling]]()
+        ranges = list[tuple[int, int, Tiling]]()
         if self.few is None:
             for start in range(q0, q1, self.q_block or max(1, q1 - q0)):
-                found.append((start, min(start + (self.q_block or q1 - q0), q1), self))
-            return found
+                ranges.append((start, min(start + (self.q_block or q1 - q0), q1), self))
+            return ranges
         for length in few_lengths(q1 - q0, self.few, self.q_block):
-            found.append((q0, q0 + length, self))
+            ranges.append((q0, q0 + length, self))
             q0 += length
         if q0 < q1:
             assert self.tail is not None
-            found += self.tail.queries(q0, q1)
-        return found
+            ranges += self.tail.queries(q0, q1)
+        return ranges
 
     def keys(self, k0: int, k1: int) -> list[tuple[int, int]]:
         """Return ranges (start, stop) that cover keys [k0, k1), each of a length that this kernel
         prefers. If `few` is set, the last range may be a shorter remainder, which another kernel
         computes."""
-        found = list[tuple[int, int]]()
+        ranges = list[tuple[int, int]]()
         if self.few is None:
             for start in range(k0, k1, self.k_block or max(1, k1 - k0)):
-                found.append((start, min(start + (self.k_block or k1 - k0), k1)))
-            return found
+                ranges.append((start, min(start + (self.k_block or k1 - k0), k1)))
+            return ranges
         for length in few_lengths(k1 - k0, self.few, self.k_block):
-            found.append((k0, k0 + length))
+            ranges.append((k0, k0 + length))
             k0 += length
-        return [*found, (k0, k1)] if k0 < k1 else found
+        return [*ranges, (k0, k1)] if k0 < k1 else ranges
 
 
 def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
@@ -215,7 +215,7 @@ class Spans:
             stop: end of the queries, exclusive.
             tiling: sizes of the rectangles that the kernel prefers.
         """
-        found = list[Block]()
+        blocks = list[Block]()
         first = 0
         count = len(self.rows)
         for row in range(1, count + 1):
@@ -245,7 +245,7 @@ class Spans:
                     padded = [run for run in clipped if run.k1 is not None]
                     clipped = causal[: len(causal) - len(packed)] + padded
             for run in clipped:
-                found += self._run_blocks(b0, b1, run, tiling)
+                blocks += self._run_blocks(b0, b1, run, tiling)
             if packed:  # one call for several documents; the first may begin before its queries
                 k0 = self._first_key(packed[0])
                 q0 = packed[0].q0
@@ -253,34 +253,34 @@ class Spans:
                 cu_q = (0, *(run.q1 - q0 for run in packed))
                 cu_k = (0, *(run.q1 - k0 for run in packed))
                 for one in range(b0, b1):
-                    found.append(
+                    blocks.append(
                         Block(Kind.VARLEN, one, one + 1, q0, end, k0, end, self.window, cu_q, cu_k)
                     )
-        return found
+        return blocks
 
     def _run_blocks(self, b0: int, b1: int, run: Run, tiling: Tiling) -> list[Block]:
         window = self.window
-        found = list[Block]()
+        blocks = list[Block]()
         if window is None:
             for q0, q1, pieces in tiling.queries(run.q0, run.q1):
                 if run.k1 is not None:
-                    found += [
+                    blocks += [
                         Block(Kind.FULL, b0, b1, q0, q1, *keys)
                         for keys in pieces.keys(run.k0, run.k1)
                     ]
                     continue
                 k0 = run.k0
                 if not pieces.bottom_right:
-                    found += [
+                    blocks += [
                         Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in pieces.keys(k0, q0)
                     ]
                     k0 = q0
                 while pieces.k_block and q1 - k0 > max(pieces.k_block, q1 - q0):
                     stop = min(k0 + pieces.k_block, q0)
-                    found.append(Block(Kind.FULL, b0, b1, q0, q1, k0, stop))
+                    blocks.append(Block(Kind.FULL, b0, b1, q0, q1, k0, stop))
                     k0 = stop
-                found.append(Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1))
-            return found
+                blocks.append(Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1))
+            return blocks
         if tiling.native_window and run.k1 is None:
             return [
                 Block(Kind.WINDOW, b0, b1, run.q0, run.q1, self._first_key(run), run.q1, window)
@@ -297,11 +297,11 @@ class Spans:
                 stop = run.k1
             edge = max(run.k0, q0 - reach + 1)
             if edge < min(full, stop):
-                found.append(Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), reach))
-            found += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in tiling.keys(full, stop)]
+                blocks.append(Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), reach))
+            blocks += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in tiling.keys(full, stop)]
             if run.k1 is None:
-                found.append(Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1))
-        return found
+                blocks.append(Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1))
+        return blocks
 
     def _first_key(self, run: Run) -> int:
         """Return the first key that the queries of a run read, with regard to the sliding

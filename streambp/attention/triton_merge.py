@@ -35,13 +35,13 @@ if AVAILABLE:
         row = tl.program_id(2).to(tl.int64)
         head = tl.program_id(1).to(tl.int64)
         token = (tl.program_id(0) * tokens + tl.arange(0, tokens)).to(tl.int64)
-        there = token < length
+        in_row = token < length
         column = tl.arange(0, width)
-        inside = there[:, None] & (column < size)[None, :]
+        inside = in_row[:, None] & (column < size)[None, :]
         lse += row * lse_row + head * lse_head + token * lse_token
         part_lse += row * part_lse_row + head * part_lse_head + token * part_lse_token
-        x = tl.load(lse, mask=there, other=-float("inf"))
-        y = tl.load(part_lse, mask=there, other=-float("inf"))
+        x = tl.load(lse, mask=in_row, other=-float("inf"))
+        y = tl.load(part_lse, mask=in_row, other=-float("inf"))
         top = tl.maximum(x, y)
         safe = tl.where(top == -float("inf"), 0.0, top)  # [Note: empty rows]
         weight = tl.exp(x - safe)
@@ -58,7 +58,7 @@ if AVAILABLE:
         # Each warp reads the logsumexp of its own tokens, and the first warp writes all of it: the
         # barrier waits until every warp has read.
         tl.debug_barrier()
-        tl.store(lse, safe + tl.log(total), mask=there)
+        tl.store(lse, safe + tl.log(total), mask=in_row)
 
 
 def fits_triton(*tensors: Tensor) -> bool:
