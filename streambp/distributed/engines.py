@@ -158,10 +158,10 @@ def reduces_later(parameter: Tensor) -> str | None:
     if dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size()
     if isinstance(parameter, DTensor):
-        there = parameter.device_mesh.size()
-        if there == ranks:
+        mesh_size = parameter.device_mesh.size()
+        if mesh_size == ranks:
             return None
-        return f"FSDP2 over {there} of {ranks} ranks (a pipeline, or replicas beside it)"
+        return f"FSDP2 over {mesh_size} of {ranks} ranks (a pipeline, or replicas beside it)"
     if name is None and ranks > 1:
         return f"DDP, a pipeline or a split sequence over a process group of {ranks} ranks"
     return name
@@ -174,11 +174,11 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
     modules = [module]
     parameters: list[nn.Parameter] = []
     for inner in modules:  # the loop appends to this list
-        own = inner.__dict__
-        for child in own[modules_table].values():
+        attributes = inner.__dict__
+        for child in attributes[modules_table].values():
             if child is not None:
                 modules.append(child)
-        for parameter in own[parameters_table].values():
+        for parameter in attributes[parameters_table].values():
             if parameter is not None:
                 parameters.append(parameter)
     return modules, parameters
@@ -289,7 +289,8 @@ class JoinGradients(torch.autograd.Function):
         DeepSpeed waits for the gradient, else None."""
         pairs = zip(grads, ctx.parameters, strict=True)
         return grad, *(
-            zeros_for_engines(parameter) if found is None else found for found, parameter in pairs
+            zeros_for_engines(parameter) if gradient is None else gradient
+            for gradient, parameter in pairs
         )
 
 
@@ -354,8 +355,8 @@ def everyones_numbers(
     for unit in filter(is_fsdp_unit, () if ranks is not None else module.modules()):
         state = unit._get_fsdp_state()  # type: ignore[operator]
         for group in getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]:
-            found = getattr(getattr(group, FSDP_GATHERS[0], None), FSDP_GATHERS[1], None)
-            ranks = found if ranks is None else ranks
+            gather_group = getattr(getattr(group, FSDP_GATHERS[0], None), FSDP_GATHERS[1], None)
+            ranks = gather_group if ranks is None else ranks
     return [said.tolist() for said in all_gather(ranks, torch.tensor(mine, device=device))]
 
 
