@@ -103,8 +103,8 @@ class ValueList:
 
     def read(self) -> list[Any]:
         """Return the current values: ids of tensors, and attributes."""
-        found: list[Any] = list(map(len, self.dicts))
-        extend = found.extend
+        current: list[Any] = list(map(len, self.dicts))
+        extend = current.extend
         for getter, values in self.getters:
             extend(getter(values))
         # the ids of live tensors, so no other object can reuse an id
@@ -115,10 +115,10 @@ class ValueList:
         extend(ALL_OF(self.lists))
         extend(map(type, self.modules))
         extend(map(getattr, self.types, itertools.repeat("forward"), itertools.repeat(None)))
-        found.append(any(self.expected_empty))
+        current.append(any(self.expected_empty))
         for path, values, name in self.live:
             extend(leaf.exact for leaf in leaves(values[name], path))
-        return found
+        return current
 
 
 class ModuleSnapshot:
@@ -154,10 +154,10 @@ class ModuleSnapshot:
         kinds: list[Any] = []
         for path, module in self.named.items():
             self._read(path, module, ignored, kinds)
-        for known in self._values.types:
+        for cls in self._values.types:
             self._add(
                 (CLASSES, ""),
-                leaves(getattr(known, "forward", None), f"{known.__qualname__}.forward"),
+                leaves(getattr(cls, "forward", None), f"{cls.__qualname__}.forward"),
                 kinds,
             )
         self.kind = hashlib.blake2b(repr(kinds).encode(), digest_size=16).hexdigest()
@@ -186,21 +186,23 @@ class ModuleSnapshot:
             kinds: the list from which `kind` is computed; entries are appended.
         """
         values = self._values
-        own = module.__dict__
+        attributes = module.__dict__
         counts = [
             name
-            for name in own
+            for name in attributes
             if name not in TORCHS
             and not name.startswith(THEIRS)
             and (path or name not in OUTSIDE)
             and (path, name) not in ignored
         ]
-        read = [name for name in READ if name in own]  # modules of torch.compile lack some of these
-        values.getters.append((operator.itemgetter(*dict.fromkeys((*read, *counts))), own))
+        read = [
+            name for name in READ if name in attributes
+        ]  # modules of torch.compile lack some of these
+        values.getters.append((operator.itemgetter(*dict.fromkeys((*read, *counts))), attributes))
         for table in (module._parameters, module._buffers):
-            kept = tuple(name for name in table if (path, name) not in ignored)
-            if len(kept) < len(table):
-                values.tensor_names.append((table, kept))
+            compared_names = tuple(name for name in table if (path, name) not in ignored)
+            if len(compared_names) < len(table):
+                values.tensor_names.append((table, compared_names))
             else:
                 (values.tensor_tables if table else values.expected_empty).append(table)
         (values.tables if module._modules else values.expected_empty).append(module._modules)
@@ -219,7 +221,7 @@ class ModuleSnapshot:
                 self._count_versions((path, name), tensor)
         self.parameters += [p for p in module._parameters.values() if p is not None]
         for name in counts:
-            key, value = (path, name), own[name]
+            key, value = (path, name), attributes[name]
             if (plain := plain_leaf(value, "")) is not None:
                 self._add(key, [plain], kinds)
                 continue
@@ -233,7 +235,7 @@ class ModuleSnapshot:
                 continue
             self._add(key, leaves(value, ""), kinds)
             if holds_more(value):
-                values.live.append((name, own, name))
+                values.live.append((name, attributes, name))
             for inner in (value, *(part for _, part in contents(value) or ())):
                 if isinstance(inner, Generator) and not isinstance(inner, random.SystemRandom):
                     self.generators.append(inner)
@@ -248,15 +250,15 @@ class ModuleSnapshot:
             self.tensors.append(tensor)
             self.keys.append(key)
 
-    def _add(self, key: Key, found: Iterable[ObservedValue], kinds: list[Any]) -> None:
+    def _add(self, key: Key, parts: Iterable[ObservedValue], kinds: list[Any]) -> None:
         """Add the comparable parts of one attribute, parameter or buffer to the snapshot.
 
         Args:
             key: (module name, attribute name).
-            found: the parts.
+            parts: the parts.
             kinds: the list from which `kind` is computed; entries are appended.
         """
-        for leaf in found:
+        for leaf in parts:
             self.exact[(*key, leaf.name)] = leaf.exact
             kinds.append((*key, leaf.name, leaf.kind))
 
@@ -335,8 +337,8 @@ class Fingerprint:
         if same and latest is not None and not latest.hooks.ids and not any(latest.body.hooks):
             return latest
         body = latest.body if latest is not None and same else ModuleSnapshot(layer, self._ignored)
-        known = latest.hooks if latest is not None and same else None
-        hooks = hooks_of(body.hooks, body.named, self._ignored_of_hooks, known)
+        latest_hooks = latest.hooks if latest is not None and same else None
+        hooks = hooks_of(body.hooks, body.named, self._ignored_of_hooks, latest_hooks)
         if latest is None or not same or hooks is not latest.hooks:
             self.last = latest = LayerSnapshot(body, hooks)
         return latest
@@ -353,18 +355,20 @@ class Fingerprint:
             versions: version counters of the tensors in `before` at that time; None: they are not
                 compared.
         """
-        now = self.look(layer)
-        same = now.body is before.body
+        current = self.look(layer)
+        same = current.body is before.body
         changed = (
-            set() if same else {key[:2] for key in _differing(before.body.exact, now.body.exact)}
+            set()
+            if same
+            else {key[:2] for key in _differing(before.body.exact, current.body.exact)}
         )
         if versions is not None and versions != (after := versions_of(before)):
             changed |= {
                 key for key, a, b in zip(before.body.keys, versions, after, strict=True) if a != b
             }
-        hooks = set() if now is before else _differing(before.hooks.exact, now.hooks.exact)
+        hooks = set() if current is before else _differing(before.hooks.exact, current.hooks.exact)
         if not changed and not hooks:
-            return now
+            return current
         self._ignored |= changed
         self._ignored_of_hooks |= {(key, base_of(leaf)) for key, leaf in hooks}
         self.last = None
@@ -402,7 +406,7 @@ class Fingerprint:
             BackwardError: the layer changed; the message names the changes.
         """
         self.pending = max(0, self.pending - 1)
-        told: list[str] = []
+        texts: list[str] = []
         if now is not seen.look:
             before, after = seen.look.body.exact, now.body.exact
             differing = set() if before is after else _differing(before, after)
@@ -428,17 +432,17 @@ class Fingerprint:
                 differing = {
                     key for key in differing if not key[1] or key[0] == CLASSES or key[1] in read
                 }
-            told += [_told(key, before, after) for key in sorted(differing)]
-            told += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
+            texts += [_told(key, before, after) for key in sorted(differing)]
+            texts += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
         if (versions := versions_of(seen.look)) != seen.versions:
             for key, then, version in zip(
                 seen.look.body.keys, seen.versions, versions, strict=True
             ):
                 if then != version and key not in self._ignored:
-                    told.append(f"{_path(*key)} was changed in place")
-        if told:
-            more = f"; and {len(told) - NAMED_AT_MOST} more" if len(told) > NAMED_AT_MOST else ""
-            raise changed(layer, "; ".join(told[:NAMED_AT_MOST]) + more)
+                    texts.append(f"{_path(*key)} was changed in place")
+        if texts:
+            more = f"; and {len(texts) - NAMED_AT_MOST} more" if len(texts) > NAMED_AT_MOST else ""
+            raise changed(layer, "; ".join(texts[:NAMED_AT_MOST]) + more)
 
 
 def changed(layer: nn.Module, what: str) -> BackwardError:
@@ -464,10 +468,10 @@ def versions_of(look: LayerSnapshot) -> list[int]:
 def _differing(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
     """Return the keys whose values differ between two dicts or are missing in either."""
     missing = object()
-    pairs = ((key, then, after.get(key, missing)) for key, then in before.items())
-    return {key for key, then, now in pairs if then is not now and not bool(then == now)} | (
-        after.keys() - before.keys()
-    )
+    pairs = ((key, earlier, after.get(key, missing)) for key, earlier in before.items())
+    return {
+        key for key, earlier, value in pairs if earlier is not value and not bool(earlier == value)
+    } | (after.keys() - before.keys())
 
 
 def _path(path: str, name: str) -> str:
