@@ -208,14 +208,14 @@ class Fold:
         """
         top = torch_own.maximum(self.max, other.max)
         base = _finite(top)
-        mine = torch_own.exp(self.max - base)
-        theirs = torch_own.exp(other.max - base)
+        own_factor = torch_own.exp(self.max - base)
+        other_factor = torch_own.exp(other.max - base)
         return Fold(
             top,
-            self.sum * mine + other.sum * theirs,
+            self.sum * own_factor + other.sum * other_factor,
             self.target + other.target,
-            self.mean * mine + other.mean * theirs,
-            self.squares * mine.square() + other.squares * theirs.square(),
+            self.mean * own_factor + other.mean * other_factor,
+            self.squares * own_factor.square() + other.squares * other_factor.square(),
             self.total + other.total,
             torch_own.where(other.max > self.max, other.best, self.best),
         )
@@ -256,8 +256,8 @@ def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
     """
     top, best = logits.max(-1)
     weights = (logits - _finite(top)[:, None]).exp_()  # [n, v]
-    here, column = locate(labels, block)
-    target = torch_own.where(here, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
+    in_block, column = locate(labels, block)
+    target = torch_own.where(in_block, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
     squares = torch.linalg.vecdot(weights, weights)
     total = logits.sum(-1)
     summed = weights.sum(-1)
@@ -287,8 +287,8 @@ def fold_vocabulary(
     """
     folded: Fold | None = None
     for columns in token_blocks(products.vocabulary, entries):
-        found = fold(products.of(normed, columns), projection, labels, columns)
-        folded = found if folded is None else folded.merge(found)
+        block_fold = fold(products.of(normed, columns), projection, labels, columns)
+        folded = block_fold if folded is None else folded.merge(block_fold)
     assert folded is not None
     return folded
 
@@ -296,8 +296,8 @@ def fold_vocabulary(
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     """Return a mask [n] of the labels that are in a block of vocabulary entries, and the labels'
     columns in the block [n] (0 outside of the mask)."""
-    here = (labels >= block.start) & (labels < block.stop)
-    return here, torch_own.where(here, labels - block.start, 0)
+    in_block = (labels >= block.start) & (labels < block.stop)
+    return in_block, torch_own.where(in_block, labels - block.start, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,7 +392,7 @@ def logits_gradient(logits: Tensor, given: TokenGradients, block: slice) -> Tens
         grad.add_(given.d_mean_log_probs[:, None] / given.vocabulary)
     if given.d_log_probs is None:
         return grad
-    here, column = locate(given.labels, block)
+    in_block, column = locate(given.labels, block)
     return grad.scatter_add_(
-        -1, column[:, None], torch_own.where(here, given.d_log_probs, 0.0)[:, None]
+        -1, column[:, None], torch_own.where(in_block, given.d_log_probs, 0.0)[:, None]
     )

@@ -241,13 +241,13 @@ def token_log_probs(
         hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index
     )
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    wanted = tuple(metrics)
+    fields = tuple(metrics)
     if mean_log_probs:
-        wanted = ("mean_log_probs", *wanted)
+        fields = ("mean_log_probs", *fields)
     if entropy:
-        wanted = ("entropy", *wanted)
+        fields = ("entropy", *fields)
     values = BlockwiseLogProbs.apply(
-        inputs, wanted, flat, weight, bias, *inputs.norm_parameters.current()
+        inputs, fields, flat, weight, bias, *inputs.norm_parameters.current()
     )
     return TokenLogProbs(*values).each(lambda value: value.view(labels.shape))
 
@@ -390,17 +390,17 @@ class BlockwiseLogProbs(torch.autograd.Function):
         upstream = list(grads[:3])
         if rows is not None:
             upstream = [None if grad is None else grad[rows] for grad in upstream]
-        given = TokenGradients(labels, lse, ctx.entropies, weight.shape[0], *upstream)
+        token_gradients = TokenGradients(labels, lse, ctx.entropies, weight.shape[0], *upstream)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
         products = Products(weight, bias)
         tokens, entries = inputs.block_size(hidden, weight.shape[0])
         with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
             for block in token_blocks(labels.shape[0], tokens):
                 normed_input, normed = work.recompute(rows, block)
-                here = given.at(block)
+                block_gradients = token_gradients.at(block)
                 for columns in token_blocks(weight.shape[0], entries):
                     product = products.of(normed.detach(), columns)  # [n, v]
-                    grad = product_gradient(product, inputs.projection, here, columns)
+                    grad = product_gradient(product, inputs.projection, block_gradients, columns)
                     work.add_block(grad, normed, products, columns)
                     del product, grad
                 work.finish_tokens(normed_input, normed, shadows, rows, block)
@@ -496,9 +496,9 @@ class HeadGradients:
             return
         grad = self.d_normed.to(normed.dtype)
         self.d_normed = None
-        wanted = [leaf, *shadows] if self.needs_hidden else shadows
+        sources = [leaf, *shadows] if self.needs_hidden else shadows
         parts: list[Tensor | None] = list(
-            torch.autograd.grad(normed, wanted, grad, allow_unused=True)
+            torch.autograd.grad(normed, sources, grad, allow_unused=True)
         )
         if self.needs_hidden:
             assert self.d_hidden is not None

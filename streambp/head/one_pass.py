@@ -141,10 +141,10 @@ class OnePassNLL(torch.autograd.Function):
                     folded = fold(product, inputs.projection, labels[block], everything)
                     lse = folded.lse()  # [n]
                     total += (lse - folded.target).sum()
-                    given = TokenGradients(
+                    token_gradients = TokenGradients(
                         labels[block], lse, None, weight.shape[0], upstream[block]
                     )
-                    grad = product_gradient(product, inputs.projection, given, everything)
+                    grad = product_gradient(product, inputs.projection, token_gradients, everything)
                     work.add_block(grad, normed, products, everything)
                     del grad, product
                 work.finish_tokens(leaf, normed, shadows, rows, block)

@@ -192,26 +192,28 @@ class LogitsExpression:
         if norm is None:
             norm = nn.Identity()
         parameters = Parameters(norm, source.device)
-        named = {id(own): place for place, own in enumerate(parameters.current())}
+        named = {id(parameter): place for place, parameter in enumerate(parameters.current())}
         leaves = []
         for x in (source, self.weight, self.bias):
             if x is not None:
                 leaves.append(x.detach().requires_grad_(x.requires_grad))
-        places = [named.get(id(own)) for own in norm.parameters()]
+        places = [named.get(id(parameter)) for parameter in norm.parameters()]
         with torch.enable_grad(), autocast.restored(), parameters.shadowed() as shadows:
-            rest = iter(leaves[1:])
+            remaining = iter(leaves[1:])
             weight = bias = None
             if self.weight is not None:
-                weight = next(rest)
+                weight = next(remaining)
             if self.bias is not None:
-                bias = next(rest)
+                bias = next(remaining)
             value = dataclasses.replace(self, weight=weight, bias=bias).build(leaves[0])
-        wanted = [leaf for leaf in (*leaves, *shadows) if leaf.requires_grad]
-        given = torch.autograd.grad(value, wanted, gradient.to(value.dtype), allow_unused=True)
-        found = dict(zip(map(id, wanted), given, strict=True))
-        gradients = [found.get(id(leaf)) for leaf in leaves]
+        sources = [leaf for leaf in (*leaves, *shadows) if leaf.requires_grad]
+        source_gradients = torch.autograd.grad(
+            value, sources, gradient.to(value.dtype), allow_unused=True
+        )
+        by_id = dict(zip(map(id, sources), source_gradients, strict=True))
+        gradients = [by_id.get(id(leaf)) for leaf in leaves]
         for place in places:
-            gradients.append(None if place is None else found[id(shadows[place])])
+            gradients.append(None if place is None else by_id[id(shadows[place])])
         return gradients
 
 
@@ -292,10 +294,10 @@ def _loss(
             scale = scale.reshape(())
         total: Any = OnePassNLL.apply(inputs, request.pending, scale, *tensors)
     else:
-        found = BlockwiseLogProbs.apply(inputs, request.wanted or (), *tensors)
+        values = BlockwiseLogProbs.apply(inputs, request.wanted or (), *tensors)
         request.hidden_states = lambda: source
         request.norm = recipe.norm
-        request.values = TokenLogProbs(*found)
+        request.values = TokenLogProbs(*values)
         if reduction == "none":
             return -request.values.log_probs
         total = -request.values.log_probs.sum()
