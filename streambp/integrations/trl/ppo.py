@@ -230,9 +230,9 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         # [B, prompt + completion]
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-        kept = inputs["completion_ids"].shape[1]
+        completion_length = inputs["completion_ids"].shape[1]
         labels = input_ids.masked_fill(attention_mask == 0, -100)
-        labels[:, :-kept] = -100
+        labels[:, :-completion_length] = -100
         with self.accelerator.autocast():
             output = model(
                 input_ids=input_ids,
@@ -242,23 +242,23 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
                 values=True,
             )
         for name in ("log_probs", "entropy", "state_values"):
-            output[name] = output[name][:, -kept:]
+            output[name] = output[name][:, -completion_length:]
         return output
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         mode = "train" if self.model.training else "eval"
         scored = self._score(model, inputs)
         mask = self._mask(inputs)
-        found = ppo_loss(
+        losses = ppo_loss(
             scored.log_probs, inputs["old_per_token_logps"], inputs["advantages"], mask, scored.state_values,
             inputs["old_values"], inputs["returns"], clip_range=self.epsilon_low,
             value_clip_range=self.args.value_clip_range, value_coef=self.args.value_coef, entropy=scored.entropy,
             entropy_coef=self.args.entropy_coef,
         )  # fmt: skip
-        for field in dataclasses.fields(found)[1:]:
-            value = self.accelerator.gather(getattr(found, field.name).detach()).mean().item()
+        for field in dataclasses.fields(losses)[1:]:
+            value = self.accelerator.gather(getattr(losses, field.name).detach()).mean().item()
             self._metrics[mode][f"ppo/{field.name}"].append(value)
-        return found.loss / (self.current_gradient_accumulation_steps if mode == "train" else 1)
+        return losses.loss / (self.current_gradient_accumulation_steps if mode == "train" else 1)
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
