@@ -84,19 +84,19 @@ def grouped(batches: list[Batch]) -> list[Batch]:
         return batches
     # [rows, 2 P]
     prompts = torch.cat([torch.cat([batch[name] for name in PROMPTS], dim=1) for batch in batches])
-    found: dict[int, int] = {}  # prompt -> its first row
+    first_rows: dict[int, int] = {}  # prompt -> its first row
     which = prompts.unique(dim=0, return_inverse=True)[1].tolist()
-    order = sorted(range(len(which)), key=lambda row: found.setdefault(which[row], row))
-    whole: dict[str, Any] = {}
+    order = sorted(range(len(which)), key=lambda row: first_rows.setdefault(which[row], row))
+    joined: dict[str, Any] = {}
     for name in of_rows:
         parts = [batch[name] for batch in batches]
         if isinstance(parts[0], Tensor):
-            whole[name] = torch.cat(parts)[order]
+            joined[name] = torch.cat(parts)[order]
         else:
             values = list(itertools.chain.from_iterable(parts))
-            whole[name] = [values[row] for row in order]
+            joined[name] = [values[row] for row in order]
     ends = list(itertools.accumulate(sizes, initial=0))
     regrouped: list[Batch] = []
     for batch, (start, stop) in zip(batches, itertools.pairwise(ends), strict=True):
-        regrouped.append({**batch, **{name: value[start:stop] for name, value in whole.items()}})
+        regrouped.append({**batch, **{name: value[start:stop] for name, value in joined.items()}})
     return regrouped

@@ -148,15 +148,15 @@ def read() -> dict[str, Any]:
 
     text = os.environ.get(VARIABLE, "{}")
     try:
-        found = json.loads(text)
+        settings = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        settings = None
+    if not isinstance(settings, dict):
         raise ValueError(
             f"{VARIABLE} is {text!r}; it must be a JSON object with the settings, such as "
             '{"chunk_size": 8192, "saves": ["attn_out"]}, or {} for the defaults.'
         )
-    return found
+    return settings
 
 
 def install() -> Any:

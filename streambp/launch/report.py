@@ -79,7 +79,7 @@ def collect(folder: Path) -> tuple[list[Account], list[str]]:
 
     [Note: reports]
     """
-    found: list[Account] = []
+    accounts: list[Account] = []
     left = []
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -93,10 +93,10 @@ def collect(folder: Path) -> tuple[list[Account], list[str]]:
         try:
             fields = json.loads(path.read_text("utf-8"))
             fields["models"] = [Model(**model) for model in fields["models"]]
-            found.append(Account(**fields))
+            accounts.append(Account(**fields))
         except Exception as error:
             left.append(f"what process {path.stem} did could not be told ({reason(error)})")
-    return sorted(found, key=lambda account: (*_place(account.rank), account.process)), left
+    return sorted(accounts, key=lambda account: (*_place(account.rank), account.process)), left
 
 
 def _place(rank: str | None) -> tuple[bool, int, str]:
