@@ -120,15 +120,15 @@ def readings(layer: nn.Module) -> dict[str, Reading]:
     if not kinds:
         return {}
     compiled = {id(inner) for module in compiled_inside(layer) for inner in module.modules()}
-    found = {}
+    by_name = {}
     for name, module in layer.named_modules():
         if type(module) in kinds and not (module.disable_adapters or module.merged_adapters):
             reading = (
                 Reading(module, why="it is compiled") if id(module) in compiled else _read(module)
             )
             if reading.why is not None or reading.adapters:
-                found[name] = reading
-    return found
+                by_name[name] = reading
+    return by_name
 
 
 def keep_reasons(before: dict[str, Reading], found: dict[str, Reading]) -> None:
@@ -140,9 +140,9 @@ def keep_reasons(before: dict[str, Reading], found: dict[str, Reading]) -> None:
         found: the new readings, by name; `why_in_call` is set.
     """
     for name, reading in found.items():
-        known = before.get(name)
-        if known is not None and known.module is reading.module:
-            reading.why_in_call = known.why_in_call
+        earlier = before.get(name)
+        if earlier is not None and earlier.module is reading.module:
+            reading.why_in_call = earlier.why_in_call
 
 
 def _kinds() -> tuple[Any, ...]:
@@ -241,8 +241,8 @@ def bytes_of(factors: Iterable[Factors]) -> int:
     """Return the bytes of the cached LoRA factors of several Linears."""
     total = 0
     for some in factors:
-        for made in some.values():
-            total += made.factor.stack.nbytes
+        for cached in some.values():
+            total += cached.factor.stack.nbytes
     return total
 
 
@@ -316,13 +316,13 @@ class Adaptation:
         if self.reading.why_in_call is not None:
             return self.own(self.reading.module, x)
         weight, bias = self._base(x, dtype, cast)
-        given, masks = x, [self._mask(x, adapter) for adapter in self.reading.adapters]
+        caller_input, masks = x, [self._mask(x, adapter) for adapter in self.reading.adapters]
         if value is UNREAD and not torch.is_grad_enabled():
             return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan, dtype=dtype or x.dtype)
         x = x if dtype is None else x.to(dtype)
         shared = None
         if self.siblings is not None and all(mask is None for mask in masks):
-            shared = self.siblings.shared(given, x, self)
+            shared = self.siblings.shared(caller_input, x, self)
         if shared is None:
             work, tensors = self._work(x.dtype, masks, value, add)
         else:
@@ -346,16 +346,18 @@ class Adaptation:
             return "its input is no tensor [..., tokens, features] with entries"
         if dtype not in DTYPES:
             return f"it is computed in {_word(dtype)}"
-        own: set[torch.dtype] = set()
+        adapter_dtypes: set[torch.dtype] = set()
         for adapter in self.reading.adapters:
             for tensor in _tensors(adapter):
                 if tensor is not None:
-                    own.add(tensor.dtype)
-        if not (own <= {dtype, torch.float32} if dtype in HALF else own == {dtype}):
-            kinds = " and ".join(sorted(map(_word, own)))
+                    adapter_dtypes.add(tensor.dtype)
+        if not (
+            adapter_dtypes <= {dtype, torch.float32} if dtype in HALF else adapter_dtypes == {dtype}
+        ):
+            kinds = " and ".join(sorted(map(_word, adapter_dtypes)))
             return f"its adapter is {kinds}, and it is computed in {_word(dtype)}"
         if cast_to(x) is None and not (
-            getattr(module, "cast_input_dtype_enabled", True) or own == {dtype}
+            getattr(module, "cast_input_dtype_enabled", True) or adapter_dtypes == {dtype}
         ):
             return "peft's casts of inputs are switched off"
         if has_packed_weight(base):
@@ -422,8 +424,10 @@ class Adaptation:
         adapters, base = self.reading.adapters, self.reading.base
         scales = []
         for adapter, mask in zip(adapters, masks, strict=True):
-            kept = 1.0 if mask is None else 1.0 - adapter.drops
-            scales.append(Scale(_slot(adapter.a).shape[0], adapter.scale / kept, adapter.scale))
+            keep_probability = 1.0 if mask is None else 1.0 - adapter.drops
+            scales.append(
+                Scale(_slot(adapter.a).shape[0], adapter.scale / keep_probability, adapter.scale)
+            )
         groups, start = [], 0
         if all(mask is None for mask in masks):
             factor = self.a(dtype) if factor is None else factor
@@ -440,13 +444,13 @@ class Adaptation:
         """Return the matrix A of one adapter, split for the matrix products. None stands for all
         adapters of this Linear: their A matrices are concatenated."""
         adapters = self.reading.adapters if adapter is None else (adapter,)
-        held = [_slot(one.a) for one in adapters]
-        return self._made((dtype, adapter), held, lambda: factor_of(_joined(held), dtype))
+        matrices = [_slot(one.a) for one in adapters]
+        return self._made((dtype, adapter), matrices, lambda: factor_of(_joined(matrices), dtype))
 
     def _b(self, dtype: torch.dtype, scales: list[Scale]) -> Factor:
         """Return the matrices B of all adapters, transposed and scaled, with the biases below."""
         bias = vars(self.reading.base)[PARAMETERS]["bias"]
-        held = [
+        tensors = [
             *itertools.chain(*(_tensors(adapter)[1:] for adapter in self.reading.adapters)),
             bias,
         ]
@@ -454,25 +458,33 @@ class Adaptation:
         def make() -> Factor:
             scaled = [
                 b.mT * scale.b
-                for b, scale in zip(held[:-1:2], scales, strict=True)
+                for b, scale in zip(tensors[:-1:2], scales, strict=True)
                 if b is not None
             ]
-            pairs = zip(held[1:-1:2], scales, strict=True)
-            rows = [bias, *(None if own is None else own * scale.bias for own, scale in pairs)]
+            pairs = zip(tensors[1:-1:2], scales, strict=True)
+            rows = [
+                bias,
+                *(
+                    None if adapter_bias is None else adapter_bias * scale.bias
+                    for adapter_bias, scale in pairs
+                ),
+            ]
             return factor_of(_joined(scaled), dtype, tuple(row for row in rows if row is not None))
 
-        return self._made((dtype, *(scale.b for scale in scales)), held, make)
+        return self._made((dtype, *(scale.b for scale in scales)), tensors, make)
 
-    def _made(self, key: Any, held: list[Any], make: Callable[[], Factor]) -> Factor:
-        """Return `make()`, cached until one of the tensors `held` is replaced or written to."""
-        state = list(map(_state, held))
-        known = self.factors.get(key)
-        if known is not None and known.state == state:
-            return known.factor
+    def _made(self, key: Any, tensors: list[Any], make: Callable[[], Factor]) -> Factor:
+        """Return `make()`, cached until one of `tensors` is replaced or written to."""
+        state = list(map(_state, tensors))
+        cached = self.factors.get(key)
+        if cached is not None and cached.state == state:
+            return cached.factor
         with torch.no_grad():
-            found = make()
-        self.factors[key] = Made([one.detach() for one in held if one is not None], state, found)
-        return found
+            factor = make()
+        self.factors[key] = Made(
+            [one.detach() for one in tensors if one is not None], state, factor
+        )
+        return factor
 
 
 @dataclasses.dataclass(eq=False)
@@ -510,21 +522,21 @@ class Siblings:
         place = self.members.index(member)
         if given.is_inference():
             return None
-        held, state = self.held, (given._version, torch.is_grad_enabled())
-        if held is None or held[0] is not given or held[1] != state or place in held[4]:
+        running, state = self.held, (given._version, torch.is_grad_enabled())
+        if running is None or running[0] is not given or running[1] != state or place in running[4]:
             shared = self._begun(given, x)
-            held = self.held = None if shared is None else (given, state, *shared, set())
-        if held is None:
+            running = self.held = None if shared is None else (given, state, *shared, set())
+        if running is None:
             return None
-        held[4].add(place)
-        if len(held[4]) == len(self.members):
+        running[4].add(place)
+        if len(running[4]) == len(self.members):
             self.held = None  # free x as early as in the unpatched model
-        return held[3], held[2], place
+        return running[3], running[2], place
 
-    def _begun(self, given: Tensor, x: Tensor) -> tuple[Shared, Tensor] | None:
+    def _begun(self, caller_input: Tensor, x: Tensor) -> tuple[Shared, Tensor] | None:
         if any(adapter.drops for one in self.members for adapter in one.reading.adapters):
             return None
-        if any(one.why_not(given, x.dtype) is not None for one in self.members):
+        if any(one.why_not(caller_input, x.dtype) is not None for one in self.members):
             return None
         factors = [one.a(x.dtype) for one in self.members]
         if len({factor.parts for factor in factors}) > 1:
@@ -571,17 +583,17 @@ def adapted(found: dict[str, Reading], factors: dict[str, Factors] | None = None
             end of the context.
     """
     factors = {} if factors is None else factors
-    here: list[dict[str, Any]] = []
+    changed_modules: list[dict[str, Any]] = []
     groups: dict[tuple[str, int], Siblings] = {}
     try:
         for name, reading in found.items() if not hooked_everywhere() else ():
-            own = vars(reading.module)
-            if reading.why is not None or ADAPTED in own:
+            attributes = vars(reading.module)
+            if reading.why is not None or ADAPTED in attributes:
                 continue
             cache = factors.setdefault(name, {})
             adaptation = Adaptation(reading, type(reading.module).forward, cache)
-            here.append(own)
-            own[FORWARD] = own[ADAPTED] = adaptation
+            changed_modules.append(attributes)
+            attributes[FORWARD] = attributes[ADAPTED] = adaptation
             parent, _, last = name.rpartition(".")
             number = ONE_INPUT.get(last)
             if number is not None:
@@ -592,9 +604,9 @@ def adapted(found: dict[str, Reading], factors: dict[str, Factors] | None = None
         yield
     finally:
         # in a reference cycle, factors and the last input would stay until a garbage collection
-        for own in here:
-            del own[FORWARD]
-            own.pop(ADAPTED).factors = {}
+        for attributes in changed_modules:
+            del attributes[FORWARD]
+            attributes.pop(ADAPTED).factors = {}
         for siblings in groups.values():
             siblings.members.clear()
             siblings.held = siblings.joined = None

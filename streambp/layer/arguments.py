@@ -91,20 +91,22 @@ class Arguments:
         self.named = _bind(forward, layer, args, kwargs)
         # recurrent_gemma: activations
         first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))
-        given: Tensor = self.named.pop(first)
-        if not isinstance(given, Tensor):
+        layer_input: Tensor = self.named.pop(first)
+        if not isinstance(layer_input, Tensor):
             raise UnsupportedModelError(
                 f"The forward of {type(layer).__name__} takes hidden states as *{first}, without a "
                 "name. Give it the original's signature (functools.wraps), or replace `forward` on "
                 "the layer itself."
             )
         self.token_shape = (
-            given.shape[-1:]
-            if given.dim() < 4
-            else _token_shape(given, self.named.get("position_ids"))
+            layer_input.shape[-1:]
+            if layer_input.dim() < 4
+            else _token_shape(layer_input, self.named.get("position_ids"))
         )
         self.folds = len(self.token_shape) > 1  # M residual streams are folded into h: M * h
-        self.hidden_states = given.flatten(-2) if self.folds else given  # [..., B, T, h]
+        self.hidden_states = (
+            layer_input.flatten(-2) if self.folds else layer_input
+        )  # [..., B, T, h]
         self.length = self.hidden_states.shape[-2]
         self.position_cache = position_cache
         # The form of the arguments, independent of the batch: calls of one kind stream alike.
@@ -131,7 +133,7 @@ class Arguments:
             elif value is not None:
                 kinds.append((name, value if isinstance(value, bool) else type(value)))
         kinds += [
-            (first, (given.dim(), len(self.token_shape))),
+            (first, (layer_input.dim(), len(self.token_shape))),
             ("a graph", torch.is_grad_enabled()),
         ]
         self.kind = frozenset((*kinds, ("packed rows", packed_rows is not None), ("state", state)))
@@ -310,11 +312,11 @@ def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
 
 def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the call's arguments by name. Caches are replaced by None, and use_cache by False."""
-    signature, rest = _signature(forward)
+    signature, var_keyword = _signature(forward)
     named = signature.bind(layer, *args, **kwargs).arguments
     del named[next(iter(named))]
-    if rest is not None:
-        named.update(named.pop(rest, {}))
+    if var_keyword is not None:
+        named.update(named.pop(var_keyword, {}))
     for name, value in named.items():
         kind: Any = type(value)
         if value is not None and is_cache_class(kind):
@@ -329,10 +331,10 @@ def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | No
     """Return the signature of a class's forward, and the name of its `**kwargs` parameter; None
     without one."""
     signature = inspect.signature(forward)
-    rest = (
+    var_keywords = (
         p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD
     )
-    return signature, next(rest, None)
+    return signature, next(var_keywords, None)
 
 
 def _is_constant(value: Any) -> bool:

@@ -453,15 +453,15 @@ class LayerCall:
             linears: names of the layer's Linears.
             needs_input: True if the input needs a gradient.
         """
-        asked = linears, needs_input, self.arguments.kind
-        known = self.backward.situation
-        if known is None or any(map(operator.is_not, asked, known[0])):
+        question = linears, needs_input, self.arguments.kind
+        cached = self.backward.situation
+        if cached is None or any(map(operator.is_not, question, cached[0])):
             stops = [chunk.stop for chunk in self.first_chunks(TRIAL_TOKENS)]
-            known = self.backward.situation = (
-                asked,
+            cached = self.backward.situation = (
+                question,
                 (self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops),
             )
-        return known[1]
+        return cached[1]
 
     def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
         """Start recording this chunk's values in forward; in backward, start comparing recomputed
@@ -548,25 +548,25 @@ class LayerCall:
             self.form.width = 0
             return result.flatten(-2) if self.arguments.folds else result, {}
         self.form.is_tuple = isinstance(result, tuple)
-        hidden_states, *rest = result if self.form.is_tuple else (result,)
+        hidden_states, *returned = result if self.form.is_tuple else (result,)
         if isinstance(hidden_states, Tensor) and self.arguments.folds:
             hidden_states = hidden_states.flatten(-2)
         if self.site.kind.attention.returns_weights and any(
-            x is not None and x.is_floating_point() for x in rest
+            x is not None and x.is_floating_point() for x in returned
         ):
-            rest = [None] * len(rest)
-        found = {index: part for index, part in enumerate(rest) if part is not None}
-        whole = isinstance(hidden_states, Tensor) and hidden_states.shape[-3:-1]
-        if not whole or not all(
-            isinstance(part, Tensor) and part.shape[:2] == whole for part in found.values()
+            returned = [None] * len(returned)
+        tensors = {index: part for index, part in enumerate(returned) if part is not None}
+        batch_shape = isinstance(hidden_states, Tensor) and hidden_states.shape[-3:-1]
+        if not batch_shape or not all(
+            isinstance(part, Tensor) and part.shape[:2] == batch_shape for part in tensors.values()
         ):
             raise UnsupportedModelError(
                 f"{type(self.site.layer).__name__} returns more than its hidden states and tensors "
                 "[B, T, ...] beside them, which streambp does not support. Use gradient checkpointing "
                 "for this model."
             )
-        self.form.width = len(rest)
-        return hidden_states, found
+        self.form.width = len(returned)
+        return hidden_states, tensors
 
     def wrap(self, hidden_states: Tensor, extras: dict[OutputSlot, Tensor]) -> Any:
         """Return hidden_states [..., B, T, h] and the tensors [B, T, ...] returned behind them as
@@ -577,9 +577,9 @@ class LayerCall:
             extras: the outputs beside hidden_states. Recorded tensors and tensors of dict arguments
                 among them are ignored.
         """
-        rest = [extras.get(OutputSlot(RETURNED, index)) for index in range(self.form.width)]
+        returned = [extras.get(OutputSlot(RETURNED, index)) for index in range(self.form.width)]
         hidden_states = self.arguments.as_given(hidden_states)
-        return (hidden_states, *rest) if self.form.is_tuple else hidden_states
+        return (hidden_states, *returned) if self.form.is_tuple else hidden_states
 
     def compute(
         self,
@@ -605,8 +605,8 @@ class LayerCall:
             states: the recurrent states at the chunk's start; None: no cache is passed, as in the
                 unpatched model.
         """
-        own = prefix is None
-        again = stage is Stage.RECOMPUTE and own
+        uses_own_prefix = prefix is None
+        again = stage is Stage.RECOMPUTE and uses_own_prefix
         saved = self.kept.attended() if again else None
         picks = self.kept.picks() if again and self.site.kind.attention.picks_keys else None
         overwritten = self.site.tests.overwritten
@@ -624,7 +624,7 @@ class LayerCall:
         prefix.overwritten |= overwritten.attended
         mask = PrefixChunkAttention(prefix, chunk, stage, saved, picks)
         witness = self.backward.witness
-        if own and witness is not None and witness.last and stage is not Stage.REFILL:
+        if uses_own_prefix and witness is not None and witness.last and stage is not Stage.REFILL:
             mask.see = witness.see if "attn_out" in self.kept.saves else None
         return self.run(hidden_chunk, chunk, mask, leaves, states), mask.attended
 

@@ -58,10 +58,10 @@ class Carried:
         if not self.states:
             return {}
         before = plan.before[chunk.index]
-        found = {} if before is None else self.states[before]
+        states = {} if before is None else self.states[before]
         for index in [index for index in self.states if plan.behind[index][1] <= chunk.index]:
             del self.states[index]
-        return found
+        return states
 
     def went_on(self, plan: ChunkPlan, chunk: Chunk, grads: States) -> None:
         """Add the gradients of a chunk's start states to the gradients of the end states of the

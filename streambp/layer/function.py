@@ -73,26 +73,26 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         keep: True: save the tensors that backward needs.
     """
     site = call.site
-    kept = call.kept
+    saved = call.kept
     carried = call.carried
     # Memory for the prefix of keys and values, and for the outputs.
     if site.offloader is not None:
         call.limit_prefix(site.offloader)
     states = States()
     carries = site.kind.states.carries
-    whole: Whole = {}
+    outputs: Whole = {}
     # The saves are chosen before the first chunk; the witness records each chunk's output.
     if keep:
-        kept.find_products()
-        if kept.watch is not None:
-            kept.watch.mark()
+        saved.find_products()
+        if saved.watch is not None:
+            saved.watch.mark()
         call.backward.witness = site.witness(call.hidden_states, call.autocast)
     seeing = call.inputs_seen() if keep else NULL_CONTEXT
     with torch.no_grad(), call.streaming(keeps_factors=keep), seeing:
         for chunk in call.plan.chunks:
             # The chunk's start: random state, input, states of the chunk before.
             if keep:
-                kept.random.append(RandomState.capture(call.device))
+                saved.random.append(RandomState.capture(call.device))
             hidden_chunk = chunk.part(call.hidden_states, -2)
             original = (
                 hidden_chunk.clone() if keep and site.tests.overwritten.inputs else hidden_chunk
@@ -100,33 +100,33 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             if carries:
                 states = carried.start(call.plan, chunk)
                 if keep:
-                    kept.keep_states(chunk, states)
+                    saved.keep_states(chunk, states)
             # The layer's own forward; its attention appends K and V to the prefix and reads all
             # before them.
             compute = functools.partial(
-                _forward_chunk, call, whole, hidden_chunk, chunk, states, original
+                _forward_chunk, call, outputs, hidden_chunk, chunk, states, original
             )
             output, attended = call.attempt(compute) if keep else compute(False)
             # Start states for the next chunk, and tensors for backward.
             if carries and output.states and chunk.index in call.plan.behind:
                 carried.states[chunk.index] = output.states
             if keep:
-                kept.keep(chunk, original, attended)
+                saved.keep(chunk, original, attended)
             del output, attended
     # End of forward: report the attention kernels; the prefix stays only if it holds saved keys and
     # values.
-    if kept.graph is None:  # a kept graph is computed as in backward, which records no kernels
+    if saved.graph is None:  # a kept graph is computed as in backward, which records no kernels
         site.last_call.kernels = carried.prefix.used
     if keep:
         site.last_call.sdpa = carried.prefix.sdpa
-        kept.seal(carried.prefix.backward_bytes)
-    if keep and "kv" in kept.saves and not kept.moves_kv:
+        saved.seal(carried.prefix.backward_bytes)
+    if keep and "kv" in saved.saves and not saved.moves_kv:
         carried.prefix.pack()
     else:
         carried.prefix.drop_buffers()
         carried.states = {}
         carried.upstream = {}
-    return outputs_of(call, whole)
+    return outputs_of(call, outputs)
 
 
 def _forward_chunk(
@@ -152,26 +152,26 @@ def _forward_chunk(
             `hidden_chunk`.
         again: True if the chunk is computed a second time, after running out of memory.
     """
-    kept = call.kept
+    saved = call.kept
     witness = call.backward.witness
     if again:
-        kept.random[-1].restore()
+        saved.random[-1].restore()
         if hidden_chunk is not original:
             hidden_chunk.copy_(original)
     see = call.seeing(chunk, again=False)
-    if kept.keeps_graph:
+    if saved.keeps_graph:
         with call.backward.parameters.shadowed() as shadows:
             graph = computed_with_graph(
                 call, hidden_chunk, chunk, call.backward.wanted, shadows, {}
             )
-        kept.graph = graph
+        saved.graph = graph
         if witness is not None:
             witness.see_output(original, graph.output.hidden_states)
         extras = {place: part.detach() for place, part in graph.output.extras.items()}
         return put(
             whole, ChunkOutput(graph.output.hidden_states.detach(), extras), chunk, call.plan.length
         ), []
-    with kept.products.capture_outputs(see=see) if kept.products.names else NULL_CONTEXT:
+    with saved.products.capture_outputs(see=see) if saved.products.names else NULL_CONTEXT:
         output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
     if witness is not None:
@@ -302,13 +302,13 @@ class BackwardPass:
         if not self._arguments:
             return [None] * len(self.wanted)
         sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
-        found = iter(
+        gradients = iter(
             [
                 total if buffer is None else buffer
                 for buffer, total in zip(self._buffers, sums, strict=True)
             ]
         )
-        return [next(found) if needs else None for needs in self.wanted]
+        return [next(gradients) if needs else None for needs in self.wanted]
 
 
 class StreamedLayer(torch.autograd.Function):
@@ -406,14 +406,14 @@ class StreamedLayer(torch.autograd.Function):
             # Recompute and differentiate the layer with shadows in its parameters' slots.
             # `recomputing` exits after the parameters are back, because it takes a snapshot of the
             # layer.
-            here = NULL_CONTEXT
+            weights_on_device = NULL_CONTEXT
             if call.site.weights is not None:
-                here = call.site.weights_here("backward", call.device)
+                weights_on_device = call.site.weights_here("backward", call.device)
             with (
                 call.autocast.off(),
                 call.streaming(),
                 recomputing(call),
-                here,
+                weights_on_device,
                 parameters.shadowed() as work.shadows,
             ):
                 work.sums.places = {id(shadow): index for index, shadow in enumerate(work.shadows)}
@@ -427,18 +427,18 @@ class StreamedLayer(torch.autograd.Function):
             call.carried.upstream = {}
             # One gradient for each parameter, in its dtype.
             values = parameters.current()
-            found = call.attempt(lambda _: work.sums.result(values))
+            summed = call.attempt(lambda _: work.sums.result(values))
             if call.backward.send_gradients is None:
-                found = found
+                summed = summed
             else:
-                found = call.backward.send_gradients(values, found)
+                summed = call.backward.send_gradients(values, summed)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
             raise explained(error, call.site, call.plan) from error
         finally:
             use.__exit__()
-        pairs = zip(found, values, strict=True)
+        pairs = zip(summed, values, strict=True)
         gradients = [
             zeros_for_engines(parameter) if gradient is None else gradient
             for gradient, parameter in pairs
@@ -468,20 +468,20 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     situation = call.situation(linears, work.needs_input)
     unread = call.site.tests.unread.get(situation)
     if unread is None:
-        found = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
-        unread = remember(call.site.tests.unread, situation, found)
+        products = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
+        unread = remember(call.site.tests.unread, situation, products)
     # Recompute keys and values of all chunks except the last, which writes its own. Skip the
     # recomputation if keys and values were saved, or if the layer has no attention.
     prefix = call.carried.prefix
-    kept = call.kept
-    missing = (len(call.plan) > 1 or kept.moves_kv) and prefix.calls and not prefix.filled_until
-    if missing and kept.keys_are_stored:
+    saved = call.kept
+    missing = (len(call.plan) > 1 or saved.moves_kv) and prefix.calls and not prefix.filled_until
+    if missing and saved.keys_are_stored:
         prefix.find_saved()
     elif missing:
         with torch.no_grad(), left_out(linears, unread.refill):
-            for chunk in kept.refilled:
-                starts = kept.starts(chunk.index)
-                kept.bring(chunk, starts, again=dict(starts))
+            for chunk in saved.refilled:
+                starts = saved.starts(chunk.index)
+                saved.bring(chunk, starts, again=dict(starts))
                 call.attempt(functools.partial(_refill, call, chunk))
     # Recompute and differentiate each chunk. Chunks of later queries are first: the dK and dV of a
     # chunk are complete when its own turn begins.
@@ -519,10 +519,10 @@ def computed_with_graph(
     origin = GraphMarker()
     with torch.enable_grad():
         if chunk.stop == call.plan.length:
-            given = MarkGraphStart.apply(hidden_chunk, origin, False)
+            layer_input = MarkGraphStart.apply(hidden_chunk, origin, False)
         else:
-            given = hidden_chunk
-        output, _ = call.compute(given, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
+            layer_input = hidden_chunk
+        output, _ = call.compute(layer_input, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
     assert output is not None
     return Graph(output, origin, hidden_chunk, leaves, shadows)
 
@@ -545,20 +545,20 @@ def _chunk_backward(
         work: receives the gradients.
         through_states: True if the chunk's start states depend on a tensor that needs a gradient.
     """
-    kept = call.kept
+    saved = call.kept
     carries = call.site.kind.states.carries
-    kept.bring(chunk, kept.reads(chunk.index))
-    x = kept.brought["x"]
+    saved.bring(chunk, saved.reads(chunk.index))
+    x = saved.brought["x"]
     states = States()
     upstream = States()
     if carries:
-        states = kept.states()
+        states = saved.states()
         upstream = call.carried.upstream.pop(chunk.index, {})
         states = leaves_of(states) if through_states else states
     of_inputs, through, of_parameters = call.attempt(
         functools.partial(_differentiated, call, chunk, work, x, states, upstream)
     )
-    kept.brought.clear()
+    saved.brought.clear()
     if carries:
         call.carried.went_on(call.plan, chunk, through)
     work.add(chunk, of_inputs)
@@ -596,15 +596,15 @@ def _differentiated(
         and one.data_ptr() != other.data_ptr()  # an engine has gathered the parameters again
         for one, other in zip(graph.shadows, work.shadows, strict=True)
     ):
-        kept = call.kept
+        saved = call.kept
         see = call.seeing(chunk, again=True)
         with (
-            kept.random[chunk.index].replayed(),
-            kept.products.use_outputs(kept.brought, sums=work.sums, see=see)
-            if kept.products.names
+            saved.random[chunk.index].replayed(),
+            saved.products.use_outputs(saved.brought, sums=work.sums, see=see)
+            if saved.products.names
             else NULL_CONTEXT,
-            counting(call, kept.watch, (x, *work.shadows))
-            if kept.watch is not None
+            counting(call, saved.watch, (x, *work.shadows))
+            if saved.watch is not None
             else NULL_CONTEXT,
         ):
             graph = computed_with_graph(
@@ -620,21 +620,21 @@ def _differentiated(
             upstream.append(grad.to(output.states[key].dtype))
     targets = [leaf for leaf in (graph.hidden_chunk, *graph.leaves) if leaf.requires_grad]
     starts = {key: state for key, state in states.items() if state.requires_grad} if states else {}
-    wanted = [*targets, *starts.values(), *graph.shadows]
+    sources = [*targets, *starts.values(), *graph.shadows]
     if last:
-        refuse_other_leaves(call.site.layer, outputs, wanted)
-    found: list[Tensor | None] = list(
-        torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
+        refuse_other_leaves(call.site.layer, outputs, sources)
+    gradients: list[Tensor | None] = list(
+        torch.autograd.grad(outputs, sources, upstream, allow_unused=True)
     )
     del outputs, upstream, output, graph
-    held = weakref.ref(origin)
+    marker = weakref.ref(origin)
     del origin
     if last:
-        refuse_kept(call, held)
+        refuse_kept(call, marker)
     first, second = len(targets), len(targets) + len(starts)
-    through = zip(starts, found[first:second], strict=True)
+    through = zip(starts, gradients[first:second], strict=True)
     return (
-        found[:first],
+        gradients[:first],
         {key: grad for key, grad in through if grad is not None} if starts else {},
-        found[second:],
+        gradients[second:],
     )

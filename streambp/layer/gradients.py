@@ -115,10 +115,13 @@ def recomputing(call: LayerCall) -> Iterator[None]:
     with watching(hooks) if hooks.places else NO_HOOKS as acted:
         yield
     for key in sorted(acted ^ call.backward.seen.acted):
-        now, then = (
+        in_backward, in_forward = (
             ("changes what", "changed nothing") if key in acted else ("changes nothing that", "did")
         )
-        raise changed(call.site.layer, f"{described(key)} {now} it is given, and {then} in forward")
+        raise changed(
+            call.site.layer,
+            f"{described(key)} {in_backward} it is given, and {in_forward} in forward",
+        )
     if site.fingerprint.pending:
         site.fingerprint.learn(call.site.layer, call.look)
 
@@ -240,13 +243,15 @@ def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> 
     arguments = [tensor for _, tensor, _ in call.arguments.seen if tensor.layout == torch.strided]
     # without shadows
     frozen = [weight for weight in call.site.layer.parameters() if not weight.requires_grad]
-    there = {tensor.untyped_storage()._cdata for tensor in (*known, *frozen, *arguments)}
+    existing_storages = {
+        tensor.untyped_storage()._cdata for tensor in (*known, *frozen, *arguments)
+    }
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            if storage._cdata not in there:
+            if storage._cdata not in existing_storages:
                 sizes[storage._cdata] = storage.nbytes()
         return tensor.detach()  # the tensor itself would make a cycle of node and output
 
@@ -276,30 +281,30 @@ def refuse_other_leaves(
             "layer, or set requires_grad to False, or run the model unpatched "
             "(streambp.unpatch(model)) with gradient checkpointing."
         )
-        told = "" if getattr(leaf, FLAT_PARAMETER, False) else otherwise
-        raise UnsupportedModelError(f"{type(layer).__name__} {depends(leaf)}{told}")
+        remedy = "" if getattr(leaf, FLAT_PARAMETER, False) else otherwise
+        raise UnsupportedModelError(f"{type(layer).__name__} {depends(leaf)}{remedy}")
 
 
 def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
     """Return all autograd nodes that computed these tensors [...], each node once."""
-    found: list[Any] = list(
+    nodes: list[Any] = list(
         dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
     )
-    seen: set[Any] = {None, *found}
-    for node in found:  # the list grows during the loop
+    visited: set[Any] = {None, *nodes}
+    for node in nodes:  # the list grows during the loop
         for before, _ in node.next_functions:
-            if before not in seen:
-                seen.add(before)
-                found.append(before)
-    return found
+            if before not in visited:
+                visited.add(before)
+                nodes.append(before)
+    return nodes
 
 
 def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
     """Return a leaf [...] of these outputs' autograd graph that is not among `differentiated`; None
     if all leaves are."""
-    known = {id(tensor) for tensor in differentiated}
+    leaf_ids = {id(tensor) for tensor in differentiated}
     for node in nodes_behind(outputs):
-        if type(node) is LEAF_NODE and id(node.variable) not in known:
+        if type(node) is LEAF_NODE and id(node.variable) not in leaf_ids:
             leaf: Tensor = node.variable
             return leaf
     return None
@@ -398,7 +403,7 @@ def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
 def counts_when_alone() -> Counts:
     """Return the `reference_counts` of a gradient that only autograd's engine holds. The counts are
     measured once in a process."""
-    seen: list[Counts] = []
+    counts: list[Counts] = []
 
     class Probe(torch.autograd.Function):
         @staticmethod
@@ -407,10 +412,10 @@ def counts_when_alone() -> Counts:
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            seen.append(reference_counts(gradient))
+            counts.append(reference_counts(gradient))
             return mark(torch.empty_like(gradient))
 
     with torch.enable_grad():
         x = torch.zeros(2, requires_grad=True, device="cpu")
         torch.autograd.grad(Probe.apply(Probe.apply(x)), [x], torch.zeros_like(x))
-    return seen[1]
+    return counts[1]

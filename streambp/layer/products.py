@@ -94,14 +94,14 @@ def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn
         return {}
     apart = [*indexers_of(layer), *compiled_inside(layer)]
     inside = {id(module) for found in apart for module in found.modules()}
-    known = set(adapted)
-    for name in known:
-        whole = layer.get_submodule(name)
-        inside |= {id(module) for module in whole.modules() if module is not whole}
+    adapted_names = set(adapted)
+    for name in adapted_names:
+        wrapper = layer.get_submodule(name)
+        inside |= {id(module) for module in wrapper.modules() if module is not wrapper}
     return {
         name: module
         for name, module in layer.named_modules()
-        if id(module) not in inside and (name in known or _is_plain(module))
+        if id(module) not in inside and (name in adapted_names or _is_plain(module))
     }
 
 
@@ -167,15 +167,15 @@ class SwappedForwards:
     def __enter__(self) -> None:
         self.before: list[tuple[dict[str, Any], Any]] = []
         for module, forward in self.forwards.items():
-            own = module.__dict__
-            self.before.append((own, own.get("forward")))
-            own["forward"] = forward
+            attributes = module.__dict__
+            self.before.append((attributes, attributes.get("forward")))
+            attributes["forward"] = forward
 
     def __exit__(self, *_: object) -> None:
-        for own, found in self.before:
-            own.pop("forward", None)
-            if found is not None:
-                own["forward"] = found
+        for attributes, forward in self.before:
+            attributes.pop("forward", None)
+            if forward is not None:
+                attributes["forward"] = forward
 
 
 def summed(
@@ -366,8 +366,8 @@ def _product(
         x: [..., in].
     """
     if (adaptation := module.__dict__.get(ADAPTED)) is not None:
-        found: Tensor = adaptation.product(x, value, add, cast)
-        return found
+        output: Tensor = adaptation.product(x, value, add, cast)
+        return output
     weight, bias = weights_of(module)
     dtype = cast_to(x)
     if value is UNREAD and not torch.is_grad_enabled():

@@ -274,10 +274,10 @@ class SavedForBackward:
 
     def states(self) -> States:
         """Return the start states of the chunk that backward is computing."""
-        found = (self.brought.get(f"state.{number}") for number in range(len(self._state_keys)))
+        states = (self.brought.get(f"state.{number}") for number in range(len(self._state_keys)))
         return {
             key: state
-            for key, state in zip(self._state_keys, found, strict=True)
+            for key, state in zip(self._state_keys, states, strict=True)
             if state is not None
         }
 
@@ -305,9 +305,9 @@ class SavedForBackward:
                     raise self._overwritten()
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
                 self.store.put(f"lse.{site}", chunk.index, part.lse)
-            whole = self.carried.prefix.sites[site] if self.moves_kv else None
-            if isinstance(whole, KVBuffer):  # tiles are already in the store
-                k, v = whole.part(chunk)
+            storage = self.carried.prefix.sites[site] if self.moves_kv else None
+            if isinstance(storage, KVBuffer):  # tiles are already in the store
+                k, v = storage.part(chunk)
                 self.store.put(f"k.{site}", chunk.index, k)
                 self.store.put(f"v.{site}", chunk.index, v)
         if self.watch is None:
@@ -373,14 +373,14 @@ class SavedForBackward:
                 products = matching(linears, names)
             else:
                 products = [name for name in linears if name in names]
-            kept = [name for name in products if name not in overwritten.products]
-            if self.named and len(kept) < len(products):
+            savable = [name for name in products if name not in overwritten.products]
+            if self.named and len(savable) < len(products):
                 raise self._overwritten(
                     *(name for name in products if name in overwritten.products)
                 )
             unread = [found.recompute for found in self.site.tests.unread.values()]
             never_read = frozenset.intersection(*unread) if unread else frozenset()
-            self.products.names = [name for name in kept if name not in never_read]
+            self.products.names = [name for name in savable if name not in never_read]
 
     def _overwritten(self, *names: str) -> UnsupportedModelError:
         """Return the error for tensors that must be saved, but are overwritten in place by the
@@ -429,13 +429,15 @@ class SavedForBackward:
         """True if backward reads the keys and values of all chunks from the store instead of
         recomputing them."""
         sites = range(self.carried.prefix.calls or 0)
-        wanted = [
+        accesses = [
             (f"{part}.{site}", chunk.index)
             for site in sites
             for chunk in self.plan
             for part in "kv"
         ]
-        return self.moves_kv and bool(wanted) and all(self.store.has(*access) for access in wanted)
+        return (
+            self.moves_kv and bool(accesses) and all(self.store.has(*access) for access in accesses)
+        )
 
     @property
     def refilled(self) -> tuple[Chunk, ...]:
@@ -448,10 +450,10 @@ class SavedForBackward:
         """Return the names of the saved tensors that a chunk's recomputation starts from, its input
         and recurrent states, as (name, chunk index)."""
         reads = [("x", index)]
-        kept = self._state_chunk(index)
-        if kept is not None:
+        state_chunk = self._state_chunk(index)
+        if state_chunk is not None:
             for number in range(len(self._state_keys)):
-                reads.append((f"state.{number}", kept))
+                reads.append((f"state.{number}", state_chunk))
         return reads
 
     def reads(self, index: int) -> list[Access]:

@@ -300,14 +300,14 @@ class LayerTests:
             for taken in [taken for taken, findings in self.results.items() if findings.adopted]:
                 del self.results[taken]
         elif not self.result(kind).judged:
-            now = dict(kind)["state"]  # (modules, hooks, trainable parameters)
-            for known, findings in [pair for pair in self.results.items() if pair[1].judged]:
-                before = dict(known)["state"]
-                differing = {name for name, _ in known ^ kind} - {REACH}
-                same = differing == {"state"} and before[::2] == now[::2]
-                if same and set(before[1]) <= set(now[1]):
+            state = dict(kind)["state"]  # (modules, hooks, trainable parameters)
+            for earlier_kind, findings in [pair for pair in self.results.items() if pair[1].judged]:
+                earlier_state = dict(earlier_kind)["state"]
+                differing = {name for name, _ in earlier_kind ^ kind} - {REACH}
+                same = differing == {"state"} and earlier_state[::2] == state[::2]
+                if same and set(earlier_state[1]) <= set(state[1]):
                     # the source of a copy counts as newly used
-                    remember(self.results, known, findings)
+                    remember(self.results, earlier_kind, findings)
                     remember(self.results, kind, dataclasses.replace(findings, adopted=True))
                     return
 
@@ -420,9 +420,9 @@ class LayerSite:
         """
         if not self.on_host:
             return NULL_CONTEXT
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(
-            x.requires_grad for x in (*given, *self.layer.parameters())
+            x.requires_grad for x in (*tensors, *self.layer.parameters())
         ):
             raise UnsupportedModelError(
                 f"{type(self.layer).__name__} {self.index} does not stream: {because}. Its graph "
@@ -431,7 +431,7 @@ class LayerSite:
             )
         self.fingerprint.look(self.layer)
         assert self.weights is not None
-        return self.weights.here(self.index, "forward", given[0].device)
+        return self.weights.here(self.index, "forward", tensors[0].device)
 
     @property
     def repeats(self) -> bool:
@@ -457,13 +457,13 @@ class LayerSite:
         """Return the layer's LoRA Linears by name; {} if the setting `kernels` is not "auto"."""
         if self.config.kernels != "auto":
             return {}
-        found = self.of(readings)
+        readings_by_name = self.of(readings)
         before = self.last_call.adapters
-        if found is not before:
+        if readings_by_name is not before:
             # A layer's first forward may set attributes, and then its Linears are read again.
-            keep_reasons(before, found)
-            self.last_call.adapters = found
-        return found
+            keep_reasons(before, readings_by_name)
+            self.last_call.adapters = readings_by_name
+        return readings_by_name
 
     def coarsest(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
         """Return the least precise dtype that the layer computes in, among `dtype`, the dtypes of
