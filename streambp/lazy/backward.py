@@ -90,10 +90,10 @@ class StatisticsTerm:
     def touched(self, count: int) -> Tensor:
         """Return a bool tensor [M]: True for tokens with a gradient other than zero. `count` is
         M."""
-        found = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
+        mask = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
         for positions, _, gradient in self.further:
-            found[positions[gradient != 0]] = True
-        return found
+            mask[positions[gradient != 0]] = True
+        return mask
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
         """Replace the token positions in `further` by row numbers. The backward pass computes only
@@ -117,13 +117,15 @@ class StatisticsTerm:
             positions: [n], positions of the block's tokens.
             block: the block's range of rows.
         """
-        given = self.read(product, positions)
+        token_gradients = self.read(product, positions)
         logits = self.projection.logits(product)
-        grad = logits_gradient(logits, given, slice(0, product.shape[-1]))
+        grad = logits_gradient(logits, token_gradients, slice(0, product.shape[-1]))
         for rows, entries, gradient in self.further:
-            here = (rows >= block.start) & (rows < block.stop) & (gradient != 0)
+            in_block = (rows >= block.start) & (rows < block.stop) & (gradient != 0)
             grad.index_put_(
-                (rows[here] - block.start, entries[here]), gradient[here], accumulate=True
+                (rows[in_block] - block.start, entries[in_block]),
+                gradient[in_block],
+                accumulate=True,
             )
         total += self.projection.backward(grad, logits)
 
@@ -201,9 +203,9 @@ class NodeTerm:
     def touched(self, count: int) -> Tensor:
         """Return a bool tensor [M]: True for the tokens whose logits the function reads, even if
         their gradients are zero. `count` is M."""
-        found = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)  # [M]
-        found[self.reading.positions] = True
-        return found
+        mask = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)  # [M]
+        mask[self.reading.positions] = True
+        return mask
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
         """Find which of the N tokens are in each block of rows, and store their indices in
@@ -251,8 +253,8 @@ class NodeTerm:
         values = values_at(self.node, entries, others, products)
         with torch.enable_grad():
             values[self.reading] = self.reading.projection.logits(leaf)
-            found = evaluate(self.node, values)
-        outputs = found if isinstance(found, tuple | list) else (found,)
+            evaluated = evaluate(self.node, values)
+        outputs = evaluated if isinstance(evaluated, tuple | list) else (evaluated,)
         results: list[Tensor] = []
         upstream: list[Tensor] = []
         for result, gradient in zip(outputs, self.gradients, strict=True):

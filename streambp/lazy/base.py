@@ -82,20 +82,20 @@ class GradientSink(torch.autograd.Function):
             made_of: arguments of the constructor.
             inputs: tensors [...] that the lazy tensor's gradient depends on.
         """
-        made = kind(*made_of)
+        lazy = kind(*made_of)
         ctx.set_materialize_grads(False)
         ctx.kind = kind
         ctx.made_of = made_of
-        ctx.shape = list(made.shape)
+        ctx.shape = list(lazy.shape)
         ctx.passed_by = None
-        return made
+        return lazy
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         """Pass a gradient of the lazy tensor's shape [...] to its class (`LazyTensor.arrived`),
         which may return gradients of the inputs [...]."""
-        found = ctx.kind.arrived(ctx, gradient)
-        return None, None, *(found or (None,) * (len(ctx.needs_input_grad) - 2))
+        gradients = ctx.kind.arrived(ctx, gradient)
+        return None, None, *(gradients or (None,) * (len(ctx.needs_input_grad) - 2))
 
 
 class MaterializeLazy(torch.autograd.Function):
@@ -261,7 +261,7 @@ class LazyTensor(Tensor):
             raise StreamBPError(
                 f"{name} would write to logits that do not exist. Use {cls.instead}."
             )
-        given = args[0] if args else None
+        first_argument = args[0] if args else None
         stand_ins: list[LazyTensor] = []
 
         def latest(x: LazyTensor) -> LazyTensor:
@@ -272,24 +272,24 @@ class LazyTensor(Tensor):
         for x in stand_ins:
             x.check(name)
         # A hook on a stand-in that was used already would get no gradient.
-        asked = stand_ins
+        differentiated = stand_ins
         second = args[1] if len(args) > 1 else None
         if name == "grad" and getattr(func, "__module__", None) == torch.autograd.__name__:
-            wanted = tree_leaves(kwargs.get("inputs", second))
-            asked = [x for x in stand_ins if any(leaf is x for leaf in wanted)]
+            grad_inputs = tree_leaves(kwargs.get("inputs", second))
+            differentiated = [x for x in stand_ins if any(leaf is x for leaf in grad_inputs)]
         elif name not in TENSOR_HOOKS or scales(kwargs.get("hook", second)):
-            asked = []
-        if any(x.followed and x.written is None for x in asked):
+            differentiated = []
+        if any(x.followed and x.written is None for x in differentiated):
             raise StreamBPError(
                 f"{name} comes after a loss or a part was computed from these logits or hidden "
                 "states, so the hook would miss that gradient. Call register_hook or retain_grad "
                 f"before anything is computed from them, or use {cls.instead}."
             )
         in_place = name.endswith("_") and not name.endswith("__")
-        if isinstance(given, cls) and (
+        if isinstance(first_argument, cls) and (
             in_place or name in IN_PLACE or kwargs.get("inplace") is True
         ):
-            return given.write(func, name, args, kwargs)
+            return first_argument.write(func, name, args, kwargs)
         result = NotImplemented
         if kwargs.get("out") is None and all(x.follows_rules() for x in stand_ins):
             result = cls.by_rule(func, name, args, kwargs)
@@ -303,14 +303,14 @@ class LazyTensor(Tensor):
         """Run an operation that has no rule, with complete tensors in place of lazy arguments."""
         built: dict[int, tuple[LazyTensor, Tensor]] = {}
         # `describe` names a loss of torch together with the arguments that prevented its rule.
-        given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (
+        named = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (
             kwargs if name in LOSSES else {}
         )
         reasons = []
-        if isinstance(given.get("target"), Tensor) and given["target"].is_floating_point():
+        if isinstance(named.get("target"), Tensor) and named["target"].is_floating_point():
             reasons.append("target=...")  # probabilities of all classes
         for parameter in ("weight", "size_average", "reduce", "label_smoothing"):
-            value = given.get(parameter)
+            value = named.get(parameter)
             is_zero = isinstance(value, float | int) and not isinstance(value, bool) and value == 0
             if parameter not in cls.has_rule and value is not None and not is_zero:
                 reasons.append(f"{parameter}=...")
@@ -369,9 +369,9 @@ signature_of = functools.cache(inspect.signature)  # called with rules of a clas
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
     """Set `followed` on these lazy tensors if `result`, which was computed from them, requires a
     gradient."""
-    made = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
+    results = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
     for stand_in in stand_ins:
-        stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in made)
+        stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in results)
 
 
 def scales(hook: Any) -> bool:

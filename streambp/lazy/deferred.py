@@ -198,11 +198,11 @@ class LazyHidden(LazyTensor):
             source = change(source)
         else:
             recipe = dataclasses.replace(recipe, places=change(recipe.places[..., None])[..., 0])
-        made = LazyHidden.make(source, recipe, self.dtype)
+        result = LazyHidden.make(source, recipe, self.dtype)
         if view:
-            made.derived = True
-            made.memory = self.memory
-        return made
+            result.derived = True
+            result.memory = self.memory
+        return result
 
     def casts_to(self, dtype: torch.dtype) -> bool:
         """True if a cast to `dtype` can stay lazy: `dtype` is no narrower than the source's dtype.

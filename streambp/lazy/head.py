@@ -358,24 +358,24 @@ class Statistic:
         """Return the requested softmax statistics, [N] each in promote_types(dtype, float32),
         without a graph."""
         head = self.reading.head
-        known: tuple[Tensor, Tensor] | None = None
+        cached: tuple[Tensor, Tensor] | None = None
         if self.labels is None:
-            known = head.known_statistics(self.reading)
+            cached = head.known_statistics(self.reading)
         values: tuple[Any, ...]
-        if known is None:
+        if cached is None:
             values = head.statistics(self.reading, self.labels)
         else:
-            values = (None, *known)
-        wanted = self.labels is not None, self.lse, self.mean
-        return tuple(itertools.compress(values, wanted))
+            values = (None, *cached)
+        requested = self.labels is not None, self.lse, self.mean
+        return tuple(itertools.compress(values, requested))
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
         """Store the gradients [N] of the results of `run`, in the same order, until the gradients
         of the weights are computed."""
-        given = iter(grads)
+        gradients = iter(grads)
         reading = self.reading
-        wanted = self.labels is not None, self.lse, self.mean
-        pick, lse, mean = (next(given) if one else None for one in wanted)
+        requested = self.labels is not None, self.lse, self.mean
+        pick, lse, mean = (next(gradients) if one else None for one in requested)
         positions = reading.positions.reshape(-1)
         reading.head.leave(
             StatisticsGradient(
@@ -413,17 +413,17 @@ class Function:
 
         Logits are built for `rows_at_once` tokens at a time.
         """
-        found = readings(self.node)
-        count = found[0].positions.shape[0]
-        tokens = rows_at_once(found[0].head.vocabulary)
-        hubs = dict.fromkeys(reading.head for reading in found)
+        logits = readings(self.node)
+        count = logits[0].positions.shape[0]
+        tokens = rows_at_once(logits[0].head.vocabulary)
+        hubs = dict.fromkeys(reading.head for reading in logits)
         products = {hub: hub.products() for hub in hubs}
         parts: list[tuple[Tensor, ...]] = []
         blocks = [slice(0, 0)]
         if count:
             blocks = list(token_blocks(count, tokens))
         for block in blocks:
-            value = evaluate(self.node, values_at(self.node, block, found, products))
+            value = evaluate(self.node, values_at(self.node, block, logits, products))
             parts.append(tuple(value) if isinstance(value, tuple | list) else (value,))
         return tuple(
             torch.cat(column) if len(column) > 1 else column[0].clone()

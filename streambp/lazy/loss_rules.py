@@ -89,11 +89,11 @@ def of_labels(
     note(x, name)
     labels = target.reshape(-1).detach().clone()  # [N]
     check_labels(labels, log_probs.width, ignore_index)
-    kept = labels != ignore_index  # ignored tokens are not computed
+    labelled = labels != ignore_index  # ignored tokens are not computed
     if labels.is_meta:
         places = torch.arange(labels.shape[0], device=labels.device)
     else:
-        places = kept.nonzero().squeeze(-1)
+        places = labelled.nonzero().squeeze(-1)
     rows = log_probs.moved(lambda t: t.reshape(-1, t.shape[-1])[places], view=False)
     losses = _smoothed(rows, labels[places], label_smoothing)
     if reduction == "none":
@@ -101,7 +101,7 @@ def of_labels(
         return scattered.to(dtype).view(target.shape)
     total = losses.sum()
     if reduction == "mean":
-        total = total / kept.sum()
+        total = total / labelled.sum()
     return total.to(dtype)
 
 
@@ -112,9 +112,11 @@ def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:
 def _smoothed(log_probs: LazyLogits, labels: Tensor, smoothing: float) -> Tensor:
     """Return -log p of the labels [N] with label smoothing, which mixes in the mean of -log p over
     the vocabulary."""
-    found = log_softmaxed(log_probs.node)
-    if smoothing and found is not None:
-        target, lse, mean = log_probs.compute(Statistic(found[0], labels, lse=True, mean=True))
+    reading_and_sign = log_softmaxed(log_probs.node)
+    if smoothing and reading_and_sign is not None:
+        target, lse, mean = log_probs.compute(
+            Statistic(reading_and_sign[0], labels, lse=True, mean=True)
+        )
         return lse - target * (1.0 - smoothing) - mean * smoothing
     losses = -picked(log_probs, labels[:, None])[:, 0]
     if smoothing:

@@ -81,10 +81,10 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
         ):
             return NotImplemented
         try:
-            whole = tensor.expand(*first.tokens, tensor.shape[-1])
+            expanded = tensor.expand(*first.tokens, tensor.shape[-1])
         except RuntimeError:
             return NotImplemented
-        beside[id(leaf)] = Operand.of(whole), whole.reshape(-1, whole.shape[-1])[:0]
+        beside[id(leaf)] = Operand.of(expanded), expanded.reshape(-1, expanded.shape[-1])[:0]
     plain_args, plain_kwargs = tree_map_only(
         Tensor,
         lambda t: sample_of(t) if isinstance(t, LazyLogits) else beside[id(t)][1],
@@ -117,21 +117,21 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     Returns NotImplemented if the dimension is not that of the vocabulary.
     """
     x = args[0]
-    rest = list(args[1:])
+    positional = list(args[1:])
     if not isinstance(x, LazyLogits):
         return NotImplemented
-    if tensors_in((rest, kwargs), LazyLogits):
+    if tensors_in((positional, kwargs), LazyLogits):
         return NotImplemented
     kwargs = dict(kwargs)
     at = DIM[name] - 1
     if "axis" in kwargs:
         kwargs["dim"] = kwargs.pop("axis")
-    if len(rest) > at:
-        dim = rest.pop(at)
+    if len(positional) > at:
+        dim = positional.pop(at)
     else:
         dim = kwargs.pop("dim", -1 if name == "topk" else None)
     if dim is None and name in OF_ALL:
-        return of_all(name, func, x, rest, kwargs)
+        return of_all(name, func, x, positional, kwargs)
     if isinstance(dim, tuple | list):
         dim = dim[0] if len(dim) == 1 else None
     along = x.dim() - 1 if x.classes is None else x.classes
@@ -140,20 +140,20 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     if name in ROW_BY_ROW:
         # Further arguments of torch's function (dtype) or of F's (_stacklevel, dtype).
         kwargs.pop("_stacklevel", None)
-        if dtypes := [value for value in rest if isinstance(value, torch.dtype)]:
+        if dtypes := [value for value in positional if isinstance(value, torch.dtype)]:
             kwargs["dtype"] = dtypes[0]
-        made = elementwise(name, func, (x.with_classes(None),), {**kwargs, "dim": -1})
+        result = elementwise(name, func, (x.with_classes(None),), {**kwargs, "dim": -1})
         if x.classes is None:
-            return made
-        return made.make(made.node, made.width, made.dtype, made.requires_grad, x.classes)
+            return result
+        return result.make(result.node, result.width, result.dtype, result.requires_grad, x.classes)
     if x.classes is not None:
         return NotImplemented
     if name in ("gather", "take_along_dim"):
-        index = rest[0] if rest else kwargs.get("index", kwargs.get("indices"))
+        index = positional[0] if positional else kwargs.get("index", kwargs.get("indices"))
         return gather(x, index)
-    if name == "topk" and rest:
-        kwargs["k"] = rest.pop(0)
-    return _reduce(name, func, x, rest, kwargs)
+    if name == "topk" and positional:
+        kwargs["k"] = positional.pop(0)
+    return _reduce(name, func, x, positional, kwargs)
 
 
 def of_all(
@@ -168,14 +168,18 @@ def of_all(
 
 
 def _reduce(
-    name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]
+    name: str,
+    func: Callable[..., Any],
+    x: LazyLogits,
+    positional: list[Any],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Return a reduction, such as sum or topk, over each token's entries of lazy logits. Each
     result is [*tokens], [*tokens, 1] or [*tokens, K]."""
     if name == "norm":
-        kwargs = {"p": rest.pop(0) if rest else "fro", **kwargs}
+        kwargs = {"p": positional.pop(0) if positional else "fro", **kwargs}
     further = ("largest", "sorted") if name == "topk" else ("keepdim",)
-    kwargs = {"dim": -1, **kwargs, **dict(zip(further, rest, strict=False))}
+    kwargs = {"dim": -1, **kwargs, **dict(zip(further, positional, strict=False))}
     with torch.no_grad():
         sample = func(sample_of(x), **kwargs)
     log_probs = log_softmaxed(x.node)
@@ -254,9 +258,9 @@ def picked(x: LazyLogits, index: Tensor) -> Tensor:
     """Return the entries [*tokens, K] of lazy logits at vocabulary indices `index`, in
     promote_types(dtype, float32)."""
     labels = index.reshape(-1).clone()  # the program may write to `index`
-    found = log_softmaxed(x.node)
-    if index.shape[-1] == 1 and found is not None:
-        reading, sign = found
+    reading_and_sign = log_softmaxed(x.node)
+    if index.shape[-1] == 1 and reading_and_sign is not None:
+        reading, sign = reading_and_sign
         target, lse = x.compute(Statistic(reading, labels, lse=True))
         return ((target - lse) * sign).view(index.shape)
     if index.shape[-1] == 1 and isinstance(x.node, Reading):

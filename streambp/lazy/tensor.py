@@ -65,17 +65,17 @@ def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
         BackwardError: the gradient at padding is not zero.
     """
     late = [one for one in readings(node) if one.head.recipe.late is not None]
-    kept = [reading.head.recipe.late.tokens(reading.positions) for reading in late]
-    if not kept or gradient.is_meta or bool(torch.stack(kept).all()):
+    masks = [reading.head.recipe.late.tokens(reading.positions) for reading in late]
+    if not masks or gradient.is_meta or bool(torch.stack(masks).all()):
         return node, gradient
-    here = torch.stack(kept).all(0)  # [N]
-    if bool((gradient[~here] != 0).any()):
+    is_token = torch.stack(masks).all(0)  # [N]
+    if bool((gradient[~is_token] != 0).any()):
         raise BackwardError(
             "A gradient for logits at padding came from an autograd.Function or a kernel, in a "
             "batch that was computed without padding. Leave padding out of that loss, or set "
             "StreamConfig(rows='as_given')."
         )
-    return over_tokens(node, lambda x: x[here]), gradient[here]
+    return over_tokens(node, lambda x: x[is_token]), gradient[is_token]
 
 
 class LazyLogits(LazyTensor):
@@ -152,9 +152,11 @@ class LazyLogits(LazyTensor):
         """
         if not graded:
             return cls(node, width, dtype, classes)
-        made: LazyLogits = GradientSink.apply(cls, (node, width, dtype, classes), *inputs_of(node))
-        made.link = made.grad_fn
-        return made
+        logits: LazyLogits = GradientSink.apply(
+            cls, (node, width, dtype, classes), *inputs_of(node)
+        )
+        logits.link = logits.grad_fn
+        return logits
 
     @classmethod
     def arrived(cls, ctx: Any, gradient: Tensor | None) -> None:
@@ -211,10 +213,10 @@ class LazyLogits(LazyTensor):
             unique: True if `change` repeats no token.
             view: True if the result shares this tensor's memory.
         """
-        made = self.changed(over_tokens(self.node, change, unique))
+        result = self.changed(over_tokens(self.node, change, unique))
         if view:
-            return made.sharing(self)
-        return made
+            return result.sharing(self)
+        return result
 
     def with_classes(self, classes: int | None) -> LazyLogits:
         """Return a view whose W entries are in dimension `classes` (None: the last), for losses
@@ -401,9 +403,9 @@ class LazyLogits(LazyTensor):
         """Run an operation by its rule, without the complete tensor; NotImplemented if the
         operation has no rule."""
         if name in cls.row_rules:
-            found = cls.row_rules[name](name, func, args, kwargs)
-            if found is not NotImplemented:
-                return found
+            result = cls.row_rules[name](name, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if (
             isinstance(args[0] if args else None, LazyLogits)
             and args[0].classes is not None
@@ -438,15 +440,18 @@ class LazyLogits(LazyTensor):
         follow = all(x.follows_rules() for x in rows)
         if follow and (torch.is_grad_enabled() or not before.requires_grad):
             out_of_place = method(plain)
-            made = NotImplemented
+            replacement = NotImplemented
             if out_of_place is not None and plain in self.row_rules:
-                made = self.by_rule(out_of_place, plain, args, kwargs)
-            alike = isinstance(made, LazyLogits) and (made.shape, made.dtype) == (
+                replacement = self.by_rule(out_of_place, plain, args, kwargs)
+            alike = isinstance(replacement, LazyLogits) and (
+                replacement.shape,
+                replacement.dtype,
+            ) == (
                 before.shape,
                 before.dtype,
             )
-            if alike and made.requires_grad == before.requires_grad:
-                before.become(made)
+            if alike and replacement.requires_grad == before.requires_grad:
+                before.become(replacement)
                 return self
         before.note(name)
         real = {id(leaf): leaf.build() for leaf in rows}
