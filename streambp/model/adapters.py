@@ -18,8 +18,8 @@ def adapter_notes(sites: Iterable[LayerSite]) -> list[str]:
     one = 0
     others = collections.Counter[str]()
     for site in sites:
-        known = {} if site.fingerprint.last is None else site.adapters
-        for name, reading in known.items():
+        by_name = {} if site.fingerprint.last is None else site.adapters
+        for name, reading in by_name.items():
             why = reading.why or reading.why_in_call
             if why is None:
                 one += 1

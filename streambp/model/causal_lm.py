@@ -250,9 +250,9 @@ class CausalLMForward(InstanceForward):
         flat = request.hidden_states
         assert flat is not None
         # If shift_labels is missing, the last position of a row has no label.
-        kept = slice(None) if shift_labels is not None else slice(-1)
-        request.hidden_states = lambda: flat().view(*shape, -1)[:, kept]
-        return output, request.values.each(lambda values: values.view(shape)[:, kept]), request
+        scored = slice(None) if shift_labels is not None else slice(-1)
+        request.hidden_states = lambda: flat().view(*shape, -1)[:, scored]
+        return output, request.values.each(lambda values: values.view(shape)[:, scored]), request
 
     def _with_head(
         self, kwargs: dict[str, Any], request: HeadRequest, hands_out: bool = False
@@ -331,8 +331,8 @@ class CausalLMForward(InstanceForward):
         config = self.state.config
         if not config.head:
             return False
-        asked = kwargs.get("labels") is not None and computes_its_own_loss()
-        if not (asked or config.lazy_logits):
+        caller_needs_logits = kwargs.get("labels") is not None and computes_its_own_loss()
+        if not (caller_needs_logits or config.lazy_logits):
             return False
         if self.foreign is not None or has_cache(kwargs):
             return False
@@ -408,8 +408,12 @@ class CausalLMForward(InstanceForward):
         if gathered and type(output_embeddings).forward is not nn.Linear.forward:
             request.outcome.built_for = f"{type(output_embeddings).__name__}'s own forward"
             return self.original(**kwargs)
-        own = output_embeddings
-        head = HeldHead(self.module, own, request) if gathered else DeferredForward(own, request)
+        projection = output_embeddings
+        head = (
+            HeldHead(self.module, projection, request)
+            if gathered
+            else DeferredForward(projection, request)
+        )
         self.state.running.defer_norm = None if hidden_wanted or gathered else request
         self.state.running.padding_unseen = functools.partial(
             hides_padding, self.module, self.state, kwargs, handed_out=request.handed_out

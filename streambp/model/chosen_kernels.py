@@ -87,9 +87,9 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
         return InstalledKernels(
             why_own=f"Liger cannot be imported ({type(error).__name__}: {error})."
         )
-    if (found := without_driver(device.type)) is not None:
+    if (reason := without_driver(device.type)) is not None:
         fused.take_off()
-        return InstalledKernels(why_own=found)
+        return InstalledKernels(why_own=reason)
     if config.products:
         return fused
     bound: list[AttributeChange] = []
@@ -99,10 +99,10 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
         space = globals_that_turn(module)
         if space is None:
             continue
-        own = space[ROTARY]
-        if own not in alike:
-            alike[own] = turns_halves(own)
-        if alike[own]:
+        family_rotation = space[ROTARY]
+        if family_rotation not in alike:
+            alike[family_rotation] = turns_halves(family_rotation)
+        if alike[family_rotation]:
             around = WithRotation(space, rotation, device.type)
             forward = types.MethodType(with_globals(around, type(module).forward), module)
             module.__dict__["forward"] = forward
@@ -120,12 +120,12 @@ def without_driver(kind: str) -> str | None:
     can."""
     try:
         driver = importlib.import_module("triton.runtime").driver.active
-        found = driver.get_active_torch_device().type
+        driver_kind = driver.get_active_torch_device().type
     except Exception as error:  # no driver, or no compiler for the driver
         return f"Triton has no driver here ({type(error).__name__}: {error})."
-    if found == kind:
+    if driver_kind == kind:
         return None
-    return f"Triton's kernels run on devices of type {found!r} here, and not on {kind!r}."
+    return f"Triton's kernels run on devices of type {driver_kind!r} here, and not on {kind!r}."
 
 
 def by_device(
@@ -184,10 +184,10 @@ def turns_halves(rotation: Callable[..., Any]) -> bool:
         return x * cos[:, None] + torch.cat((-x[..., HALF:], x[..., :HALF]), -1) * sin[:, None]
 
     try:
-        found = rotation(q.clone(), k.clone(), cos, sin)
+        rotated = rotation(q.clone(), k.clone(), cos, sin)
         return all(
             torch.allclose(ours, turned(x), rtol=1e-5, atol=1e-6)
-            for ours, x in zip(found, (q, k), strict=True)
+            for ours, x in zip(rotated, (q, k), strict=True)
         )
     except Exception:  # the function needs other arguments
         return False

@@ -155,12 +155,12 @@ class HeldHead(nn.Module):
         before = head.__dict__.get("forward")
         head.forward = forward
         try:
-            given = head(hidden_states)
+            head_input = head(hidden_states)
         finally:
             del head.__dict__["forward"]
             if before is not None:
                 head.forward = before
-        hidden_states, weight, *bias = Borrowed.apply(lent, given)  # type: ignore[no-untyped-call]
+        hidden_states, weight, *bias = Borrowed.apply(lent, head_input)  # type: ignore[no-untyped-call]
         return LazyHidden.make(
             hidden_states,
             LogitsExpression(self.request, weight=weight, bias=next(iter(bias), None), logits=True),

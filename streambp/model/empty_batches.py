@@ -26,8 +26,8 @@ def any_label(labels: Tensor, shift_labels: Tensor | None) -> Tensor:
         labels: [B, T], to be shifted by the model.
         shift_labels: [B, T], already shifted; used in place of `labels` if not None.
     """
-    wanted = labels[..., 1:] if shift_labels is None else shift_labels
-    return (wanted != IGNORED).any()
+    predicted_labels = labels[..., 1:] if shift_labels is None else shift_labels
+    return (predicted_labels != IGNORED).any()
 
 
 class LossOfLabels(torch.autograd.Function):

@@ -53,12 +53,12 @@ def patch_of(model: nn.Module) -> PatchState:
     Raises:
         StreamBPError: the model is not patched, or the patch also covers layers outside of `model`.
     """
-    found = installed.patch_of(model)
-    if found is None:
+    module_and_state = installed.patch_of(model)
+    if module_and_state is None:
         raise StreamBPError(
             f"This {type(model).__name__} is not patched. Call streambp.patch(model) first."
         )
-    return found[1]
+    return module_and_state[1]
 
 
 def record_of(state: PatchState) -> StepRecord | None:
@@ -72,8 +72,8 @@ def record_of(state: PatchState) -> StepRecord | None:
     longest = max(plans, key=len, default=None)
     chosen = step.choice if isinstance(step.choice, Chosen) else None
     saved = _saved(state, step, chosen)
-    kept = next((one for one in saved if one.name == GRAPH), None)
-    if kept and kept.layers == len(step.reports) and step.let_go is None:
+    graphs = next((one for one in saved if one.name == GRAPH), None)
+    if graphs and graphs.layers == len(step.reports) and step.let_go is None:
         way = KEPT_GRAPH
     else:
         way = STREAMED
@@ -82,12 +82,12 @@ def record_of(state: PatchState) -> StepRecord | None:
     elif step.reports and all(report.because is not None for report in step.reports):
         way = WHOLE
     counted = 0 if step.over else 1
-    whole = [
+    unchunked = [
         (s, r.because)
         for s, r in zip(steps.sites, step.reports, strict=False)
         if r.because is not None
     ]
-    if state.root is None or not whole:
+    if state.root is None or not unchunked:
         places = {}
     else:
         places = {id(module): name for name, module in state.root.named_modules()}
@@ -108,7 +108,8 @@ def record_of(state: PatchState) -> StepRecord | None:
         host=_host_traffic(state, step),
         shared=step.shared,
         whole=tuple(
-            (places.get(id(site.layer), f"layer {site.index}"), because) for site, because in whole
+            (places.get(id(site.layer), f"layer {site.index}"), because)
+            for site, because in unchunked
         ),
         split_by=None if split is None or step.unpatched else split.by,
         unpatched_steps=steps.unpatched + counted * step.unpatched,
@@ -187,11 +188,11 @@ def head_of(state: PatchState) -> str:
         if other:
             return f"builds the logits: the head is a {other}, costs memory"
         return "none (no language-model head)"
-    told = [_what_became_of(head) for head in heads]
-    if len(set(told)) == 1:
-        return told[0]
+    texts = [_what_became_of(head) for head in heads]
+    if len(set(texts)) == 1:
+        return texts[0]
     return "; ".join(
-        f"{type(head.module).__name__}: {what}" for head, what in zip(heads, told, strict=True)
+        f"{type(head.module).__name__}: {what}" for head, what in zip(heads, texts, strict=True)
     )
 
 
@@ -212,24 +213,24 @@ def _what_became_of(head: CausalLMForward) -> str:
         return f"as another library computes it: {head.foreign}"
     if not head.state.config.head:
         return "builds the logits (head=False)"
-    told = head.last
+    text = head.last
     lazy = head.lazy
     if lazy is not None:
-        before = "" if told is None else f"{told}; besides, "
+        before = "" if text is None else f"{text}; besides, "
         if lazy.outcome.built_for is not None:
-            told = (
+            text = (
                 f"{before}builds the logits: the program uses {lazy.outcome.built_for} on them, costs "
                 "memory"
             )
         elif lazy.outcome.computed:
-            told = f"{before}no logits: computed blockwise for {', '.join(lazy.outcome.computed)}"
+            text = f"{before}no logits: computed blockwise for {', '.join(lazy.outcome.computed)}"
         else:
-            told = told or "no logits: none were used"
-    if told is None:
+            text = text or "no logits: none were used"
+    if text is None:
         return f"{BLOCKWISE} when labels are given; no call yet in training or with labels"
     predicted = f"; {PREDICTED}" if head.predicted else ""
     if head.unlabelled:
         missing = f" ({head.unlabelled} of {head.trained} training calls came without labels)"
     else:
         missing = ""
-    return f"{told}{predicted}{missing}"
+    return f"{text}{predicted}{missing}"

@@ -39,9 +39,9 @@ def hides_padding(
     if handed_out and (state.running.defer_norm is None or must_agree(model)):
         return False
     config: Any = model.config
-    for name, own in ((HIDDEN_STATES, config), (ROUTER_LOGITS, config.get_text_config())):
-        wanted = kwargs.get(name)
-        if getattr(own, name, False) if wanted is None else wanted:
+    for name, field_config in ((HIDDEN_STATES, config), (ROUTER_LOGITS, config.get_text_config())):
+        requested = kwargs.get(name)
+        if getattr(field_config, name, False) if requested is None else requested:
             return False
     if others_read_rows(
         model, [wrapper.module for wrapper in state.wrappers if hasattr(wrapper, "packs")]

@@ -180,8 +180,8 @@ class PatchState:
             UnsupportedModelError: the unpatched call would make a cache, and the model computes
                 something else without a cache.
         """
-        wanted = wants_cache(config, kwargs)
-        if self.shares_through_cache and wanted:
+        wants_a_cache = wants_cache(config, kwargs)
+        if self.shares_through_cache and wants_a_cache:
             raise UnsupportedModelError(
                 f"transformers {transformers.__version__} passes keys and values from one layer of "
                 "this model to another in its cache. Streamed calls have no cache: each layer "
@@ -189,7 +189,7 @@ class PatchState:
                 "be trained. Install transformers 5.6 or newer, which shares keys without a "
                 "cache. use_cache=False (or config.use_cache = False) trains without shared keys."
             )
-        self.running.asked_cache |= wanted
+        self.running.asked_cache |= wants_a_cache
 
     def as_unpatched(
         self,

@@ -242,14 +242,14 @@ class Steps:
             if report.plan is not None and len(report.plan) > 1
         }
         saves = getattr(step.choice, "layers", ())
-        whole = frozenset(report.because for report in step.reports)
+        reasons = frozenset(report.because for report in step.reports)
         # Log each way in which steps run once, whatever their size.
         how = (
             step.unpatched,
             max(chunks, default=None),
             frozenset(saves),
             step.let_go,
-            whole,
+            reasons,
             step.shared is None,
         )
         if how in self._said:

@@ -78,18 +78,18 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
                 return
             self._before = record
             counts = zip(_counts(record), _counts(before), strict=True)
-            steps, unpatched, short, stalls = (now - then for now, then in counts)
-            found = {
+            steps, unpatched, short, stalls = (current - then for current, then in counts)
+            values = {
                 **record.numbers(),
                 "stream_unpatched": unpatched / max(1.0, steps),
                 "stream_let_go": short,
             }
             if record.host is not None:
-                found["stream_stall_s"] = stalls
+                values["stream_stall_s"] = stalls
             history = state.log_history[-1] if state.log_history else {}
             same = all(history.get(name) == value for name, value in logs.items())
             for entry in (logs, history) if same else (logs,):
-                entry.update({name: value for name, value in found.items() if name not in entry})
+                entry.update({name: value for name, value in values.items() if name not in entry})
         except Exception:  # a report must not end training
             logger.warning(
                 "The numbers of the last step could not be added to the logs.", exc_info=True

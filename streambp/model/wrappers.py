@@ -212,7 +212,7 @@ class LayerForward(InstanceForward):
         if (
             norm is not None
             and request is not None
-            and any(norm is own for own in request.norms)
+            and any(norm is head_norm for head_norm in request.norms)
             and can_be_deferred(norm)
         ):
             # Only after the last layer: some models normalise the embeddings with the same module.
@@ -266,11 +266,11 @@ class BackboneForward(InstanceForward):
         state = self.state
         running = self.state.running
         if kwargs.get("input_ids") is not None:
-            given = kwargs.get("input_ids")
+            tokens = kwargs.get("input_ids")
         else:
-            given = kwargs.get("inputs_embeds")
+            tokens = kwargs.get("inputs_embeds")
         if state.weights is not None:
-            state.weights.begin(given)
+            state.weights.begin(tokens)
         before = running.bypass, running.shards, running.packed_rows
         running.bypass = not self._streams(kwargs)
         running.shards = None
@@ -286,26 +286,26 @@ class BackboneForward(InstanceForward):
                 if layer.__dict__.get(CHECKPOINTING[0]):
                     layer.gradient_checkpointing = False  # type: ignore[assignment]
                     self.checkpointed.append(layer)
-            self._check(given)
+            self._check(tokens)
             refuse_foreign_attention(self.attentions)
             state.check_cache(self.module.config, kwargs)
             cacheless = running.asked_cache and self._leaves_a_cache_out()
-            if state.saves_policy is not None and isinstance(given, Tensor):
-                state.saves_policy.begins(given.device)
+            if state.saves_policy is not None and isinstance(tokens, Tensor):
+                state.saves_policy.begins(tokens.device)
             output = None if state.unpatched is None or running.again else self._unstreamed(kwargs)
             if output is not None:
                 if self.prefixes is not None:
                     self.prefixes.last = AS_UNPATCHED
-                state.steps.forward_done(id(self.module), given, None, unpatched=True)
+                state.steps.forward_done(id(self.module), tokens, None, unpatched=True)
                 return with_absent_cache(output) if cacheless else output
             if state.offloader is not None:
                 self._meet_engines_on_the_host(state.offloader)
             if is_initialized():
                 running.shards = shards_of(
-                    kwargs, given, self.module.config, self.module.training, self._sites
+                    kwargs, tokens, self.module.config, self.module.training, self._sites
                 )
                 state.history.split = running.shards or state.history.split
-            running.packed_rows = self._packed_rows(kwargs, given) if self.keeps_states else None
+            running.packed_rows = self._packed_rows(kwargs, tokens) if self.keeps_states else None
             kwargs["use_cache"] = False
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
                 # gemma4 would run some layers on these positions alone; its head selects the
@@ -316,7 +316,7 @@ class BackboneForward(InstanceForward):
             if torch.is_grad_enabled() and not running.again:
                 shared = getattr(self.prefixes, "last", None)
                 state.steps.forward_done(
-                    id(self.module), given, shared if isinstance(shared, Shared) else None
+                    id(self.module), tokens, shared if isinstance(shared, Shared) else None
                 )
                 if self.module.training and not state.history.warned_of_documents:
                     implementation = self.module.config._attn_implementation  # type: ignore[union-attr]
@@ -545,10 +545,10 @@ class BackboneForward(InstanceForward):
         positions = self.state.running.position_ids if positions is None else positions
         if self.state.config.documents != "from_positions" or not isinstance(positions, Tensor):
             return None
-        told = any(
+        marks_documents = any(
             kwargs.get(name) is not None for name in ("attention_mask", DOCUMENT_IDS, DOCUMENT_ENDS)
         )
-        if told or not has_data(positions):
+        if marks_documents or not has_data(positions):
             return None
         if positions.dim() == 3 and positions.shape[0] == 4:  # text, time, height and width
             positions = positions[0]
@@ -568,10 +568,10 @@ class BackboneForward(InstanceForward):
     def _configs(self) -> list[PreTrainedConfig]:
         # Configs of each layer's last call. A layer that has changed since then routes its own
         # config.
-        found = {id(self.module.config): self.module.config}
+        by_id = {id(self.module.config): self.module.config}
         for site in self._sites:
             if not site.kind.attention.ours:
                 return []  # custom attention needs the masks of its own setting
             for config in site.of(site.kind.attention.configs):
-                found[id(config)] = config
-        return list(found.values())
+                by_id[id(config)] = config
+        return list(by_id.values())
