@@ -109,10 +109,10 @@ class StepNeed(Need):
             }
         if len(self._asked) == REMEMBERED:
             self._asked.clear()
-        found = self._asked[key] = tuple(
+        bytes_by_layer = self._asked[key] = tuple(
             (upto, self.factor * size + self.casts) for upto, size in first.items()
         )
-        return found
+        return bytes_by_layer
 
     def at_work(self, chunk: int) -> float:
         """Return the bytes needed to compute one chunk, beyond the bytes in use before the chunk.
@@ -151,9 +151,11 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
-    inputs = sum(max((p.shape[-1] * p.itemsize for p in found), default=0) for found in weights)
+    inputs = sum(
+        max((p.shape[-1] * p.itemsize for p in matrices), default=0) for matrices in weights
+    )
     work = WORKSPACE_FACTOR * max(
-        (sum((p.shape[-1] + p.shape[-2]) * p.itemsize for p in found) for found in weights),
+        (sum((p.shape[-1] + p.shape[-2]) * p.itemsize for p in matrices) for matrices in weights),
         default=0,
     )
     parts = [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers]
@@ -224,16 +226,16 @@ class ModelStates:
     @property
     def model(self) -> nn.Module:
         """Return the module that was passed to `patch`, or the outermost remaining module of it."""
-        found = self.home()
-        assert found is not None  # the model calls this function
-        return found
+        module = self.home()
+        assert module is not None  # the model calls this function
+        return module
 
     @property
     def installed(self) -> PatchState:
         """Return the `PatchState` of the patched model."""
-        found = patch_of(self.model)
-        assert found is not None
-        return found[1]
+        module_and_state = patch_of(self.model)
+        assert module_and_state is not None
+        return module_and_state[1]
 
     def __call__(self, device: torch.device) -> tuple[Figures, float]:
         """Return the predicted memory and time (`Figures`) for the model's present state, and the
@@ -244,7 +246,7 @@ class ModelStates:
         """
         parameters = contents_of(self.model)[1]
         cast = autocast_dtype(device.type)
-        look = [list(map(found, parameters)) for found in self._decides]
+        look = [list(map(decide, parameters)) for decide in self._decides]
         sizes, trains = look[0], look[1]
         born = [p.is_leaf and p.grad is not None for p in itertools.compress(parameters, trains)]
         # comparing is faster than hashing this many values
@@ -255,12 +257,12 @@ class ModelStates:
                     self._known.clear()
                 self._known[key] = self._count(device)
             self._last = device, cast, look, self._known[key]
-        known: Figures = self._last[3]
+        figures: Figures = self._last[3]
         if not any(born):
-            return known, 0.0
+            return figures, 0.0
         of_trained = list(itertools.compress(sizes, trains))
         # the sum is 0 under ZeRO-3, which partitions all parameters
-        return known, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)
+        return figures, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)
 
     def _count(self, device: torch.device) -> Figures:
         """Return predictions for the model's present state, from steps counted on a copy with meta
@@ -306,13 +308,13 @@ class ModelStates:
         free = free_memory.free_memory(device)
         if free is None:
             return math.inf
-        known, present = self(device)
-        if known.need is None:
+        figures, present = self(device)
+        if figures.need is None:
             return 0.0
         layers: set[int] = set()
         for site in self.installed.steps.sites:
             layers.update(map(id, site.layer.parameters()))
-        there = 0
+        weights_on_device = 0
         coming = 0
         states = 0
         for p in model.parameters():
@@ -320,10 +322,12 @@ class ModelStates:
                 coming += p.nbytes if p.device != device else 0
                 states += 0 if present else OPTIMIZER * p.numel()
             elif p.device == device and id(p) in layers:
-                there += p.nbytes
+                weights_on_device += p.nbytes
         chunk = MIN_CHUNK_TOKENS if config.chunk_size == "auto" else rows * int(config.chunk_size)
         chunk = min(rows * length, chunk)
-        return free + there - coming - states - known.need(rows * length, chunk, present)
+        return (
+            free + weights_on_device - coming - states - figures.need(rows * length, chunk, present)
+        )
 
 
 def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, int], float]:
@@ -395,9 +399,9 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> St
         return f"a step could not be counted: {type(error).__name__}: {error}"
     if cast is None:
         return StepNeed(method)
-    found = find_stacks(model).stacks
+    stacks = find_stacks(model).stacks
     largest = max(
-        sum(p.numel() for p in layer.parameters()) for stack in found for layer in stack.layers
+        sum(p.numel() for p in layer.parameters()) for stack in stacks for layer in stack.layers
     )
     head = max(p.numel() for p in model.parameters())
     return StepNeed(method, AUTOCAST_FACTOR, cast.itemsize * (largest + head))
@@ -420,12 +424,12 @@ def _costs(
             stream stays in float32.
     """
     try:
-        found, _ = seen_costs(_skeleton(model, cast), config, devices)
+        costs, _ = seen_costs(_skeleton(model, cast), config, devices)
     except Exception:  # the layers' first step shows these costs as well
         return {}
     if cast is not None:
-        for index, one in found.items():
-            found[index] = one._replace(
+        for index, one in costs.items():
+            costs[index] = one._replace(
                 cost=dataclasses.replace(one.cost, x=2 * one.cost.x), graph=0.0
             )
-    return {index: one._replace(device=devices[index]) for index, one in found.items()}
+    return {index: one._replace(device=devices[index]) for index, one in costs.items()}

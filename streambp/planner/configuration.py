@@ -103,11 +103,11 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
         return make(config)
     except Exception as error:  # transformers' code, with values from anywhere
         kind = type(config)
-        given = {}
+        fields_of_config = {}
         for k, v in config.to_diff_dict().items():
             if k not in ("model_type", "transformers_version"):
-                given[k] = v
-        named = _fields_of(error, given, lambda fields: make(kind(**fields)))
+                fields_of_config[k] = v
+        named = _fields_of(error, fields_of_config, lambda fields: make(kind(**fields)))
         raise StreamBPError(
             f"No causal language model for {kind.__name__} ({named}{reason(error)}). Pass the "
             "configuration of one, or the model itself."
@@ -160,21 +160,21 @@ def _fields_of(
         fields: the configuration's fields.
         make: creates a model from fields.
     """
-    gone = []
+    culprits = []
     other = []
     level = logging.root.manager.disable
     logging.disable()  # each attempt would repeat the warnings
     try:
         for field in fields:
-            told = f"{field} is {shown(fields[field])}"
+            text = f"{field} is {shown(fields[field])}"
             try:
                 make({name: value for name, value in fields.items() if name != field})
-                gone.append(told)
+                culprits.append(text)
             except Exception as found:
-                other += [told] if reason(found) != reason(error) else []
+                other += [text] if reason(found) != reason(error) else []
     finally:
         logging.disable(level)
-    named = gone or other
+    named = culprits or other
     if 0 < len(named) <= NAMED:
         return f"{', '.join(named)}: "
     return ""

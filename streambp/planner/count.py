@@ -176,27 +176,27 @@ class Shapes:
                     key.append((kind, value) if kind in SIMPLE else self._part(value))
             if kwargs:
                 key += [*kwargs, *map(self._part, kwargs.values())]
-            found = tuple(key)
-            return self._known.get(found), found
+            key_of_call = tuple(key)
+            return self._known.get(key_of_call), key_of_call
         except TypeError:
             return None, None
 
     def make(self, known: Known) -> list[Any]:
         """Return new meta or fake tensors, with the shapes, strides and dtypes of a cached
         operation's outputs."""
-        made: list[Any] = []
+        tensors_of_call: list[Any] = []
         for one in known.made:
             if type(one) is not tuple:
-                made.append(one)
+                tensors_of_call.append(one)
                 continue
             shape, stride, dtype = one
             if self.mode is None:
-                made.append(torch.empty_strided(shape, stride, dtype=dtype, device=META))
+                tensors_of_call.append(torch.empty_strided(shape, stride, dtype=dtype, device=META))
                 continue
             with no_dispatch():
                 storage = torch.empty_strided(shape, stride, dtype=dtype, device=META)
-            made.append(FakeTensor(self.mode, storage, torch.device("cpu")))
-        return made
+            tensors_of_call.append(FakeTensor(self.mode, storage, torch.device("cpu")))
+        return tensors_of_call
 
     def _known_kind(self, tensor: Any) -> bool:
         """True if a tensor is a meta tensor or a fake tensor, depending on which of the two this
@@ -227,8 +227,8 @@ class Shapes:
         """Return the FLOPs and bytes of an operation that was not in the cache, and add the
         operation to the cache if possible."""
         schema = func._schema
-        given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
-        view = any(x.untyped_storage()._cdata in given for x in tensors(result))
+        input_storages = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
+        view = any(x.untyped_storage()._cdata in input_storages for x in tensors(result))
         written = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
         if view and not written:
             # By its schema, `_unsafe_view` returns no view.
@@ -257,14 +257,14 @@ class Shapes:
         elif all(
             type(x) in SIMPLE or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs
         ):
-            made = []
+            facts = []
             for x in outputs:
                 if isinstance(x, Tensor):
-                    made.append((x.shape, x.stride(), x.dtype))
+                    facts.append((x.shape, x.stride(), x.dtype))
                 else:
-                    made.append(x)
+                    facts.append(x)
             self._known[key] = Known(
-                made, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0
+                facts, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0
             )
         return work
 
@@ -317,8 +317,8 @@ class StepCount(LiveBytes):
     @property
     def work(self) -> Work:
         """Return the FLOPs, bytes read and written, and dispatches of all operations so far."""
-        for known, times in self._times.items():
-            self._done = self._done.plus(known.work, times)
+        for operation, times in self._times.items():
+            self._done = self._done.plus(operation.work, times)
         self._times.clear()
         return self._done
 
@@ -333,25 +333,25 @@ class StepCount(LiveBytes):
         if id(func) in shapes.views:
             self._count(VIEW)
             return func(*args, **kwargs)
-        known, key = shapes.known(func, args, kwargs)
-        if known is None:
+        cached, key = shapes.known(func, args, kwargs)
+        if cached is None:
             return self._first(func, args, kwargs, key)
-        self._count(known)
-        if known.attends:
+        self._count(cached)
+        if cached.attends:
             self._workspace(func, args)
-        if known.routed:
-            self.routed = known.routed
-        if known.made is Shapes.IN_PLACE:
+        if cached.routed:
+            self.routed = cached.routed
+        if cached.made is Shapes.IN_PLACE:
             return args[0]
-        if known.made is Shapes.OUT:
+        if cached.made is Shapes.OUT:
             return kwargs["out"]
-        made = shapes.make(known)
-        for output in made:
+        outputs = shapes.make(cached)
+        for output in outputs:
             if isinstance(output, Tensor):
                 self._track(output.untyped_storage())
-        if known.several:
-            return tuple(made)
-        return made[0]
+        if cached.several:
+            return tuple(outputs)
+        return outputs[0]
 
     def _first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """Run an operation that is not in the cache, count its cost, and cache it."""
@@ -388,15 +388,17 @@ class StepCount(LiveBytes):
                 and func is not aten._to_copy.default
             ):
                 self.experts = args[0].shape[0]
-            found = answer(func, args[0], self.routed, self.experts)
-            if isinstance(found, Tensor):
-                return found
-            if found is not None:  # shape and dtype of a tensor without data
-                shape, dtype = found
-                (made,) = self.shapes.make(Known([(shape, (shape[1], 1), dtype)], False, VIEW.work))
-                self._track(made.untyped_storage())
+            routing = answer(func, args[0], self.routed, self.experts)
+            if isinstance(routing, Tensor):
+                return routing
+            if routing is not None:  # shape and dtype of a tensor without data
+                shape, dtype = routing
+                (output,) = self.shapes.make(
+                    Known([(shape, (shape[1], 1), dtype)], False, VIEW.work)
+                )
+                self._track(output.untyped_storage())
                 self._count(VIEW)
-                return made
+                return output
         if func in BACKWARDS:
             self._workspace(func, args)
         result = super().__torch_dispatch__(func, (), args, kwargs)
@@ -405,12 +407,12 @@ class StepCount(LiveBytes):
             self.routed = result[1].numel()
         return result
 
-    def _count(self, known: Known) -> None:
+    def _count(self, operation: Known) -> None:
         """Add the cost of one call of a cached operation."""
         if self._kernel_depth:
-            self.add(known.work._replace(moved=0.0, dispatches=0.0))
+            self.add(operation.work._replace(moved=0.0, dispatches=0.0))
         else:
-            self._times[known] = self._times.get(known, 0) + 1
+            self._times[operation] = self._times.get(operation, 0) + 1
 
     def _workspace(self, func: Any, args: Any) -> None:
         """Update the recorded peak for an attention kernel's workspace, which the kernel allocates

@@ -63,18 +63,20 @@ def by_default(
     setting = dataclasses.replace(setting, on_host=None)  # by default weights stay on the device
     method = profile.method(METHODS[0].name)
     rows = profile.batch_size
-    kept = static(profile, setting)
+    between_steps = static(profile, setting)
     present = 1.0 if setting.accumulate else 0.0
-    free = usable - kept.weights - kept.optimizer - present * kept.gradients
+    free = (
+        usable - between_steps.weights - between_steps.optimizer - present * between_steps.gradients
+    )
     spent_by = seconds_of(method, rates, rows)
-    known = Figures(
+    figures = Figures(
         StepNeed(method, rows=rows),
         costs_from_json(profile.saves),
         spent_by,
         rates.products,
         rates.link,
     )
-    policy = SavesPolicy(profile.layers, lambda _: free, lambda _: (known, present), True, True)
+    policy = SavesPolicy(profile.layers, lambda _: free, lambda _: (figures, present), True, True)
     policy.begins(PLAN_DEVICE)
     tokens = rows * seq_len
     size = policy.size(rows, seq_len, PLAN_DEVICE)
@@ -104,7 +106,12 @@ def by_default(
     phases = peak(profile, method, seq_len, size, setting).phases
     most_saved = max(
         total
-        + sum(one.bytes for index, found in plan.items() if index <= waiting(name) for one in found)
+        + sum(
+            one.bytes
+            for index, candidates in plan.items()
+            if index <= waiting(name)
+            for one in candidates
+        )
         for name, total in phases.items()
     )
     return ByDefault(way, size, fits, saved, most_saved, spent)

@@ -67,9 +67,9 @@ def _norm_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None
         d_weight = torch.empty_like(ctx.weight)
     else:
         d_weight = None
-    own = ctx.by == "compiled"
-    with one_kernel((5 if own and d_weight is not None else 3) * x.nbytes):
-        return torch.empty_like(grad) if own else grad, d_weight, None
+    new_tensor = ctx.by == "compiled"
+    with one_kernel((5 if new_tensor and d_weight is not None else 3) * x.nbytes):
+        return torch.empty_like(grad) if new_tensor else grad, d_weight, None
 
 
 # x [..., h], weight [h] -> [..., h] in x's dtype.
@@ -143,7 +143,7 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
         return down(gate_kernel(gate(hidden_states), up(hidden_states), fusion))
 
     classes: dict[type[nn.Module], type[nn.Module]] = {}
-    found = 0
+    replaced = 0
     for module in model.modules():
         kind = type(module)
         ligers = is_ligers(module.forward)
@@ -159,8 +159,8 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
             content = {"forward": norm if is_norm else mlp, "__module__": kind.__module__}
             classes[kind] = classes.get(kind) or type(kind.__name__, (kind,), content)
             module.__class__ = classes[kind]
-            found += 1
-    return found
+            replaced += 1
+    return replaced
 
 
 def is_ligers(function: Any) -> bool:
@@ -178,14 +178,16 @@ def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractCont
         model: the model, on meta or fake tensors.
         by: the kernels; None: replace Liger's functions only.
     """
-    found = []
+    replacements = []
     for space in globals_of(model):
         function = space.get(ROTARY)
         if not callable(function) or (by is None and not is_ligers(function)):
             continue
         if list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"]:
-            found.append((space, ROTARY, functools.partial(_rotary, function, by or "liger")))
-    return replaced_functions(found)
+            replacements.append(
+                (space, ROTARY, functools.partial(_rotary, function, by or "liger"))
+            )
+    return replaced_functions(replacements)
 
 
 def _rotary(function: Any, by: Fusion, /, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:

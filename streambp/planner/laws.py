@@ -142,8 +142,10 @@ def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> lis
     else:
         columns = 2
     rows = torch.tensor([features(*point)[:columns] for point in points], dtype=torch.float64)
-    found = torch.linalg.lstsq(rows, torch.tensor(values, dtype=torch.float64)).solution.mT.tolist()
-    return [Law(*(round(value, 6) + 0.0 for value in line)) for line in found]
+    coefficients = torch.linalg.lstsq(
+        rows, torch.tensor(values, dtype=torch.float64)
+    ).solution.mT.tolist()
+    return [Law(*(round(value, 6) + 0.0 for value in line)) for line in coefficients]
 
 
 def fit_work(
@@ -183,10 +185,10 @@ def fit_work(
                 chosen.pop()  # points with equal numbers of chunks do not determine this feature
             rows = table[:number, : len(chosen)]
             scale = rows.abs().amax(0).clamp_min(1e-9)
-            wanted = torch.tensor(values[:number], dtype=torch.float64)[:, None]
+            targets = torch.tensor(values[:number], dtype=torch.float64)[:, None]
             solution = (
                 torch.linalg.lstsq(
-                    rows / scale, wanted, driver="gelsd", rcond=1e-9
+                    rows / scale, targets, driver="gelsd", rcond=1e-9
                 ).solution.flatten()
                 / scale
             )

@@ -209,12 +209,12 @@ class Plan:
     @property
     def default_wins(self) -> bool:
         """True if `patch` without settings is faster than the choice, by more than 0.5 %."""
-        found = self.by_default
-        if found is None or self.choice is None or not found.fits:
+        default = self.by_default
+        if default is None or self.choice is None or not default.fits:
             return False
         if self.setting.weights == "cpu":  # by default weights stay on the device
             return False
-        return found.seconds < (1 - TIED) * self.choice.seconds.total
+        return default.seconds < (1 - TIED) * self.choice.seconds.total
 
     @property
     def next_fastest(self) -> tuple[Timed, ...]:
@@ -281,9 +281,9 @@ def plan(
         StreamBPError: the model or the device is unknown, the model does not stream, or not over
             this number of ranks, or an argument is out of range.
     """
-    known = rates_of(rates)
+    device_rates = rates_of(rates)
     setting = setting or Setting()
-    asked = Asked(
+    request = Asked(
         model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention,
         tuple(lora_targets), with_liger,
     )  # fmt: skip
@@ -304,8 +304,8 @@ def plan(
         recipes = (*UNPATCHED, *STREAMED, *(recipe for some in SPLIT.values() for recipe in some))
     if methods:
         recipes = tuple(recipe for recipe in recipes if recipe.name in methods)
-    profile = counted(asked, recipes, cache, said)
-    return plan_profile(profile, seq_len, memory, setting, known)
+    profile = counted(request, recipes, cache, said)
+    return plan_profile(profile, seq_len, memory, setting, device_rates)
 
 
 def plan_profile(
@@ -365,8 +365,8 @@ def plan_profile(
         default = by_default(profile, length, usable, setting, rates)
     else:
         default = None
-    found = (choice, best.binds, levers, table, tuple(times), rates, default, _safest(fitting))
-    return Plan(profile, setting, memory, length, *found)
+    results = (choice, best.binds, levers, table, tuple(times), rates, default, _safest(fitting))
+    return Plan(profile, setting, memory, length, *results)
 
 
 def where_weights_may_be(profile: Profile, setting: Setting) -> Setting:
@@ -454,24 +454,24 @@ def choose(
     return _fastest(fitting)
 
 
-def _fastest(found: Sequence[Choice]) -> Choice | None:
+def _fastest(choices: Sequence[Choice]) -> Choice | None:
     """Return the fastest choice, or None for no choices. Equally fast choices are decided by fewer
     host bytes, then by larger chunks."""
     # a synthetic step may take no time
-    fastest = min((c.seconds.total for c in found), default=0.0) or math.inf
+    fastest = min((c.seconds.total for c in choices), default=0.0) or math.inf
     return min(
-        found,
+        choices,
         key=lambda c: (round(c.seconds.total / fastest, 2), c.peak.host, -c.chunk_size),
         default=None,
     )
 
 
-def _safest(found: Sequence[Choice]) -> Choice | None:
+def _safest(choices: Sequence[Choice]) -> Choice | None:
     """Return the choice with the lowest peak among those at most 2 % slower than the fastest; None
     for no choices."""
-    bar = (1 + SLOWER) * min((c.seconds.total for c in found), default=0.0)
+    bar = (1 + SLOWER) * min((c.seconds.total for c in choices), default=0.0)
     return min(
-        (c for c in found if c.seconds.total <= bar),
+        (c for c in choices if c.seconds.total <= bar),
         key=lambda c: (c.peak.total, c.seconds.total),
         default=None,
     )
@@ -556,12 +556,12 @@ def placed(
 def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
     """Return a copy of the setting in which `room` limits the bytes of keys that a rank gathers
     from other ranks. The limit is a fraction of the memory that is free at the start of a step."""
-    kept = static(profile, setting)
+    between_steps = static(profile, setting)
     free = (
         memory.usable
-        - kept.weights
-        - kept.optimizer
-        - (kept.gradients if setting.accumulate else 0.0)
+        - between_steps.weights
+        - between_steps.optimizer
+        - (between_steps.gradients if setting.accumulate else 0.0)
     )
     return dataclasses.replace(setting, room=max(0.0, free) / MAX_SHARE_OF_FREE_MEMORY)
 
@@ -583,7 +583,7 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
         setting.ranks,
         chunk_sizes(profile.batch_size),
     )
-    found = []
+    candidates = []
     for size in sizes if method.counts_chunks else sizes[-1:]:
         low = 0
         high = LONGEST // ranks
@@ -596,8 +596,8 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
             binds = beyond.phase
         else:
             binds = "host memory"
-        found.append(Longest(method.name, ranks * low, binds))
-    return max(found, key=lambda row: row.seq_len)
+        candidates.append(Longest(method.name, ranks * low, binds))
+    return max(candidates, key=lambda row: row.seq_len)
 
 
 def fits(at: Peak, memory: Memory) -> bool:
@@ -612,7 +612,7 @@ def chunk_sizes(batch_size: int) -> tuple[int, ...]:
     )
 
 
-def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Iterator[Lever]:
+def _levers(profile: Profile, seq_len: int, memory: Memory, setting: Setting) -> Iterator[Lever]:
     """Yield changes outside of streambp's settings that allow longer sequences (more GPUs, ZeRO-3,
     more host memory), each with its longest sequence.
     """
@@ -653,5 +653,5 @@ def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Ite
     for change, other, budget in options:
         methods = available(profile, other)
         reached = max(longest(profile, m, budget, other).seq_len for m in methods if m.chunked)
-        if reached > 1.05 * now:
+        if reached > 1.05 * seq_len:
             yield Lever(change, reached)

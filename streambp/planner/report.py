@@ -135,9 +135,9 @@ def _notes(profile: Profile) -> list[str]:
         frozen = group.parameters - group.trainable
         stored = group.bytes - group.trainable_bytes
         sizes[group.name] = (frozen, stored, stored / max(1, frozen))
-    whole = (0, 0, 0.0)
-    experts = sizes.get("expert", whole)
-    if experts[2] > WHOLE and 0 < sizes.get("dense", whole)[2] <= WHOLE:
+    no_parameters = (0, 0, 0.0)
+    experts = sizes.get("expert", no_parameters)
+    if experts[2] > WHOLE and 0 < sizes.get("dense", no_parameters)[2] <= WHOLE:
         lines.append(
             f"{_count(experts[0])} parameters of experts stay in {profile.dtype}, "
             f"{experts[1] / GIB:.1f} GiB: bitsandbytes quantizes Linears, and these experts are none"
@@ -202,27 +202,27 @@ def _choice(plan: Plan) -> list[str]:
     return lines
 
 
-def _default_line(plan: Plan, found: ByDefault) -> str:
+def _default_line(plan: Plan, default: ByDefault) -> str:
     """Return a line about the step of `patch` without settings."""
-    how = f"chunks of {found.chunk_size:,}"
+    how = f"chunks of {default.chunk_size:,}"
     if not plan.default_wins:
         how = f"{BY_DEFAULT}: {how}"
-    if not found.fits:
-        return f"  {how}, {found.peak / GIB:.1f} GiB: does not fit"
-    kept = []
+    if not default.fits:
+        return f"  {how}, {default.peak / GIB:.1f} GiB: does not fit"
+    savings = []
     linears = []
-    for one in found.saved:
+    for one in default.saved:
         if one.name in NAMED_SAVES:
-            kept.append(f"{one.name} of {one.layers} layers")
+            savings.append(f"{one.name} of {one.layers} layers")
         else:
             linears.append(one.layers)
-    kept += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
-    if found.way == UNPATCHED:
+    savings += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
+    if default.way == UNPATCHED:
         how += ", runs unpatched"
     else:
-        how += f", saves {', '.join(kept) or 'nothing'}"
+        how += f", saves {', '.join(savings) or 'nothing'}"
     on = f", on {device_text(plan.rates)}" if plan.default_wins else ""
-    return f"  {how}; peak {found.peak / GIB:.1f} GiB, {duration(found.seconds)} a step{on}"
+    return f"  {how}; peak {default.peak / GIB:.1f} GiB, {duration(default.seconds)} a step{on}"
 
 
 def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
@@ -255,7 +255,7 @@ def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
 
 def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
     """Return lines with other plans that fit, each with the command that prints the plan."""
-    now = seconds_of(plan)
+    own_seconds = seconds_of(plan)
     lines = []
     title = ""
     for other, command in zip(others, commands, strict=True):
@@ -264,7 +264,7 @@ def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]
         spent = seconds_of(other.plan)
         if plan.choice is None:
             kind = "Commands that fit:"
-        elif spent <= (1 - SLOWER) * now:
+        elif spent <= (1 - SLOWER) * own_seconds:
             kind = "Faster:"
         else:
             kind = "Beside it:"
@@ -381,16 +381,16 @@ def phase_text(name: str) -> str:
 def folded(lines: Sequence[str], width: int | None) -> list[str]:
     """Return lines of text wrapped to the terminal's width, with indentation; lines with code stay
     unwrapped."""
-    found: list[str] = []
+    wrapped: list[str] = []
     for line in lines:
         if width is None or len(line) <= width or CODE in line:
-            found.append(line)
+            wrapped.append(line)
         else:
             under = " " * (len(line) - len(line.lstrip()) + 2)
-            found += textwrap.wrap(
+            wrapped += textwrap.wrap(
                 line, width, subsequent_indent=under, break_long_words=False, break_on_hyphens=False
             )
-    return found
+    return wrapped
 
 
 def tree_lines(node: Node, depth: int = 0) -> list[str]:
@@ -403,10 +403,12 @@ def tree_lines(node: Node, depth: int = 0) -> list[str]:
     name = f"({node.name}) " if node.name else ""
     label = f"{'  ' * depth}{name}{times}{node.kind}"
     if node.activation:
-        kept = f"{node.activation / 1024:.1f} KiB"
+        activation = f"{node.activation / 1024:.1f} KiB"
     else:
-        kept = "-"
-    lines = [f"{label:<58} {_count(node.parameters) if node.parameters else '-':>9} {kept:>14}"]
+        activation = "-"
+    lines = [
+        f"{label:<58} {_count(node.parameters) if node.parameters else '-':>9} {activation:>14}"
+    ]
     for child in node.children:
         lines += tree_lines(child, depth + 1)
     return lines

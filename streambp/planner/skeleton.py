@@ -397,8 +397,8 @@ class ShrunkModel:
         if index in self.kept:
             return self.kept.index(index)
         inner = []
-        for place, kept in enumerate(self.kept):
-            if 0 < kept < len(self.kinds) - 1:
+        for place, representative in enumerate(self.kept):
+            if 0 < representative < len(self.kinds) - 1:
                 inner.append(place)
         return next(
             place for place in reversed(inner) if self.kinds[self.kept[place]] == self.kinds[index]
@@ -410,8 +410,8 @@ class ShrunkModel:
         A layer that occurs several times may be a representative elsewhere.
         """
         layers = getattr(model.get_submodule(self.backbone), self.layers)
-        kept = {id(layers[index]) for index in self.kept}
-        return (layer for layer in layers if id(layer) not in kept)
+        representatives = {id(layers[index]) for index in self.kept}
+        return (layer for layer in layers if id(layer) not in representatives)
 
     def apply(self, model: nn.Module) -> None:
         """Remove all layers but the representatives from the full model, or from its copy."""
@@ -420,10 +420,10 @@ class ShrunkModel:
         backbone: Any = model.get_submodule(self.backbone)
         config = backbone.config
         layers = getattr(backbone, self.layers)
-        fields, own, computed = values_by_layer(backbone, len(layers))
+        fields, attributes, computed = values_by_layer(backbone, len(layers))
         setattr(backbone, self.layers, nn.ModuleList([layers[index] for index in self.kept]))
-        for holder, found in ((config, fields), (backbone, own)):
-            for field, values in found.items():
+        for holder, lists in ((config, fields), (backbone, attributes)):
+            for field, values in lists.items():
                 setattr(holder, field, type(values)(values[index] for index in self.kept))
         if computed:
             answers = {}
@@ -469,12 +469,12 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
         if kinds[1:index].count(kinds[index]) < each:
             inner.append(index)
     if depth > 1:
-        kept = (0, *inner, depth - 1)
+        representatives = (0, *inner, depth - 1)
     else:
-        kept = (0,)
+        representatives = (0,)
     if getattr(stack.backbone.config, "num_kv_shared_layers", 0) or not lists:
-        kept = tuple(range(depth))
-    return ShrunkModel(kept, kinds, path, lists[0] if lists else "")
+        representatives = tuple(range(depth))
+    return ShrunkModel(representatives, kinds, path, lists[0] if lists else "")
 
 
 def values_by_layer(

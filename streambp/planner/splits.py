@@ -70,12 +70,12 @@ class SplitCount(StepCount):
         super()._track(storage)
         self._note(self.live)
 
-    def _count(self, known: Known) -> None:
+    def _count(self, operation: Known) -> None:
         if self._marking and not self._kernel_depth:
-            self.links[MOVED] += known.work.moved
-            self.add(known.work._replace(moved=0.0))
+            self.links[MOVED] += operation.work.moved
+            self.add(operation.work._replace(moved=0.0))
         else:
-            super()._count(known)
+            super()._count(operation)
 
     def _gone(self, key: int, _: Any) -> None:
         self._keys -= self._sizes.pop(key, 0)
@@ -164,7 +164,7 @@ def split_over(
         start = _keys_allocated()(kind.start_keys)
     else:
         start = kind.start_keys
-    own = _keys_allocated()(kind.own_gradient)
+    counted_gradient = _keys_allocated()(kind.own_gradient)
 
     def start_keys(self: Any, parts: list[Tensor], heads: int) -> Keys:
         """Record the heads of the layer, and start the exchange of its keys."""
@@ -173,14 +173,14 @@ def split_over(
             seen.add(Heads(heads, k.shape[1], gathered.bytes_of_a_head(k, v, 1)))
         return start(self, parts, heads)
 
-    def own_gradient(self: Any, *given: Any) -> list[Tensor]:
+    def own_gradient(self: Any, *arguments: Any) -> list[Tensor]:
         """Return the gradients of this rank's own keys; their allocations do not count as keys from
         other ranks."""
-        found = own(self, *given)
+        gradients = counted_gradient(self, *arguments)
         for count in running_counts(SplitCount):
-            for x in tensors(found):  # no keys, because they belong to this rank's tokens
+            for x in tensors(gradients):  # no keys, because they belong to this rank's tokens
                 count._keys -= count._sizes.pop(x.untyped_storage()._cdata, 0)
-        return found
+        return gradients
 
     replaced = [
         (wrappers, "is_initialized", lambda: True),
@@ -221,13 +221,13 @@ def split_of(
         tokens: tokens of a shard in the count.
         saves: saved tensors.
     """
-    whole = ranks * tokens
+    full_tokens = ranks * tokens
     repeats = Split(by, tuple(heads)).repeats(ranks)
-    gathers = links[GATHERED] / whole
+    gathers = links[GATHERED] / full_tokens
     return Split(
         by, tuple(heads), links[TRADED] / tokens, links[TRADED_KEYS] / tokens / repeats, gathers,
-        gathers if "attn_out" in saves else gathers * 2 / 3, links[SUMMED] / whole,
-        links[MOVED] / (tokens * repeats if by == ULYSSES else whole),
+        gathers if "attn_out" in saves else gathers * 2 / 3, links[SUMMED] / full_tokens,
+        links[MOVED] / (tokens * repeats if by == ULYSSES else full_tokens),
     )  # fmt: skip
 
 
@@ -248,11 +248,11 @@ def lines_of_keys(
         setting = Setting(gpus=ranks, ulysses=ranks)
     else:
         setting = Setting(gpus=ranks, context_parallel=ranks)
-    held = [keys_held(split, tokens, setting) for tokens in lengths]
-    found: list[list[Counted]] = [[] for _ in phases]
+    key_amounts = [keys_held(split, tokens, setting) for tokens in lengths]
+    lines: list[list[Counted]] = [[] for _ in phases]
     for counted in zip(*phases, strict=True):
         amounts = []
-        for c, scale in zip(counted, held, strict=True):
+        for c, scale in zip(counted, key_amounts, strict=True):
             amounts.append({size / scale: most for size, most in c.most.items()})
         before: list[float] = []
         for amount in sorted(set().union(*amounts), reverse=True):
@@ -262,7 +262,7 @@ def lines_of_keys(
                     max((most for size, most in one.items() if size >= amount), default=0.0)
                 )
             if not before or any(map(operator.gt, values, before)):
-                for rows, one, value in zip(found, counted, values, strict=True):
+                for rows, one, value in zip(lines, counted, values, strict=True):
                     rows.append(dataclasses.replace(one, peak=value, per_key=amount))
                 before = values
-    return found
+    return lines

@@ -256,12 +256,12 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     H, P], end state [B, H, P, N] and the decay saved for backward [B, H, NB, 1, Q]."""
     decay = sizes.steps()
     steps = sizes.steps()
-    own = sizes.states(ACCUMULATION_DTYPE)
+    block_states = sizes.states(ACCUMULATION_DTYPE)
     starts = sizes.states(x.dtype)
     end = x.new_empty(
         sizes.rows, sizes.heads, sizes.width, sizes.size, dtype=ACCUMULATION_DTYPE
     )  # [B, H, P, N]
-    del own
+    del block_states
     scores = sizes.scores()
     out = x.new_empty(sizes.rows, sizes.tokens, sizes.heads, sizes.width)  # [B, T, H, P]
     del steps, starts, scores
@@ -295,9 +295,9 @@ def _scan_backward(
         d_dt = torch.empty_like(dt)
     # another dt, decay, steps, scores
     alive = [torch.empty_like(dt), sizes.steps(), sizes.steps(), sizes.scores()]
-    own = sizes.states(ACCUMULATION_DTYPE)
+    block_states = sizes.states(ACCUMULATION_DTYPE)
     starts = sizes.states(ACCUMULATION_DTYPE)
-    del own
+    del block_states
     d_starts = sizes.states(ACCUMULATION_DTYPE)
     halves = [sizes.states(like.dtype), sizes.states(like.dtype)]
     if has_start:

@@ -114,7 +114,9 @@ class Phases:
             span = Span(
                 *self._current, self._start, count.peak, count.live, self._host(), gradients, done
             )
-            linked = tuple(now - before for now, before in zip(links, self._links, strict=True))
+            linked = tuple(
+                current - before for current, before in zip(links, self._links, strict=True)
+            )
             self.spans.append(
                 dataclasses.replace(span, most=getattr(count, "most", {}), links=linked)
             )

@@ -232,16 +232,16 @@ def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
     parameters count once."""
     groups = []
     for name in ("dense", "expert"):
-        mine = []
+        members = []
         for path, p in model.named_parameters():
             if (".experts." in path) == (name == "expert"):
-                mine.append(p)
+                members.append(p)
         trained = []
-        for p in mine:
+        for p in members:
             if p.requires_grad:
                 trained.append(p)
-        if mine:
-            sizes = (sum(map(parameters_of, mine)), _bytes_of(mine))
+        if members:
+            sizes = (sum(map(parameters_of, members)), _bytes_of(members))
             trained_sizes = (sum(map(torch.numel, trained)), _bytes_of(trained))
             groups.append(Group(name, *sizes, *trained_sizes))
     return tuple(groups)
@@ -321,10 +321,10 @@ class Counter:
             for point, spans in steps.items():
                 counted_works[point] = unroll(spans, self.reduced)[2]
             self._more_points[key] = (own, counted_works)
-        first, found = self._more_points[key]
+        first, more_work = self._more_points[key]
         shared = next(point for point in own if point in first)
         works: Works = {}
-        for point, work in found.items():
+        for point, work in more_work.items():
             tokens = point[0] / shared[0]
             chunks = tokens * shared[1] / point[1]
             works[point] = {}
@@ -343,12 +343,12 @@ class Counter:
             StreamBPError: the model's sequences cannot be sharded; the message has the reason.
         """
         if recipe.split not in self._heads:
-            seen: set[Heads] = set()
-            shared = split_over(recipe.split, 1, self.batch_size, 16, seen)
+            heads: set[Heads] = set()
+            shared = split_over(recipe.split, 1, self.batch_size, 16, heads)
             with shared, self._prepared(recipe, 8), self.skeleton.running(), StepCount(None):
                 ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
                 self.skeleton.model(input_ids=ids, labels=ids, use_cache=False)
-            self._heads[recipe.split] = sorted(seen)
+            self._heads[recipe.split] = sorted(heads)
         return self._heads[recipe.split]
 
     def ranks(self, recipe: SurveyRecipe) -> int:
@@ -531,17 +531,19 @@ def _count_method(
         more_points = counter.more_points(recipe, points[0][1], counted)
     else:
         more_points = {}
-    found = counted | {point: works for point, works in more_points.items() if point not in counted}
+    all_work = counted | {
+        point: works for point, works in more_points.items() if point not in counted
+    }
     # Fitted over the full sequence's length and all ranks; copies to the host over the method's own
     # points alone.
-    lengths = [(ranks * tokens, chunk) for tokens, chunk in found]
+    lengths = [(ranks * tokens, chunk) for tokens, chunk in all_work]
     if fused:
         k_block = K_BLOCK
     else:
         k_block = MATH.tiling.k_block or K_BLOCK
     parts = []
     for name in counted[points[0]]:
-        over_ranks = [Work().plus(one[name], ranks) for one in found.values()]
+        over_ranks = [Work().plus(one[name], ranks) for one in all_work.values()]
         parts.append(fit_work(name, lengths, over_ranks, k_block, len(counted)))
     work = tuple(parts)
     config = recipe.config or StreamConfig()

@@ -26,7 +26,7 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
     Layers of one kind are one node; other equal siblings share a node as well.
     """
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
-    found = _activations(skeleton, batch_size)
+    bytes_by_module = _activations(skeleton, batch_size)
 
     def node(name: str, module: nn.Module, count: int) -> Node:
         """Return the node of a module and its children."""
@@ -62,13 +62,13 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
                 children.append(node(label, same[0][1], len(same)))
         # without dropouts, empty lists and the like
         children = [child for child in children if child.parameters or child.activation]
-        own = sum(parameters_of(p) for p in module._parameters.values() if p is not None)
-        parameters = own + sum(child.count * child.parameters for child in children)
-        activation = found.get(module, 0.0)
+        own_parameters = sum(parameters_of(p) for p in module._parameters.values() if p is not None)
+        parameters = own_parameters + sum(child.count * child.parameters for child in children)
+        activation = bytes_by_module.get(module, 0.0)
         # For parents of removed layers, the saved bytes do not apply to the full model.
         reduces = module is not layers[0] and any(child is layers[0] for child in module.modules())
         if reduces or isinstance(module, nn.ModuleList):
-            missing = activation - sum(found.get(child, 0.0) for child in _direct(module))
+            missing = activation - sum(bytes_by_module.get(child, 0.0) for child in _direct(module))
             activation = max(0.0, missing) + sum(
                 child.count * child.activation for child in children
             )
@@ -105,14 +105,14 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
             ids = torch.empty(batch_size, LENGTH, dtype=torch.long)  # [B, T]
             with count:
                 output = skeleton.model(input_ids=ids, labels=ids, use_cache=False)
-            kept = {}
+            bytes_by_module = {}
             for module, span in spans.items():
-                kept[module] = count.alive(*span) / (batch_size * LENGTH)
+                bytes_by_module[module] = count.alive(*span) / (batch_size * LENGTH)
             del output
     finally:
         for handle in handles:
             handle.remove()
-    return kept
+    return bytes_by_module
 
 
 def _direct(module: nn.Module) -> list[nn.Module]:

@@ -42,23 +42,23 @@ class Work(NamedTuple):
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
         """Return the sum of this cost and `times` times the other, field by field."""
-        return Work(*[mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
+        return Work(*[value + times * theirs for value, theirs in zip(self, other, strict=True)])
 
 
 def tensors(value: Any) -> list[Tensor]:
     """Return every tensor, of any shape, in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
+    members: list[Tensor] = []
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
         for part in value:
             if isinstance(part, Tensor):
-                found.append(part)
+                members.append(part)
             elif isinstance(part, tuple | list | dict) and part:
-                found += tensors(part)
-    return found
+                members += tensors(part)
+    return members
 
 
 GROUPED = aten._grouped_mm.default if hasattr(aten, "_grouped_mm") else None
@@ -107,17 +107,17 @@ def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
             keys up to its own position.
         window: maximal number of keys that a query reads; None: no limit.
     """
-    found = queries * keys
+    number = queries * keys
     if causal:
         if queries == keys:
-            found = found // 2
+            number = number // 2
         else:
-            found = found - queries * queries // 2
+            number = number - queries * queries // 2
     if causal and window is not None and window < keys:
         full = max(0, min(queries, keys - window))  # queries with more keys than the window
-        rest = queries - full
-        found = full * window + rest * (keys - queries) + rest * (rest + 1) // 2
-    return found
+        windowed = queries - full
+        number = full * window + windowed * (keys - queries) + windowed * (windowed + 1) // 2
+    return number
 
 
 def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
@@ -167,8 +167,8 @@ SELECTED_SOURCE = {  # index of the source that is written to selected elements
 
 def _size(tensor: Tensor) -> int:
     """Return the bytes of a tensor; dimensions with stride 0 (broadcast) count as size 1."""
-    kept = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0)
-    return math.prod(kept) * tensor.element_size()
+    sizes = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0)
+    return math.prod(sizes) * tensor.element_size()
 
 
 def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
