@@ -130,15 +130,15 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
     # [B, T] or [axes, B, T]
     positions = positions.expand(*positions.shape[:-2], len(tree.rows), -1)
     if positions.dim() == 2:
-        found = tree.packed(positions)
+        packed_positions = tree.packed(positions)
     else:
-        found = torch.stack([tree.packed(axis) for axis in positions])
+        packed_positions = torch.stack([tree.packed(axis) for axis in positions])
     if tree.furthest is not None:
-        found = nn.functional.pad(found, (0, 1), value=tree.furthest)
+        packed_positions = nn.functional.pad(packed_positions, (0, 1), value=tree.furthest)
     # A missing mask would make transformers search the positions for documents.
     changed[SHARED_INPUTS[1]] = (tokens if mask is None else mask).new_ones(1, tree.length)
     if takes_positions:
-        changed[SHARED_INPUTS[2]] = found
+        changed[SHARED_INPUTS[2]] = packed_positions
     for name in (SHARED_INPUTS[0], EMBEDS, *PER_TOKEN):
         if kwargs.get(name) is not None:
             changed[name] = row = tree.packed(kwargs[name])  # [1, tokens, ...]
@@ -172,14 +172,14 @@ def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[s
         real[:, : PADS[0]] = 0
         real[2, -PADS[1] :] = 0
     changed = _without_labels(kwargs)
-    given = tokens_of(kwargs)
-    if given.is_floating_point():
+    tokens_of_call = tokens_of(kwargs)
+    if tokens_of_call.is_floating_point():
         drawn = torch.randn(
-            *TRIAL, given.shape[-1], generator=generator, device="cpu", dtype=torch.float32
+            *TRIAL, tokens_of_call.shape[-1], generator=generator, device="cpu", dtype=torch.float32
         )
-        changed[EMBEDS] = drawn.to(given)
+        changed[EMBEDS] = drawn.to(tokens_of_call)
     else:
-        changed[SHARED_INPUTS[0]] = tokens.to(given)
+        changed[SHARED_INPUTS[0]] = tokens.to(tokens_of_call)
     marked = tokens % 2 * real  # [rows, tokens]
     for name in PER_TOKEN:
         if kwargs.get(name) is not None:

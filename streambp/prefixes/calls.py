@@ -316,12 +316,15 @@ class SharedPrefixes:
                 apart=_apart(sites),
                 a_chunk=_a_chunk(sites),
             )
-            found = look()
-            shares = isinstance(found, Tree) and found.tokens < found.tokens_of_rows
+            row_or_reason = look()
+            shares = (
+                isinstance(row_or_reason, Tree)
+                and row_or_reason.tokens < row_or_reason.tokens_of_rows
+            )
             if shares and self.rows == "auto" and draws_noise(self.module):
-                found = look(least=ids.shape[1] + 1)  # share no tokens, drop padding only
-                found = found if isinstance(found, Tree) else NOISE_IS_SEEN
-            self._looked = key, found
+                row_or_reason = look(least=ids.shape[1] + 1)  # share no tokens, drop padding only
+                row_or_reason = row_or_reason if isinstance(row_or_reason, Tree) else NOISE_IS_SEEN
+            self._looked = key, row_or_reason
         tree = self._looked[1]
         if self.rows == "auto" and isinstance(tree, Tree) and any(tree.padding()):
             if self._caller(labels) in self._reads_padding:
@@ -362,7 +365,7 @@ class SharedPrefixes:
         said = everyones_numbers(self.module, [kind, wants], device)
         if kind == 0 or any(other[0] != kind for other in said):
             return False
-        return any(wanted for _, wanted in said)
+        return any(wants_test for _, wants_test in said)
 
 
 def _apart(sites: list[LayerSite]) -> int:

@@ -37,8 +37,8 @@ class Spread(torch.autograd.Function):
         """
         ctx.tree = tree
         spread = x.new_empty(len(tree.rows), tree.width, *x.shape[1:])
-        for row, here, there in _places(tree):
-            spread[row, here] = x[there]
+        for row, columns, positions in _places(tree):
+            spread[row, columns] = x[positions]
         for row, start, stop in tree.padding():
             spread[row, start:stop] = x[0]
         return spread
@@ -54,8 +54,8 @@ class Spread(torch.autograd.Function):
         tree: Tree = ctx.tree
         wide = torch.promote_types(grad.dtype, torch.float32)
         total = grad.new_zeros(tree.length, *grad.shape[2:], dtype=wide)
-        for row, here, there in _places(tree):
-            total[there] += grad[row, here]
+        for row, columns, positions in _places(tree):
+            total[positions] += grad[row, columns]
         refuse(*(grad[row, start:stop] for row, start, stop in tree.padding()))
         return total.to(grad.dtype), None
 
