@@ -169,18 +169,18 @@ class PackedRows:
             of_tokens: Tensor | None = ids.cumsum(-1, dtype=torch.int32).to(device)
             if DOCUMENT_IDS not in names:
                 of_tokens = None
-            known: tuple[int, ...] | None = None
+            ends_of_row: tuple[int, ...] | None = None
             of_row: Tensor | None = None
             if DOCUMENT_ENDS in names:
-                known = self.ends[0]
-                of_row = torch.tensor(known, dtype=torch.int32, device=device)
-            self._documents[names] = Documents(of_tokens, of_row, known)
+                ends_of_row = self.ends[0]
+                of_row = torch.tensor(ends_of_row, dtype=torch.int32, device=device)
+            self._documents[names] = Documents(of_tokens, of_row, ends_of_row)
         return self._documents[names]
 
     def segments(self, chunk: Chunk) -> list[Segment]:
         """Return the chunk's tokens split by document. Rows whose documents have the same
         boundaries in the chunk share a `Segment`."""
-        found: dict[tuple[int, int, bool], list[int]] = {}
+        rows_by_range: dict[tuple[int, int, bool], list[int]] = {}
         for row, ends in enumerate(self.ends):
             before = bisect.bisect_left(ends, chunk.start)
             behind = bisect.bisect_left(ends, chunk.stop)
@@ -188,8 +188,10 @@ class PackedRows:
             edges = (chunk.start, *ends[before + starts : behind], chunk.stop)
             for start, stop in itertools.pairwise(edges):
                 goes_on = start == chunk.start and not starts
-                found.setdefault((start - chunk.start, stop - chunk.start, goes_on), []).append(row)
-        return [Segment(tuple(rows), *where) for where, rows in found.items()]
+                rows_by_range.setdefault(
+                    (start - chunk.start, stop - chunk.start, goes_on), []
+                ).append(row)
+        return [Segment(tuple(rows), *where) for where, rows in rows_by_range.items()]
 
 
 def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
@@ -257,13 +259,13 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return (module, name) for each convolution, scan or delta rule in a layer that accepts
     document boundaries. The name is that of the global through which the module's forward calls the
     function."""
-    found = []
+    readers = []
     for module in layer.modules():
         forward = written_forward(module)
         for name in forward.__code__.co_names if hasattr(forward, "__code__") else ():
             if kind_of(forward.__globals__.get(name)) is not None:
-                found.append((module, name))
-    return found
+                readers.append((module, name))
+    return readers
 
 
 def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
@@ -319,9 +321,9 @@ def _tell_scan(
     """Call the scan `real` with the documents (seq_idx [B, C]) of the chunk's tokens, counted from
     the document of the token before the chunk."""
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None and chunk.start:
-        own = documents.ids[:, chunk.start : chunk.stop]
+        ids = documents.ids[:, chunk.start : chunk.stop]
         before = documents.ids[:, chunk.start - 1 : chunk.start]
-        kwargs[DOCUMENT_IDS] = own - before  # [B, C]
+        kwargs[DOCUMENT_IDS] = ids - before  # [B, C]
     return real(*args, **kwargs)
 
 

@@ -161,13 +161,13 @@ class StateCache(ChunkCache):
         The result is created for every call. Stored here, it would put the cache and the chunk's
         graph into a reference cycle.
         """
-        found: dict[int, SimpleNamespace] = collections.defaultdict(
+        by_layer: dict[int, SimpleNamespace] = collections.defaultdict(
             lambda: SimpleNamespace(record_past=True, conv_states={}, recurrent_states={})
         )
         for key, state in self.before.items():
             if key.kind in ("conv", "recurrent"):
-                getattr(found[key.layer], f"{key.kind}_states")[key.number] = state
-        return found
+                getattr(by_layer[key.layer], f"{key.kind}_states")[key.number] = state
+        return by_layer
 
 
 def in_own_memory(state: Tensor) -> Tensor:
