@@ -114,8 +114,8 @@ class ShardedKept(SavedForBackward):
     def attended_reads(self, index: int) -> list[Access]:
         """Return (name, chunk index) of a piece's attention output and logsumexp; [] unless both
         are saved."""
-        wanted = [("attn_out.0", index), ("lse.0", index)]
-        return wanted if all(self.store.has(*access) for access in wanted) else []
+        accesses = [("attn_out.0", index), ("lse.0", index)]
+        return accesses if all(self.store.has(*access) for access in accesses) else []
 
 
 class ShardedCall(LayerCall):
@@ -171,12 +171,12 @@ class ShardedCall(LayerCall):
         return Carried(layout, prefix, self.site.kind.attention.in_tiles)
 
     def _keep(self) -> ShardedKept:
-        kept = ShardedKept(self.site, self.plan, self.carried, self.device, self.autocast)
-        self.pieces = kept.pieces = self.shards.pieces(self.rows, self.plan.size)
-        kept.gathers = self.shards.gathers_keys
-        kept.products_before = []
-        kept.products_after = []
-        return kept
+        saved = ShardedKept(self.site, self.plan, self.carried, self.device, self.autocast)
+        self.pieces = saved.pieces = self.shards.pieces(self.rows, self.plan.size)
+        saved.gathers = self.shards.gathers_keys
+        saved.products_before = []
+        saved.products_after = []
+        return saved
 
     def look_into_halves(self) -> None:
         """Determine which Linears each half of the layer can skip, and store them in `unread`.
@@ -207,10 +207,10 @@ class ShardedCall(LayerCall):
                 with few_tokens(
                     self, self.hidden_states.detach(), chunk.stop, self.site.tests.at_last_positions
                 ) as x:
-                    found = _unread_in_halves(
+                    unread = _unread_in_halves(
                         self, linears, x, chunk, RandomState.capture(self.device)
                     )
-                remember(self.site.tests.unread_in_halves, key, found)
+                remember(self.site.tests.unread_in_halves, key, unread)
         self.unread = self.site.tests.unread_in_halves.get(key, UnreadInHalves())
 
 
@@ -234,9 +234,9 @@ def _unread_in_halves(
         point = SplitAtAttention()
         with random.replayed():
             call.run(x, chunk, point)
-        made = point.projected
-        assert made is not None
-        return [made.q, made.k, made.v]
+        projected = point.projected
+        assert projected is not None
+        return [projected.q, projected.k, projected.v]
 
     with torch.no_grad():
         q, _, v = before()
