@@ -131,33 +131,37 @@ def compare_methods(
     """
     check_methods(against)
     config = StreamConfig(chunk_size=pick_chunk_size(seq_len, chunk_size), saves=saves, **fields)
-    told = said or _say_nothing
+    progress = said or _say_nothing
     narrow, wide = _check(model, seq_len)
     check_memory(model, narrow, wide, len(against))
     check_libraries(against, next(model.parameters()).device)
     undecided = []  # number of differing choices for each undecided batch
     for draw in range(DRAWS):
         batch = _make_batch(model, seq_len, seed + draw * OTHER_TOKENS, left_padding)
-        draw_found = _judge(model, against, config, batch, narrow, wide, told)
-        found = draw_found.verification
+        draw_found = _judge(model, against, config, batch, narrow, wide, progress)
+        verification = draw_found.verification
         runs = draw_found.runs
         differing = runs[0].choices.differing(runs[1].choices)
-        if found.exact or not differing:
+        if verification.exact or not differing:
             break
         undecided.append(differing)
     untouched = _untouched(model, runs)
-    notes = _find_notes(found, undecided, bool(left_padding), untouched)
-    found = dataclasses.replace(found, notes=(*found.notes, *notes))
+    notes = _find_notes(verification, undecided, bool(left_padding), untouched)
+    verification = dataclasses.replace(verification, notes=(*verification.notes, *notes))
     if not against:
-        return Comparison(found, ())
-    told("steps that are measured", 0.9)
+        return Comparison(verification, ())
+    progress("steps that are measured", 0.9)
     with _set_aside(model):
         costs = [_measure_streamed(model, config, batch)]
         for method in against:
             with prepared(model, method) as forward:
                 costs.append(_measure(forward, model, batch))
     streamed = MethodResult(
-        "streambp", found.exact, found.problems, found.whole_streamed, *costs[0]
+        "streambp",
+        verification.exact,
+        verification.problems,
+        verification.whole_streamed,
+        *costs[0],
     )
     others = []
     for method, judged, cost in zip(against, draw_found.judged, costs[1:], strict=True):
@@ -165,7 +169,7 @@ def compare_methods(
         others.append(
             MethodResult(name_of(method), exact, judged.problems, judged.whole.streamed, *cost)
         )
-    return Comparison(found, (streamed, *others))
+    return Comparison(verification, (streamed, *others))
 
 
 def _say_nothing(what: str, done: float) -> None:
@@ -229,7 +233,7 @@ def _judge(
         judged.append(_rate(*truth, runs, number))
     size = int(config.chunk_size)
     seq_len = batch["input_ids"].shape[1]
-    found = Verification(
+    verification = Verification(
         exact=not streaming.problems,
         problems=streaming.problems,
         parameters=streaming.rated,
@@ -247,7 +251,7 @@ def _judge(
         window=_window(model),
         notes=tuple(notes),
     )
-    return Draw(found, tuple(runs), tuple(judged))
+    return Draw(verification, tuple(runs), tuple(judged))
 
 
 class Judged(NamedTuple):
@@ -296,17 +300,17 @@ def _rate(
     by_name = {}
     for name, (norm, elements, *others) in distances.items():
         by_name[name] = Distances(norm, others[number], others[1], int(elements))
-    rated, whole = rate(by_name)
+    rated, of_full_gradient = rate(by_name)
     distance = Distances(loss, abs(runs[number].loss - loss), abs(unpatched.loss - loss))
-    found = find_problems(
+    problems = find_problems(
         rated,
-        whole,
+        of_full_gradient,
         distance,
         set(unpatched.gradients),
         set(runs[number].gradients),
         "streamed" if number == 0 else "by this method",
     )
-    return Judged(rated, whole, found)
+    return Judged(rated, of_full_gradient, problems)
 
 
 def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
@@ -574,14 +578,14 @@ def _run_truth(
         experts = float64_experts(truth)
     else:
         experts = contextlib.nullcontext()
-    found: dict[str, list[float]] = {}
+    distances_by_name: dict[str, list[float]] = {}
 
     def compare(name: str, parameter: Tensor) -> None:
         """Compare one parameter's gradient with all runs and free it."""
         gradient = parameter.grad
         parameter.grad = None
         distances = [_distance(gradient, run.gradients.get(name)) for run in runs]
-        found[name] = [_distance(gradient, None), parameter.numel(), *distances]
+        distances_by_name[name] = [_distance(gradient, None), parameter.numel(), *distances]
 
     for name, parameter in truth.named_parameters():
         if parameter.requires_grad:
@@ -594,7 +598,7 @@ def _run_truth(
             scale,
             in_float64() if wide == torch.float64 else contextlib.nullcontext(),
         )
-    return step[0], found
+    return step[0], distances_by_name
 
 
 def _distance(truth: Tensor | None, other: Tensor | None) -> float:
@@ -673,13 +677,13 @@ def _window(model: nn.Module) -> int | None:
 
 
 def _find_notes(
-    found: Verification, undecided: list[int], padded: bool, untouched: list[str]
+    verification: Verification, undecided: list[int], padded: bool, untouched: list[str]
 ) -> list[str]:
     """Return notes on what the verdict cannot show: undecided batches, an uncrossed window, the
     noise of the dtype, parameters without a gradient.
 
     Args:
-        found: the verdict.
+        verification: the verdict.
         undecided: number of differing choices for each undecided batch. [Note: choices]
         padded: True if the row has left padding.
         untouched: trainable parameters without a gradient.
@@ -692,30 +696,31 @@ def _find_notes(
             "error"
         )
     notes += [PADDING_NOTE] if padded else []
-    window = found.window
-    seq_len = found.seq_len
+    window = verification.window
+    seq_len = verification.seq_len
     if window is not None and window < seq_len:
         notes.append(f"the window of {window} was crossed")
     elif window is not None:
         longer = window + window // 4 + 1
-        told = (
+        text = (
             f"the window of {window} was not crossed by {seq_len} tokens; pass --seq-len {longer} "
             "or more to check it"
         )
-        notes.append(told)
-    noise = found.whole_unpatched
-    error = found.whole_streamed
-    if found.dtype == "float64":
+        notes.append(text)
+    noise = verification.whole_unpatched
+    error = verification.whole_streamed
+    if verification.dtype == "float64":
         notes.append(
             "transformers computes norms, softmax and the loss in float32 even here: that is the "
             "model's own error"
         )
-    elif found.dtype != "float32":
+    elif verification.dtype != "float32":
         notes.append(
-            f"{found.dtype} hides differences below its noise, {noise:.1e} here; --dtype float32 "
+            f"{verification.dtype} hides differences below its noise, {noise:.1e} here; "
+            "--dtype float32 "
             "shows them"
         )
-        if found.exact and error > NOTABLE * noise:
+        if verification.exact and error > NOTABLE * noise:
             notes.append(
                 f"an error {error / noise:.2f} x the model's own happens by chance; if other seeds "
                 f"(--seed) agree on more than {NOTABLE}, please report it"

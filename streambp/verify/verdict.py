@@ -168,14 +168,14 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
     columns = zip(*((d.truth, d.streamed, d.unpatched) for d in distances.values()), strict=True)
     norm, streamed, unpatched = (math.hypot(*column) for column in columns)
     norm = max(norm, 1e-300)
-    whole = ParameterError(
+    of_full_gradient = ParameterError(
         "whole gradient", streamed / norm, unpatched / norm, WHOLE * unpatched / norm + FLOOR
     )
     sizes = {name: max(d.truth, NEGLIGIBLE * norm) for name, d in distances.items()}
     noises: dict[str, float] = {}
     for name, d in distances.items():
         noises[_role(name)] = max(
-            noises.get(_role(name), whole.unpatched), d.unpatched / sizes[name]
+            noises.get(_role(name), of_full_gradient.unpatched), d.unpatched / sizes[name]
         )
     rated = []
     for name, d in distances.items():
@@ -191,7 +191,7 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
         )
     return tuple(
         sorted(rated, key=lambda p: -math.inf if math.isnan(p.streamed) else -p.streamed)
-    ), whole
+    ), of_full_gradient
 
 
 def _role(name: str) -> str:
