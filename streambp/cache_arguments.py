@@ -112,9 +112,9 @@ def cache_arguments(layer: nn.Module) -> tuple[str, ...]:
         if "forward" in vars(base) and base is not nn.Module:
             forwards.append(vars(base)["forward"])
     for forward in forwards:
-        found = cache_parameters(forward)
-        if found:
-            return found
+        names = cache_parameters(forward)
+        if names:
+            return names
         code = getattr(written(forward), "__code__", None)
         if not isinstance(code, CodeType):
             return ()

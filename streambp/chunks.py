@@ -64,12 +64,12 @@ class Barrier:
 def merged(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
     """Return increasing, disjoint, non-adjacent barriers that forbid the same chunk ends as
     `barriers`."""
-    found: list[Barrier] = []
+    result: list[Barrier] = []
     for barrier in sorted(barriers, key=lambda barrier: barrier.first):
-        if found and barrier.first <= found[-1].last + 1:
-            barrier = Barrier(found[-1].first, max(found.pop().last, barrier.last))
-        found.append(barrier)
-    return tuple(found)
+        if result and barrier.first <= result[-1].last + 1:
+            barrier = Barrier(result[-1].first, max(result.pop().last, barrier.last))
+        result.append(barrier)
+    return tuple(result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +137,11 @@ class ChunkPlan:
     def behind(self) -> dict[int, tuple[int, int]]:
         """Return a dict from a chunk's index to the indices of the first and the last chunk that
         continue from this chunk. A chunk is left out if no other chunk continues from it."""
-        found: dict[int, tuple[int, int]] = {}
+        ranges: dict[int, tuple[int, int]] = {}
         for index, before in enumerate(self.before):
             if before is not None:
-                found[before] = (found.get(before, (index,))[0], index)
-        return found
+                ranges[before] = (ranges.get(before, (index,))[0], index)
+        return ranges
 
     def holding(self, position: int) -> int:
         """Return the index of the chunk that contains a position."""

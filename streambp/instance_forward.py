@@ -195,13 +195,13 @@ def as_unpatched(module: nn.Module, protocol: Any) -> Any:
 
     A partial of this function is set as `__reduce_ex__` on patched modules.
     """
-    made: Any = type(module).__reduce_ex__(module, protocol)
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
     if sys._getframe(1).f_globals.get("__name__") != torch.serialization.__name__:
-        return made
-    own = {name: value for name, value in made[2].items() if name not in (PATCH, REDUCES)}
-    for wrapper in reversed(own.pop(WRAPPERS, ())):
-        wrapper.leave(own)
-    return (*made[:2], own, *made[3:])
+        return reduced
+    attributes = {name: value for name, value in reduced[2].items() if name not in (PATCH, REDUCES)}
+    for wrapper in reversed(attributes.pop(WRAPPERS, ())):
+        wrapper.leave(attributes)
+    return (*reduced[:2], attributes, *reduced[3:])
 
 
 def unmark(module: nn.Module) -> None:
@@ -360,9 +360,9 @@ class Living(Sequence[T], Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         for item in self._items:
-            found = item()
-            if found is not None:
-                yield found
+            referent = item()
+            if referent is not None:
+                yield referent
 
     def __len__(self) -> int:
         return sum(item() is not None for item in self._items)
@@ -392,11 +392,11 @@ class Home:
         self._inside = Living[nn.Module]()
 
     def __call__(self) -> nn.Module | None:
-        found = None if self._given is None else self._given()
-        if found is None:
-            found = max(self._inside, key=lambda module: len(list(module.modules())), default=None)
-            self._given = None if found is None else weakref.ref(found)
-        return found
+        root = None if self._given is None else self._given()
+        if root is None:
+            root = max(self._inside, key=lambda module: len(list(module.modules())), default=None)
+            self._given = None if root is None else weakref.ref(root)
+        return root
 
     def __reduce__(self) -> Any:
         return Home, ()

@@ -115,11 +115,11 @@ def _by_datasheet(
         network: GB/s between nodes; 0: those of a slow adapter.
     """
     shares = SHARES[like]
-    found = [round(share * products) for share in shares]
+    flops = [round(share * products) for share in shares]
     source = f"{products:,g} TFLOP/s and {bandwidth:g} TB/s, shares of {like}"
     moved = round(MEMORY_SHARE * bandwidth, 2)
     links = (peers or link, network or SLOW)
-    return _row(name, found[0], found[1], found[2], moved, link, source, True, *links)
+    return _row(name, flops[0], flops[1], flops[2], moved, link, source, True, *links)
 
 
 # shares of dense TFLOP/s: matrix products, attention forward and backward
@@ -212,10 +212,10 @@ def rates_by_name(name: str) -> Rates | None:
     """Return the rates of a device by the name that its driver reports; None for an unknown
     device."""
     longest = ""
-    for known in DEVICES:
-        written = "[ -]?".join(known.replace("-", ""))
-        if re.search(rf"\b{written}\b", name, re.IGNORECASE) and len(known) > len(longest):
-            longest = known
+    for device in DEVICES:
+        written = "[ -]?".join(device.replace("-", ""))
+        if re.search(rf"\b{written}\b", name, re.IGNORECASE) and len(device) > len(longest):
+            longest = device
     return DEVICES.get(longest)
 
 
@@ -228,15 +228,15 @@ def rates_of(name: str | Path | Rates) -> Rates:
     """
     if isinstance(name, Rates):
         return name
-    wanted = _plain(str(name))
-    for known, rates in DEVICES.items():
-        if _plain(known) == wanted:
+    plain_name = _plain(str(name))
+    for device, rates in DEVICES.items():
+        if _plain(device) == plain_name:
             return rates
     if Path(name).suffix == ".json" or Path(name).is_file():
         return read_rates(Path(name))
-    near = difflib.get_close_matches(wanted, [_plain(known) for known in DEVICES], 1)
+    near = difflib.get_close_matches(plain_name, [_plain(device) for device in DEVICES], 1)
     hint = next(
-        (f" Did you mean {known}?" for known in DEVICES if near and _plain(known) == near[0]), ""
+        (f" Did you mean {device}?" for device in DEVICES if near and _plain(device) == near[0]), ""
     )
     raise ConfigError(
         f"The device {str(name)!r} is not in the table, which has {', '.join(DEVICES)}.{hint} To "
