@@ -1,8 +1,8 @@
 """Find the arguments that take a cache, by annotations and use instead of names.
 
-[Note: cache arguments] transformers has called a layer's cache `past_key_values`, `past_key_value`,
-`layer_past`, `cache_params` and, since 5.24, `cache`. Models outside of transformers use names of
-their own. Caches are therefore found without names:
+transformers has called a layer's cache `past_key_values`, `past_key_value`, `layer_past`,
+`cache_params` and, since 5.24, `cache`. Models outside of transformers use names of their own.
+Caches are therefore found without names:
 
     a value is a cache        if its class is transformers' `Cache`, or has a cache's name or
                               methods
@@ -42,7 +42,7 @@ MAPPINGS = ("dict", "Dict", "Mapping", "MutableMapping")
 @functools.lru_cache(maxsize=1024)
 def is_cache_class(kind: Hashable) -> bool:
     """True if instances of the class are caches of keys, values or recurrent states, such as
-    transformers' `DynamicCache`. [Note: cache arguments]"""
+    transformers' `DynamicCache`."""
     if not isinstance(kind, type) or issubclass(kind, nn.Module):
         return False
     if issubclass(kind, Cache) or any(base.__name__.endswith(ENDING) for base in kind.__mro__):
@@ -100,8 +100,6 @@ def cache_parameters(forward: Any) -> tuple[str, ...]:
 def cache_arguments(layer: nn.Module) -> tuple[str, ...]:
     """Return the names of a decoder layer's forward arguments that take a KV cache. The layer may
     pass the cache on to its attention without using it.
-
-    [Note: cache arguments]
     """
     inner: dict[str, None] = {}
     for part in layer.modules():

@@ -210,7 +210,7 @@ class ChunkPlan:
 def in_one_pass(size: int) -> int:
     """Return the largest power of two that is at most `size`, for `size` from 1 on.
 
-    cuDNN's attention is called for few different numbers of queries ([Note: few shapes]). A chunk
+    cuDNN's attention is called for few different numbers of queries (`attention/spans.py`). A chunk
     of 2,730 queries would be split into 2,048, 512 and 170 queries, each of which reads the prefix
     again.
     """

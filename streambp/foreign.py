@@ -1,20 +1,19 @@
 """Functions that other code puts in place of a module's forward or of torch's functions.
 
-[Note: foreign forwards] The head's stand-ins (`lazy/deferred.py`) work in forwards that compute a
-loss with torch's operations, like transformers' forwards. A fused loss of another library passes
-the hidden states to an autograd.Function or a kernel, which need real tensors. Nothing is therefore
-deferred inside a forward that another library wrote. Such a forward may be on the class or on the
-instance, set before or after `patch`. A function's globals show its module; `__module__` does not,
-since `functools.wraps` copies it from the wrapped function.
+The head's stand-ins (`lazy/deferred.py`) work in forwards that compute a loss with torch's
+operations, like transformers' forwards. A fused loss of another library passes the hidden states to
+an autograd.Function or a kernel, which need real tensors. Nothing is therefore deferred inside a
+forward that another library wrote. Such a forward may be on the class or on the instance, set
+before or after `patch`. A function's globals show its module; `__module__` does not, since
+`functools.wraps` copies it from the wrapped function.
 
-[Note: torch's own functions] A program may replace a torch function by a wrapper (a z-loss around
-`F.cross_entropy`, a counter). When the wrapper calls torch's function, torch looks up the name for
-`__torch_function__` and passes the wrapper. Code that calls the wrapper then applies it twice. The
-function is therefore found by its caller: by the code of the frame that called
-`handle_torch_function`. For a call from C, it is found by the wrapper's name in `torch.Tensor`.
-Functions are stored by name when streambp is imported. A function that was wrapped before is
-rebuilt from its code. streambp's own arithmetic on logits uses `torch_own` and `nn_own`, which no
-program replaces.
+A program may replace a torch function by a wrapper (a z-loss around `F.cross_entropy`, a counter).
+When the wrapper calls torch's function, torch looks up the name for `__torch_function__` and passes
+the wrapper. Code that calls the wrapper then applies it twice. The function is therefore found by
+its caller: by the code of the frame that called `handle_torch_function`. For a call from C, it is
+found by the wrapper's name in `torch.Tensor`. Functions are stored by name when streambp is
+imported. A function that was wrapped before is rebuilt from its code. streambp's own arithmetic on
+logits uses `torch_own` and `nn_own`, which no program replaces.
 """
 
 from __future__ import annotations
@@ -294,7 +293,7 @@ METHODS = {
 
 def asked_of(func: Any) -> Any:
     """Return torch's own function for a call of `__torch_function__`, even if a program has
-    replaced that function in torch by one of its own. [Note: torch's own functions]
+    replaced that function in torch by one of its own.
 
     `__torch_function__` must call `asked_of` directly, because `asked_of` inspects the caller's
     frames.

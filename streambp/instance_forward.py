@@ -1,11 +1,11 @@
 """Wrappers that replace one module's forward and can be removed again.
 
-[Note: instance forward] A wrapper is a plain object stored as `module.forward`. The wrapper refers
-to its module. Copying or pickling the module includes the wrapper, which then refers to the copy. A
-closure would still run the original, and a bound method that the class lacks cannot be pickled.
-Some libraries split a bound method and bind its function again, inside wrappers of their own. These
-libraries get an `Unbound`, which finds the wrapper of the module in its call. A wrapper called with
-a module as first argument acts in the same way, as if it were the function.
+A wrapper is a plain object stored as `module.forward`. The wrapper refers to its module. Copying or
+pickling the module includes the wrapper, which then refers to the copy. A closure would still run
+the original, and a bound method that the class lacks cannot be pickled. Some libraries split a
+bound method and bind its function again, inside wrappers of their own. These libraries get an
+`Unbound`, which finds the wrapper of the module in its call. A wrapper called with a module as
+first argument acts in the same way, as if it were the function.
 
 `module.__call__` and all hooks do not change. The class and its name do not change, so that code
 that searches layers by class finds them.
@@ -127,8 +127,7 @@ REDUCES = "__reduce_ex__"  # set to `as_unpatched` on modules with either attrib
 
 
 class Unbound:
-    """Function of (module, *args) that calls the module's replaced forward. [Note: instance
-    forward]
+    """Function of (module, *args) that calls the module's replaced forward.
 
     Serves accelerate's mixed precision, which takes the function out of a bound method, wraps the
     function, and binds the result to the module or to a copy of the module.
@@ -213,7 +212,7 @@ def unmark(module: nn.Module) -> None:
 
 class InstanceForward:
     """Base class of the replacements of a module's forward: sets `module.forward` on the instance
-    until `remove`. [Note: instance forward]
+    until `remove`.
 
     Subclasses implement `call`.
 

@@ -4,13 +4,13 @@
 calls the layer with the model's own attention, masks and forward. If output or gradients differ
 from streambp's, the layer is refused by an error.
 
-[Note: own run] The chunked and the unchunked run of a probe share streamed attention. A comparison
-of these two runs therefore does not test this attention. The layer also runs with the attention
-function that its model calls, the mask function of the same name, and the forward that `patch`
-found. If the result differs, the layer computes something that streaming does not, and is refused.
-Some functions are known to be equivalent, but cannot run a few tokens: they compile, need half
-precision, or read documents from position_ids. `admission/third_party.py` checks these functions,
-and eager attention runs in their place.
+The chunked and the unchunked run of a probe share streamed attention. A comparison of these two
+runs therefore does not test this attention. The layer also runs with the attention function that
+its model calls, the mask function of the same name, and the forward that `patch` found. If the
+result differs, the layer computes something that streaming does not, and is refused. Some functions
+are known to be equivalent, but cannot run a few tokens: they compile, need half precision, or read
+documents from position_ids. `admission/third_party.py` checks these functions, and eager attention
+runs in their place.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ Layers with third-party code inside are therefore tested at the call's own lengt
 (`long_trial.py`). A hook needs no such test if it only reads: in the trial it returned nothing and
 wrote nothing, and its source has no branch that would.
 
-[Note: who sees the rows] Streaming may change the rows and positions inside a model: a packed row
-of shared prefixes, a mixer that runs for one document at a time, the tokens of a trial. Hooks and
-forwards of third parties then act differently: some add to a position, some store their output for
-the loss, some count tokens. No trial can tell the effect. All these cases therefore ask one
-function, `hooks_of_others`. Hooks of libraries in `known_names.HOOKS_ARE_HARMLESS` do not count,
-because they treat tokens alike and store nothing; all other hooks count.
+Streaming may change the rows and positions inside a model: a packed row of shared prefixes, a mixer
+that runs for one document at a time, the tokens of a trial. Hooks and forwards of third parties
+then act differently: some add to a position, some store their output for the loss, some count
+tokens. No trial can tell the effect. All these cases therefore ask one function, `hooks_of_others`.
+Hooks of libraries in `known_names.HOOKS_ARE_HARMLESS` do not count, because they treat tokens alike
+and store nothing; all other hooks count.
 
 Streamed layers compute softmax attention themselves, with the masks that
 transformers describes. transformers' own functions compute the same. A third-party function under

@@ -5,18 +5,17 @@ chunk i are read by the queries of chunks i, i + 1, ... So once chunk i's own ba
 part, the accumulators' slice [s, e) is complete. Autograd then receives the slice as the gradient
 of this chunk's K and V.
 
-[Note: scores under autocast] q, k and v arrive in autocast's dtype. Attention then disables
-autocast: in forward by `interface.py`, in backward here. Autocast would round the scores of plain
-products and their logsumexp. Fused kernels receive the merged logsumexp and assume float32.
+q, k and v arrive in autocast's dtype. Attention then disables autocast: in forward by
+`interface.py`, in backward here. Autocast would round the scores of plain products and their
+logsumexp. Fused kernels receive the merged logsumexp and assume float32.
 
 Blocks are combined here too: outputs by their logsumexp, gradients by their sum (DESIGN.md 2,
 "Block attention").
 
-[Note: rounded outputs] Backward needs do . o of each query. If o is rounded to half precision, a
-query's score gradients no longer add up to zero. Sums over queries (biases, small projections) then
-show the error. FlashAttention's and cuDNN's backward take the rounded o. Plain products take o
-before rounding if it is available, as eager attention's softmax does; and a sink scales o before it
-is rounded.
+Backward needs do . o of each query. If o is rounded to half precision, a query's score gradients no
+longer add up to zero. Sums over queries (biases, small projections) then show the error.
+FlashAttention's and cuDNN's backward take the rounded o. Plain products take o before rounding if
+it is available, as eager attention's softmax does; and a sink scales o before it is rounded.
 
 A chunk's first block is not added to zeros. Its output, if it covers the whole chunk, is the tensor
 to which the next blocks are added. With two blocks, as in a plain chunk, nothing is written in
@@ -51,7 +50,7 @@ class Attended:
 
     Attributes:
         wide: o in promote_types(dtype, float32), before it was rounded to the queries' dtype; None:
-            not stored. [Note: rounded outputs]
+            not stored.
         version: o's version counter at the time when o was returned to the layer's code, to detect
             in-place writes. None: o was not returned to a layer, or is an inference tensor.
     """
@@ -148,7 +147,7 @@ def merge(
     keys.
 
     Args:
-        o: [b, t, H, D], not read where `lse` is -inf. [Note: empty rows]
+        o: [b, t, H, D], not read where `lse` is -inf.
         lse: [b, H, t] in float32 or float64; replaced by the merged logsumexp.
         part_o: [b, t, H, D], not read where `part_lse` is -inf.
         part_lse: [b, H, t] in the dtype of `lse`.
@@ -177,7 +176,7 @@ def merge_in_torch(
             same result.
     """
     merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
-    # [Note: empty rows]
+    # -inf - -inf would be NaN for a query that reads no key in either part
     safe = merged if all_read else merged.clamp(min=torch.finfo(merged.dtype).min)
     weight = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)  # [b, t, H, 1]
     part_weight = (part_lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
@@ -318,8 +317,7 @@ def attend_blocks(
         chunk: the chunk's range of positions.
         params: the kernels, and the scale, softcap and dropout of the attention call.
         sink: [H], the attention sink: logits of one more key without a value; None: no sink.
-        keep_wide: also return o before rounding to q's dtype, if backward can use it. [Note:
-            rounded outputs]
+        keep_wide: also return o before rounding to q's dtype, if backward can use it.
         plan: the blocks; None: plan them here.
 
     Returns:
@@ -482,7 +480,7 @@ class PrefixAttention(torch.autograd.Function):
             do_wide = widened(do, width)
             o_wide = widened(o, width)
         do_whole, q_whole, o_whole = cut((0, q.shape[0], 0, q.shape[1]), do_wide, q, o_wide)
-        uncast = without_autocast(q.device.type)  # [Note: scores under autocast]
+        uncast = without_autocast(q.device.type)
         visits = zip(
             site.visit(plan.blocks, gradients=True),
             params.tasks(plan, layout, q.device),

@@ -77,7 +77,7 @@ class Used(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
     """Blocks that together compute a chunk's attention, in the order of their keys. A block is a
-    rectangle of queries and keys, computed by one kernel call. [Note: tiles]
+    rectangle of queries and keys, computed by one kernel call. See `attention/kv.py`.
 
     Attributes:
         blocks: the blocks.
@@ -302,7 +302,7 @@ def choose_backend(
 
     "auto" on a CPU takes plain products for a sink in half precision, because unpatched models
     attend eagerly in this case. The fused kernel's backward takes the rounded o, which triples the
-    error in the gradients of q and k. [Note: rounded outputs] If D_v != D, "auto" on a CPU takes
+    error in the gradients of q and k. See `attention/attend.py`. If D_v != D, "auto" on a CPU takes
     plain products too, as torch does; "flash" pads V instead, as on CUDA.
 
     Args:

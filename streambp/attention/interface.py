@@ -148,7 +148,7 @@ def stream_attention(
             t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # [Note: scores under autocast]
+    # Autocast would round the scores. See `attention/attend.py`.
     with NOTHING_CAST if dtype is None else without_autocast(query.device.type):
         return attention_mask.attend(
             AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)
@@ -157,7 +157,7 @@ def stream_attention(
 
 def _own_function(module: nn.Module) -> Any:
     """Return the attention function of the config's own implementation, "sdpa" for example. None if
-    the module must use `stream_attention` in the current thread. [Note: routed configs]"""
+    the module must use `stream_attention` in the current thread."""
     implementation = _met_by_chance(getattr(module, "config", None))
     if implementation is None:
         return None
@@ -250,7 +250,7 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Prefi
 
 class Routed(str):
     """Value of a config's `_attn_implementation` while layers with this config are chunked: a
-    string with the name of `stream_attention`. [Note: routed configs]
+    string with the name of `stream_attention`.
 
     Attributes:
         own: the config's own implementation, which a copied or pickled config gets back.
@@ -301,10 +301,10 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
     The name of `stream_attention` is registered in transformers' tables when a context is entered,
     because an unpickled model may run in a process that never called `patch`.
 
-    [Note: routed configs] Models share config objects, and threads run models. So a config has the
-    name from the first `routed` entered in any thread to the last one left, and then its own
-    implementation again. Another thread may find the name outside of any `routed` of its own. Calls
-    of that thread use the config's own implementation.
+    Models share config objects, and threads run models. So a config has the name from the first
+    `routed` entered in any thread to the last one left, and then its own implementation again.
+    Another thread may find the name outside of any `routed` of its own. Calls of that thread use
+    the config's own implementation.
     """
     routed_ids = HERE.get()
     for config in configs:
@@ -372,7 +372,7 @@ def _met_by_chance(config: object) -> str | None:
 
     Inside of `unrouted` this is the implementation passed to `unrouted`. A thread that has not
     entered `routed` must use the config's own implementation, even while another thread is inside
-    of `routed`. [Note: routed configs]
+    of `routed`.
     """
     if not isinstance(config, PreTrainedConfig):
         return None

@@ -364,7 +364,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """Return the attention weights exp(scores - lse). A query without any key has lse = -inf, and
-    its weights are 0 instead of NaN. [Note: empty rows]
+    its weights are 0 instead of NaN.
 
     Args:
         scores: [..., Tq, Tk].

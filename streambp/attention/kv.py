@@ -6,20 +6,20 @@
 Attention asks both classes for the keys and values of its blocks, one block after the other, and
 adds to their gradients. Inside, tokens come before heads, [B, T, H_kv, D]. [Note: one layout]
 
-[Note: one chunk] If a chunk is the whole sequence, its own k and v are the buffers, provided that
-their memory layout is the buffers'. If one block is all of its attention, the kernel's gradients
-are the accumulators, in the kernel's dtype. Nothing is copied, filled with zeros or added. A layer
-that writes to k or v afterwards would change what backward reads; their version counters detect the
-write. A chunk that is retried after running out of memory has new k and v, which replace the first
-tensors. The first tensors are not overwritten: another layer may share the tensors, and would find
-their versions changed.
+If a chunk is the whole sequence, its own k and v are the buffers, provided that their memory layout
+is the buffers'. If one block is all of its attention, the kernel's gradients are the accumulators,
+in the kernel's dtype. Nothing is copied, filled with zeros or added. A layer that writes to k or v
+afterwards would change what backward reads; their version counters detect the write. A chunk that
+is retried after running out of memory has new k and v, which replace the first tensors. The first
+tensors are not overwritten: another layer may share the tensors, and would find their versions
+changed.
 
-[Note: tiles] Chunk i reads tiles 0 .. i, so all chunks but the first j read tile j. Therefore the
-first tiles stay on the device. Blocks are visited in the order of their keys, so each chunk loads a
-tile once. The next tile is copied while the kernel works on this tile. A tile of accumulators is
-written back after each visit. The accumulators in a chunk's own tile are complete and never go
-back. [Note: prefix accumulation order]. Numbers and order of operations are the same as in one
-buffer, except where blocks end: gradients are equal to the bit if blocks are the same.
+Chunk i reads tiles 0 .. i, so all chunks but the first j read tile j. Therefore the first tiles
+stay on the device. Blocks are visited in the order of their keys, so each chunk loads a tile once.
+The next tile is copied while the kernel works on this tile. A tile of accumulators is written back
+after each visit. The accumulators in a chunk's own tile are complete and never go back. [Note:
+prefix accumulation order]. Numbers and order of operations are the same as in one buffer, except
+where blocks end: gradients are equal to the bit if blocks are the same.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class KVBuffer:
         packed: number of columns to which V must be padded before its next read, after `pack` has
             freed the zero columns; None: V needs no padding.
         versions: version counters of K and V if the buffers are the layer's own tensors; None: the
-            buffers are copies. [Note: one chunk]
+            buffers are copies.
         added: number of additions to dK and dV in the current chunk's backward.
         again: number of additions that a retry of the chunk must skip, because the first attempt
             made them. [Note: once for each chunk]
@@ -76,8 +76,7 @@ class KVBuffer:
 
     @property
     def lent(self) -> bool:
-        """True if the buffers are the layer's own k and v tensors, without a copy. [Note: one
-        chunk]"""
+        """True if the buffers are the layer's own k and v tensors, without a copy."""
         return self.versions is not None
 
     @classmethod
@@ -100,7 +99,7 @@ class KVBuffer:
         tokens, without a copy.
 
         Return None if K or V is not contiguous as [B, T, H_kv, D], does not fill its storage, or is
-        an inference tensor. [Note: one chunk]
+        an inference tensor.
         """
         buffers = k.transpose(1, 2), v.transpose(1, 2)
         for x in buffers:
@@ -158,8 +157,7 @@ class KVBuffer:
             gradients: True in backward. K and V must then be unchanged since forward.
 
         Raises:
-            BackwardError: the layer has written to K or V after attention read them. [Note: one
-                chunk]
+            BackwardError: the layer has written to K or V after attention read them.
         """
         if self.packed is not None:
             self.v = widened(self.v, self.packed)
@@ -182,7 +180,7 @@ class KVBuffer:
         batch, length = self.k.shape[:2]
         sizes = (block.b1 - block.b0, block.q1 - block.q0, block.k1 - block.k0)
         if self.dk is None and sizes == (batch, length, length):
-            # [Note: one chunk]
+            # the only block of the only chunk: the kernel's gradients are the sums
             self.dk = dk.transpose(1, 2)
             self.dv = dv.transpose(1, 2)
             self.added += 2
@@ -229,7 +227,7 @@ class KVBuffer:
 class KVTiles:
     """Keys and values of one attention call, stored chunk by chunk. A tile is K and V of one
     chunk's tokens. Tiles move between the device and host memory; each tile on the device is a
-    `KVBuffer`. [Note: tiles]
+    `KVBuffer`.
 
     Args:
         index: number of the attention call within the layer.

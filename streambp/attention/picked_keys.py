@@ -1,9 +1,9 @@
 """Mask all keys but the picks of an indexer, for sparse attention.
 
-[Note: picked keys] The picks of a chunk are indices [B, C, k] of keys. They become a mask tile by
-tile, for one block of queries and keys at a time. So no mask of a chunk against its prefix exists,
-and none of the whole sequence. If the number of picks reaches the number of keys up to the chunk's
-end, every key is picked. Then only the mask below counts.
+The picks of a chunk are indices [B, C, k] of keys. They become a mask tile by tile, for one block
+of queries and keys at a time. So no mask of a chunk against its prefix exists, and none of the
+whole sequence. If the number of picks reaches the number of keys up to the chunk's end, every key
+is picked. Then only the mask below counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def visible(
 @dataclasses.dataclass(frozen=True)
 class PickedMask(DenseMask):
     """Attention mask of one chunk's queries, restricted to the keys that an indexer picked for each
-    query. [Note: picked keys]
+    query.
 
     Attributes:
         source: [B, C, k], indices of the picked keys, of any integer dtype.

@@ -312,8 +312,8 @@ class AttentionCall(NamedTuple):
         dropout: probability to drop a weight.
         softcap: limit of the scores; None: no limit.
         sink: [H], the attention sink: logits of one more key without a value; None: no sink.
-        picks: [B, C, k], indices of the keys that each query reads; None: all keys. [Note: picked
-            keys]
+        picks: [B, C, k], indices of the keys that each query reads; None: all keys. See
+            `attention/picked_keys.py`.
     """
 
     q: Tensor

@@ -21,11 +21,11 @@ Vocabulary:
 Every (query, key) pair inside a span lies in exactly one block and counts there; no other pair
 counts.
 
-[Note: few shapes] cuDNN builds a graph for every new shape, for tenths of a second, and never frees
-the graph. So its blocks have few lengths, whatever the length of the sequence: multiples of `GRID`,
-and powers of two below. A remainder of fewer tokens than `Tiling.few` goes to the next kernel,
-which takes any length. Blocks of a few queries or keys do so, too, because cuDNN refuses these
-blocks or computes wrong numbers.
+cuDNN builds a graph for every new shape, for tenths of a second, and never frees the graph. So its
+blocks have few lengths, whatever the length of the sequence: multiples of `GRID`, and powers of two
+below. A remainder of fewer tokens than `Tiling.few` goes to the next kernel, which takes any
+length. Blocks of a few queries or keys do so, too, because cuDNN refuses these blocks or computes
+wrong numbers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Tiling:
         k_block: most keys of a block.
         k_forward: most keys of a block in forward, where no dK and dV are returned.
         few: fewest queries and keys of a block, for a kernel that must see few different lengths;
-            None: any length is allowed. [Note: few shapes]
+            None: any length is allowed.
         tail: sizes for another kernel, which computes blocks of fewer queries or keys than `few`.
         masked: sizes for the kernel that computes blocks of kind BAND and MASK.
         bottom_right: True if CAUSAL blocks may have more keys than queries.
@@ -149,7 +149,7 @@ class Tiling:
 def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
     """Yield the lengths into which `length` tokens are cut, so that few different lengths occur.
     Each length is at least `few` and at most `most` (a multiple of `GRID`). The lengths cover all
-    tokens but a remainder of less than `few`. [Note: few shapes]"""
+    tokens but a remainder of less than `few`."""
     while length >= few:
         piece = length - length % GRID or 1 << (length.bit_length() - 1)
         piece = min(piece, most or piece)

@@ -43,7 +43,7 @@ if AVAILABLE:
         x = tl.load(lse, mask=in_row, other=-float("inf"))
         y = tl.load(part_lse, mask=in_row, other=-float("inf"))
         top = tl.maximum(x, y)
-        safe = tl.where(top == -float("inf"), 0.0, top)  # [Note: empty rows]
+        safe = tl.where(top == -float("inf"), 0.0, top)  # -inf - -inf would be NaN
         weight = tl.exp(x - safe)
         part_weight = tl.exp(y - safe)
         total = weight + part_weight

@@ -5,23 +5,23 @@ manages these parameters. The answer comes from marks on the parameters and from
 `fully_shard` changed. Hooks are no sign: a ZeRO-3 leaf has none on its inner modules. The answer is
 not cached, because an engine may be set up after a forward.
 
-[Note: order of gradients] ZeRO-2, and ZeRO-1 with overlap_comm, put gradients into buckets in order
-of arrival, and sum the buckets of all ranks. If the order differs on one rank, parameters silently
-get the gradients of other parameters. A streamed layer delivers all its gradients together, after
-its backward. A layer may run unchunked on one rank alone, because of a mask or a hook there. One
-autograd node then receives the input and the parameters of that layer, and keeps the order.
+ZeRO-2, and ZeRO-1 with overlap_comm, put gradients into buckets in order of arrival, and sum the
+buckets of all ranks. If the order differs on one rank, parameters silently get the gradients of
+other parameters. A streamed layer delivers all its gradients together, after its backward. A layer
+may run unchunked on one rank alone, because of a mask or a hook there. One autograd node then
+receives the input and the parameters of that layer, and keeps the order.
 
-[Note: inner leaves] DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is
-initialised. Only the block's full-backward hook reduces its gradients, and streaming silences this
-hook. If the layer was patched too late to be the leaf itself, the hook runs after the layer's
-backward, when all gradients exist.
+DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is initialised. Only the
+block's full-backward hook reduces its gradients, and streaming silences this hook. If the layer was
+patched too late to be the leaf itself, the hook runs after the layer's backward, when all gradients
+exist.
 
-[Note: ZeRO-3 leaves] DeepSpeed gathers a module's parameters in its forward and backward hooks.
-Inside a streamed layer these hooks would run once for each chunk. The layer is therefore marked as
-a leaf. DeepSpeed gathers a leaf completely: once for its forward, once for its backward. A
-full-backward hook reduces a leaf's gradients. The hook runs too early unless hidden_states is a
-positional argument that requires a gradient. A hook before DeepSpeed's ensures this; a layer gets
-the hook once DeepSpeed was imported. The mark and the hook have no effect without ZeRO-3.
+DeepSpeed gathers a module's parameters in its forward and backward hooks. Inside a streamed layer
+these hooks would run once for each chunk. The layer is therefore marked as a leaf. DeepSpeed
+gathers a leaf completely: once for its forward, once for its backward. A full-backward hook reduces
+a leaf's gradients. The hook runs too early unless hidden_states is a positional argument that
+requires a gradient. A hook before DeepSpeed's ensures this; a layer gets the hook once DeepSpeed
+was imported. The mark and the hook have no effect without ZeRO-3.
 
 [Note: what a rank decides alone] Ranks differ in their batch, their free memory and their hooks.
 Each rank therefore decides alone how to compute its micro-batch, and no collective may depend on

@@ -4,10 +4,9 @@ Everything after the matrix product is computed in promote_types(dtype, float32)
 its gradient are computed in the hidden states' dtype, as in the model. N tokens, V vocabulary
 entries, h hidden size.
 
-[Note: logits in place] The Triton kernels (`triton_fold.serves`) need the raw products of a block
-only, in the dtype of the matrix product. A first kernel reads the products for the statistics, and
-a second kernel overwrites the products with the gradient. torch's operators need float32 copies, so
-their blocks are smaller.
+The Triton kernels (`triton_fold.serves`) need the raw products of a block only, in the dtype of the
+matrix product. A first kernel reads the products for the statistics, and a second kernel overwrites
+the products with the gradient. torch's operators need float32 copies, so their blocks are smaller.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ def block_size(
     The result depends on shapes only, so that runs are bitwise reproducible. Each block of tokens
     reads and writes dW, 4 V h bytes each, so blocks need many tokens. Blocks of 2,048 tokens, less
     if BYTES_PER_BLOCK requires it, read and write dW in less time than the matrix products take.
-    [Note: logits in place]
 
     Args:
         vocabulary: V.
@@ -337,7 +335,7 @@ def product_gradient(
     """Return the gradient of the output projection's matrix products [n, v], for a block of
     vocabulary entries, in the products' dtype.
 
-    A Triton kernel on CUDA overwrites `product` with the gradient. [Note: logits in place]
+    A Triton kernel on CUDA overwrites `product` with the gradient.
 
     Args:
         product: [n, v].

@@ -11,14 +11,13 @@ While a forward of a head is pending, the head starts no second one-pass forward
 pass is also disabled inside torch's checkpoint and `save_on_cpu`. A checkpoint repeats forward
 while the first run is pending, and the repetition must save the same tensors.
 
-[Note: expected scale] A late factor that is no power of two rounds dhidden a second time. A loss
-divided by 3 for gradient accumulation lost 7 % of the full gradient's precision in bf16. The
-expected scale is 1 / number of labels (or 1 / num_items_in_batch), times the ratio of the last
-backward's upstream gradient to that scale. If an engine or trainer always divides losses by the
-same number, the factor is 1 from the second backward on. A factor of implausible size is not
-expected again: at a scale of 1e-36 the next loss's gradients would underflow. A scale that is
-infinite, NaN or zero (num_items_in_batch of 0) is replaced by 1. A batch without labels does not
-change the expected factor.
+A late factor that is no power of two rounds dhidden a second time. A loss divided by 3 for gradient
+accumulation lost 7 % of the full gradient's precision in bf16. The expected scale is 1 / number of
+labels (or 1 / num_items_in_batch), times the ratio of the last backward's upstream gradient to that
+scale. If an engine or trainer always divides losses by the same number, the factor is 1 from the
+second backward on. A factor of implausible size is not expected again: at a scale of 1e-36 the next
+loss's gradients would underflow. A scale that is infinite, NaN or zero (num_items_in_batch of 0) is
+replaced by 1. A batch without labels does not change the expected factor.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Pending:
     def learn(self, factor: Tensor) -> None:
         """Store the loss scale to expect in the next step.
 
-        A factor of 0, or with a size outside of 2^-64 to 2^64, counts as 1. [Note: expected scale]
+        A factor of 0, or with a size outside of 2^-64 to 2^64, counts as 1.
 
         Args:
             factor: a scalar: the gradient that arrived at the loss, divided by the gradient of an
@@ -121,7 +120,7 @@ class OnePassNLL(torch.autograd.Function):
         """
         rows = inputs.rows
         labels = inputs.row_labels
-        expected = scale  # [Note: expected scale]
+        expected = scale
         if pending.factor is not None:
             expected = scale * pending.factor.to(scale)
         expected = _usual(expected)
@@ -159,7 +158,6 @@ class OnePassNLL(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients that forward computed, multiplied by upstream / expected: `upstream`
         is the loss's gradient, a scalar, and forward assumed the expected value in its place.
-        [Note: expected scale]
 
         Raises:
             BackwardError: this is the second backward, or second derivatives are requested

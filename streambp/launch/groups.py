@@ -1,11 +1,11 @@
 """Put rows of one prompt into one micro-batch, for TRL trainers that shuffle a generation batch.
 
-[Note: whole groups] GRPO's and RLOO's trainers permute all completions and split them into
-micro-batches. Rows of one prompt end up far apart and cannot share computation. This module
-regroups the split rows: prompts stay in the order of their first rows in the permutation, and all
-rows of a prompt follow each other. The result is a shuffle of complete groups. Regrouping draws no
-random number, so later generations are the same. An optimizer step has the same rows if it covers
-the full generation batch.
+GRPO's and RLOO's trainers permute all completions and split them into micro-batches. Rows of one
+prompt end up far apart and cannot share computation. This module regroups the split rows: prompts
+stay in the order of their first rows in the permutation, and all rows of a prompt follow each
+other. The result is a shuffle of complete groups. Regrouping draws no random number, so later
+generations are the same. An optimizer step has the same rows if it covers the full generation
+batch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ Batch = dict[str, Any]
 def keep_groups(trainer: Any) -> None:
     """Make a TRL trainer that generates completions (GRPO, RLOO) keep all completions of a prompt
     in one micro-batch.
-
-    [Note: whole groups]
 
     The change has an effect only while the trainer's model has rows="packed". Trainers that do not
     buffer generated batches do not change. `StreamGRPOTrainer` and `streambp launch` call this

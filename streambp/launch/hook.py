@@ -1,11 +1,10 @@
 """The import hook that `streambp launch` installs in every Python process of a program.
 
-[Note: launch hook] This file runs at interpreter start and is loaded by its path. An import of
-streambp would import torch into processes that do not use torch. Therefore nothing is imported
-until a program creates a Trainer or trains a model. This includes the standard library: `typing`
-and `json` would be most of the hook's cost at every start. A finder on sys.meta_path waits for the
-modules of interest and changes each after its import. The settings are read from the environment on
-first use.
+This file runs at interpreter start and is loaded by its path. An import of streambp would import
+torch into processes that do not use torch. Therefore nothing is imported until a program creates a
+Trainer or trains a model. This includes the standard library: `typing` and `json` would be most of
+the hook's cost at every start. A finder on sys.meta_path waits for the modules of interest and
+changes each after its import. The settings are read from the environment on first use.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ WITH_TRLS_HEAD = ("sft", "dpo", "grpo", "rloo", "kto")
 
 class Hook:
     """Import finder (`sys.meta_path`) that changes modules of transformers and TRL right after
-    their import, so that they patch models. [Note: launch hook]"""
+    their import, so that they patch models."""
 
     streambp_launch = True  # marks the finder for other copies of this file
 

@@ -3,14 +3,14 @@ the layer for running on a chunk, and runs the layer's own forward on one chunk 
 over chunks are in `function.py`.
 
 `LayerCall` also contains the values that pass from chunk to chunk (`carried`) and the tensors saved
-for backward (`kept`). [Note: tensors of a layer call] The functions of this file join the chunks'
-outputs to those of the full sequence, and return them in the form of the layer's own result.
+for backward (`kept`). See `layer/__init__.py`. The functions of this file join the chunks' outputs
+to those of the full sequence, and return them in the form of the layer's own result.
 
 A decoder layer has three kinds of outputs beside its hidden states. Transformers' forward hooks
 record modules inside the layer (router logits for the load-balancing loss). Some layers write keys
 and values into a mapping that later layers read. Some layers return a tensor behind their hidden
 states. All three are outputs of the layer's autograd Function and receive gradients. States are not
-outputs of the layer, only of a chunk. [Note: states]
+outputs of the layer, only of a chunk. See `recurrent/states.py`.
 """
 
 from __future__ import annotations

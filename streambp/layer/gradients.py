@@ -3,14 +3,14 @@ autograd graph, and of the incoming gradient's buffer.
 
 The recomputation's results are compared as well. [Note: witness]
 
-[Note: gradient reuse] The backward of layer i returns dx, a buffer that streambp allocated, and
-autograd passes it to layer i - 1 as its incoming gradient. Layer i - 1 may write its own dx into
-the buffer if no other code needs it, which saves 8 KB a token on an 8B model. Other users are
-`autograd.grad(loss, [x, h])`, a tensor hook, `retain_grad`, and operations that share the storage.
-Each of these users holds a reference. The buffer is reused only if it has streambp's mark and if
-its tensor, Python and storage reference counts equal the counts of a gradient that only the engine
-holds. These counts are measured once, on a chain of two Functions. If the counts differ for another
-reason, the buffer is not reused, which costs memory only.
+The backward of layer i returns dx, a buffer that streambp allocated, and autograd passes it to
+layer i - 1 as its incoming gradient. Layer i - 1 may write its own dx into the buffer if no other
+code needs it, which saves 8 KB a token on an 8B model. Other users are `autograd.grad(loss, [x,
+h])`, a tensor hook, `retain_grad`, and operations that share the storage. Each of these users holds
+a reference. The buffer is reused only if it has streambp's mark and if its tensor, Python and
+storage reference counts equal the counts of a gradient that only the engine holds. These counts are
+measured once, on a chain of two Functions. If the counts differ for another reason, the buffer is
+not reused, which costs memory only.
 
 [Note: kept graphs] If a short sequence is one chunk and the device has enough memory, the layer
 runs as in the unpatched model. Forward builds the graph for backward, and nothing is recomputed.

@@ -182,7 +182,7 @@ def summed(
     linears: dict[str, nn.Linear], sums: GradientSum, unread: Labels, witness: Witness | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Context manager in which the backward of these Linears adds each chunk's weight gradient
-    directly to the sum over chunks. [Note: sums inside products]
+    directly to the sum over chunks. See `accumulate.py`.
 
     Args:
         linears: the layer's Linears by name.

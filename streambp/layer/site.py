@@ -352,8 +352,8 @@ class LayerSite:
         previous: the forward that another library had set on the layer before `patch`; None: there
             was none.
         choices: replays routers' choices of experts; None: routers choose freely. [Note: choices]
-        backward_begins: callback with the device at the start of each backward.
-            [Note: notes on a step]
+        backward_begins: callback with the device at the start of each backward. See
+            `model/steps.py`.
         owner: the thread that may use the model now. [Note: owner of a step]
         witnesses: compares backward's recomputation with forward. [Note: witness]
         fingerprint: takes snapshots of the layer's modules, hooks and attributes.

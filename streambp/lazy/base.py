@@ -6,12 +6,12 @@ computes its result without the real tensor. Every other operation builds the re
 on the real tensor: exact, at the unpatched model's memory cost. The operation's name is recorded
 for `describe`.
 
-[Note: stand-ins and memory] A real tensor that was built for an operation is freed afterwards; the
-next operation builds another real tensor. The difference must not show. If the operation returns no
-tensor (a hook was registered, a pointer taken), the real tensor replaces the stand-in from then on.
-If the result shares memory with the real tensor (`detach`, `transpose`), the next real tensor would
-miss writes to the result. The version of that memory is therefore recorded, and a stand-in of the
-same memory raises when used after a write.
+A real tensor that was built for an operation is freed afterwards; the next operation builds another
+real tensor. The difference must not show. If the operation returns no tensor (a hook was
+registered, a pointer taken), the real tensor replaces the stand-in from then on. If the result
+shares memory with the real tensor (`detach`, `transpose`), the next real tensor would miss writes
+to the result. The version of that memory is therefore recorded, and a stand-in of the same memory
+raises when used after a write.
 
 Results computed from a stand-in depend on the hidden states; their gradient does not pass through
 the stand-in. A hook that is registered on a stand-in first builds the real tensor, and gets the
@@ -44,7 +44,7 @@ from streambp.tensors import changed_arguments, tensors_in
 @dataclasses.dataclass(eq=False)
 class SharedMemory:
     """Count of in-place writes to the memory that a lazy tensor, its slices and its views would
-    share if lazy tensors had storage. [Note: stand-ins and memory]
+    share if lazy tensors had storage.
 
     Attributes:
         watched: complete tensors with this memory, each with its version counter.
@@ -68,7 +68,7 @@ class GradientSink(torch.autograd.Function):
     """Autograd function whose output is a lazy tensor (without storage). Backward gets the gradient
     of the complete tensor.
 
-    [Note: stand-ins in a graph] [Note: lazy rows in a graph]
+    See `lazy/deferred.py` and `lazy/tensor.py`.
     """
 
     @staticmethod
@@ -100,7 +100,7 @@ class GradientSink(torch.autograd.Function):
 
 class MaterializeLazy(torch.autograd.Function):
     """Autograd function from a lazy tensor to the complete tensor, for a lazy tensor that a user's
-    autograd.Function returned. [Note: lazy rows in a graph]"""
+    autograd.Function returned. See `lazy/tensor.py`."""
 
     @staticmethod
     def forward(ctx: Any, values: Callable[[], Tensor], stand_in: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ class LazyTensor(Tensor):
         args, kwargs = changed_arguments(args, kwargs, cls, lambda x: built[id(x)][1])
         result = func(*args, **kwargs)
         tensors = tensors_in(result, Tensor)
-        for x, real in built.values():  # [Note: stand-ins and memory]
+        for x, real in built.values():
             if not tensors:
                 x.written = real
             aliases = [tensor for tensor in tensors if torch._C._is_alias_of(tensor, real)]  # type: ignore[attr-defined]

@@ -8,12 +8,12 @@ a tensor without storage that stores the norm's input. Slicing a `LazyHidden` sl
 therefore runs unchanged. An in-place operation writes to the real tensor, which then replaces the
 deferred tensor. An in-place operation on a slice or a view raises.
 
-[Note: stand-ins in a graph] Operations with a rule put the stored hidden states into autograd's
-graph, and never the stand-in. Other code (an autograd.Function, a C++ extension) makes the stand-in
-itself an input. The gradient would end there: the loss would be right, and no layer below would
-train. Therefore every stand-in is an output of `GradientSink`, so each path to a parameter leads through
-this Function. The Function read a real tensor that was built from the stored hidden states. The
-backward of `GradientSink` builds that tensor again and differentiates it. A stand-in that was made under
+Operations with a rule put the stored hidden states into autograd's graph, and never the stand-in.
+Other code (an autograd.Function, a C++ extension) makes the stand-in itself an input. The gradient
+would end there: the loss would be right, and no layer below would train. Therefore every stand-in
+is an output of `GradientSink`, so each path to a parameter leads through this Function. The
+Function read a real tensor that was built from the stored hidden states. The backward of
+`GradientSink` builds that tensor again and differentiates it. A stand-in that was made under
 no_grad has no gradient.
 """
 
@@ -118,8 +118,6 @@ class LazyHidden(LazyTensor):
     @classmethod
     def arrived(cls, ctx: Any, gradient: Tensor | None) -> list[Tensor | None] | None:
         """Return the gradients of the lazy tensor's inputs, for a gradient of the complete tensor.
-
-        [Note: stand-ins in a graph]
 
         Args:
             ctx: context of the autograd node.
@@ -345,7 +343,7 @@ def _cross_entropy(
     return blockwise_loss(x.source, x.recipe, target, ignore_index, reduction)
 
 
-# [Note: torch's own functions]
+# See `foreign.py`.
 LazyHidden.rules = TOKEN_RULES | {
     **dict.fromkeys(("mul", "__mul__", "__rmul__"), _scale),
     **dict.fromkeys(("div", "__truediv__"), functools.partial(_scale, over=True)),

@@ -61,7 +61,7 @@ SCALING = (
     "__div__",
 )
 
-# Names of torch's functions and of equal methods. [Note: torch's own functions]
+# Names of torch's functions and of equal methods. See `foreign.py`.
 ROW_RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(SCALING, scale),

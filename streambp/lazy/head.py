@@ -1,9 +1,9 @@
 """Hub of one forward's logits: computes results of the logits and collects their gradients.
 
-[Note: one pass in backward] A result of the logits is an output of `LazyResult`, an autograd Function.
-`LazyResult` has the hub's handle as input, an empty tensor that represents the logits in the graph.
-Hidden states and weights are inputs of `HeadHandle` alone. During backward each `LazyResult` leaves its
-gradients with the hub and returns no gradient. autograd runs `HeadHandle` after all results. `HeadHandle`
+A result of the logits is an output of `LazyResult`, an autograd Function. `LazyResult` has the
+hub's handle as input, an empty tensor that represents the logits in the graph. Hidden states and
+weights are inputs of `HeadHandle` alone. During backward each `LazyResult` leaves its gradients
+with the hub and returns no gradient. autograd runs `HeadHandle` after all results. `HeadHandle`
 computes the gradients of hidden states and weights from all left gradients in one pass (`sweep`).
 Left gradients belong to one backward call. Otherwise gradients that never reach the handle
 (`autograd.grad` with respect to other tensors) would remain for the next call.
@@ -40,7 +40,7 @@ from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, reading
 
 class HeadHandle(torch.autograd.Function):
     """Autograd function from hidden states and output projection to a tensor [1], which represents
-    their logits in the graph. [Note: one pass in backward]
+    their logits in the graph.
 
     Inputs are source [M, h], weight [V, h], bias [V] or None, and the norm's parameters.
     """
@@ -117,7 +117,7 @@ class RunInBackward(torch.autograd.Function):
 class LazyResult(torch.autograd.Function):
     """Autograd function that returns results computed from lazy logits. Backward returns no
     gradient, but stores the results' gradients. `HeadHandle` then computes the gradients of hidden
-    states and weights in one pass. [Note: one pass in backward]"""
+    states and weights in one pass."""
 
     @staticmethod
     def forward(ctx: Any, calculation: Any, *anchors: Tensor) -> tuple[Tensor, ...]:

@@ -1,10 +1,10 @@
 """Stand-in for rows of logits, or for row-wise functions of logits, outside of the model's forward.
 
-[Note: lazy rows in a graph] Operations with a rule read the hub's hidden states, and never the
-stand-in. Other code (an autograd.Function, a kernel) takes the stand-in as an input, and sends the
-gradient of all values to the node of that input. `GradientSink` leaves that gradient with the hub. A
-stand-in that an autograd.Function returned is different: the Function's backward is unknown, so the
-values are computed and their gradient goes through `MaterializeLazy`. Nodes that an engine inserts at a
+Operations with a rule read the hub's hidden states, and never the stand-in. Other code (an
+autograd.Function, a kernel) takes the stand-in as an input, and sends the gradient of all values to
+the node of that input. `GradientSink` leaves that gradient with the hub. A stand-in that an
+autograd.Function returned is different: the Function's backward is unknown, so the values are
+computed and their gradient goes through `MaterializeLazy`. Nodes that an engine inserts at a
 model's outputs, and scaling hooks, change no values. Such nodes and hooks are recognized by name.
 
 A stand-in that is written to becomes another function of rows (`div_`), or real. Stand-ins that
@@ -162,8 +162,6 @@ class LazyLogits(LazyTensor):
     def arrived(cls, ctx: Any, gradient: Tensor | None) -> None:
         """Store a gradient of the complete tensor, [*tokens, W], until the gradients of the weights
         are computed.
-
-        [Note: lazy rows in a graph]
 
         Args:
             ctx: context of the autograd node.

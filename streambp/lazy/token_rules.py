@@ -262,7 +262,7 @@ def _in_float32(x: LazyTensor, *_: Any, **__: Any) -> Any:
     return to(x, torch.promote_types(x.dtype, torch.float32))
 
 
-# Names of torch's functions and of equal methods. [Note: torch's own functions]
+# Names of torch's functions and of equal methods. See `foreign.py`.
 TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "__getitem__": index,
     "__iter__": _iterated,

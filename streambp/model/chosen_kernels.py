@@ -1,9 +1,9 @@
 """Set the kernels that `StreamConfig.kernels` names on a model's modules.
 
-[Note: chosen kernels] "auto" uses Liger's kernels for tensors on an accelerator, and the modules'
-own code elsewhere. A model is often patched on the host and moved afterwards, so each call checks
-the device of its tensors. The result on a CPU equals "own" bit for bit. A process without an
-accelerator does not search for kernels.
+"auto" uses Liger's kernels for tensors on an accelerator, and the modules' own code elsewhere. A
+model is often patched on the host and moved afterwards, so each call checks the device of its
+tensors. The result on a CPU equals "own" bit for bit. A process without an accelerator does not
+search for kernels.
 
 Only Liger's norms and MLPs, which take one tensor, are used. Experts also take routing, and retain
 the model's own code: peft's adapters may wrap experts, and Liger's version was tested on no device.

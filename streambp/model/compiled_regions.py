@@ -1,10 +1,10 @@
 """Compile parts of a model's layers with torch, for `kernels="compiled"`; the forwards are set on
 module instances.
 
-[Note: compiled regions] A region is code of a layer that treats all tokens alike and contains no
-Linear. Examples are a norm, the activation and product of a gated MLP, and the rotation. Linears
-stay outside, because a streamed layer replaces their forward in each pass, saves their outputs and
-accumulates their weight gradients. A region computes the class's own code.
+A region is code of a layer that treats all tokens alike and contains no Linear. Examples are a
+norm, the activation and product of a gated MLP, and the rotation. Linears stay outside, because a
+streamed layer replaces their forward in each pass, saves their outputs and accumulates their weight
+gradients. A region computes the class's own code.
 
 Before a region is set, plain torch checks two properties by value: a norm treats tokens alike, and
 an MLP is down(act(gate) * up). A module that fails the check (dropout in between, groups of
@@ -88,7 +88,7 @@ class Compiler:
 
     def compiled(self, function: Any, role: str) -> Callable[..., Any]:
         """Return the function compiled with torch.compile. The result is cached for each function
-        and role, such as "norm". [Note: compiled regions]"""
+        and role, such as "norm"."""
         if (function, role) not in self.made:
             code = function.__code__.replace(co_name=function.__name__)
             copied = types.FunctionType(
@@ -244,7 +244,7 @@ def compile_regions(model: nn.Module) -> InstalledKernels:
     layers.
 
     torch.compile compiles the whole norm, the activation and product of an MLP, and the rotary
-    embedding of queries and keys. Linears stay uncompiled. [Note: compiled regions]
+    embedding of queries and keys. Linears stay uncompiled.
 
     Args:
         model: a transformers model, or a module that contains one; changed in place.

@@ -1,11 +1,11 @@
 """Set Liger's kernels on a model's norms and MLPs, and restore the modules when the patch is
 removed.
 
-[Note: fused layers] Liger binds its forwards to norms and MLPs of an existing model. Liger also
-replaces names in transformers' modeling modules, which every model of the process reads. The names
-are classes of later models, and the rotation of queries and keys. All names of modules and classes
-are therefore restored. Only attributes of this model's modules remain, and these are recorded. The
-rotation is set by `chosen_kernels.py` alone, module by module.
+Liger binds its forwards to norms and MLPs of an existing model. Liger also replaces names in
+transformers' modeling modules, which every model of the process reads. The names are classes of
+later models, and the rotation of queries and keys. All names of modules and classes are therefore
+restored. Only attributes of this model's modules remain, and these are recorded. The rotation is
+set by `chosen_kernels.py` alone, module by module.
 
 Liger's tables decide by model family which offset a norm adds to its weight, how a norm rounds, and
 which activation a gate has. A norm that rounds elsewhere (DeepSeek V4's multiplies by its weight in
@@ -140,7 +140,7 @@ Adjust = Callable[[Attributes], AbstractSet[nn.Module]]
 
 
 def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
-    """Apply Liger's kernels to the norms and MLPs of a model. [Note: fused layers]
+    """Apply Liger's kernels to the norms and MLPs of a model.
 
     Args:
         model: a transformers model, or a module that contains one; changed in place.

@@ -126,7 +126,7 @@ class PatchState:
         running: state of the running forward.
         pending: gradients that the loss computed in forward, until backward.
         offloader: moves saved tensors to host memory; None without offloading.
-        steps: notes on the model's steps. [Note: notes on a step]
+        steps: notes on the model's steps. See `model/steps.py`.
         saves_policy: decides chunk_size="auto", saves="auto" and offload="auto"; its str() is the
             rule for chunks.
         weights: manager of the layers' weights on the host; None: the weights are on the device.
@@ -347,7 +347,7 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
 
 def warn_of_trials(sites: list[LayerSite]) -> bool:
     """Warn about user hooks inside of layers that also ran in test runs on random tokens. True if a
-    warning was issued. [Note: who sees the rows]"""
+    warning was issued. See `admission/third_party.py`."""
     shown: dict[str, list[str]] = {}
     for site in sites:
         for hook, paths in site.tests.hooks_run_in_tests.items():

@@ -6,11 +6,11 @@ notes.
 forward, the start of a backward, and its end. A line is logged if a step ran in a way that was not
 logged before.
 
-[Note: notes on a step] A step is a micro-batch with gradients. The notes on a step are made at the
-end of the backbone's forward, when all decisions before backward are taken. An autograd engine
-callback completes the notes at the end of backward. Notes are references to existing objects, so
-they need no counting and no synchronization. `last_step.py` interprets the notes on request.
-Evaluations between steps change no note.
+A step is a micro-batch with gradients. The notes on a step are made at the end of the backbone's
+forward, when all decisions before backward are taken. An autograd engine callback completes the
+notes at the end of backward. Notes are references to existing objects, so they need no counting and
+no synchronization. `last_step.py` interprets the notes on request. Evaluations between steps change
+no note.
 
 [Note: bare errors] Backward outside of streamed layers and of the head is torch's own: embeddings,
 norms, sums of gradients, and every operation of a micro-batch that runs unpatched. No code of this
@@ -49,8 +49,7 @@ Shape = tuple[int, int]
 
 @dataclasses.dataclass
 class Step:
-    """Notes on one micro-batch with gradients, from which its record is made. [Note: notes on a
-    step]
+    """Notes on one micro-batch with gradients, from which its record is made.
 
     Attributes:
         shapes: shape of the tokens [B, T] of each backbone, by the backbone's id().
@@ -88,8 +87,7 @@ class Step:
 
 
 class Steps:
-    """Notes on the steps of one patched model. A step is a micro-batch with gradients. [Note: notes
-    on a step]
+    """Notes on the steps of one patched model. A step is a micro-batch with gradients.
 
     Args:
         offloader: moves saved tensors to the host; None without offloading.

@@ -98,7 +98,7 @@ class LayerForward(InstanceForward):
 
     def install(self) -> None:
         """Replace the layer's forward, and mark the layer as a ZeRO-3 leaf module, so that
-        DeepSpeed gathers all of its weights at once. [Note: ZeRO-3 leaves]"""
+        DeepSpeed gathers all of its weights at once. See `distributed/engines.py`."""
         super().install()
         setattr(self.module, Z3_LEAF, True)
         self.meet_engine()
@@ -457,10 +457,9 @@ class BackboneForward(InstanceForward):
         """True if this call is computed chunk by chunk: no cache is passed, and neither a cache nor
         attention weights are returned.
 
-        [Note: calls that return a cache] If a call has no `use_cache`, the model's config decides,
-        as unpatched. A training step ignores the config: most programs never read the cache of a
-        step, and gradient checkpointing returns none either. A caller that passes `use_cache=True`
-        gets a cache.
+        If a call has no `use_cache`, the model's config decides, as unpatched. A training step
+        ignores the config: most programs never read the cache of a step, and gradient checkpointing
+        returns none either. A caller that passes `use_cache=True` gets a cache.
         """
         if has_cache(kwargs):
             self.state.history.given_cache |= torch.is_grad_enabled() and self.module.training

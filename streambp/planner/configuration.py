@@ -1,9 +1,9 @@
 """Read and check a model's configuration, with errors that name the responsible field.
 
-[Note: fields of an error] transformers checks the types of most fields and names those fields.
-Other values, such as zero heads, raise arbitrary errors inside the models. The responsible field is
-found by a search that leaves out one field at a time. The message names the fields without which
-the error disappears, or else the fields without which the error changes.
+transformers checks the types of most fields and names those fields. Other values, such as zero
+heads, raise arbitrary errors inside the models. The responsible field is found by a search that
+leaves out one field at a time. The message names the fields without which the error disappears, or
+else the fields without which the error changes.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
         make: creates a model from it.
 
     Raises:
-        StreamBPError: `make` raised. [Note: fields of an error]
+        StreamBPError: `make` raised.
     """
     try:
         return make(config)
@@ -152,8 +152,6 @@ def _fields_of(
 ) -> str:
     """Return the configuration's fields that cause an error, as text for a message; "" for none or
     too many.
-
-    [Note: fields of an error]
 
     Args:
         error: the error.

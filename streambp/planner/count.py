@@ -4,16 +4,14 @@
 predictions use them. `StepCount` adds the requirements of a step on tensors without data: answers
 to operations that read values, workspaces of GPU kernels, and the work of each operation.
 
-[Note: kernel workspaces] FlashAttention's backward allocates, and frees before it returns, dQ in
-float32 and one float32 for each query and head. With grouped queries it also allocates dK and dV
-for every query head. cuDNN's backward allocates the same except for dK and dV. Memory-efficient
-attention allocates dQ, dK and dV in float32; it receives one key head for each query head. A
-dispatch mode cannot observe these allocations, so their sizes are computed here from the operators'
-arguments.
+FlashAttention's backward allocates, and frees before it returns, dQ in float32 and one float32 for
+each query and head. With grouped queries it also allocates dK and dV for every query head. cuDNN's
+backward allocates the same except for dK and dV. Memory-efficient attention allocates dQ, dK and dV
+in float32; it receives one key head for each query head. A dispatch mode cannot observe these
+allocations, so their sizes are computed here from the operators' arguments.
 
-[Note: one kernel] On tensors without data torch runs several operations where a GPU runs a single
-kernel: Triton's, another package's, or a copy. Memory is counted for the operations and moved bytes
-for the kernel.
+On tensors without data torch runs several operations where a GPU runs a single kernel: Triton's,
+another package's, or a copy. Memory is counted for the operations and moved bytes for the kernel.
 """
 
 from __future__ import annotations
@@ -299,7 +297,7 @@ class StepCount(LiveBytes):
 
     Args:
         kernels: "flash" or "cudnn": add the workspaces of these kernels to the peak; None: add
-            none. [Note: kernel workspaces]
+            none.
         shapes: a cache of operations, shared between counts.
     """
 
@@ -312,7 +310,7 @@ class StepCount(LiveBytes):
         self._done = Work()
         # operation -> number of calls whose work is not yet in `_done`
         self._times: dict[Known, int] = {}
-        self._kernel_depth = 0  # [Note: one kernel]
+        self._kernel_depth = 0
 
     @property
     def work(self) -> Work:
@@ -439,7 +437,7 @@ def add_flops(number: float, moved: float = 0.0) -> None:
 @contextlib.contextmanager
 def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[None]:
     """Context manager in which all operations together count as one kernel launch, with given
-    bytes. [Note: one kernel]
+    bytes.
 
     Args:
         moved: bytes that the kernel reads and writes.

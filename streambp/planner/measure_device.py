@@ -104,7 +104,7 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         weight = torch.ones(sizes.hidden, device=device, dtype=dtype)
         with StepCount(None) as count:
             _norm(x.to("meta"), weight.to("meta"))
-        # bytes as the planner counts them. [Note: bytes moved]
+        # bytes as the planner counts them. See `planner/work.py`.
         bandwidth = count.work.moved / clock(lambda: _norm(x, weight))
         # Copies in both directions at the same time.
         on_device, back = (

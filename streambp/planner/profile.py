@@ -482,7 +482,7 @@ def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
 
     Ulysses: the shard's tokens, times the number of ranks that hold copies of the same keys.
     Context parallelism: the tokens of full sequences, times the number of heads gathered at a time.
-    The amount is 0 if `split` is None. [Note: bytes of keys]
+    The amount is 0 if `split` is None. See `planner/splits.py`.
     """
     if split is None:
         return 0.0

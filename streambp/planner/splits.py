@@ -1,12 +1,11 @@
 """Count steps with sharded tokens on one rank: exchanges return tensors without data.
 
-[Note: bytes of keys] The number of ranks P changes a rank's bytes for a shard of t tokens in one
-way only. It changes the bytes of keys, values, and their gradients of other ranks' tokens. Under
-context parallelism these are a group of kv heads of T = P t tokens. Under Ulysses they are the same
-as without sharding, or P / H_kv times that for more ranks than kv heads. A count therefore
-separates their storages from all others. For each of the few amounts of key bytes, it records the
-maximum of all other bytes. Each such pair is a line of its phase, with `Phase.per_key` bytes for
-each of `profile.keys_held`.
+The number of ranks P changes a rank's bytes for a shard of t tokens in one way only. It changes the
+bytes of keys, values, and their gradients of other ranks' tokens. Under context parallelism these
+are a group of kv heads of T = P t tokens. Under Ulysses they are the same as without sharding, or P
+/ H_kv times that for more ranks than kv heads. A count therefore separates their storages from all
+others. For each of the few amounts of key bytes, it records the maximum of all other bytes. Each
+such pair is a line of its phase, with `Phase.per_key` bytes for each of `profile.keys_held`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SMALL = 256  # bytes; smaller tensors are indices and no keys
 
 class SplitCount(StepCount):
     """Count of a step's bytes in which keys from other ranks are counted apart from all other
-    bytes. [Note: bytes of keys]
+    bytes.
 
     Attributes:
         links: five numbers of bytes so far. All-to-alls of queries and outputs, all-to-alls of

@@ -1,11 +1,11 @@
 """Costs of a step's operations: products, attention, moved bytes, dispatches, copies.
 
-[Note: bytes moved] An operation reads its inputs once and writes its outputs once; it also reads a
-tensor that it changes in place. A broadcast dimension is read once. Views and empty tensors move
-nothing. Fills and `copy_` do not read their destination. Gathers and scatters move the selected
-elements twice. A matrix product that adds to a sum moves the sum twice. All other costs of matrix
-products and attention are in their FLOPs. A product that is `SKINNY` costs its bytes instead:
-products of adapters are a hundredth of a LoRA layer's FLOPs and a fifth of its time.
+An operation reads its inputs once and writes its outputs once; it also reads a tensor that it
+changes in place. A broadcast dimension is read once. Views and empty tensors move nothing. Fills
+and `copy_` do not read their destination. Gathers and scatters move the selected elements twice. A
+matrix product that adds to a sum moves the sum twice. All other costs of matrix products and
+attention are in their FLOPs. A product that is `SKINNY` costs its bytes instead: products of
+adapters are a hundredth of a LoRA layer's FLOPs and a fifth of its time.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def workspace(func: Any, args: Any, kernels: str) -> int:
-    """Return the bytes that an attention kernel allocates and frees within one call. [Note: kernel
-    workspaces]"""
+    """Return the bytes that an attention kernel allocates and frees within one call. See
+    `planner/count.py`."""
     if func is BACKWARDS[1]:
         return 0
     rows, heads, kv_heads, queries, keys, size, value_size = _attention_shapes(func, args)
@@ -173,7 +173,7 @@ def _size(tensor: Tensor) -> int:
 
 def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the bytes that one torch operation reads and writes; 0 for matrix products and
-    attention. [Note: bytes moved]
+    attention.
 
     Args:
         func: the operation, an overload of `torch.ops.aten`; no view.

@@ -1,8 +1,8 @@
 """Pass a layer's recurrent and convolution states from one chunk to the next.
 
 A chunk's forward gets a `StateCache` instead of the layer's cache, or states instead of the layer's
-state argument. [Note: carriers] in `attention/interface.py` defines carriers; [Note: states]
-defines states.
+state argument. `attention/interface.py` defines carriers [Note: carriers], and
+`recurrent/states.py` defines states.
 """
 
 from __future__ import annotations

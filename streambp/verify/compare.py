@@ -2,14 +2,15 @@
 
 One batch runs three times: through the streamed model, through the unpatched model, and through the
 reference, called the truth. The truth is the unpatched model with the same weights in a wider
-dtype, on the host. `verdict` judges the distances of the first two from the third. [Note: verdict]
+dtype, on the host. `verdict` judges the distances of the first two from the third. See
+`verify/verdict.py`.
 
 The truth of a float32 or float64 model is computed in float64, with transformers' inner casts to
 float32 (norms, softmax, rotary angles, loss) replaced. A float64 model has these casts with and
 without streaming. They are its rounding noise, about 1e-7. The truth of a half-precision model is
 computed in float32.
 
-[Note: choices] If two experts tie up to rounding, a router can choose different experts in two
+If two experts tie up to rounding, a router can choose different experts in two
 runs, streamed or not. The gradients of that token then differ completely. If a batch fails and the
 streamed model made other choices than the unpatched one, the batch is undecided and new tokens are
 drawn. An error in a layer changes choices in every draw; an error behind all choices changes none.

@@ -9,9 +9,8 @@ wider dtype:
 |truth| counts as at least `NEGLIGIBLE` times the norm of the full gradient, because some gradients
 are zero except for rounding.
 
-[Note: verdict] An exact streamed gradient differs from the unpatched one by roundings in another
-order. The error is then a second random draw from the distribution of the noise. The verdict tests
-these conditions:
+An exact streamed gradient differs from the unpatched one by roundings in another order. The error
+is then a second random draw from the distribution of the noise. The verdict tests these conditions:
 
 - The same parameters get a gradient, and every number is finite.
 - The full gradient's error is at most `WHOLE` times its noise. Two correct runs of a small model
@@ -66,7 +65,7 @@ class Distances:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterError:
-    """Relative distances of one parameter's gradient from the truth. [Note: verdict]
+    """Relative distances of one parameter's gradient from the truth.
 
     Attributes:
         name: the parameter's name.
@@ -208,7 +207,7 @@ def find_problems(
     found: set[str],
     run: str = "streamed",
 ) -> tuple[str, ...]:
-    """Return all evidence that a run's gradient is not exact. [Note: verdict]
+    """Return all evidence that a run's gradient is not exact.
 
     Args:
         rated: every parameter's errors.

@@ -51,7 +51,7 @@ class StreamedTrainer:
 
     Policy and reference are computed chunk by chunk, and streambp's fused head replaces TRL's. A
     model that was patched before keeps its own settings. If a model has rows="packed", the
-    completions of a prompt stay in one micro-batch. [Note: whole groups] `StreamCallback` adds
+    completions of a prompt stay in one micro-batch. See `launch/groups.py`. `StreamCallback` adds
     tokens, chunk size and memory of each step to the logs.
 
     Attributes:
