@@ -60,14 +60,14 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
                 kwargs["hidden_states"] = kwargs["hidden_states"].clone()
         # The recomputation runs after the model's forward has ended.
         segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
-        around, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
+        unchunked_run, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
         # ZeRO-3 counts the modules that ran, while other ranks may stream. ZeRO-3 leaf
         # modules inside the layer reduce their gradients by hooks of their own.
         hooks, modules = site.of(switched_off)
         silenced = engine_hooks_silenced([] if site.of(reductions_of) else hooks)
         arrive, args, kwargs = _as_one(site, args, kwargs)
         with (
-            around,
+            unchunked_run,
             computed_as_written(modules),
             in_segments(mixers, segments, None),
             silenced,
@@ -118,13 +118,13 @@ def _as_one(
         return contextlib.nullcontext(), args, kwargs
     layer_input = args[0] if args else kwargs["hidden_states"]
     parameters = Parameters(site.layer, layer_input.device)
-    hidden_states, *others = JoinGradients.apply(layer_input, *parameters.current())  # type: ignore[no-untyped-call]
+    hidden_states, *aliases = JoinGradients.apply(layer_input, *parameters.current())  # type: ignore[no-untyped-call]
     args, kwargs = (
         ((hidden_states, *args[1:]), kwargs)
         if args
         else (args, {**kwargs, "hidden_states": hidden_states})
     )
-    return parameters.replaced(others), args, kwargs
+    return parameters.replaced(aliases), args, kwargs
 
 
 class Repeatable:
@@ -167,17 +167,17 @@ class Repeatable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._buffers is None:
             versions = versions_of(self._look)
-            before = {
+            buffer_copies = {
                 slot: buffer.detach().clone() for slot, buffer in buffers_of(self._layer).items()
             }
             self._states = generator_states(self._generators)
-            with watching(self._look.hooks) as acted, self._mismatch_named():
+            with watching(self._look.hooks) as modifying_hooks, self._mismatch_named():
                 result = self._run(*args, **kwargs)
             trained = Parameters(self._layer, self._device)
             if trained.names != self._parameters.names:  # a first call may make parameters
                 self._parameters = trained
-            self._seen = self._fingerprint.seen(self._layer, self._look, versions, acted)
-            self._buffers = written_since(before)
+            self._seen = self._fingerprint.seen(self._layer, self._look, versions, modifying_hooks)
+            self._buffers = written_since(buffer_copies)
             self._see((args, kwargs), result, again=False)
             return result
         if self._backward_begins is not None:
@@ -197,14 +197,14 @@ class Repeatable:
                 in_place_of_buffers(self._buffers),
                 routing,
                 nothing_left,
-                watching(snapshot.hooks) as acted,
+                watching(snapshot.hooks) as modifying_hooks,
             ):
                 result = self._run(*args, **kwargs)
         finally:
             set_generators(self._generators, later)
             # The reverse shows nothing: torch stops a recomputation early, so some hooks do not
             # run.
-            for key in sorted(acted - self._seen.acted):
+            for key in sorted(modifying_hooks - self._seen.acted):
                 raise changed(
                     self._layer,
                     f"{described(key)} changes what it is given, and changed nothing in forward",

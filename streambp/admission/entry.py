@@ -318,11 +318,13 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         )
         with (
             on_device,
-            watching(call.look.hooks) if site.tests.warm_up is not None else NO_HOOKS as acted,
+            watching(call.look.hooks)
+            if site.tests.warm_up is not None
+            else NO_HOOKS as modifying_hooks,
         ):
             output, *extras = strategy.forward(call, False)
-        if acted:
-            site.tests.refuse_untested(acted, site.layer)
+        if modifying_hooks:
+            site.tests.refuse_untested(modifying_hooks, site.layer)
         if site.fingerprint.pending:
             site.fingerprint.learn(site.layer, call.look, versions)
     by_place = dict(zip(call.form.extras, extras, strict=True))

@@ -221,9 +221,9 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
         )
         if not roots:
             return forward(call, keep)
-        before = Memory(roots)
+        memory = Memory(roots)
         outputs = forward(call, keep)
-        for path, value in Memory(roots).changed(before).items():
+        for path, value in Memory(roots).changed(memory).items():
             is_expected = path in site.fingerprint.kept
             if (
                 not is_expected
@@ -313,10 +313,10 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
         if is_out_of_memory(error) or (isinstance(error, StreamBPError) and not other_model):
             raise
         failed = error
-    before = call.arguments.kind
-    call.arguments.kind = tell(site, call.look, before, x)
-    if before != call.arguments.kind and before in site.tests.results:
-        remember(site.tests.results, call.arguments.kind, site.tests.results.pop(before))
+    earlier_kind = call.arguments.kind
+    call.arguments.kind = tell(site, call.look, earlier_kind, x)
+    if earlier_kind != call.arguments.kind and earlier_kind in site.tests.results:
+        remember(site.tests.results, call.arguments.kind, site.tests.results.pop(earlier_kind))
     return because, failed
 
 
@@ -337,8 +337,8 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
     call.site.fingerprint.kept |= unchunked.keys() | chunks.keys()
     differing = _differing(unchunked, chunks, coarsest(call, x))
     if differing:  # a value that changes at each run, such as a time, shows nothing
-        again = trial.left(trial.whole)
-        noisy = _differing(unchunked, again, coarsest(call, x))
+        repeated = trial.left(trial.whole)
+        noisy = _differing(unchunked, repeated, coarsest(call, x))
         differing = {path: shapes for path, shapes in differing.items() if path not in noisy}
     if not differing:
         return _why_kept_before(call.site, roots)
@@ -421,7 +421,7 @@ class _Trial:
             {**nothing_masked(named, length), **documents}, rows
         )
         self.state.rewind()
-        with undone(self.roots) as (before, writes):
+        with undone(self.roots) as (start, writes):
             # Draw the weights inside, so that each run has the same weights.
             with self.random.replayed(), test_arguments, as_trained(self.call) as shadows:
                 run(shadows or [])
@@ -431,8 +431,8 @@ class _Trial:
                 for name, value in stored_on(shadow).items()
             }
             del shadows
-            after = Memory(self.roots)
-            values, elsewhere = after.changed(before, writes), writes.kept_elsewhere(after)
+            end = Memory(self.roots)
+            values, elsewhere = end.changed(start, writes), writes.kept_elsewhere(end)
             values.update(on_weights)
             return {**values, OUT_OF_SIGHT: elsewhere} if elsewhere else values
 
@@ -509,44 +509,67 @@ class _Trial:
             torch.autograd.grad(output, [x], self.upstream, allow_unused=True)
 
 
-def _differing(one: dict[str, Any], other: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
+def _differing(
+    values: dict[str, Any], other_values: dict[str, Any], dtype: torch.dtype
+) -> dict[str, str]:
     """Return a dict from the path of each stored value that differs between two runs by more than
     rounding, to a text with both shapes. The text is "" if the shapes are equal.
 
     Args:
-        one: values by path.
-        other: values by path, of another run.
+        values: values by path.
+        other_values: values by path, of another run.
         dtype: dtype that determines the tolerance.
     """
     differences = {}
     tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
-    for path in dict.fromkeys((*one, *other)):
-        first, second = one.get(path, MISSING), other.get(path, MISSING)
+    for path in dict.fromkeys((*values, *other_values)):
+        first, second = values.get(path, MISSING), other_values.get(path, MISSING)
         if not _alike(first, second, tolerance):
             differences[path] = _told(first, second)
     return differences
 
 
-def _alike(one: Any, other: Any, tolerance: float) -> bool:
+def _alike(first_value: Any, other_value: Any, tolerance: float) -> bool:
     """True if two values are equal, numbers and tensors up to a relative `tolerance`."""
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and one.dtype.kind in "biufc":
-        one, other = torch.from_numpy(one.copy()), torch.from_numpy(other.copy())
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
+    if (
+        isinstance(first_value, np.ndarray)
+        and isinstance(other_value, np.ndarray)
+        and first_value.dtype.kind in "biufc"
+    ):
+        first_value, other_value = (
+            torch.from_numpy(first_value.copy()),
+            torch.from_numpy(other_value.copy()),
+        )
+    if isinstance(first_value, Tensor) and isinstance(other_value, Tensor):
+        if first_value.shape != other_value.shape or first_value.dtype != other_value.dtype:
             return False
-        if not (has_data(one) and has_data(other)) or one.is_sparse or one.is_quantized:
+        if (
+            not (has_data(first_value) and has_data(other_value))
+            or first_value.is_sparse
+            or first_value.is_quantized
+        ):
             return True
-        wide = torch.complex128 if one.is_complex() else torch.float64
-        first, second = (value.detach().to("cpu", wide).nan_to_num() for value in (one, other))
+        wide = torch.complex128 if first_value.is_complex() else torch.float64
+        first, second = (
+            value.detach().to("cpu", wide).nan_to_num() for value in (first_value, other_value)
+        )
         return bool((first - second).norm() <= tolerance * first.norm())
     numbers = (int, float, complex)
-    if isinstance(one, numbers) and isinstance(other, numbers) and not isinstance(one, bool):
+    if (
+        isinstance(first_value, numbers)
+        and isinstance(other_value, numbers)
+        and not isinstance(first_value, bool)
+    ):
         return (
-            one == other
-            or abs(one - other) <= tolerance * abs(one)
-            or (one != one and other != other)
+            first_value == other_value
+            or abs(first_value - other_value) <= tolerance * abs(first_value)
+            or (first_value != first_value and other_value != other_value)
         )
-    return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and one == other)
+    return first_value is other_value or (
+        type(first_value) is type(other_value)
+        and isinstance(first_value, PLAIN)
+        and first_value == other_value
+    )
 
 
 def _told(unchunked: Any, chunks: Any) -> str:

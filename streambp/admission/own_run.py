@@ -119,8 +119,8 @@ class UnpatchedRun:
         gradients = list(zip(self.result[2:], whole[2:], strict=True))
         off = sum(float((a - b).float().norm()) ** 2 for a, b in gradients)
         size = sum(float(b.float().norm()) ** 2 for _, b in gradients)
-        alike = off <= TOLERANCE.get(dtype, HALF_TOLERANCE) ** 2 * size
-        return alike and chose_alike(self.call.site.choices, dtype)
+        is_alike = off <= TOLERANCE.get(dtype, HALF_TOLERANCE) ** 2 * size
+        return is_alike and chose_alike(self.call.site.choices, dtype)
 
     def why_whole(self) -> str | None:
         """Return the reason, as text for `describe`, to run the layer unchunked: its output depends

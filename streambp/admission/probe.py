@@ -251,10 +251,10 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
     """
     chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
     generators = generators_of(call.site, call.look)
-    drawn = generator_states(generators)
+    states = generator_states(generators)
     with watched_hooks(call.site.layer, BACKWARD_HOOKS) as editing:
         because = _try(call, x, upstream, chunk_size)
-        if has_drawn(generators, drawn):
+        if has_drawn(generators, states):
             return Found(DRAWS)
         if because is not None and not editing:
             return Found(because)
@@ -339,15 +339,15 @@ def _why_unlike(
         state.rewind()
         pieces = _run(call, x, upstream, cut)
         dtype = coarsest(call, x)
-        alike = all(
+        is_alike = all(
             agree(*pair, dtype) for pair in zip(unchunked, pieces, (x, upstream), strict=False)
         )
-        if alike and chose_alike(choices, dtype):
+        if is_alike and chose_alike(choices, dtype):
             return Found(None)
     if not all(bool(part.isfinite().all()) for part in unchunked):
         return Found(None, certain=False)  # the weights are not loaded yet
-    if changed := state.changes():  # the first chunk sets a value, or a later chunk reads it
-        return Found(SETS.format(", ".join(changed)), passes=True)
+    if changes := state.changes():  # the first chunk sets a value, or a later chunk reads it
+        return Found(SETS.format(", ".join(changes)), passes=True)
     return Found(MIXES)
 
 
@@ -396,17 +396,17 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
         return None
     origin = GraphMarker()
     marker = weakref.ref(origin)
-    before = buffers_of(call.site.layer)
-    with in_place_of_buffers(before):
+    buffers = buffers_of(call.site.layer)
+    with in_place_of_buffers(buffers):
         mixes = _crosses(call, x, upstream, cut, origin)
-        written = sorted({name for _, name in written_since(before)})
+        names = sorted({name for _, name in written_since(buffers)})
     origin.trying = False
     del origin
     if torch.is_grad_enabled() and is_kept(marker):
         return KEEPS
-    if written:
+    if names:
         return (
-            f"its forward writes to buffers ({', '.join(written)}), and would for each chunk and "
+            f"its forward writes to buffers ({', '.join(names)}), and would for each chunk and "
             "once more in backward"
         )
     return MIXES if mixes else None
@@ -423,14 +423,14 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Gra
         cut: first position of the second chunk.
         origin: marker of the graph's first node.
     """
-    before, behind = slice(cut), slice(cut, x.shape[-2])
+    first_chunk, second_chunk = slice(cut), slice(cut, x.shape[-2])
     kind = call.site.kind
     if kind.states.carries or not kind.attention.ours:
         _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
         return False
     layout = Spans(x.shape[-2], ((Run(0, cut, 0), Run(cut, x.shape[-2], cut)),) * x.shape[-3])
     with as_trained(call), torch.enable_grad():
-        for sources, readers in ((before, behind), (behind, before)):
+        for sources, readers in ((first_chunk, second_chunk), (second_chunk, first_chunk)):
             leaf, output = _on_trial(call, x, layout, origin)
             if output.requires_grad:
                 # Keep the graph for hooks that store tensors: their backward reaches `origin`,

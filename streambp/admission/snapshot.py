@@ -509,29 +509,35 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) and not value.is_meta else value
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(value: Any, other_value: Any) -> bool:
     """True if two values are the same number, or tensors and containers of the same numbers."""
-    if one is other:
+    if value is other_value:
         return True
-    if type(one) is not type(other):
+    if type(value) is not type(other_value):
         return False
-    if isinstance(one, Tensor):
+    if isinstance(value, Tensor):
         return (
-            one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+            value.shape == other_value.shape
+            and value.dtype == other_value.dtype
+            and bool(torch.equal(value, other_value))
         )
-    if isinstance(one, np.ndarray):
-        return bool(np.array_equal(one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(
-            _equal(part, other[key]) for key, part in one.items()
+    if isinstance(value, np.ndarray):
+        return bool(np.array_equal(value, other_value))
+    if isinstance(value, dict):
+        return value.keys() == other_value.keys() and all(
+            _equal(part, other_value[key]) for key, part in value.items()
         )
-    if isinstance(one, list | tuple | collections.deque):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, set | frozenset):
-        return len(one) == len(other) and all(type(part) in ATOMS and part in other for part in one)
-    return type(one) in ATOMS and bool(one == other)
+    if isinstance(value, list | tuple | collections.deque):
+        return len(value) == len(other_value) and all(map(_equal, value, other_value))
+    if isinstance(value, set | frozenset):
+        return len(value) == len(other_value) and all(
+            type(part) in ATOMS and part in other_value for part in value
+        )
+    return type(value) in ATOMS and bool(value == other_value)
 
 
-def _touched(name: str, changed: Iterable[str]) -> bool:
+def _touched(name: str, changed_names: Iterable[str]) -> bool:
     """True if the value of this name, or a value inside it, is among the changed names."""
-    return any(other == name or other.startswith((f"{name}.", f"{name}[")) for other in changed)
+    return any(
+        other == name or other.startswith((f"{name}.", f"{name}[")) for other in changed_names
+    )

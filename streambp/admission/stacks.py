@@ -153,16 +153,16 @@ def _deeper_stacks(
     """Return (model, layers) pairs for lists of decoder layers that are not direct children of
     their model, but inside another of its modules. Used if no list is a direct child."""
     stacks: list[tuple[PreTrainedModel, tuple[nn.Module, ...]]] = []
-    inside: set[int] = set()
+    inner_ids: set[int] = set()
     for model in reversed(models):  # innermost model first
         for module in model.modules():
-            if id(module) in inside or not isinstance(module, nn.ModuleList) or not len(module):
+            if id(module) in inner_ids or not isinstance(module, nn.ModuleList) or not len(module):
                 continue
             layers = bare_layers(module)
             holds = attends(layers[0]) or cache_argument(layers[0])
             if _is_stack(module) or (holds and ATTENDING.isdisjoint(_names(layers[0]))):
                 stacks.insert(0, (model, layers))
-                inside |= {id(inner) for inner in module.modules()}
+                inner_ids |= {id(inner) for inner in module.modules()}
     return stacks
 
 

@@ -299,10 +299,14 @@ def named_hooks(found: dict[str, list[str]]) -> str:
     other modules"."""
     labels = []
     for hook, paths in list(found.items())[:NAMED_AT_MOST]:
-        others = len(set(paths)) - 1
+        further_modules = len(set(paths)) - 1
         labels.append(
             f"{hook} on {paths[0]}"
-            + (f" and {others} other module{'s' * (others > 1)}" if others else "")
+            + (
+                f" and {further_modules} other module{'s' * (further_modules > 1)}"
+                if further_modules
+                else ""
+            )
         )
     return ", ".join(labels) + (
         f" and {len(found) - NAMED_AT_MOST} more" if len(found) > NAMED_AT_MOST else ""
@@ -401,8 +405,8 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
     tables += [
         getattr(module, name) for module in layer.modules() if module is not layer for name in names
     ]
-    before = [(table, dict(table)) for table in tables if table]
-    for table, hooks in before:
+    copies = [(table, dict(table)) for table in tables if table]
+    for table, hooks in copies:
         for key, hook in hooks.items():
             if package_of(hook) == OPACUS:
                 refuse_opacus(type(layer).__name__)
@@ -412,7 +416,7 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
     try:
         yield changing
     finally:
-        for table, hooks in before:
+        for table, hooks in copies:
             table.update({key: hook for key, hook in hooks.items() if key in table})
 
 
@@ -439,13 +443,13 @@ def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwa
     value."""
     tensors = tensors_in((args[1:], kwargs), Tensor)
     # version counters miss writes through `.data` or NumPy
-    before = [x.detach().clone() for x in tensors]
+    copies = [x.detach().clone() for x in tensors]
     # values miss writes to positions that the trial does not have
     versions = [version_of(x) for x in tensors]
     result = hook(*args, **kwargs)
-    same = result is None and versions == [version_of(x) for x in tensors]
-    pairs = zip(tensors, before, strict=True)
-    if not same or not all(
+    is_unchanged = result is None and versions == [version_of(x) for x in tensors]
+    pairs = zip(tensors, copies, strict=True)
+    if not is_unchanged or not all(
         bool(((x == old) | (x.isnan() & old.isnan())).all()) for x, old in pairs
     ):
         changing.append(full_name(hook))

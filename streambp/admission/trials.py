@@ -125,8 +125,8 @@ def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
     """
     if not names or _holds(holds, names):
         return names
-    some = frozenset(name for name in names if _holds(holds, frozenset({name})))
-    return some if some and some != names and _holds(holds, some) else frozenset()
+    passing = frozenset(name for name in names if _holds(holds, frozenset({name})))
+    return passing if passing and passing != names and _holds(holds, passing) else frozenset()
 
 
 def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
@@ -278,7 +278,7 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
         inputs_of_chunk = [
             part.clone() for part in (x[..., chunk.start : chunk.stop, :], *states.values())
         ]
-        before = [
+        records = [
             (part, part.clone(), None if part.is_inference() else part._version)
             for part in inputs_of_chunk
         ]
@@ -290,7 +290,7 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
         attended |= any(_changed(*pair) for pair in point.given)
         inputs |= any(
             _changed(part, old) and (version in (None, part._version))
-            for part, old, version in before
+            for part, old, version in records
         )
         states = output.states
     return Overwritten(
@@ -300,8 +300,8 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
     )
 
 
-def _changed(current: Tensor, before: Tensor) -> bool:
-    return bool(((current != before) & ~(current.isnan() & before.isnan())).any())
+def _changed(current: Tensor, earlier: Tensor) -> bool:
+    return bool(((current != earlier) & ~(current.isnan() & earlier.isnan())).any())
 
 
 @dataclasses.dataclass
@@ -392,8 +392,8 @@ class Trial:
     def gradients(self, names: Labels) -> list[Tensor | None]:
         """Return the gradients [...] of input, start states and parameters, recomputed without the
         outputs of the named Linears."""
-        others = [name for name in self.linears if name not in names]
-        with computed(self.linears, others), left_out(self.linears, names):
+        computed_names = [name for name in self.linears if name not in names]
+        with computed(self.linears, computed_names), left_out(self.linears, names):
             return self.gradients_of(self.recompute())
 
     def gradients_of(self, found: Recomputed) -> list[Tensor | None]:

@@ -94,8 +94,8 @@ class Writes(TorchDispatchMode):
                         self._keep(x)
         return func(*args, **kwargs)
 
-    def _keep(self, written: Tensor) -> None:
-        for tensor in self._watched.pop(written.untyped_storage()._cdata, ()):
+    def _keep(self, target: Tensor) -> None:
+        for tensor in self._watched.pop(target.untyped_storage()._cdata, ()):
             self.before.append(values_of("", tensor))
 
 
