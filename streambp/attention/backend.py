@@ -143,13 +143,13 @@ class Backend:
         native_varlen = False
         for kernel in self.kernels:
             tiling = kernel.tiling
-            most = kernel.tiling.k_block
+            largest = kernel.tiling.k_block
             if use is Use.FORWARD:
-                most = tiling.k_forward
+                largest = tiling.k_forward
             elif use is Use.STREAMED:
-                most = min(most or K_BLOCK, K_BLOCK)
-            if most != tiling.k_block:
-                tiling = dataclasses.replace(tiling, k_block=most)
+                largest = min(largest or K_BLOCK, K_BLOCK)
+            if largest != tiling.k_block:
+                tiling = dataclasses.replace(tiling, k_block=largest)
             limited.append(tiling)
             if masked is None and Kind.MASK in kernel.kinds:
                 masked = tiling
@@ -230,12 +230,12 @@ def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
             [(block.q0, 1) for block in blocks_of_rows]
             + [(block.q1, -1) for block in blocks_of_rows]
         )
-        inside = since = 0
+        open_blocks = since = 0
         for position, change in edges:
-            covered += (b1 - b0) * (position - since) * (inside > 0)
-            inside = inside + change
+            covered += (b1 - b0) * (position - since) * (open_blocks > 0)
+            open_blocks = open_blocks + change
             since = position
-            depth = max(depth, inside)
+            depth = max(depth, open_blocks)
     return depth, covered
 
 

@@ -45,13 +45,13 @@ def picking(indexers: Sequence[nn.Module], point: ChunkAttention) -> Iterator[No
         point: the object that computes the chunk's attention.
     """
     assert isinstance(point, PrefixChunkAttention)
-    before = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
+    instance_forwards = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
     for number, indexer in enumerate(indexers):
         indexer.forward = functools.partial(_pick, indexer, indexer.forward, number, point)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for indexer, forward in before:
+        for indexer, forward in instance_forwards:
             if forward is None:
                 indexer.__dict__.pop("forward", None)
             else:
@@ -124,10 +124,10 @@ def _few_queries_at_a_time(
             # [1, queries, k]
             parts.append(forward(**_part(named, caches, number, point, row, rows, start, stop)))
         # The first queries may have fewer keys: they pick all, and key 0 repeatedly.
-        most = parts[-1].shape[-1]
+        widest = parts[-1].shape[-1]
         picks.append(
             torch.cat(
-                [torch.nn.functional.pad(part, (0, most - part.shape[-1])) for part in parts], 1
+                [torch.nn.functional.pad(part, (0, widest - part.shape[-1])) for part in parts], 1
             )
         )
     return picks[0] if rows == 1 else torch.cat(picks)

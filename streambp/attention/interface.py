@@ -98,8 +98,8 @@ def stream_attention(
         UnsupportedModelError: the module attends in a way that streambp does not support, such as
             is_causal=False.
     """
-    ours = isinstance(attention_mask, OURS)
-    if not ours:
+    is_streamed = isinstance(attention_mask, OURS)
+    if not is_streamed:
         function = _own_function(module)
         if function is not None:
             # the module expects us to mask the keys that were not picked
@@ -118,7 +118,7 @@ def stream_attention(
     if not kwargs.keys().isdisjoint(UNUSUAL):
         foreign, sink, picks = _unusual(attention_mask, kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
-    elsewhere = not ours and (
+    elsewhere = not is_streamed and (
         not is_causal
         or getattr(module, "is_cross_attention", False)
         or key.shape[2] != query.shape[2]
@@ -357,13 +357,13 @@ def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Ite
         configs: the configs.
         implementations: the implementation for each config, such as "sdpa".
     """
-    before = COMPARED.set(
+    token = COMPARED.set(
         {id(config): name for config, name in zip(configs, implementations, strict=True)}
     )
     try:
         yield
     finally:
-        COMPARED.reset(before)
+        COMPARED.reset(token)
 
 
 def _met_by_chance(config: object) -> str | None:
@@ -752,24 +752,24 @@ class OverCache(NoAttention):
         ) -> tuple[Tensor, Tensor]:  # [B, H_kv, C, D] -> all up to the chunk's end
             return point.read(k, mask.values(v, chunk))
 
-        changed: dict[str, Any] = {
+        replacements: dict[str, Any] = {
             self.argument: ChunkCache(chunk.start, read),
             "attention_mask": mask.cut(chunk),
         }
         for name in PER_KEY:
             if isinstance(named.get(name), Tensor):
-                changed[name] = named[name][..., : chunk.stop]
-        return {**named, **changed}, read
+                replacements[name] = named[name][..., : chunk.stop]
+        return {**named, **replacements}, read
 
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
         """Return the layer's arguments for the first `length` tokens, with the model's own mask."""
-        changed = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
+        replacements = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
         for name in PER_KEY:
             if isinstance(named.get(name), Tensor):
-                changed[name] = named[name][..., :length]
-        return {**named, **changed}
+                replacements[name] = named[name][..., :length]
+        return {**named, **replacements}
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:

@@ -335,9 +335,9 @@ class KVTiles:
         """Add a block's gradients dk [b, H_kv, k, D] and dv to the gradients of the tiles (one for
         each chunk) that contain the block's keys."""
         rows = slice(block.b0, block.b1)
-        for index, inside, of_block in self._overlaps(block):
+        for index, in_tile, of_block in self._overlaps(block):
             for total, part in zip(self._here[index].grow_accumulators(), (dk, dv), strict=True):
-                total[rows, inside].add_(part[:, :, of_block].transpose(1, 2))
+                total[rows, in_tile].add_(part[:, :, of_block].transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return the complete gradients dK [B, H_kv, C, D] and dV of a chunk's own tokens, and
@@ -398,20 +398,20 @@ class KVTiles:
             which: function that returns K or V of a chunk's tile.
             width: number of columns; None: no padding.
         """
-        tiles = [(which(self._here[index]), inside) for index, inside, _ in self._overlaps(block)]
+        tiles = [(which(self._here[index]), in_tile) for index, in_tile, _ in self._overlaps(block)]
         if width is not None and tiles[0][0].shape[3] != width:
             rows = block.b1 - block.b0
             size = block.k1 - block.k0
             heads, columns = tiles[0][0].shape[2:]
             padded = tiles[0][0].new_empty(rows, size, heads, width)
             padded[..., columns:] = 0.0
-            for (tile, inside), (_, _, of_block) in zip(tiles, self._overlaps(block), strict=True):
-                padded[:, of_block, :, :columns] = tile[block.b0 : block.b1, inside]
+            for (tile, in_tile), (_, _, of_block) in zip(tiles, self._overlaps(block), strict=True):
+                padded[:, of_block, :, :columns] = tile[block.b0 : block.b1, in_tile]
             return cut((0, rows, 0, size), padded)[0]
         if len(tiles) == 1:
-            ((tile, inside),) = tiles
-            return cut((block.b0, block.b1, inside.start, inside.stop), tile)[0]
-        joined = torch.cat([tile[block.b0 : block.b1, inside] for tile, inside in tiles], 1)
+            ((tile, in_tile),) = tiles
+            return cut((block.b0, block.b1, in_tile.start, in_tile.stop), tile)[0]
+        joined = torch.cat([tile[block.b0 : block.b1, in_tile] for tile, in_tile in tiles], 1)
         return cut((0, block.b1 - block.b0, 0, block.k1 - block.k0), joined)[0]
 
 

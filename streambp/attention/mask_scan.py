@@ -87,15 +87,15 @@ def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
     """
     if not barriers or len(plan) == 1:
         return plan
-    moved = plan.avoiding(barriers)
-    if len(moved) == 1:
+    allowed = plan.avoiding(barriers)
+    if len(allowed) == 1:
         raise UnsupportedMaskError(
             f"The attention mask is not causal: wherever the {plan.length} tokens are cut, a query "
             "reads a key that comes after the cut. streambp needs at least one position without "
             "such a query, between images or after a prefix. Pass a chunk_size of at least "
             f"{plan.length}, or run this batch unpatched (streambp.unpatch(model))."
         )
-    return moved
+    return allowed
 
 
 def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tensor | None, bool]:
@@ -120,8 +120,8 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
             queries = part.any(-1)
             keys = part.any(-2)
             anything = queries if anything is None else anything | queries
-            before = read[index]
-            read[index] = keys if before is None else before | keys
+            earlier = read[index]
+            read[index] = keys if earlier is None else earlier | keys
         assert anything is not None
         reading.append(anything)
     empty = ~torch.cat(reading, -1)  # [B or 1, H or 1, T]

@@ -246,8 +246,8 @@ def _from_description(
     if mask.ends is not None and padding is None:
         spans = Spans(length, tuple(_documents(list(ends)) for ends in mask.ends), window)
         # the mask separates the documents, or does not
-        alike = (spans, Spans.causal(batch_size, length, window))
-        if plain or any(agrees(candidate, description, None, device) for candidate in alike):
+        candidates = (spans, Spans.causal(batch_size, length, window))
+        if plain or any(agrees(candidate, description, None, device) for candidate in candidates):
             mask.told = "position_ids", sum(map(len, spans.rows))
             return spans
     if plain and cu_seq_lens is None:
@@ -389,9 +389,9 @@ def agrees(
     head = torch.zeros_like(row)
 
     def read(key: Tensor) -> Tensor:
-        inside = (key >= 0) & (key < spans.length)
+        exists = (key >= 0) & (key < spans.length)
         key = key.clamp(0, spans.length - 1)
-        result = known["mask_function"](row, head, query, key) & inside
+        result = known["mask_function"](row, head, query, key) & exists
         return result if padding is None else result & padding.to(device)[row, key]
 
     empty = last < first

@@ -75,8 +75,8 @@ class PickedMask(DenseMask):
         picks = self.source[:, q0 - self.start : q1 - self.start].long() - k0  # [B, q, k]
         elsewhere = k1 - k0  # a column of its own, which is dropped
         picks = torch.where((picks >= 0) & (picks < elsewhere), picks, elsewhere)
-        chosen = torch.zeros(*picks.shape[:2], elsewhere + 1, dtype=torch.bool, device=device)
-        chosen = chosen.scatter_(-1, picks, True)[:, None, :, :elsewhere]  # [B, 1, q, k]
+        is_picked = torch.zeros(*picks.shape[:2], elsewhere + 1, dtype=torch.bool, device=device)
+        is_picked = is_picked.scatter_(-1, picks, True)[:, None, :, :elsewhere]  # [B, 1, q, k]
         if read.dtype == torch.bool:
-            return read & chosen
-        return read.masked_fill(~chosen, torch.finfo(read.dtype).min)
+            return read & is_picked
+        return read.masked_fill(~is_picked, torch.finfo(read.dtype).min)

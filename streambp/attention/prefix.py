@@ -465,8 +465,8 @@ class PrefixChunkAttention(ChunkAttention):
         assert isinstance(site, KVBuffer)
         if self.stage is not Stage.RECOMPUTE:
             return site.read(self.chunk)
-        both: tuple[Tensor, Tensor] = PrefixRead.apply(k, v, site, self.chunk)
-        return both
+        keys_and_values: tuple[Tensor, Tensor] = PrefixRead.apply(k, v, site, self.chunk)
+        return keys_and_values
 
     def finish(self) -> None:
         """Check the number of attention calls in this chunk, and store the attention outputs and

@@ -252,9 +252,20 @@ class Spans:
                 end = packed[-1].q1
                 cu_q = (0, *(run.q1 - q0 for run in packed))
                 cu_k = (0, *(run.q1 - k0 for run in packed))
-                for one in range(b0, b1):
+                for row_index in range(b0, b1):
                     blocks.append(
-                        Block(Kind.VARLEN, one, one + 1, q0, end, k0, end, self.window, cu_q, cu_k)
+                        Block(
+                            Kind.VARLEN,
+                            row_index,
+                            row_index + 1,
+                            q0,
+                            end,
+                            k0,
+                            end,
+                            self.window,
+                            cu_q,
+                            cu_k,
+                        )
                     )
         return blocks
 
