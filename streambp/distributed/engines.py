@@ -219,17 +219,17 @@ def engine_hooks_silenced(tables: list[dict[int, Any]]) -> Iterator[None]:
     Args:
         tables: the result of `engine_hooks`.
     """
-    taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    silenced: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for hooks in tables:
-        taken.append((hooks, dict(hooks)))
+        silenced.append((hooks, dict(hooks)))
         for key in [key for key, hook in hooks.items() if belongs_to_engine(hook)]:
             del hooks[key]
     try:
         yield
     finally:
-        for hooks, before in taken:
+        for hooks, saved_hooks in silenced:
             hooks.clear()
-            hooks.update(before)
+            hooks.update(saved_hooks)
 
 
 Reduction = tuple[nn.Module, Callable[..., Any]]
