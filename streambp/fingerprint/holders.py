@@ -71,13 +71,13 @@ class Entries(Holder):
                 self.owner.pop()
             return
         current = list(self.owner)
-        before = list(self.content.values())
-        if len(current) != len(before) or any(map(_is_not, current, before)):
+        recorded = list(self.content.values())
+        if len(current) != len(recorded) or any(map(_is_not, current, recorded)):
             self.owner.clear()
             if isinstance(self.owner, set):
-                self.owner.update(before)
+                self.owner.update(recorded)
             else:
-                self.owner.extend(before)
+                self.owner.extend(recorded)
 
 
 def _is_not(one: Any, other: Any) -> bool:

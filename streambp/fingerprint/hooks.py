@@ -94,10 +94,10 @@ class Hooks:
                 texts.append(f"{described(key)}: {leaf or 'its code'} is gone")
             elif self.exact[key, leaf] != exact:
                 value = self.exact[key, leaf]
-                same = repr(value) == repr(exact)
+                repr_is_equal = repr(value) == repr(exact)
                 texts.append(
                     f"{described(key)}: {leaf} "
-                    + ("is another" if same else f"was {exact!r} and is {value!r}")
+                    + ("is another" if repr_is_equal else f"was {exact!r} and is {value!r}")
                 )
         return list(dict.fromkeys(texts))
 
@@ -163,8 +163,8 @@ def hooks_of(
                 snapshot.routing.append((named[path], hook))
                 continue
             name = short_name(hook)
-            same = sum(key[:3] == (path, sort, name) for key in snapshot.places)
-            key = (path, sort, name, same)
+            number_of_namesakes = sum(key[:3] == (path, sort, name) for key in snapshot.places)
+            key = (path, sort, name, number_of_namesakes)
             snapshot.places[key] = (table, number)
             for leaf in leaves(hook, ""):
                 if (key, base_of(leaf.name)) not in ignored:
@@ -185,15 +185,15 @@ def hooks_of(
 def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
     """Context manager that yields an empty set. Meanwhile, the key of each forward hook or forward
     pre-hook that modifies its inputs or outputs is added to the set."""
-    acted: set[HookKey] = set()
+    modifying_hooks: set[HookKey] = set()
     watched = []
     for key, (table, number) in hooks.places.items():
         if number in table and "forward" in key[1]:
             hook = table[number]
-            table[number] = _Watched(key, hook, acted)
+            table[number] = _Watched(key, hook, modifying_hooks)
             watched.append((table, number, hook))
     try:
-        yield acted
+        yield modifying_hooks
     finally:
         for table, number, hook in watched:
             if isinstance(table.get(number), _Watched):  # the hook may have removed itself
@@ -213,10 +213,10 @@ class _Watched:
         if self.key in self.acted:
             return self.hook(module, *arguments)
         tensors = tensors_in(arguments, Tensor)
-        before = [version_of(x) for x in tensors]
+        versions = [version_of(x) for x in tensors]
         copies = [x.detach().clone() for x in tensors] if self.unseen else []
         result = self.hook(module, *arguments)
-        acts = before != [version_of(x) for x in tensors] or not all(map(_equal, tensors, copies))
+        acts = versions != [version_of(x) for x in tensors] or not all(map(_equal, tensors, copies))
         if not acts and result is not None:
             # A hook may return its own argument: it only reads, or changes the gradient alone.
             values_before = arguments[-1] if self.key[1] == "forward hook" else arguments[0]

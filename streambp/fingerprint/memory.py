@@ -87,7 +87,9 @@ def is_theirs(function: Any) -> bool:
         function = function.func
     if isinstance(function, types.BuiltinMethodType) and isinstance(function.__self__, CONTAINERS):
         return True  # the method stores its argument
-    return any(home_of(one).partition(".")[0] not in KNOWN for one in wrapped_functions(function))
+    return any(
+        home_of(wrapped).partition(".")[0] not in KNOWN for wrapped in wrapped_functions(function)
+    )
 
 
 class Memory:
@@ -131,11 +133,11 @@ class Memory:
         """
         changes = {}
         for path, value in self.values.items():
-            then = before.values.get(path, GONE)
-            same = value is then or (
-                isinstance(value, PLAIN) and type(value) is type(then) and value == then
+            earlier = before.values.get(path, GONE)
+            is_unchanged = value is earlier or (
+                isinstance(value, PLAIN) and type(value) is type(earlier) and value == earlier
             )
-            if not same:
+            if not is_unchanged:
                 changes[path] = value
             elif written is not None and isinstance(value, ARRAYS) and written.to(value):
                 changes[path] = (
@@ -299,7 +301,7 @@ class Memory:
             self._open(path, entries_of(table), lambda key: f"[{_key(key)}]", WIDE)
             return
         length = len(table)
-        before = dict(itertools.islice(reversed(table.items()), WIDE))
+        last_entries = dict(itertools.islice(reversed(table.items()), WIDE))
 
         def delete(key: Any) -> None:
             if len(table) > length:
@@ -310,7 +312,7 @@ class Memory:
             return dict(late)
 
         holder = Holder(table, read, table.__setitem__, delete)
-        holder.content = before
+        holder.content = last_entries
         self._open(path, holder, lambda key: f"[{_key(key)}]")
 
     def _visit_object(self, path: str, value: Any) -> None:
@@ -357,9 +359,9 @@ class Memory:
             plain: number of entries at the end whose plain values are visited.
         """
         self.holders.append(holder)
-        left = len(holder.content) - plain
+        first_plain = len(holder.content) - plain
         for index, (key, value) in enumerate(holder.content.items()):
-            if index < left and isinstance(value, PLAIN):
+            if index < first_plain and isinstance(value, PLAIN):
                 continue
             self._waiting.append((f"{path}{named(key)}".removeprefix("."), value))
 
@@ -434,15 +436,15 @@ class Writes(TorchDispatchMode):
     def to(self, value: Tensor | np.ndarray[Any, Any]) -> bool:
         """True if this tensor or array [...] was written to in place."""
         if isinstance(value, np.ndarray):
-            return any(x is value and x.tobytes() != before.tobytes() for x, before in self._arrays)
+            return any(x is value and x.tobytes() != copied.tobytes() for x, copied in self._arrays)
         return _storage(value) in self._before
 
     def restore(self) -> None:
         """Write back the values from before the recorded writes."""
-        for place, before in self._before.items():
+        for place, copied in self._before.items():
             storage = self._known[place].untyped_storage()
-            if storage.nbytes() == before.nbytes():  # a resized tensor has other bytes
-                storage.copy_(before)
+            if storage.nbytes() == copied.nbytes():  # a resized tensor has other bytes
+                storage.copy_(copied)
         for x, values in self._arrays:
             if x.flags.writeable and self.to(x):
                 x[...] = values
@@ -457,23 +459,25 @@ def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
     Args:
         roots: the objects, as (name, object).
     """
-    before = Memory(roots)
-    writes = Writes(before)
+    memory = Memory(roots)
+    writes = Writes(memory)
     try:
         with writes:
-            yield before, writes
+            yield memory, writes
     finally:
         writes.restore()
-        before.restore()
+        memory.restore()
 
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
     """Return the global names and attributes in a function's code and its inner functions."""
     codes = [code]
-    for one in codes:  # the loop appends to this list
-        codes += [constant for constant in one.co_consts if isinstance(constant, types.CodeType)]
-    return tuple(dict.fromkeys(name for one in codes for name in one.co_names))
+    for inner_code in codes:  # the loop appends to this list
+        codes += [
+            constant for constant in inner_code.co_consts if isinstance(constant, types.CodeType)
+        ]
+    return tuple(dict.fromkeys(name for inner_code in codes for name in inner_code.co_names))
 
 
 def _key(key: Any) -> str:

@@ -333,13 +333,22 @@ class Fingerprint:
     def look(self, layer: nn.Module) -> LayerSnapshot:
         """Return a snapshot of the layer; the object `last` itself if nothing changed."""
         latest = self.last
-        same = latest is not None and latest.body.unchanged()
-        if same and latest is not None and not latest.hooks.ids and not any(latest.body.hooks):
+        body_is_unchanged = latest is not None and latest.body.unchanged()
+        if (
+            body_is_unchanged
+            and latest is not None
+            and not latest.hooks.ids
+            and not any(latest.body.hooks)
+        ):
             return latest
-        body = latest.body if latest is not None and same else ModuleSnapshot(layer, self._ignored)
-        latest_hooks = latest.hooks if latest is not None and same else None
+        body = (
+            latest.body
+            if latest is not None and body_is_unchanged
+            else ModuleSnapshot(layer, self._ignored)
+        )
+        latest_hooks = latest.hooks if latest is not None and body_is_unchanged else None
         hooks = hooks_of(body.hooks, body.named, self._ignored_of_hooks, latest_hooks)
-        if latest is None or not same or hooks is not latest.hooks:
+        if latest is None or not body_is_unchanged or hooks is not latest.hooks:
             self.last = latest = LayerSnapshot(body, hooks)
         return latest
 
@@ -356,20 +365,22 @@ class Fingerprint:
                 compared.
         """
         current = self.look(layer)
-        same = current.body is before.body
-        changed = (
+        body_is_unchanged = current.body is before.body
+        changed_keys = (
             set()
-            if same
+            if body_is_unchanged
             else {key[:2] for key in _differing(before.body.exact, current.body.exact)}
         )
-        if versions is not None and versions != (after := versions_of(before)):
-            changed |= {
-                key for key, a, b in zip(before.body.keys, versions, after, strict=True) if a != b
+        if versions is not None and versions != (current_versions := versions_of(before)):
+            changed_keys |= {
+                key
+                for key, a, b in zip(before.body.keys, versions, current_versions, strict=True)
+                if a != b
             }
         hooks = set() if current is before else _differing(before.hooks.exact, current.hooks.exact)
-        if not changed and not hooks:
+        if not changed_keys and not hooks:
             return current
-        self._ignored |= changed
+        self._ignored |= changed_keys
         self._ignored_of_hooks |= {(key, base_of(leaf)) for key, leaf in hooks}
         self.last = None
         return self.look(layer)
@@ -408,14 +419,18 @@ class Fingerprint:
         self.pending = max(0, self.pending - 1)
         texts: list[str] = []
         if now is not seen.look:
-            before, after = seen.look.body.exact, now.body.exact
-            differing = set() if before is after else _differing(before, after)
+            values_in_forward, values_in_backward = seen.look.body.exact, now.body.exact
+            differing = (
+                set()
+                if values_in_forward is values_in_backward
+                else _differing(values_in_forward, values_in_backward)
+            )
             differing = {
                 key
                 for key in differing
                 if key[:2] not in self._ignored
                 # classes come and go with their modules
-                and (key[0] != CLASSES or (key in before and key in after))
+                and (key[0] != CLASSES or (key in values_in_forward and key in values_in_backward))
             }
             if differing:  # an attribute counts only if the layer's code may read it
                 modules = [*now.body.modules, *seen.look.body.modules]
@@ -432,13 +447,15 @@ class Fingerprint:
                 differing = {
                     key for key in differing if not key[1] or key[0] == CLASSES or key[1] in read
                 }
-            texts += [_told(key, before, after) for key in sorted(differing)]
+            texts += [
+                _told(key, values_in_forward, values_in_backward) for key in sorted(differing)
+            ]
             texts += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
         if (versions := versions_of(seen.look)) != seen.versions:
-            for key, then, version in zip(
+            for key, version_in_forward, version in zip(
                 seen.look.body.keys, seen.versions, versions, strict=True
             ):
-                if then != version and key not in self._ignored:
+                if version_in_forward != version and key not in self._ignored:
                     texts.append(f"{_path(*key)} was changed in place")
         if texts:
             more = f"; and {len(texts) - NAMED_AT_MOST} more" if len(texts) > NAMED_AT_MOST else ""
@@ -465,29 +482,29 @@ def versions_of(look: LayerSnapshot) -> list[int]:
     return list(map(VERSION, look.body.tensors))
 
 
-def _differing(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
+def _differing(old: dict[Any, Any], new: dict[Any, Any]) -> set[Any]:
     """Return the keys whose values differ between two dicts or are missing in either."""
     missing = object()
-    pairs = ((key, earlier, after.get(key, missing)) for key, earlier in before.items())
+    pairs = ((key, earlier, new.get(key, missing)) for key, earlier in old.items())
     return {
         key for key, earlier, value in pairs if earlier is not value and not bool(earlier == value)
-    } | (after.keys() - before.keys())
+    } | (new.keys() - old.keys())
 
 
 def _path(path: str, name: str) -> str:
     return ".".join(part for part in (path, name) if part) or "the layer"
 
 
-def _told(key: tuple[str, str, str], before: dict[Any, Any], after: dict[Any, Any]) -> str:
+def _told(key: tuple[str, str, str], old: dict[Any, Any], new: dict[Any, Any]) -> str:
     path, attribute, leaf = key
     if path == CLASSES:
         return f"{leaf} is another function"
     name = _path(path, attribute) + (leaf if not leaf or leaf.startswith("[") else f" ({leaf})")
-    if key not in after:
+    if key not in new:
         return f"{name} is gone"
-    if key not in before:
+    if key not in old:
         return f"{name} has come"
-    return f"{name} was {_value(before[key])} and is {_value(after[key], before[key])}"
+    return f"{name} was {_value(old[key])} and is {_value(new[key], old[key])}"
 
 
 def _value(exact: Any, other: Any = None) -> str:
