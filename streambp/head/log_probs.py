@@ -319,8 +319,8 @@ class BlockwiseLogProbs(torch.autograd.Function):
             products = Products(weight, bias)
             tokens, entries = inputs.block_size(hidden, weight.shape[0])
             for block in token_blocks(labels.shape[0], tokens):
-                chosen = block if rows is None else rows[block]
-                normed = inputs.normed(hidden[chosen])  # [n, h]
+                positions = block if rows is None else rows[block]
+                normed = inputs.normed(hidden[positions])  # [n, h]
                 folded = fold_vocabulary(
                     normed, products, inputs.projection, labels[block], entries
                 )
@@ -455,8 +455,8 @@ class HeadGradients:
             rows: positions with a label; None: all positions.
             block: the block's indices in `rows`.
         """
-        chosen = block if rows is None else rows[block]
-        leaf = self.hidden[chosen].detach().requires_grad_(self.needs_hidden)
+        positions = block if rows is None else rows[block]
+        leaf = self.hidden[positions].detach().requires_grad_(self.needs_hidden)
         with torch.enable_grad():
             normed = self.inputs.normed(leaf)
         return leaf, normed
@@ -503,8 +503,8 @@ class HeadGradients:
         if self.needs_hidden:
             assert self.d_hidden is not None
             assert parts[0] is not None
-            chosen = block if rows is None else rows[block]
-            self.d_hidden[chosen] = parts.pop(0)  # type: ignore[assignment]
+            positions = block if rows is None else rows[block]
+            self.d_hidden[positions] = parts.pop(0)  # type: ignore[assignment]
         self.d_norm.add(parts)
 
     def places(self) -> tuple[Tensor | None, ...]:
@@ -606,6 +606,6 @@ def _finished(
     else:
         # reshaped, because a 0-d tensor would be rounded to total's dtype before the product
         factors = [factor.reshape(1)] * len(parts)
-    for part, one, place in zip(parts, factors, places, strict=True):
-        torch_own.mul(part, one, out=place)
+    for part, part_factor, place in zip(parts, factors, places, strict=True):
+        torch_own.mul(part, part_factor, out=place)
     return out

@@ -286,10 +286,10 @@ def _loss(
     request.outcome.used = True
     request.outcome.empty = inputs.labelled == 0
     if one_pass:
-        one = torch.ones(
+        unit = torch.ones(
             (), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device
         )
-        scale = one / divisor
+        scale = unit / divisor
         if scale.numel() == 1:  # a count may be a tensor of any shape
             scale = scale.reshape(())
         total: Any = OnePassNLL.apply(inputs, request.pending, scale, *tensors)
@@ -318,10 +318,10 @@ def _loss_at_places(
     Several tokens may have the same hidden state. If many of them share the label too, each pair of
     hidden state and label is computed once, in two passes.
     """
-    chosen = (target != ignore_index).nonzero().squeeze(-1)
+    labelled = (target != ignore_index).nonzero().squeeze(-1)
     plain = dataclasses.replace(recipe, places=None, late=None)
-    read = places[chosen]
-    labels = target[chosen]
+    read = places[labelled]
+    labels = target[labelled]
     repeats = None
     source = recipe.reaching(source, read)
     inner_reduction = reduction
@@ -340,7 +340,7 @@ def _loss_at_places(
             (False) at tokens without a label."""
             if repeats is not None:
                 values = values[repeats]
-            return values.new_zeros(target.shape[0]).index_copy(0, chosen, values)
+            return values.new_zeros(target.shape[0]).index_copy(0, labelled, values)
 
         request.values = request.values.each(spread)
         # Values at padding are masked by the trainers that read them: padding gets a token's hidden
@@ -354,7 +354,7 @@ def _loss_at_places(
         if reduction != "none":
             loss = loss.sum()
         if reduction == "mean":
-            loss = loss / chosen.shape[0]
+            loss = loss / labelled.shape[0]
     if reduction == "none":
-        return loss.new_zeros(target.shape).index_copy(0, chosen, loss)
+        return loss.new_zeros(target.shape).index_copy(0, labelled, loss)
     return loss
