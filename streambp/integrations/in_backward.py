@@ -89,8 +89,10 @@ class InBackward:
                 f"The state is of other weights: {other} trains in one of them alone. Freeze the "
                 "same."
             )
-        for name, one in state.items():
-            self.optimizers[name].load_state_dict(one)  # moves states to the weight's device
+        for name, optimizer_state in state.items():
+            self.optimizers[name].load_state_dict(
+                optimizer_state
+            )  # moves states to the weight's device
             for values in self.optimizers[name].state.values() if self.on_host else ():
                 values.update(
                     {key: x.to("cpu") if isinstance(x, Tensor) else x for key, x in values.items()}

@@ -94,9 +94,9 @@ class TokenBatchSampler(Sampler[list[int]]):
                 f"Row {self.lengths.index(min(self.lengths))} has no token. Leave such rows out."
             )
         order = range(len(self.lengths))
-        most = max(len(self._in_windows(self._shuffled(0))), len(self._filled(order)))
+        largest_count = max(len(self._in_windows(self._shuffled(0))), len(self._filled(order)))
         # number for all ranks, the same in every epoch
-        self._count = -(-most // num_replicas) * num_replicas
+        self._count = -(-largest_count // num_replicas) * num_replicas
 
     @property
     def sampler(self) -> TokenBatchSampler:

@@ -287,10 +287,10 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         with safe_open(str(Path(resume_from_checkpoint) / VALUE_FILE), "pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
             self.kl_coef = float((file.metadata() or {}).get("kl_coef", self.kl_coef))
-        missing = self._policy().load_state_dict(state, strict=False)
-        if missing.unexpected_keys:
+        keys = self._policy().load_state_dict(state, strict=False)
+        if keys.unexpected_keys:
             raise StreamBPError(
-                f"{VALUE_FILE} of {resume_from_checkpoint} holds {missing.unexpected_keys[:3]}, "
+                f"{VALUE_FILE} of {resume_from_checkpoint} holds {keys.unexpected_keys[:3]}, "
                 "which this trainer does not have; resume with the same value head or value_model "
                 "that it was saved with."
             )
