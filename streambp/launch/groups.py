@@ -40,10 +40,10 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
     """Return the result of a TRL trainer's `_prepare_inputs`. If the model has rows="packed", newly
     generated rows are regrouped: the completions of each prompt are adjacent in the micro-batches.
     """
-    before = getattr(trainer, ROLLOUTS, None)
+    earlier_rollouts = getattr(trainer, ROLLOUTS, None)
     inputs = getattr(type(trainer), PREPARES)(trainer, generation_batch)
     cut = getattr(trainer, ROLLOUTS, None)
-    if cut is None or cut is before:
+    if cut is None or cut is earlier_rollouts:
         return inputs
     patched = []
     for part in trainer.model.modules():

@@ -48,11 +48,11 @@ class Hook:
         action = self.actions.get(name)
         if action is None:
             return None
-        others = []
+        finders = []
         for finder in sys.meta_path:
             if finder is not self and hasattr(finder, "find_spec"):
-                others.append(finder.find_spec)
-        spec = next(filter(None, (find(name, path, target) for find in others)), None)
+                finders.append(finder.find_spec)
+        spec = next(filter(None, (find(name, path, target) for find in finders)), None)
         loader: Any = getattr(spec, "loader", None)
         load = getattr(loader, "exec_module", None)
         if load is not None:

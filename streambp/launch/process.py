@@ -115,11 +115,11 @@ class Launched:
             ConfigError: the settings do not fit the model.
         """
         if is_patched(model):
-            ours = next((part for part in model.modules() if part in self._ours), None)
-            if ours is None or config is None or self._ours[ours] == config:
-                self._note(model if ours is None else ours)
+            patched = next((part for part in model.modules() if part in self._ours), None)
+            if patched is None or config is None or self._ours[patched] == config:
+                self._note(model if patched is None else patched)
                 return True
-            model = ours
+            model = patched
         elif model in self._seen:
             return False
         config = self.config if config is None else config

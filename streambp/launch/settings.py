@@ -43,11 +43,13 @@ class Settings:
         """Return the settings that differ from the defaults as JSON, for an environment
         variable."""
         fields = {name: getattr(self.config, name) for name in FIELDS}
-        changed: dict[str, Any] = {}
+        changed_fields: dict[str, Any] = {}
         for name, value in fields.items():
             if value != getattr(DEFAULTS, name):
-                changed[name] = value
-        return json.dumps(changed if self.at == "trainer" else {**changed, "at": self.at})
+                changed_fields[name] = value
+        return json.dumps(
+            changed_fields if self.at == "trainer" else {**changed_fields, "at": self.at}
+        )
 
 
 def from_fields(found: dict[str, Any]) -> Settings:
