@@ -319,10 +319,10 @@ class SharedInput(torch.autograd.Function):
 
 def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     shared: Shared = ctx.shared
-    total, left, shared.total, shared.left = shared.total, shared.left, None, {}
-    places = sorted(left)
+    total, gradients_by_place, shared.total, shared.left = shared.total, shared.left, None, {}
+    places = sorted(gradients_by_place)
     stacks = [shared.factors[place].stack for place in places]
-    joined = torch.cat([left[place] for place in places], 1) if places else None
+    joined = torch.cat([gradients_by_place[place] for place in places], 1) if places else None
     if total is not None and joined is not None:
         total.addmm_(joined, torch.cat(stacks))
     d_x = (
@@ -335,7 +335,7 @@ def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor |
     of_a: dict[int, Tensor] = {}
     if joined is not None and any(ctx.needs_input_grad[3:]):
         products = add_product(None, joined.mT, x.flatten(0, -2)).split(
-            [left[place].shape[1] for place in places]
+            [gradients_by_place[place].shape[1] for place in places]
         )
         for place, product in zip(places, products, strict=True):
             rank = shared.factors[place].rank

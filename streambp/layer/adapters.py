@@ -240,8 +240,8 @@ Factors = dict[Any, Made]
 def bytes_of(factors: Iterable[Factors]) -> int:
     """Return the bytes of the cached LoRA factors of several Linears."""
     total = 0
-    for some in factors:
-        for cached in some.values():
+    for of_linear in factors:
+        for cached in of_linear.values():
             total += cached.factor.stack.nbytes
     return total
 
@@ -397,8 +397,8 @@ class Adaptation:
         packed = has_packed_weight(self.reading.base) and torch.is_autocast_enabled()
         dtype = x.dtype if packed else _slot(adapter.a).dtype
         with torch.no_grad():
-            left: Tensor = adapter.dropout(torch.ones_like(x, dtype=dtype))
-            return (left != 0).flatten(0, -2)
+            dropped_ones: Tensor = adapter.dropout(torch.ones_like(x, dtype=dtype))
+            return (dropped_ones != 0).flatten(0, -2)
 
     def _work(
         self,
@@ -534,11 +534,11 @@ class Siblings:
         return running[3], running[2], place
 
     def _begun(self, caller_input: Tensor, x: Tensor) -> tuple[Shared, Tensor] | None:
-        if any(adapter.drops for one in self.members for adapter in one.reading.adapters):
+        if any(adapter.drops for sibling in self.members for adapter in sibling.reading.adapters):
             return None
-        if any(one.why_not(caller_input, x.dtype) is not None for one in self.members):
+        if any(sibling.why_not(caller_input, x.dtype) is not None for sibling in self.members):
             return None
-        factors = [one.a(x.dtype) for one in self.members]
+        factors = [sibling.a(x.dtype) for sibling in self.members]
         if len({factor.parts for factor in factors}) > 1:
             return None
         if self.joined is None or any(map(operator.is_not, self.joined[0], factors)):
@@ -547,7 +547,10 @@ class Siblings:
         needs_x = x.requires_grad and torch.is_grad_enabled()
         shared = Shared(factors, self.joined[1], needs_x)
         if torch.is_grad_enabled():
-            a = [[_slot(adapter.a) for adapter in one.reading.adapters] for one in self.members]
+            a = [
+                [_slot(adapter.a) for adapter in sibling.reading.adapters]
+                for sibling in self.members
+            ]
             counts = [len(tensors) for tensors in a]
             x = SharedInput.apply(shared, counts, x, *itertools.chain(*a))  # type: ignore[no-untyped-call]
         else:

@@ -278,13 +278,13 @@ class Arguments:
             changes: new values by argument name.
             packed_rows: the documents; None: each row is one document.
         """
-        before = self.named, self._parts, self._documents, self.packed_rows
+        previous = self.named, self._parts, self._documents, self.packed_rows
         self.named, self._parts, self._documents = {**self.named, **changes}, {}, None
         self.packed_rows = packed_rows
         try:
             yield
         finally:
-            self.named, self._parts, self._documents, self.packed_rows = before
+            self.named, self._parts, self._documents, self.packed_rows = previous
 
     def _check_length(self, name: str, tensor: Tensor) -> None:
         dim = TOKEN_DIMS.get(name)

@@ -139,9 +139,9 @@ def collect(
             extras[OutputSlot(name, index, flat=flat)] = (
                 tensor.unflatten(0, (rows, tokens)) if flat else tensor
             )
-    for name, (before, after) in mappings.items():
-        for key, parts in after.items():
-            if key not in before or parts is not before[key]:  # new tuples of tensors [..., C, D]
+    for name, (earlier, current) in mappings.items():
+        for key, parts in current.items():
+            if key not in earlier or parts is not earlier[key]:  # new tuples of tensors [..., C, D]
                 extras.update(
                     {OutputSlot(name, index, key): part for index, part in enumerate(parts)}
                 )
@@ -506,7 +506,7 @@ class LayerCall:
         Args:
             keeps_factors: True if backward may use the cached LoRA matrices again.
         """
-        before = self.form.collected
+        previous = self.form.collected
         hooks = self.parts.engine_hooks
         modules = self.parts.checkpointed
         recorded: contextlib.AbstractContextManager[Collected] = contextlib.nullcontext({})
@@ -524,7 +524,7 @@ class LayerCall:
             try:
                 yield
             finally:
-                self.form.collected = before
+                self.form.collected = previous
                 if self.backward.factors and not (keeps_factors and self._can_keep_factors()):
                     self.backward.factors.clear()
 
@@ -532,9 +532,9 @@ class LayerCall:
         """True if the cached LoRA matrices may stay from forward to backward. The matrices must be
         small beside the layer's input, and parameters neither gathered by ZeRO-3 or FSDP nor stored
         on the host."""
-        most = self.hidden_states.nbytes // MIN_INPUT_TO_FACTORS
+        limit = self.hidden_states.nbytes // MIN_INPUT_TO_FACTORS
         managed = self.site.on_host or held(self.site.layer).weights
-        return not managed and bytes_of(self.backward.factors.values()) <= most
+        return not managed and bytes_of(self.backward.factors.values()) <= limit
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
         """Split a layer's result into its hidden states [..., B, C, h] and the tensors [B, C, ...]
@@ -606,9 +606,11 @@ class LayerCall:
                 unpatched model.
         """
         uses_own_prefix = prefix is None
-        again = stage is Stage.RECOMPUTE and uses_own_prefix
-        saved = self.kept.attended() if again else None
-        picks = self.kept.picks() if again and self.site.kind.attention.picks_keys else None
+        is_recomputation = stage is Stage.RECOMPUTE and uses_own_prefix
+        saved = self.kept.attended() if is_recomputation else None
+        picks = (
+            self.kept.picks() if is_recomputation and self.site.kind.attention.picks_keys else None
+        )
         overwritten = self.site.tests.overwritten
         if overwritten.inputs:  # [Note: writes through pointers]
             states = (
@@ -657,7 +659,7 @@ class LayerCall:
         if self.packing is not ONE_DOCUMENT:
             named, cache = kind.states.hand(named, chunk, states, read)
             named, starting = self.packing.entered(named, chunk, cache)
-        before = {name: dict(named[name]) for name in shared} if shared else {}
+        earlier_mappings = {name: dict(named[name]) for name in shared} if shared else {}
         picked = picking(self.parts.indexers, point) if kind.attention.picks_keys else NULL_CONTEXT
         if self.site.choices is None:
             choosing = NULL_CONTEXT
@@ -683,12 +685,12 @@ class LayerCall:
         point.finish()
         result = kind.states.collect(result, cache) if kind.states.carries else result
         hidden_states, returned = self.unwrap(result)
-        if returned or before or self.form.collected:
+        if returned or earlier_mappings or self.form.collected:
             output = collect(
                 hidden_states,
                 returned,
                 self.form.collected,
-                {name: (before[name], named[name]) for name in before},
+                {name: (earlier_mappings[name], named[name]) for name in earlier_mappings},
             )
         else:
             output = ChunkOutput(hidden_states, {})

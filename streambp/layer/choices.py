@@ -123,13 +123,13 @@ class ReplayedChoices(TorchFunctionMode):
         if not records:  # the first chunk has fewer choices: it starts without a state
             return result
         positions = slice(self._chunk.start, self._chunk.stop)
-        then, chosen_then = (
+        first_scores, chosen_then = (
             torch.cat([of_chunk[index] for of_chunk in records], 1)[:, positions]
             for index in (1, 2)
         )
-        if then.shape != router_scores.shape or chosen_then.shape != chosen_now.shape:
+        if first_scores.shape != router_scores.shape or chosen_then.shape != chosen_now.shape:
             return result
-        self._note(then, router_scores, chosen_then, chosen_now, name == "topk")
+        self._note(first_scores, router_scores, chosen_then, chosen_now, name == "topk")
         handed = chosen_then.reshape(chosen.shape)
         if isinstance(result, Tensor):
             return handed
@@ -169,5 +169,5 @@ class ReplayedChoices(TorchFunctionMode):
         start = self._chunk.start
         self.far[start] = self.far[start] + off if start in self.far else off
         chosen = (x.reshape(*x.shape[:2], -1) for x in (chosen_then, chosen_now))
-        one, other = (x.sort(-1).values if in_any_order else x for x in chosen)
-        self.differing += int((one != other).any(-1).sum())
+        first_choice, this_choice = (x.sort(-1).values if in_any_order else x for x in chosen)
+        self.differing += int((first_choice != this_choice).any(-1).sum())

@@ -57,8 +57,8 @@ class Carried:
         """
         if not self.states:
             return {}
-        before = plan.before[chunk.index]
-        states = {} if before is None else self.states[before]
+        predecessor = plan.before[chunk.index]
+        states = {} if predecessor is None else self.states[predecessor]
         for index in [index for index in self.states if plan.behind[index][1] <= chunk.index]:
             del self.states[index]
         return states
@@ -75,10 +75,10 @@ class Carried:
             chunk: the chunk.
             grads: gradients of the chunk's start states.
         """
-        before = plan.before[chunk.index] if grads else None
-        if before is None:
+        predecessor = plan.before[chunk.index] if grads else None
+        if predecessor is None:
             return
-        summed = self.upstream.setdefault(before, {})
+        summed = self.upstream.setdefault(predecessor, {})
         for key, grad in grads.items():
             if key in summed:
                 wide = torch.promote_types(grad.dtype, torch.float32)

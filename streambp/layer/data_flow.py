@@ -59,12 +59,12 @@ class DataFlow(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         labels = frozenset().union(*map(self.of, _tensors((*args, *(kwargs or {}).values()))))
         if labels:
-            written = [
+            overwritten = [
                 value
                 for value, argument in zip(args, func._schema.arguments, strict=False)
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
-            for x in _tensors((result, *written)):
+            for x in _tensors((result, *overwritten)):
                 self.add(x, labels)
         return result
 

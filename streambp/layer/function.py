@@ -136,7 +136,7 @@ def _forward_chunk(
     chunk: Chunk,
     states: States,
     original: Tensor,
-    again: bool,
+    is_retry: bool,
 ) -> tuple[ChunkOutput, list[Attended]]:
     """Compute one chunk of a layer call without a graph, copy its outputs into `whole`, and return
     them with the output and logsumexp of each attention call. Linear outputs named by `saves` are
@@ -150,11 +150,11 @@ def _forward_chunk(
         states: the recurrent states at the chunk's start.
         original: the chunk's input as before the layer's forward, which may overwrite
             `hidden_chunk`.
-        again: True if the chunk is computed a second time, after running out of memory.
+        is_retry: True if the chunk is computed a second time, after running out of memory.
     """
     saved = call.kept
     witness = call.backward.witness
-    if again:
+    if is_retry:
         saved.random[-1].restore()
         if hidden_chunk is not original:
             hidden_chunk.copy_(original)
@@ -354,15 +354,17 @@ class StreamedLayer(torch.autograd.Function):
             weights = NULL_CONTEXT
             if call.site.weights is not None:
                 weights = call.site.weights_here("forward", call.device)
-            with weights, watching(hooks) if hooks.places else NO_HOOKS as acted:
+            with weights, watching(hooks) if hooks.places else NO_HOOKS as modifying_hooks:
                 outputs = strategy.forward(call, True)
-            if acted:
-                call.site.tests.refuse_untested(acted, call.site.layer)
+            if modifying_hooks:
+                call.site.tests.refuse_untested(modifying_hooks, call.site.layer)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
             raise explained(error, call.site, call.plan) from error
-        call.backward.seen = call.site.fingerprint.seen(call.site.layer, call.look, versions, acted)
+        call.backward.seen = call.site.fingerprint.seen(
+            call.site.layer, call.look, versions, modifying_hooks
+        )
         if call.kept.store.copies:
             # The shape without storage: the tensors are offloaded.
             call.hidden_states = hidden_states.new_empty((), device="meta").expand_as(hidden_states)
@@ -474,10 +476,12 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     # recomputation if keys and values were saved, or if the layer has no attention.
     prefix = call.carried.prefix
     saved = call.kept
-    missing = (len(call.plan) > 1 or saved.moves_kv) and prefix.calls and not prefix.filled_until
-    if missing and saved.keys_are_stored:
+    needs_refill = (
+        (len(call.plan) > 1 or saved.moves_kv) and prefix.calls and not prefix.filled_until
+    )
+    if needs_refill and saved.keys_are_stored:
         prefix.find_saved()
-    elif missing:
+    elif needs_refill:
         with torch.no_grad(), left_out(linears, unread.refill):
             for chunk in saved.refilled:
                 starts = saved.starts(chunk.index)
@@ -485,10 +489,10 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
                 call.attempt(functools.partial(_refill, call, chunk))
     # Recompute and differentiate each chunk. Chunks of later queries are first: the dK and dV of a
     # chunk are complete when its own turn begins.
-    left = unread.recompute.difference(call.kept.products.names)
+    skipped = unread.recompute.difference(call.kept.products.names)
     if call.backward.witness is not None:
-        left &= call.backward.witness.left_out
-    with summed(linears, work.sums, left, call.backward.witness):
+        skipped &= call.backward.witness.left_out
+    with summed(linears, work.sums, skipped, call.backward.witness):
         for chunk in call.plan.backward:
             _chunk_backward(call, chunk, work, unread.states or any(work.wanted))
 
@@ -527,7 +531,7 @@ def computed_with_graph(
     return Graph(output, origin, hidden_chunk, leaves, shadows)
 
 
-def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:
+def _refill(call: LayerCall, chunk: Chunk, is_retry: bool) -> None:
     with call.kept.random[chunk.index].replayed():
         states = call.kept.states() if call.site.kind.states.carries else None
         call.compute(call.kept.brought["x"], chunk, Stage.REFILL, states=states)
@@ -572,7 +576,7 @@ def _differentiated(
     x: Tensor,
     states: States,
     of_states: States,
-    again: bool,
+    is_retry: bool,
 ) -> tuple[list[Tensor | None], States, list[Tensor | None]]:
     """Return the gradients of one chunk: of x and the arguments with requires_grad, of the chunk's
     start states, and of the parameters.
@@ -584,17 +588,17 @@ def _differentiated(
         x: [..., B, C, h], the chunk's hidden_states.
         states: the recurrent states that the chunk starts from.
         of_states: the gradients of the chunk's end states.
-        again: True in a retry after running out of memory: terms that the first attempt added to
+        is_retry: True in a retry after running out of memory: terms that the first attempt added to
             sums are not added again.
     """
     if call.attempt is not RUN_ONCE:
-        work.sums.begin(again)
-        call.carried.prefix.begin_backward(again)
+        work.sums.begin(is_retry)
+        call.carried.prefix.begin_backward(is_retry)
     graph, call.kept.graph = call.kept.graph, None
     if graph is None or any(
-        one is not other
-        and one.data_ptr() != other.data_ptr()  # an engine has gathered the parameters again
-        for one, other in zip(graph.shadows, work.shadows, strict=True)
+        of_graph is not of_pass
+        and of_graph.data_ptr() != of_pass.data_ptr()  # an engine has gathered the parameters again
+        for of_graph, of_pass in zip(graph.shadows, work.shadows, strict=True)
     ):
         saved = call.kept
         see = call.seeing(chunk, again=True)

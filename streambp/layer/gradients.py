@@ -94,8 +94,8 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
         )
     check_mode(call.site.layer, call.backward.training)
     call.look = call.site.fingerprint.look(call.site.layer)
-    same = call.look is ctx.parameters.look and call.look.trained == ctx.parameters.trained
-    ctx.parameters.check_unchanged([] if same else call.site.of(slots_of))
+    is_unchanged = call.look is ctx.parameters.look and call.look.trained == ctx.parameters.trained
+    ctx.parameters.check_unchanged([] if is_unchanged else call.site.of(slots_of))
     refuse_written(call.arguments.seen)
     call.site.fingerprint.check(call.site.layer, call.backward.seen, call.look)
     return call, ctx.parameters
@@ -112,11 +112,13 @@ def recomputing(call: LayerCall) -> Iterator[None]:
     assert call.backward.seen is not None
     site = call.site
     hooks = call.look.hooks
-    with watching(hooks) if hooks.places else NO_HOOKS as acted:
+    with watching(hooks) if hooks.places else NO_HOOKS as modifying_hooks:
         yield
-    for key in sorted(acted ^ call.backward.seen.acted):
+    for key in sorted(modifying_hooks ^ call.backward.seen.acted):
         in_backward, in_forward = (
-            ("changes what", "changed nothing") if key in acted else ("changes nothing that", "did")
+            ("changes what", "changed nothing")
+            if key in modifying_hooks
+            else ("changes nothing that", "did")
         )
         raise changed(
             call.site.layer,
@@ -292,10 +294,10 @@ def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
     )
     visited: set[Any] = {None, *nodes}
     for node in nodes:  # the list grows during the loop
-        for before, _ in node.next_functions:
-            if before not in visited:
-                visited.add(before)
-                nodes.append(before)
+        for predecessor, _ in node.next_functions:
+            if predecessor not in visited:
+                visited.add(predecessor)
+                nodes.append(predecessor)
     return nodes
 
 

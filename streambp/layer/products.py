@@ -92,16 +92,16 @@ def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn
         for hook in getattr(m, table).values()
     ):
         return {}
-    apart = [*indexers_of(layer), *compiled_inside(layer)]
-    inside = {id(module) for found in apart for module in found.modules()}
+    excluded = [*indexers_of(layer), *compiled_inside(layer)]
+    inner_ids = {id(module) for found in excluded for module in found.modules()}
     adapted_names = set(adapted)
     for name in adapted_names:
         wrapper = layer.get_submodule(name)
-        inside |= {id(module) for module in wrapper.modules() if module is not wrapper}
+        inner_ids |= {id(module) for module in wrapper.modules() if module is not wrapper}
     return {
         name: module
         for name, module in layer.named_modules()
-        if id(module) not in inside and (name in adapted_names or _is_plain(module))
+        if id(module) not in inner_ids and (name in adapted_names or _is_plain(module))
     }
 
 
@@ -268,9 +268,9 @@ def left_out(
         linears: the layer's Linears by name.
         names: names of the Linears to skip.
     """
-    chosen = [linears[name] for name in names if name in linears]
+    skipped = [linears[name] for name in names if name in linears]
     return SwappedForwards(
-        {module: functools.partial(_product, module, UNREAD, None, None) for module in chosen}
+        {module: functools.partial(_product, module, UNREAD, None, None) for module in skipped}
     )
 
 

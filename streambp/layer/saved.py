@@ -269,8 +269,8 @@ class SavedForBackward:
         """Return the chunk index under which a chunk's start states are stored. Chunks with the
         same predecessor start from the same states, which are stored once, under the first of these
         chunks. None if the chunk starts without states."""
-        before = self.plan.before[index] if self._state_keys else None
-        return None if before is None else self.plan.behind[before][0]
+        predecessor = self.plan.before[index] if self._state_keys else None
+        return None if predecessor is None else self.plan.behind[predecessor][0]
 
     def states(self) -> States:
         """Return the start states of the chunk that backward is computing."""

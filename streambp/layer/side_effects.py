@@ -55,13 +55,15 @@ def written_since(before: Buffers) -> Buffers:
     Args:
         before: the buffers with a copy of their values.
     """
-    written: Buffers = {}
+    changed_buffers: Buffers = {}
     for (module, name), old in before.items():
         current = module._buffers[name]
-        same = current is not None and current.shape == old.shape and current.dtype == old.dtype
-        if same:
+        is_unchanged = (
+            current is not None and current.shape == old.shape and current.dtype == old.dtype
+        )
+        if is_unchanged:
             one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (current, old))  # type: ignore[union-attr]
-            same = torch.equal(one, other)  # bits are equal for NaN as well
-        if not same:
-            written[module, name] = old
-    return written
+            is_unchanged = torch.equal(one, other)  # bits are equal for NaN as well
+        if not is_unchanged:
+            changed_buffers[module, name] = old
+    return changed_buffers

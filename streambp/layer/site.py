@@ -280,10 +280,12 @@ class LayerTests:
             findings: test results for calls of this kind.
             plan: the chunks of the call.
         """
-        tried = findings.tried
-        if len(plan.ends) == 1 or (tried is None and not self.third_party_modules):
+        tested_lengths = findings.tried
+        if len(plan.ends) == 1 or (tested_lengths is None and not self.third_party_modules):
             return True
-        return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
+        return tested_lengths is not None and plan.length <= tested_lengths.get(
+            plan.size, tested_lengths[ANY_SIZE]
+        )
 
     def reuse_result(self, kind: frozenset[tuple[str, Any]], look: LayerSnapshot) -> None:
         """Copy test results to calls that differ from the tested calls only by hooks that were
@@ -297,15 +299,17 @@ class LayerTests:
         if self.warm_up is None or not look.hooks.places:
             return
         if not self.warm_up.on:
-            for taken in [taken for taken, findings in self.results.items() if findings.adopted]:
-                del self.results[taken]
+            for adopted_kind in [
+                adopted_kind for adopted_kind, findings in self.results.items() if findings.adopted
+            ]:
+                del self.results[adopted_kind]
         elif not self.result(kind).judged:
             state = dict(kind)["state"]  # (modules, hooks, trainable parameters)
             for earlier_kind, findings in [pair for pair in self.results.items() if pair[1].judged]:
                 earlier_state = dict(earlier_kind)["state"]
                 differing = {name for name, _ in earlier_kind ^ kind} - {REACH}
-                same = differing == {"state"} and earlier_state[::2] == state[::2]
-                if same and set(earlier_state[1]) <= set(state[1]):
+                differs_in_hooks_alone = differing == {"state"} and earlier_state[::2] == state[::2]
+                if differs_in_hooks_alone and set(earlier_state[1]) <= set(state[1]):
                     # the source of a copy counts as newly used
                     remember(self.results, earlier_kind, findings)
                     remember(self.results, kind, dataclasses.replace(findings, adopted=True))
@@ -458,10 +462,10 @@ class LayerSite:
         if self.config.kernels != "auto":
             return {}
         readings_by_name = self.of(readings)
-        before = self.last_call.adapters
-        if readings_by_name is not before:
+        previous = self.last_call.adapters
+        if readings_by_name is not previous:
             # A layer's first forward may set attributes, and then its Linears are read again.
-            keep_reasons(before, readings_by_name)
+            keep_reasons(previous, readings_by_name)
             self.last_call.adapters = readings_by_name
         return readings_by_name
 

@@ -176,11 +176,11 @@ class Witness:
                 (name, self._combined(x) if rows is None else x.detach()[..., rows, :].clone())
             )
             return
-        for place, (recorded_name, then) in enumerate(self._here):
+        for place, (recorded_name, recorded) in enumerate(self._here):
             if recorded_name == name:
                 del self._here[place]
                 value = self._combined(x) if rows is None else x.detach()[..., rows, :]
-                if then.shape != value.shape or answered_at_once(then, value):
+                if recorded.shape != value.shape or answered_at_once(recorded, value):
                     return
                 base = unchanged
                 if base is not None:
@@ -189,7 +189,7 @@ class Witness:
                     else:
                         base = base.detach()[..., rows, :].clone()
                 self._found.append(
-                    self.compared()(then, value if rows is None else value.clone(), base)
+                    self.compared()(recorded, value if rows is None else value.clone(), base)
                 )
                 return
 
@@ -319,21 +319,21 @@ class Question:
         """
         pairs, self.found = self.found, []
         try:
-            changed = _changed(pairs)
+            changed_pairs = _changed(pairs)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
-            changed = None
+            changed_pairs = None
         # after the handler: the error's frames hold tensors. Compare on the CPU instead.
-        if changed is None:
+        if changed_pairs is None:
             for index, (*_, in_forward, in_backward, base) in enumerate(pairs):
                 base = None if base is None else base.cpu()
                 pairs[index] = pairs[index]._replace(
                     then=in_forward.cpu(), now=in_backward.cpu(), unchanged=base
                 )
-            changed = _changed(pairs)
-        if changed:
-            first = min(changed, key=lambda one: one.number)
+            changed_pairs = _changed(pairs)
+        if changed_pairs:
+            first = min(changed_pairs, key=lambda one: one.number)
             keeps = (
                 "Autocast keeps its copies of weights until its context ends: end it before "
                 "optimizer.step(). "
@@ -352,21 +352,27 @@ class Question:
 def _changed(pairs: list[Compared]) -> list[Compared]:
     """Return the pairs whose values differ by more than their tolerance."""
     groups: dict[tuple[Any, ...], list[Compared]] = {}
-    for one in pairs:
-        key = one.now.device, one.now.dtype, one.now.shape, one.tolerance, one.unchanged is None
-        groups.setdefault(key, []).append(one)
+    for pair in pairs:
+        key = (
+            pair.now.device,
+            pair.now.dtype,
+            pair.now.shape,
+            pair.tolerance,
+            pair.unchanged is None,
+        )
+        groups.setdefault(key, []).append(pair)
     flags: dict[torch.device, list[Tensor]] = {}
     for (device, dtype, _, tolerance, _), group in groups.items():
         flags.setdefault(device, []).append(_differ(group, dtype, tolerance))
     ordered = [
-        one
+        pair
         for device in flags
         for key, group in groups.items()
         if key[0] == device
-        for one in group
+        for pair in group
     ]
     different = [flag for parts in flags.values() for flag in torch.cat(parts).tolist()]
-    return [one for one, differs in zip(ordered, different, strict=True) if differs]
+    return [pair for pair, differs in zip(ordered, different, strict=True) if differs]
 
 
 def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tensor:
@@ -381,13 +387,13 @@ def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tens
     wide = torch.promote_types(dtype, torch.float32)
     with torch.no_grad(), contextlib.ExitStack() as stack:
         stack.enter_context(without_autocast(group[0].now.device.type))
-        pairs = zip(*((one.then, one.now) for one in group), strict=True)
+        pairs = zip(*((pair.then, pair.now) for pair in group), strict=True)
         in_forward, in_backward = (torch.stack(parts).flatten(1).to(wide) for parts in pairs)
         added = size = in_backward.norm(dim=1)
         # all pairs have a tensor, or all have None
-        same = [one.unchanged for one in group if one.unchanged is not None]
-        if same:
-            added = (in_backward - torch.stack(same).flatten(1).to(wide)).norm(dim=1)
+        unchanged_terms = [pair.unchanged for pair in group if pair.unchanged is not None]
+        if unchanged_terms:
+            added = (in_backward - torch.stack(unchanged_terms).flatten(1).to(wide)).norm(dim=1)
         off = (in_backward - in_forward).norm(dim=1)
         limit = tolerance * added + torch.finfo(dtype).eps * size
         return off > limit
