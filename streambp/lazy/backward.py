@@ -247,10 +247,10 @@ class NodeTerm:
         rows = rows - block.start  # rows of `product`
         # A wide leaf, so that its gradient is not rounded before the addition.
         leaf = product[rows].to(total.dtype).requires_grad_()
-        others = [reading for reading in readings(self.node) if reading is not self.reading]
-        hubs = dict.fromkeys(reading.head for reading in others)
+        other_readings = [reading for reading in readings(self.node) if reading is not self.reading]
+        hubs = dict.fromkeys(reading.head for reading in other_readings)
         products = {hub: hub.products() for hub in hubs}
-        values = values_at(self.node, entries, others, products)
+        values = values_at(self.node, entries, other_readings, products)
         with torch.enable_grad():
             values[self.reading] = self.reading.projection.logits(leaf)
             evaluated = evaluate(self.node, values)
@@ -287,15 +287,15 @@ def values_at(
     Raises:
         StreamBPError: one of the program's tensors was changed in place since its use.
     """
-    beside = [leaf for leaf in leaves(node) if isinstance(leaf, Operand)]
-    for leaf in beside:
+    operands = [leaf for leaf in leaves(node) if isinstance(leaf, Operand)]
+    for leaf in operands:
         leaf.check()
-    values: dict[Node, Any] = {leaf: leaf.tensor[entries] for leaf in beside}
+    values: dict[Node, Any] = {leaf: leaf.tensor[entries] for leaf in operands}
     with torch.no_grad():
-        for one in read:
-            normed = one.head.inputs.normed(one.head.hidden[one.positions[entries]])
-            values[one] = one.projection.logits(
-                products[one.head].of(normed, slice(0, one.head.vocabulary))
+        for reading in read:
+            normed = reading.head.inputs.normed(reading.head.hidden[reading.positions[entries]])
+            values[reading] = reading.projection.logits(
+                products[reading.head].of(normed, slice(0, reading.head.vocabulary))
             )
     return values
 

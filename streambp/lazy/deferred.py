@@ -148,8 +148,8 @@ class LazyHidden(LazyTensor):
         with torch.set_grad_enabled(self.requires_grad):
             if self.known() or not self.requires_grad:
                 return self.values()
-            taken: Tensor = MaterializeLazy.apply(self.values, self)
-            return taken
+            complete: Tensor = MaterializeLazy.apply(self.values, self)
+            return complete
 
     def values(self) -> Tensor:
         """Compute the complete tensor [..., h] or [..., V] from the stored hidden states."""

@@ -72,13 +72,13 @@ class HeadHandle(torch.autograd.Function):
             StreamBPError: weights or hidden states were changed in place since forward.
         """
         source, weight, bias, *_ = ctx.saved_tensors
-        left = ctx.hub.take()
-        if not left:
+        stored = ctx.hub.take()
+        if not stored:
             return (None,) * len(ctx.needs_input_grad)
         ctx.hub.check()
         # Gradients of statistics with the same projection are added before rounding.
         statistics: dict[Projection, StatisticsTerm] = {}
-        for gradient in left:
+        for gradient in stored:
             if isinstance(gradient, StatisticsGradient):
                 projection = gradient.projection
                 if projection not in statistics:
@@ -87,7 +87,7 @@ class HeadHandle(torch.autograd.Function):
                 statistics[projection].add(gradient)
         terms: list[Term] = [
             *statistics.values(),
-            *(term for term in left if isinstance(term, NodeTerm)),
+            *(term for term in stored if isinstance(term, NodeTerm)),
         ]
         return None, *sweep(ctx.hub.inputs, terms, source, weight, bias, ctx.needs_input_grad[1:])
 
@@ -375,7 +375,7 @@ class Statistic:
         gradients = iter(grads)
         reading = self.reading
         requested = self.labels is not None, self.lse, self.mean
-        pick, lse, mean = (next(gradients) if one else None for one in requested)
+        pick, lse, mean = (next(gradients) if is_requested else None for is_requested in requested)
         positions = reading.positions.reshape(-1)
         reading.head.leave(
             StatisticsGradient(

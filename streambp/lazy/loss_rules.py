@@ -33,14 +33,16 @@ def kl_div(
     """
     if not _is_reduction(size_average, reduce, "mean" if reduction == "batchmean" else reduction):
         return NotImplemented
-    each = elementwise("kl_div", func, (x, target), {"reduction": "none", "log_target": log_target})
-    if each is NotImplemented or reduction == "none":
-        return each
-    total = of_all("sum", torch_own.sum, each, [], {})
+    by_entry = elementwise(
+        "kl_div", func, (x, target), {"reduction": "none", "log_target": log_target}
+    )
+    if by_entry is NotImplemented or reduction == "none":
+        return by_entry
+    total = of_all("sum", torch_own.sum, by_entry, [], {})
     if reduction == "batchmean":
-        return total / each.shape[0]
+        return total / by_entry.shape[0]
     if reduction == "mean":
-        return total / each.numel()
+        return total / by_entry.numel()
     return total
 
 
@@ -78,11 +80,11 @@ def of_labels(
         return NotImplemented
     if x.dim() > 2 and x.classes != 1:
         return NotImplemented
-    each: dict[str, Any] = {"reduction": "none"}
+    loss_arguments: dict[str, Any] = {"reduction": "none"}
     if name == "cross_entropy":
-        each["label_smoothing"] = label_smoothing
+        loss_arguments["label_smoothing"] = label_smoothing
     with torch.no_grad():
-        dtype = func(sample_of(x), target.reshape(-1)[:0], **each).dtype
+        dtype = func(sample_of(x), target.reshape(-1)[:0], **loss_arguments).dtype
     log_probs = x = x.with_classes(None)
     if name == "cross_entropy":
         log_probs = elementwise("log_softmax", torch_own.log_softmax, (x,), {"dim": -1})

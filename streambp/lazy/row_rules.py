@@ -62,7 +62,7 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
     if any(x.tokens != first.tokens for x in rows):
         return NotImplemented
     width = max(x.width for x in rows)
-    beside: dict[int, tuple[Any, Tensor]] = {}  # id of a tensor -> operand and sample
+    operands: dict[int, tuple[Any, Tensor]] = {}  # id of a tensor -> operand and sample
     for leaf in tree_leaves((args, kwargs)):
         if not isinstance(leaf, Tensor) or isinstance(leaf, LazyLogits):
             continue
@@ -72,7 +72,10 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
         if tensor.numel() <= first.tokens.numel() + width:
             tensor = tensor.clone()  # a cheap copy; later writes to the tensor are harmless
         if tensor.dim() == 0:
-            beside[id(leaf)] = Operand.of(tensor.to(first.device).expand(*first.tokens, 1)), tensor
+            operands[id(leaf)] = (
+                Operand.of(tensor.to(first.device).expand(*first.tokens, 1)),
+                tensor,
+            )
             continue
         if (
             tensor.dim() > first.dim()
@@ -84,10 +87,10 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
             expanded = tensor.expand(*first.tokens, tensor.shape[-1])
         except RuntimeError:
             return NotImplemented
-        beside[id(leaf)] = Operand.of(expanded), expanded.reshape(-1, expanded.shape[-1])[:0]
+        operands[id(leaf)] = Operand.of(expanded), expanded.reshape(-1, expanded.shape[-1])[:0]
     plain_args, plain_kwargs = tree_map_only(
         Tensor,
-        lambda t: sample_of(t) if isinstance(t, LazyLogits) else beside[id(t)][1],
+        lambda t: sample_of(t) if isinstance(t, LazyLogits) else operands[id(t)][1],
         (args, kwargs),
     )
     with torch.no_grad():
@@ -96,7 +99,7 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
         return NotImplemented
     node_args, node_kwargs = tree_map_only(
         Tensor,
-        lambda t: _graded(t, graded) if isinstance(t, LazyLogits) else beside[id(t)][0],
+        lambda t: _graded(t, graded) if isinstance(t, LazyLogits) else operands[id(t)][0],
         (args, kwargs),
     )
     return first.make(Call(func, node_args, node_kwargs, graded, name), width, sample.dtype, graded)

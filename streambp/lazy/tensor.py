@@ -64,7 +64,7 @@ def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
     Raises:
         BackwardError: the gradient at padding is not zero.
     """
-    late = [one for one in readings(node) if one.head.recipe.late is not None]
+    late = [candidate for candidate in readings(node) if candidate.head.recipe.late is not None]
     masks = [reading.head.recipe.late.tokens(reading.positions) for reading in late]
     if not masks or gradient.is_meta or bool(torch.stack(masks).all()):
         return node, gradient
@@ -377,8 +377,8 @@ class LazyLogits(LazyTensor):
         with torch.set_grad_enabled(self.requires_grad):
             if self.known() or not self.requires_grad:
                 return self.values()
-            taken: Tensor = MaterializeLazy.apply(self.values, self)
-            return taken
+            complete: Tensor = MaterializeLazy.apply(self.values, self)
+            return complete
 
     def become(self, other: LazyLogits | Tensor) -> None:
         """Record the result of an in-place operation: this tensor has the values of `other`
@@ -428,44 +428,44 @@ class LazyLogits(LazyTensor):
         Raises:
             StreamBPError: the operation changes the shape.
         """
-        before = self.current()
+        current = self.current()
         if name == "detach_":
-            before.become(before.build().detach())
+            current.become(current.build().detach())
             return self
         # add_ -> add, __iadd__ -> __add__
         plain = f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]
         rows = tensors_in((args, kwargs), LazyLogits)
         follow = all(x.follows_rules() for x in rows)
-        if follow and (torch.is_grad_enabled() or not before.requires_grad):
+        if follow and (torch.is_grad_enabled() or not current.requires_grad):
             out_of_place = method(plain)
             replacement = NotImplemented
             if out_of_place is not None and plain in self.row_rules:
                 replacement = self.by_rule(out_of_place, plain, args, kwargs)
-            alike = isinstance(replacement, LazyLogits) and (
+            has_same_form = isinstance(replacement, LazyLogits) and (
                 replacement.shape,
                 replacement.dtype,
             ) == (
-                before.shape,
-                before.dtype,
+                current.shape,
+                current.dtype,
             )
-            if alike and replacement.requires_grad == before.requires_grad:
-                before.become(replacement)
+            if has_same_form and replacement.requires_grad == current.requires_grad:
+                current.become(replacement)
                 return self
-        before.note(name)
+        current.note(name)
         real = {id(leaf): leaf.build() for leaf in rows}
-        if not before.requires_grad:
+        if not current.requires_grad:
             # torch forbids writes to a view of a tensor that was made under no_grad.
-            real[id(before)] = real[id(before)].detach()
-        before.become(real[id(before)])
+            real[id(current)] = real[id(current)].detach()
+        current.become(real[id(current)])
         args, kwargs = changed_arguments(args, kwargs, LazyLogits, lambda leaf: real[id(leaf)])
         result = func(*args, **kwargs)
-        if real[id(before)].shape != self.shape:
+        if real[id(current)].shape != self.shape:
             raise StreamBPError(
                 f"{name} changes the shape of logits in place, but these logits have no memory of "
                 f"their own yet. Use {plain} or StreamConfig(lazy_logits=False)."
             )
-        before.memory.watch(real[id(before)])
-        if result is real[id(before)]:
+        current.memory.watch(real[id(current)])
+        if result is real[id(current)]:
             return self
         return result
 
