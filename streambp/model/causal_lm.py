@@ -81,12 +81,12 @@ class CausalLMForward(InstanceForward):
         During the call, position_ids and labels are stored in the state that all replaced forwards
         share, because the model may not pass these arguments on to its backbone.
         """
-        running = self.state.running
-        before = running.position_ids, running.labels, running.names_cache
-        running.position_ids = kwargs.get("position_ids")
-        running.labels = kwargs.get("labels"), kwargs.get("shift_labels")
-        if running.names_cache is None:
-            running.names_cache = names_cache(self.module, kwargs)
+        context = self.state.running
+        previous = context.position_ids, context.labels, context.names_cache
+        context.position_ids = kwargs.get("position_ids")
+        context.labels = kwargs.get("labels"), kwargs.get("shift_labels")
+        if context.names_cache is None:
+            context.names_cache = names_cache(self.module, kwargs)
         try:
             if self.previous is None:
                 trls = None
@@ -102,7 +102,7 @@ class CausalLMForward(InstanceForward):
                 return trls[TRLS_FORWARD].__func__(self.module, *args, **kwargs)
             return super().original(*args, **kwargs)
         finally:
-            running.position_ids, running.labels, running.names_cache = before
+            context.position_ids, context.labels, context.names_cache = previous
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. If labels are given, the loss is computed without building the

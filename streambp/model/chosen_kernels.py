@@ -93,18 +93,18 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
     if config.products:
         return fused
     bound: list[AttributeChange] = []
-    alike: dict[Callable[..., Any], bool] = {}
+    turns_alike: dict[Callable[..., Any], bool] = {}
     for module, rotation in rotations.items():
         # All names are restored here, so the comparison uses the model's own rotation.
         space = globals_that_turn(module)
         if space is None:
             continue
         family_rotation = space[ROTARY]
-        if family_rotation not in alike:
-            alike[family_rotation] = turns_halves(family_rotation)
-        if alike[family_rotation]:
-            around = WithRotation(space, rotation, device.type)
-            forward = types.MethodType(with_globals(around, type(module).forward), module)
+        if family_rotation not in turns_alike:
+            turns_alike[family_rotation] = turns_halves(family_rotation)
+        if turns_alike[family_rotation]:
+            namespace = WithRotation(space, rotation, device.type)
+            forward = types.MethodType(with_globals(namespace, type(module).forward), module)
             module.__dict__["forward"] = forward
             bound.append(AttributeChange(module, "forward", None, forward, False))
     return dataclasses.replace(fused, replaced=(*fused.replaced, *bound))
@@ -145,24 +145,24 @@ def by_device(
         The modules to restore to their previous forward: compiled modules, modules with another
         library's forward, and experts.
     """
-    theirs = {
+    to_restore = {
         m
         for m in before
         if ACCELERATE_HOOK in before[m] or "forward" in before[m] or is_compiled(m)
     }
     for module in before:
         forward = module.__dict__.get("forward")
-        if module in theirs:
+        if module in to_restore:
             continue
         if isinstance(forward, types.MethodType) and len(inspect.signature(forward).parameters) > 1:
-            theirs.add(module)
+            to_restore.add(module)
         elif isinstance(forward, types.MethodType):
             module.__dict__["forward"] = types.MethodType(OnDevice(forward.__func__, kind), module)
         elif forward is None:
             rotation: Any = (globals_that_turn(module) or {}).get(ROTARY)
             if home_of(rotation).partition(".")[0] == LIGER:
                 rotations[module] = rotation
-    return theirs
+    return to_restore
 
 
 def turns_halves(rotation: Callable[..., Any]) -> bool:
@@ -186,8 +186,8 @@ def turns_halves(rotation: Callable[..., Any]) -> bool:
     try:
         rotated = rotation(q.clone(), k.clone(), cos, sin)
         return all(
-            torch.allclose(ours, turned(x), rtol=1e-5, atol=1e-6)
-            for ours, x in zip(rotated, (q, k), strict=True)
+            torch.allclose(by_ligers, turned(x), rtol=1e-5, atol=1e-6)
+            for by_ligers, x in zip(rotated, (q, k), strict=True)
         )
     except Exception:  # the function needs other arguments
         return False

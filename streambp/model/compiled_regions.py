@@ -143,8 +143,10 @@ def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -
         module: the norm.
         tensors: x, and the gates if there are any.
     """
-    alike = bool(tensors) and all(runs(x) and x.shape == tensors[0].shape for x in tensors)
-    if not alike or not _several(tensors[0]):
+    shapes_are_equal = bool(tensors) and all(
+        runs(x) and x.shape == tensors[0].shape for x in tensors
+    )
+    if not shapes_are_equal or not _several(tensors[0]):
         return NotImplemented
     return compiled(module, *(by_token(x) for x in tensors)).view(tensors[0].shape)
 
@@ -258,22 +260,24 @@ def compile_regions(model: nn.Module) -> InstalledKernels:
         return InstalledKernels(why_own=why)
     compiler = Compiler()
     replaced: list[AttributeChange] = []
-    left: set[str] = set()
-    alike: dict[Any, bool] = {}
+    skipped_classes: set[str] = set()
+    passes_by_class: dict[Any, bool] = {}
     for layer in (layer for stack in find_stacks(model).stacks for layer in stack.layers):
         for name, module in layer.named_modules():
             what = _what(module)
             attributes = module.__dict__
             kind = type(module)
             # not the model's own code
-            others = ACCELERATE_HOOK in attributes or "forward" in attributes or is_compiled(module)
-            if what is None or module is layer or others or compiled_inside(module):
+            has_other_forward = (
+                ACCELERATE_HOOK in attributes or "forward" in attributes or is_compiled(module)
+            )
+            if what is None or module is layer or has_other_forward or compiled_inside(module):
                 continue
             key = (kind, type(getattr(module, "act_fn", None)))
-            if key not in alike:
-                alike[key] = what == "rotation" or treats_tokens_alike(module)
-            if not alike[key]:
-                left.add(kind.__name__)
+            if key not in passes_by_class:
+                passes_by_class[key] = what == "rotation" or treats_tokens_alike(module)
+            if not passes_by_class[key]:
+                skipped_classes.add(kind.__name__)
                 continue
             region: Any
             role = NUMBER.sub(".*", name)
@@ -283,15 +287,15 @@ def compile_regions(model: nn.Module) -> InstalledKernels:
                 region = Region(of_norm, compiler.compiled(kind.forward, role))
             else:  # the class's forward, with a compiled rotation among its globals
                 space: Any = globals_that_turn(module)
-                around = WithCompiledRotation(space, compiler.compiled(space[ROTARY], role), "")
-                region = with_globals(around, kind.forward)
-                setattr(region, REGION, around.fused)
+                namespace = WithCompiledRotation(space, compiler.compiled(space[ROTARY], role), "")
+                region = with_globals(namespace, kind.forward)
+                setattr(region, REGION, namespace.fused)
             forward = types.MethodType(region, module)
             module.__dict__["forward"] = forward
             replaced.append(AttributeChange(module, "forward", None, forward, False))
     why = None if replaced else "no module of its layers is known to treat tokens alike"
     marks = tuple((change.module, compilers_marks(change.module)) for change in replaced)
-    return InstalledKernels(tuple(replaced), tuple(sorted(left)), why, compiler, marks)
+    return InstalledKernels(tuple(replaced), tuple(sorted(skipped_classes)), why, compiler, marks)
 
 
 def no_compiler(device: str) -> str | None:
@@ -367,7 +371,7 @@ def treats_tokens_alike(module: nn.Module) -> bool:
                 some(2, 3, TEST_SIZE) for _ in inspect.signature(type(module).forward).parameters
             ][1:]
             together = type(module).forward(twin, *tensors)
-            one = type(module).forward(twin, *(x[:, 1] for x in tensors))
-            return together.shape == tensors[0].shape and torch.equal(together[:, 1], one)
+            alone = type(module).forward(twin, *(x[:, 1] for x in tensors))
+            return together.shape == tensors[0].shape and torch.equal(together[:, 1], alone)
     except Exception:  # the forward needs other arguments or sizes
         return False

@@ -151,14 +151,14 @@ class HeldHead(nn.Module):
             result: Tensor = Lending.apply(lent, hidden_states, *weights)  # type: ignore[no-untyped-call]
             return result
 
-        before = head.__dict__.get("forward")
+        instance_forward = head.__dict__.get("forward")
         head.forward = forward
         try:
             head_input = head(hidden_states)
         finally:
             del head.__dict__["forward"]
-            if before is not None:
-                head.forward = before
+            if instance_forward is not None:
+                head.forward = instance_forward
         hidden_states, weight, *bias = Borrowed.apply(lent, head_input)  # type: ignore[no-untyped-call]
         return LazyHidden.make(
             hidden_states,

@@ -210,19 +210,21 @@ def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]
         layer for layer in current_layers if id(layer) in names and id(layer) not in present_ids
     ]
     for layer in later:
-        others = [
+        outer_wrappers = [
             f
             for m in layer.modules()
             for f in forwards(m)
             if isinstance(f, LayerForward) and not f.retired
         ]
-        if not others:
+        if not outer_wrappers:
             unpatched = LayerDescription(
                 names[id(layer)], type(layer).__name__, "unpatched", CAME_LATER
             )
             described.append((id(layer), unpatched))
-        elif others[0].module is layer:  # a copy of a streamed layer; an outer one is described
-            described.append((id(layer), _streamed(names[id(layer)], others[0])))
+        elif (
+            outer_wrappers[0].module is layer
+        ):  # a copy of a streamed layer; an outer one is described
+            described.append((id(layer), _streamed(names[id(layer)], outer_wrappers[0])))
     if later:
         described.sort(key=lambda pair: places[pair[0]])
     removed_wrappers = [w for w in wrappers if id(w.module) not in names]
@@ -242,8 +244,10 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
     costs = site.kind.attention.costs
     if last.because:
         return LayerDescription(name, kind, "checkpoints", last.because)
-    tried = last.plan is not None or any(result.judged for result in site.tests.results.values())
-    parts = [*(() if tried else (NOT_TRIED,)), *(() if costs is None else (costs,))]
+    was_tested = last.plan is not None or any(
+        result.judged for result in site.tests.results.values()
+    )
+    parts = [*(() if was_tested else (NOT_TRIED,)), *(() if costs is None else (costs,))]
     if last.told and last.rows is not None:
         how = f"told to its kernels as {' and '.join(last.told)}"
         parts.append(
@@ -351,15 +355,15 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
     use = HostUse() if state.root is None else engine_host_use(state.root)
     # an engine's own offloading
     sizes = {"parameters": use.parameters, "optimizer state": use.optimizer}
-    beside = " and ".join(f"{sized(size)} of {what}" for what, size in sizes.items() if size)
-    if beside:
+    engine = " and ".join(f"{sized(size)} of {what}" for what, size in sizes.items() if size)
+    if engine:
         if use.to_come:
             coming = f", and {sized(use.to_come)} are set aside for its gradients and states"
         else:
             coming = ""
-        beside = f", beside the engine's {beside}{coming}"
+        engine = f", beside the engine's {engine}{coming}"
     parts = [
-        f"{moved} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){beside}"
+        f"{moved} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){engine}"
     ]
     if manager.gpu_memory is not None:
         parts.append(
@@ -384,7 +388,7 @@ def _weights(weights: HostWeights) -> str:
         return f"weights of layers go to the host in the first forward ({NOT_TRIED})"
     if not layers:
         return f"weights of all {staying} layers have room on the device"
-    beside = f"; those of {staying} layers have room on the device" if staying else ""
+    staying_text = f"; those of {staying} layers have room on the device" if staying else ""
     if weights.ranges.beside:
         leaving = f"; gradients have {sized(weights.ranges.beside)} of the host"
     else:
@@ -394,7 +398,7 @@ def _weights(weights: HostWeights) -> str:
         f"beside two layers' memory ({sized(weights.device_bytes)}) on the device: "
         f"{sum(weights.loads.values()):,} copies of a layer so far, for which the device waited "
         f"{weights.seconds_waited:.1f} s; a token that is generated takes one of each layer"
-        f"{beside}{leaving}"
+        f"{staying_text}{leaving}"
     )
 
 
@@ -513,17 +517,17 @@ def _compiled(model: nn.Module, state: PatchState) -> list[str]:
     notes: list[str] = []
     layers = [wrapper.module for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]
     named = [pair for layer in layers for pair in layer.named_modules() if pair[0]]
-    inside = sorted(
+    inner_names = sorted(
         {name.removesuffix(f".{COMPILED}") for name, module in named if is_compiled(module)}
     )
-    apart = compiled_around(model, state.root, layers, [w.module for w in state.wrappers])
-    if apart is not None:
-        if apart:
-            surroundings = f"{', '.join(sorted(apart))} run compiled"
+    outer_names = compiled_around(model, state.root, layers, [w.module for w in state.wrappers])
+    if outer_names is not None:
+        if outer_names:
+            surroundings = f"{', '.join(sorted(outer_names))} run compiled"
         else:
             surroundings = "what is around them is eager, too"
         notes.append(f"streamed layers stay eager under torch.compile; {surroundings}")
-    if inside:
-        within = "run compiled inside of streamed layers; outputs of Linears in there are not saved"
-        notes.append(f"{', '.join(inside)} {within}")
+    if inner_names:
+        suffix = "run compiled inside of streamed layers; outputs of Linears in there are not saved"
+        notes.append(f"{', '.join(inner_names)} {suffix}")
     return notes

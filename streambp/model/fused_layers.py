@@ -120,9 +120,9 @@ class InstalledKernels:
                 attributes[change.name] = change.before
             else:
                 del attributes[change.name]
-        for module, before in self.marks:
+        for module, marks_before in self.marks:
             for name, marks in compilers_marks(module).items():
-                for mark in marks - before.get(name, frozenset()):
+                for mark in marks - marks_before.get(name, frozenset()):
                     delattr(module.get_parameter(name), mark)
 
 
@@ -163,7 +163,7 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
             f"Liger computes in float32 or less, and {wide} is in float64",
             f"{LEAVE_OUT}, or cast the model",
         )
-    before = {module: dict(module.__dict__) for module in model.modules()}
+    previous_attributes = {module: dict(module.__dict__) for module in model.modules()}
     problem: Exception | None = None
     differing: set[nn.Module] = set()
     unchanged: AbstractSet[nn.Module] = frozenset()
@@ -174,15 +174,25 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
                 model=causal,
                 **{name: False for name in unwanted if name in inspect.signature(apply).parameters},
             )
-            differing = {module for module in before if _differs(module, before[module])}
-            unchanged = unchanged if adjust is None else adjust(before)
+            differing = {
+                module
+                for module in previous_attributes
+                if _differs(module, previous_attributes[module])
+            }
+            unchanged = unchanged if adjust is None else adjust(previous_attributes)
         except Exception as error:
             problem = error
     changes = [
-        AttributeChange(module, name, before[module].get(name), value, name in before[module])
-        for module in before
+        AttributeChange(
+            module,
+            name,
+            previous_attributes[module].get(name),
+            value,
+            name in previous_attributes[module],
+        )
+        for module in previous_attributes
         for name, value in module.__dict__.items()
-        if before[module].get(name, MISSING) is not value
+        if previous_attributes[module].get(name, MISSING) is not value
     ]
     undone = differing | unchanged
     fused = InstalledKernels(
@@ -301,10 +311,10 @@ class WithRotation(dict[str, Any]):
 
     home = LIGER
 
-    def __init__(self, around: dict[str, Any], fused: Callable[..., Any], kind: str) -> None:
-        super().__init__({"__name__": around["__name__"], ROTARY: self.turned})
-        self.around = around
-        self.own = around[ROTARY]
+    def __init__(self, namespace: dict[str, Any], fused: Callable[..., Any], kind: str) -> None:
+        super().__init__({"__name__": namespace["__name__"], ROTARY: self.turned})
+        self.around = namespace
+        self.own = namespace[ROTARY]
         self.fused = fused
         self.kind = kind
 
@@ -365,16 +375,16 @@ def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
         while isinstance(function, functools.partial | OnDevice):
             function = function.func if isinstance(function, functools.partial) else function.fused
         home = home_of(function).partition(".")[0]
-        if isinstance(around := getattr(written(function), "__globals__", None), WithRotation):
-            turning.add(around.home)
+        if isinstance(namespace := getattr(written(function), "__globals__", None), WithRotation):
+            turning.add(namespace.home)
         elif name and is_region(module):
             by_library.setdefault(REGION, []).append(name)
-        others = (
+        is_instance_forward = (
             forward is not None
             and not isinstance(forward, InstanceForward)
             and home not in MODULES_ARE_HARMLESS
         )
-        if name and (home == LIGER or others):
+        if name and (home == LIGER or is_instance_forward):
             by_library.setdefault(home, []).append(name)
     rotation = vars(sys.modules.get(type(layer).__module__, layer)).get(ROTARY)
     turning |= {LIGER} if home_of(rotation).partition(".")[0] == LIGER else set()
@@ -421,11 +431,11 @@ def _names_put_back(causal: PreTrainedModel) -> Iterator[None]:
         base for module in causal.modules() for base in type(module).__mro__ if base is not object
     }
     owners: list[Any] = [*modules, *classes]
-    before = [dict(vars(owner)) for owner in owners]
+    saved_names = [dict(vars(owner)) for owner in owners]
     try:
         yield
     finally:
-        for owner, names in zip(owners, before, strict=True):
+        for owner, names in zip(owners, saved_names, strict=True):
             for name, value in list(vars(owner).items()):
                 if name not in names:
                     delattr(owner, name)

@@ -29,10 +29,10 @@ def streamed_head(model: nn.Module) -> CausalLMForward | None:
 def is_patched(model: nn.Module) -> bool:
     """True if a forward that `patch` installed is active in a model. The module that was passed to
     `patch` may be the model, a part, or a module around the model."""
-    ours = (
+    wrappers = (
         f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward)
     )
-    return any(not wrapper.retired for wrapper in ours)
+    return any(not wrapper.retired for wrapper in wrappers)
 
 
 def left_of_another(model: nn.Module) -> bool:
@@ -79,8 +79,8 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
     root = None if state is None else state.root
     if state is None or root is None:
         return None
-    inside, inside_root = (set(map(id, around.modules())) for around in (model, root))
-    if any(id(wrapper.module) in inside_root - inside for wrapper in state.wrappers):
+    inside_model, inside_root = (set(map(id, around.modules())) for around in (model, root))
+    if any(id(wrapper.module) in inside_root - inside_model for wrapper in state.wrappers):
         raise StreamBPError(
             f"This {type(model).__name__} is a part of a {type(root).__name__} that was given to "
             "streambp.patch, and other parts of it stream as well. Pass the whole model."

@@ -70,8 +70,8 @@ def record_of(state: PatchState) -> StepRecord | None:
         return None
     plans = [report.plan for report in step.reports if report.plan is not None]
     longest = max(plans, key=len, default=None)
-    chosen = step.choice if isinstance(step.choice, Chosen) else None
-    saved = _saved(state, step, chosen)
+    choice = step.choice if isinstance(step.choice, Chosen) else None
+    saved = _saved(state, step, choice)
     graphs = next((one for one in saved if one.name == GRAPH), None)
     if graphs and graphs.layers == len(step.reports) and step.let_go is None:
         way = KEPT_GRAPH
@@ -133,19 +133,19 @@ def _memory(state: PatchState, step: Step) -> StepMemory:
     )
 
 
-def _saved(state: PatchState, step: Step, chosen: Chosen | None) -> tuple[Saved, ...]:
+def _saved(state: PatchState, step: Step, choice: Chosen | None) -> tuple[Saved, ...]:
     """Return what layers saved for backward in `step`, one entry for each kind of tensor.
 
     Args:
         state: the model's patch.
         step: the notes on the step.
-        chosen: the tensors that saves="auto" chose to save in the step; None: the user named the
+        choice: the tensors that saves="auto" chose to save in the step; None: the user named the
             tensors to save.
     """
     if step.unpatched:
         return ()
-    if chosen is not None and state.config.saves == "auto":
-        return tuple(Saved(name, chosen.layers[name], size) for name, size in chosen.bytes.items())
+    if choice is not None and state.config.saves == "auto":
+        return tuple(Saved(name, choice.layers[name], size) for name, size in choice.bytes.items())
     # Saves that the user named, by layer.
     names: Counter[str] = Counter()
     for site, report in zip(state.steps.sites, step.reports, strict=True):
@@ -182,9 +182,13 @@ def head_of(state: PatchState) -> str:
             models = []
         else:
             models = [m for m in state.root.modules() if isinstance(m, PreTrainedModel)]
-        others = [head for head in (m.get_output_embeddings() for m in models) if head is not None]  # type: ignore[operator]
+        embeddings = [
+            head for head in (m.get_output_embeddings() for m in models) if head is not None
+        ]  # type: ignore[operator]
         # A head that computes logits without a single weight (a ModuleList of heads).
-        other = next((type(head).__name__ for head in others if not hasattr(head, "weight")), None)
+        other = next(
+            (type(head).__name__ for head in embeddings if not hasattr(head, "weight")), None
+        )
         if other:
             return f"builds the logits: the head is a {other}, costs memory"
         return "none (no language-model head)"
@@ -216,21 +220,22 @@ def _what_became_of(head: CausalLMForward) -> str:
     text = head.last
     lazy = head.lazy
     if lazy is not None:
-        before = "" if text is None else f"{text}; besides, "
+        opening = "" if text is None else f"{text}; besides, "
         if lazy.outcome.built_for is not None:
             text = (
-                f"{before}builds the logits: the program uses {lazy.outcome.built_for} on them, costs "
+                f"{opening}builds the logits: the program uses {lazy.outcome.built_for} on them, "
+                "costs "
                 "memory"
             )
         elif lazy.outcome.computed:
-            text = f"{before}no logits: computed blockwise for {', '.join(lazy.outcome.computed)}"
+            text = f"{opening}no logits: computed blockwise for {', '.join(lazy.outcome.computed)}"
         else:
             text = text or "no logits: none were used"
     if text is None:
         return f"{BLOCKWISE} when labels are given; no call yet in training or with labels"
     predicted = f"; {PREDICTED}" if head.predicted else ""
     if head.unlabelled:
-        missing = f" ({head.unlabelled} of {head.trained} training calls came without labels)"
+        unlabelled = f" ({head.unlabelled} of {head.trained} training calls came without labels)"
     else:
-        missing = ""
-    return f"{text}{predicted}{missing}"
+        unlabelled = ""
+    return f"{text}{predicted}{unlabelled}"

@@ -215,9 +215,11 @@ def _make_wrappers(
         )
         norms.update({} if norm is None else {id(backbone): norm})
         for layer in stack.layers:
-            left = len(stack.layers) - stack.layers.index(layer)
-            wrapper = LayerForward(layer, state, layers.index(layer), norm if left == 1 else None)
-            wrapper.site.config = state.config.of_layer(left)
+            layers_left = len(stack.layers) - stack.layers.index(layer)
+            wrapper = LayerForward(
+                layer, state, layers.index(layer), norm if layers_left == 1 else None
+            )
+            wrapper.site.config = state.config.of_layer(layers_left)
             wrapper.site.backward_begins = state.steps.in_backward
             wrappers.append(wrapper)
     backbones = {id(stack.backbone) for stack in stacks}
@@ -230,11 +232,11 @@ def _make_wrappers(
         ):
             continue
         decoder = module.get_decoder()
-        inside = (
+        module_ids = (
             {id(part) for part in decoder.modules()} if isinstance(decoder, nn.Module) else set()
         )
         head_norms = tuple(
-            norm for key, norm in norms.items() if key in inside or not backbones & inside
+            norm for key, norm in norms.items() if key in module_ids or not backbones & module_ids
         )
         wrappers.append(CausalLMForward(module, state, head_norms))
     return wrappers
@@ -248,12 +250,12 @@ def _check_products(stacks: Found, config: StreamConfig) -> None:
             has.
     """
     layers = [layer for stack in stacks.stacks for layer in stack.layers]
-    most = max(len(stack.layers) for stack in stacks.stacks)
+    depth = max(len(stack.layers) for stack in stacks.stacks)
     for name in config.named_saves:
         count = name.partition(LAST)[2]
-        if count and int(count) > most:
+        if count and int(count) > depth:
             raise ConfigError(
-                f"saves names {name!r}, the last {count} layers; the model has {most}. Leave "
+                f"saves names {name!r}, the last {count} layers; the model has {depth}. Leave "
                 f"{LAST} out for all."
             )
     linears = {
@@ -263,11 +265,13 @@ def _check_products(stacks: Found, config: StreamConfig) -> None:
     for glob in config.products:
         if not matching(names, [glob]):
             shown = ", ".join(name.removesuffix(".base_layer") for name in names[:16])
-            others = sorted({type(linears[name]).__name__ for name in matching(linears, [glob])})
-            if others:
+            class_names = sorted(
+                {type(linears[name]).__name__ for name in matching(linears, [glob])}
+            )
+            if class_names:
                 raise ConfigError(
                     f"saves names {glob!r}, and these Linears compute in their own way "
-                    f"({', '.join(others)}): what their forward computes inside is needed in "
+                    f"({', '.join(class_names)}): what their forward computes inside is needed in "
                     "backward, so that a saved product would save nothing. Leave the name out of "
                     f"saves. Linears whose products can be saved: {shown or 'none'}."
                 )

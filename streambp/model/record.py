@@ -205,9 +205,9 @@ class StepRecord:
                 f"but {len(self.whole)} of {self.layers} layers ran whole under gradient "
                 "checkpointing"
             )
-        moved = self.host is not None and self.host.out
-        if moved:
-            savings = f"moved {sized(moved)} to the host"
+        moved_bytes = self.host is not None and self.host.out
+        if moved_bytes:
+            savings = f"moved {sized(moved_bytes)} to the host"
         elif self.way == KEPT_GRAPH:
             savings = (
                 f"backward recomputed nothing{self._room(self.saved_bytes, ', the graph took')}"
@@ -218,7 +218,7 @@ class StepRecord:
             savings = f"saved {', '.join(saved.name for saved in self.saved)}"
         else:
             savings = f"saved{self._room(self.saved_bytes, '')}"
-        let_go = "" if moved or self.let_go is None else f", and let go of it: {self.let_go}"
+        let_go = "" if moved_bytes or self.let_go is None else f", and let go of it: {self.let_go}"
         return f"{', '.join(parts)}: {savings}{let_go}"
 
     def _room(self, size: float | None, verb: str) -> str:

@@ -127,13 +127,13 @@ class Steps:
     def unnoted(self) -> Iterator[None]:
         """Context manager that restores the notes on steps afterwards. Steps inside are neither
         counted nor logged."""
-        before = self.last, self.unpatched, self.short, self.tell
+        previous = self.last, self.unpatched, self.short, self.tell
         self.tell = None
         try:
             yield
         finally:
             self.settle()
-            self.last, self.unpatched, self.short, self.tell = before
+            self.last, self.unpatched, self.short, self.tell = previous
 
     def forward_done(
         self, backbone: int, given: Tensor | None, shared: Shared | None, unpatched: bool = False
@@ -227,11 +227,11 @@ class Steps:
         self.unpatched += step.unpatched
         self.short += step.let_go is not None
         if self.offloader is not None:
-            moved = dict(self.offloader.transfers.bytes)
+            moved_bytes = dict(self.offloader.transfers.bytes)
             step.moved = {
-                way: max(0.0, size - self._moved.get(way, 0.0)) for way, size in moved.items()
+                way: max(0.0, size - self._moved.get(way, 0.0)) for way, size in moved_bytes.items()
             }
-            self._moved = moved
+            self._moved = moved_bytes
         if self.tell is None or not logger.isEnabledFor(logging.INFO):
             return
         chunks = {

@@ -29,8 +29,8 @@ def undone_on_error(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for one in noted:
-            one.put_back()
+        for copied in noted:
+            copied.put_back()
         raise
 
 
@@ -41,14 +41,14 @@ def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str
     for state in states:
         if state.root is not None:  # a shallow copy of the model shares the patch
             modules.update(dict.fromkeys(state.root.modules()))
-        for changed in (
+        for owner in (
             state,
             state.weights,
             getattr(state.weights, "ranges", None),
             *state.wrappers,
         ):
-            if changed is not None:
-                yield vars(changed)
+            if owner is not None:
+                yield vars(owner)
     for module in modules:
         yield module.__dict__
 

@@ -75,7 +75,7 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
             "that a warm-up does not give. Call streambp.warm_up before the engine gets the model."
         )
     # Restore torch's generators afterwards, and the notes that `describe` and `last_step` read.
-    before = [
+    buffers = [
         RandomState.capture(device)
         for device in {p.device for p in model.parameters()} or {torch.device("cpu")}
     ]
@@ -85,7 +85,7 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
     try:
         with contextlib.ExitStack() as restored:
             restored.enter_context(leaving_no_trace(model))
-            for steps in {id(each): each for each in noting}.values():
+            for steps in {id(noting_steps): noting_steps for noting_steps in noting}.values():
                 restored.enter_context(steps.unnoted())
             output = model(**inputs)
             leaves = [
@@ -98,7 +98,7 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
                 with Autocast.capture(loss.device).off():
                     torch.autograd.grad(loss, leaves, allow_unused=True)
     finally:
-        for state in before:
+        for state in buffers:
             state.restore()
         for head, fields in saved_fields:
             vars(head).update(fields)
