@@ -101,10 +101,10 @@ class StepNeed(Need):
             for phase in phases:
                 upto, size = waiting(phase.name), phase.law.at(step)
                 largest[-1][upto] = max(largest[-1].get(upto, 0.0), size)
-        first, again = largest
-        if again:
+        first, accumulating = largest
+        if accumulating:
             first = {
-                upto: (1 - present) * size + present * again.get(upto, size)
+                upto: (1 - present) * size + present * accumulating.get(upto, size)
                 for upto, size in first.items()
             }
         if len(self._asked) == REMEMBERED:
@@ -161,8 +161,10 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
     parts = [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers]
     gradients = sum(getattr(p, SHARD_HERE, p).nbytes for p in trained)
     once = min(gradients, max((*parts, *(p.nbytes for p in trained)), default=0))
-    first, again = ((Phase("at most", Law(size, inputs, work)),) for size in (gradients, once))
-    return StepNeed(Method("at most", (), "none", False, True, first, again, Law(), ()))
+    first, accumulating = (
+        (Phase("at most", Law(size, inputs, work)),) for size in (gradients, once)
+    )
+    return StepNeed(Method("at most", (), "none", False, True, first, accumulating, Law(), ()))
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
@@ -271,20 +273,20 @@ class ModelStates:
             return Figures(why="parameters that ZeRO-3 has divided cannot be counted")
         installed = self.installed
         sites = list(installed.steps.sites)
-        most = bound(self.model, [site.layer for site in sites])
+        upper_bound = bound(self.model, [site.layer for site in sites])
         if free_memory.free_memory(device) is None or (
             self.config.chunk_size != "auto" and self.config.offload != "none"
         ):
-            return Figures(most)
+            return Figures(upper_bound)
         cast = autocast_dtype(device.type)
         wide = cast in HALF and any(p.dtype == torch.float32 for p in self.model.parameters())
         law = in_a_thread(lambda: _law(self.model, self.config, cast if wide else None))
         if isinstance(law, str):
-            return Figures(most, why=law)
-        moved = installed.weights is not None
+            return Figures(upper_bound, why=law)
+        moves_weights = installed.weights is not None
         first = {site.index: next(site.layer.parameters(), None) for site in sites}
         places = {
-            index: device if moved else getattr(p, "device", torch.device("cpu"))
+            index: device if moves_weights else getattr(p, "device", torch.device("cpu"))
             for index, p in first.items()
         }
         costs = in_a_thread(lambda: _costs(self.model, self.config, places, cast if wide else None))
@@ -350,12 +352,12 @@ def in_a_thread(work: Callable[[], T]) -> T:
 
     The state of torch's default random generator is restored afterwards.
     """
-    before = torch.default_generator.get_state()
+    random_state = torch.default_generator.get_state()
     try:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             return pool.submit(work).result()
     finally:
-        torch.default_generator.set_state(before)
+        torch.default_generator.set_state(random_state)
 
 
 def rates_here(device: torch.device) -> Rates:
@@ -428,8 +430,10 @@ def _costs(
     except Exception:  # the layers' first step shows these costs as well
         return {}
     if cast is not None:
-        for index, one in costs.items():
-            costs[index] = one._replace(
-                cost=dataclasses.replace(one.cost, x=2 * one.cost.x), graph=0.0
+        for index, layer_cost in costs.items():
+            costs[index] = layer_cost._replace(
+                cost=dataclasses.replace(layer_cost.cost, x=2 * layer_cost.cost.x), graph=0.0
             )
-    return {index: one._replace(device=devices[index]) for index, one in costs.items()}
+    return {
+        index: layer_cost._replace(device=devices[index]) for index, layer_cost in costs.items()
+    }

@@ -196,11 +196,11 @@ def both_ways(
                 flops = sum(part.products + part.forward + part.backward for part in parts.values())
                 spent = seconds_of(with_copies(parts, used.on_host), rates)
                 resident_peak = peak(profile, plain, tokens, rows * size, resident).total
-                left = None
+                free_bytes = None
                 if method.prefix_on_host:
-                    left = max(1, int(memory.usable - at.total))
+                    free_bytes = max(1, int(memory.usable - at.total))
                 how = (method.name, method.saves, method.offload, size, tokens // rows)
-                choice = Choice(*how, at, flops, spent, left, on_host=used.on_host)
+                choice = Choice(*how, at, flops, spent, free_bytes, on_host=used.on_host)
                 candidates.append(
                     Way(
                         batch,
@@ -247,9 +247,11 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
             counted = batch.scored
         else:
             counted = tokens
-        again = rows * reach * step.chunks
+        recomputed = rows * reach * step.chunks
         window = tokens * chunk_size
-        step = step._replace(tokens=counted, chunk=chunk, tokens_chunks=again, tokens_chunk=window)
+        step = step._replace(
+            tokens=counted, chunk=chunk, tokens_chunks=recomputed, tokens_chunk=window
+        )
         step = step._replace(square=tokens * reach, blocks=blocks, queries_blocks=chunk * blocks)
         costs[part.name] = part.at(step)
     return costs
@@ -300,9 +302,9 @@ def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
     return "\n".join([*lines, *_to_paste(plan, found[-1])])
 
 
-def _to_paste(plan: Plan, both: tuple[Way, Way]) -> list[str]:
+def _to_paste(plan: Plan, ways: tuple[Way, Way]) -> list[str]:
     """Return lines with the settings of the faster way of a batch, ready to paste."""
-    fitting = [way for way in both if way.fits]
+    fitting = [way for way in ways if way.fits]
     if not fitting:
         return []
     way = min(fitting, key=lambda way: way.seconds)

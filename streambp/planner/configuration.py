@@ -129,14 +129,14 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
     if isinstance(value, int) and not isinstance(value, bool):
         last = field.rpartition(".")[2]
         if "layer" in last:
-            most = MOST_LAYERS
+            limit = MOST_LAYERS
         elif COUNTS.match(last):
-            most = MOST_PARTS
+            limit = MOST_PARTS
         else:
-            most = LARGEST_NUMBER
-        if abs(value) > most:
+            limit = LARGEST_NUMBER
+        if abs(value) > limit:
             raise StreamBPError(
-                f"{field} of {name} is {shown(value)}; the planner takes numbers up to {most:,} "
+                f"{field} of {name} is {shown(value)}; the planner takes numbers up to {limit:,} "
                 "there. Pass the configuration of a model that can be built."
             )
     if isinstance(value, Mapping):

@@ -71,9 +71,9 @@ class LiveBytes(TorchDispatchMode):
             if s._cdata not in self._alive:
                 fresh.append(s)
         if fresh:
-            before = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
+            input_storages = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
             for storage in fresh:
-                if storage._cdata not in before and storage._cdata not in self._alive:
+                if storage._cdata not in input_storages and storage._cdata not in self._alive:
                     self._track(storage)
         return result
 
@@ -183,11 +183,11 @@ class Shapes:
         """Return new meta or fake tensors, with the shapes, strides and dtypes of a cached
         operation's outputs."""
         tensors_of_call: list[Any] = []
-        for one in known.made:
-            if type(one) is not tuple:
-                tensors_of_call.append(one)
+        for output in known.made:
+            if type(output) is not tuple:
+                tensors_of_call.append(output)
                 continue
-            shape, stride, dtype = one
+            shape, stride, dtype = output
             if self.mode is None:
                 tensors_of_call.append(torch.empty_strided(shape, stride, dtype=dtype, device=META))
                 continue
@@ -215,7 +215,7 @@ class Shapes:
                 raise TypeError(f"{type(value).__name__} on {value.device}")
             return value.shape, value.stride(), value.dtype
         if isinstance(value, list | tuple):
-            if any(isinstance(one, Tensor) for one in value):
+            if any(isinstance(member, Tensor) for member in value):
                 return tuple(map(self._part, value))
             return tuple(value)
         # nan never equals itself, so its key would never match
@@ -227,8 +227,10 @@ class Shapes:
         schema = func._schema
         input_storages = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
         view = any(x.untyped_storage()._cdata in input_storages for x in tensors(result))
-        written = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
-        if view and not written:
+        writes_inputs = any(
+            a.alias_info is not None and a.alias_info.is_write for a in schema.arguments
+        )
+        if view and not writes_inputs:
             # By its schema, `_unsafe_view` returns no view.
             if func is aten._unsafe_view.default or all(
                 out.alias_info is not None for out in schema.returns
@@ -243,7 +245,7 @@ class Shapes:
             outputs = [result]
         if key is None:
             return work
-        if written:
+        if writes_inputs:
             if func in CHANGED_IN_PLACE and result is args[0]:
                 self._known[key] = Known(Shapes.IN_PLACE, False, work)
             elif "out" in kwargs and result is kwargs["out"]:

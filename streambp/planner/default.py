@@ -94,12 +94,12 @@ def by_default(
             and plain is not None
         ):
             took = seconds(plain, seq_len, seq_len, rates)
-            most = peak(profile, plain, seq_len, seq_len, setting)
-            return ByDefault(UNPATCHED, size, True, (), most.total, took.total)
+            unpatched_peak = peak(profile, plain, seq_len, seq_len, setting)
+            return ByDefault(UNPATCHED, size, True, (), unpatched_peak.total, took.total)
     fits, plan, spent = policy.predicted(free, tokens, rows * size, PLAN_DEVICE, seq_len)
-    chosen = Chosen(tokens, seq_len, size, free, plan)
-    saved = tuple(Saved(name, chosen.layers[name], count) for name, count in chosen.bytes.items())
-    if chosen.layers.get(GRAPH) == profile.layers:
+    choice = Chosen(tokens, seq_len, size, free, plan)
+    saved = tuple(Saved(name, choice.layers[name], count) for name, count in choice.bytes.items())
+    if choice.layers.get(GRAPH) == profile.layers:
         way = KEPT_GRAPH
     else:
         way = STREAMED
@@ -107,10 +107,10 @@ def by_default(
     most_saved = max(
         total
         + sum(
-            one.bytes
+            candidate.bytes
             for index, candidates in plan.items()
             if index <= waiting(name)
-            for one in candidates
+            for candidate in candidates
         )
         for name, total in phases.items()
     )

@@ -182,10 +182,10 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
     d_out = d_out.contiguous()
     keys = sizes.keys
     values = sizes.values
-    again = []
+    recomputed = []
     for width in (keys, values) if g is None else (keys, values, keys, keys):
-        again.append(sizes.per_token(width))
-    again += [sizes.states(), sizes.per_token(values)]
+        recomputed.append(sizes.per_token(width))
+    recomputed += [sizes.states(), sizes.per_token(values)]
     if g is None:
         d_scores = None
     else:
@@ -229,7 +229,7 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
         del parts, dq_sum, dk_sum, d_decay_sum
         d_decay = torch.empty_like(decay)
         del d_solved
-    del again, d_states, d_scores
+    del recomputed, d_states, d_scores
     if ctx.normalises:
         dq = torch.empty_like(q)
         dk = torch.empty_like(k)

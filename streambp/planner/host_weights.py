@@ -74,8 +74,10 @@ def gradients_here(phases: Sequence[tuple[str, float]], on_host: OnHost | None) 
     of_head = next((gradients for name, gradients in phases if name == HEAD_BACKWARD), 0.0)
     bytes_here = []
     for _, gradients in phases:  # order of gradients: head, layers, embeddings
-        others = min(gradients, max(of_head, gradients - on_host.trained))
-        bytes_here.append(others + min(gradients - others, SLOTS * on_host.largest))
+        other_gradients = min(gradients, max(of_head, gradients - on_host.trained))
+        bytes_here.append(
+            other_gradients + min(gradients - other_gradients, SLOTS * on_host.largest)
+        )
     return bytes_here
 
 
@@ -88,9 +90,14 @@ def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
         layers: number of layers in host memory.
         decoded: bytes of one layer's dequantized 4-bit weights; 0: none.
     """
-    moved = sizes[:layers]
+    host_sizes = sizes[:layers]
     return OnHost(
-        layers, len(sizes), sum(moved), sum(moved[-SLOTS:]), max(moved, default=0), decoded
+        layers,
+        len(sizes),
+        sum(host_sizes),
+        sum(host_sizes[-SLOTS:]),
+        max(host_sizes, default=0),
+        decoded,
     )
 
 
@@ -135,6 +142,8 @@ def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, W
     for name, back, out in copies:
         part = on_host.layers / on_host.of
         costs[name] = Work().plus(step[name], 1 - part)
-        moved = Work().plus(step[name], part)
-        costs[name + MOVED] = moved._replace(back=moved.back + back, out=moved.out + out)
+        host_work = Work().plus(step[name], part)
+        costs[name + MOVED] = host_work._replace(
+            back=host_work.back + back, out=host_work.out + out
+        )
     return costs

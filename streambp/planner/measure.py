@@ -163,9 +163,9 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
         _step(model, ids)
         with count:
             count.reset_peak()
-            before = time.perf_counter()
+            start = time.perf_counter()
             step = _step(model, ids)
-            took = time.perf_counter() - before
+            took = time.perf_counter() - start
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
             raise

@@ -88,16 +88,16 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         # Products with many rows and with few rows, to the inner size and back. The first ones heat
         # the device.
         weight = torch.randn(sizes.hidden, sizes.inner, device=device, dtype=dtype)  # [h, m]
-        flops = taken = 0.0
+        flops = seconds = 0.0
         heated = time.perf_counter()
         for rows in reversed(sizes.rows):
             x = torch.randn(rows, sizes.hidden, device=device, dtype=dtype)  # [n, h]
             while time.perf_counter() - heated < sizes.heat:
                 x @ weight
                 wait(device)
-            taken += clock(lambda x=x, weight=weight: (x @ weight) @ weight.mT)  # type: ignore[misc]
+            seconds += clock(lambda x=x, weight=weight: (x @ weight) @ weight.mT)  # type: ignore[misc]
             flops += 4 * rows * sizes.hidden * sizes.inner
-        products = flops / taken
+        products = flops / seconds
         del weight, x
         forward, backward = _attention(clock, sizes, device, dtype)
         x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype)  # [n, h]

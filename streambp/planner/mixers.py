@@ -182,13 +182,13 @@ def replaced_functions(found: Sequence[tuple[dict[str, Any], str, Any]]) -> Iter
     Args:
         found: (namespace, name, replacement) of each function.
     """
-    before = [(space, name, space[name]) for space, name, _ in found]
+    originals = [(space, name, space[name]) for space, name, _ in found]
     try:
         for space, name, stand_in in found:
             space[name] = stand_in
         yield
     finally:
-        for space, name, function in before:
+        for space, name, function in originals:
             space[name] = function
 
 

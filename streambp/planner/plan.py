@@ -221,14 +221,14 @@ class Plan:
         """Return the two fastest ways to run a step after the chosen one, among those that fit and
         are computed chunk by chunk."""
         if self.choice is None:
-            chosen = None
+            method = None
         else:
-            chosen = self.choice.method
-        others = []
-        for one in self.times:
-            if one.fits and one.method != chosen and self.profile.method(one.method).chunked:
-                others.append(one)
-        return tuple(sorted(others, key=lambda one: one.seconds)[:2])
+            method = self.choice.method
+        candidates = []
+        for timed in self.times:
+            if timed.fits and timed.method != method and self.profile.method(timed.method).chunked:
+                candidates.append(timed)
+        return tuple(sorted(candidates, key=lambda one: one.seconds)[:2])
 
 
 def plan(
@@ -372,10 +372,10 @@ def plan_profile(
 def where_weights_may_be(profile: Profile, setting: Setting) -> Setting:
     """Return a copy of the setting in which `on_host` has all layers if weights may be in host
     memory, and is None otherwise."""
-    moved = with_weights_on_host(profile, setting)
-    if moved is None or setting.weights == "device":
+    on_host = with_weights_on_host(profile, setting)
+    if on_host is None or setting.weights == "device":
         return dataclasses.replace(setting, on_host=None)
-    return moved
+    return on_host
 
 
 def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
@@ -409,20 +409,20 @@ def _timed(
     rates: Rates,
 ) -> Timed:
     """Return a method's row of the plan: its fastest step that fits, or its smallest step."""
-    within = with_room(profile, memory, setting)
-    one = choose(profile, [method], seq_len, memory, within, rates)
-    if one is not None:
-        size = one.chunk_size
-        spent = one.seconds
-        total = one.peak.total
+    limited = with_room(profile, memory, setting)
+    choice = choose(profile, [method], seq_len, memory, limited, rates)
+    if choice is not None:
+        size = choice.chunk_size
+        spent = choice.seconds
+        total = choice.peak.total
     else:
         size = min(chunk_sizes(profile.batch_size)[-1], seq_len)
-        at, used = placed(profile, method, seq_len, size, memory, within)
+        at, used = placed(profile, method, seq_len, size, memory, limited)
         spent = seconds(method, seq_len, size, rates, used)
         total = at.total
-    speed = throughput(spent, seq_len, profile.batch_size, within)
+    speed = throughput(spent, seq_len, profile.batch_size, limited)
     shown = size if method.chunked else seq_len
-    return Timed(method.name, shown, one is not None, total, spent.total, speed)
+    return Timed(method.name, shown, choice is not None, total, spent.total, speed)
 
 
 def choose(
@@ -508,13 +508,19 @@ def options(
             at, used = placed(profile, method, seq_len, size, memory, setting)
             how = (method.name, method.saves, method.offload, size, seq_len)
             if method.prefix_on_host:
-                left = max(1, int(memory.usable - at.total))
+                free_bytes = max(1, int(memory.usable - at.total))
             else:
-                left = None
+                free_bytes = None
             spent = seconds(method, seq_len, size, rates, used)
             sent = link_bytes(method, seq_len, setting)
             yield Choice(
-                *how, at, flops(method, seq_len, size, setting), spent, left, sent, used.on_host
+                *how,
+                at,
+                flops(method, seq_len, size, setting),
+                spent,
+                free_bytes,
+                sent,
+                used.on_host,
             )
 
 
@@ -626,9 +632,9 @@ def _levers(profile: Profile, seq_len: int, memory: Memory, setting: Setting) ->
             )
         )
     everywhere = dataclasses.replace(setting, weights="cpu")
-    moved = with_weights_on_host(profile, everywhere)
-    if moved is not None and setting.on_host is None:
-        options.append(("weights on the host (weights='cpu')", moved, memory))
+    with_host_weights = with_weights_on_host(profile, everywhere)
+    if with_host_weights is not None and setting.on_host is None:
+        options.append(("weights on the host (weights='cpu')", with_host_weights, memory))
     if memory.host is not None:
         options.append(
             ("twice the host memory", setting, dataclasses.replace(memory, host=2 * memory.host))

@@ -564,12 +564,13 @@ def from_json(data: Mapping[str, Any]) -> Profile:
         phases = {}
         for name in ("first", "accumulating"):
             phases[name] = tuple(
-                Phase(one["name"], Law(*one["law"]), one["gradients"]) for one in value[name]
+                Phase(entry["name"], Law(*entry["law"]), entry["gradients"])
+                for entry in value[name]
             )
         parts = []
-        for one in value["work"]:
-            laws = tuple(itertools.starmap(Law, one["laws"]))
-            parts.append(Part(one["name"], laws, one["k_block"]))
+        for entry in value["work"]:
+            laws = tuple(itertools.starmap(Law, entry["laws"]))
+            parts.append(Part(entry["name"], laws, entry["k_block"]))
         split = value.get("split")
         split = split and Split(
             **{**split, "heads": tuple(itertools.starmap(Heads, split["heads"]))}

@@ -211,11 +211,11 @@ def _default_line(plan: Plan, default: ByDefault) -> str:
         return f"  {how}, {default.peak / GIB:.1f} GiB: does not fit"
     savings = []
     linears = []
-    for one in default.saved:
-        if one.name in NAMED_SAVES:
-            savings.append(f"{one.name} of {one.layers} layers")
+    for saved in default.saved:
+        if saved.name in NAMED_SAVES:
+            savings.append(f"{saved.name} of {saved.layers} layers")
         else:
-            linears.append(one.layers)
+            linears.append(saved.layers)
     savings += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
     if default.way == UNPATCHED:
         how += ", runs unpatched"
@@ -227,26 +227,26 @@ def _default_line(plan: Plan, default: ByDefault) -> str:
 
 def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
     """Return a table of `streambp.patch(model)` alone, predicted and measured."""
-    both = [predicted]
+    steps = [predicted]
     if measured is not None:
-        both.append(measured)
+        steps.append(measured)
     cells: list[tuple[str, ...]] = [
         ("", "predicted", "measured"),
-        ("step", *(one.way for one in both)),
+        ("step", *(step.way for step in steps)),
     ]
-    cells.append(("chunk_size", *(f"{one.chunk_size:,}" for one in both)))
-    for name in dict.fromkeys(saved.name for one in both for saved in one.saved):
+    cells.append(("chunk_size", *(f"{step.chunk_size:,}" for step in steps)))
+    for name in dict.fromkeys(saved.name for step in steps for saved in step.saved):
         row = [name]
-        for one in both:
+        for step in steps:
             cell = "-"
-            for saved in one.saved:
+            for saved in step.saved:
                 if saved.name == name:
                     cell = f"{saved.layers} layers, {(saved.bytes or 0.0) / 2**20:.2f}"
                     break
             row.append(cell)
         cells.append(tuple(row))
-    cells.append(("peak with weights", *(f"{one.peak / 2**20:.2f}" for one in both)))
-    cells.append(("seconds", *(f"{one.seconds:.3g}" for one in both)))
+    cells.append(("peak with weights", *(f"{step.peak / 2**20:.2f}" for step in steps)))
+    cells.append(("seconds", *(f"{step.seconds:.3g}" for step in steps)))
     if measured is None:
         for index in range(1, len(cells)):
             cells[index] += ("out of memory",)
@@ -340,8 +340,10 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
             f"{duration(spent.exchange)} of exchanges are not hidden (rates of links guessed)"
         )
     following = []
-    for one in plan.next_fastest:
-        following.append(f"{one.method} in {duration(one.seconds)} ({one.peak / GIB:.1f} GiB)")
+    for timed in plan.next_fastest:
+        following.append(
+            f"{timed.method} in {duration(timed.seconds)} ({timed.peak / GIB:.1f} GiB)"
+        )
     lines += [f"  next in speed: {', '.join(following)}"] if following else []
     # less memory costs almost no time
     if safest is not None and safest.peak.total <= 0.95 * peak.total:

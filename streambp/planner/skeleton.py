@@ -462,11 +462,13 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
                     parts.append((name, value))
         signatures.append(str(parts))
     kinds = tuple(list(dict.fromkeys(signatures)).index(signature) for signature in signatures)
-    alike = len(set(kinds)) == 1 and all(states_argument(layer) is None for layer in stack.layers)
-    each = 1 if alike else INNER
+    one_kind = len(set(kinds)) == 1 and all(
+        states_argument(layer) is None for layer in stack.layers
+    )
+    needed = 1 if one_kind else INNER
     inner = []
     for index in range(1, depth - 1):
-        if kinds[1:index].count(kinds[index]) < each:
+        if kinds[1:index].count(kinds[index]) < needed:
             inner.append(index)
     if depth > 1:
         representatives = (0, *inner, depth - 1)

@@ -81,11 +81,11 @@ class SplitCount(StepCount):
         super()._gone(key, _)
 
     def _workspace(self, func: Any, args: Any) -> None:
-        before = self.peak
+        previous = self.peak
         self.peak = self.live
         super()._workspace(func, args)
         self._note(self.peak)
-        self.peak = max(before, self.peak)
+        self.peak = max(previous, self.peak)
 
     def _note(self, live: int) -> None:
         """Update `most` after a change of the live bytes."""
@@ -193,8 +193,8 @@ def split_over(
     if by == ULYSSES:
         replaced += [(kind, "own_gradient", own_gradient), (kind, "exchange", _exchange)]
     else:
-        both = "in_order", "by_rank"
-        replaced += [(kind, name, _keys_allocated()(getattr(kind, name))) for name in both]
+        methods = "in_order", "by_rank"
+        replaced += [(kind, name, _keys_allocated()(getattr(kind, name))) for name in methods]
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in replaced:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
@@ -253,15 +253,18 @@ def lines_of_keys(
         amounts = []
         for c, scale in zip(counted, key_amounts, strict=True):
             amounts.append({size / scale: most for size, most in c.most.items()})
-        before: list[float] = []
+        previous: list[float] = []
         for amount in sorted(set().union(*amounts), reverse=True):
             values = []
-            for one in amounts:
+            for counted_phase in amounts:
                 values.append(
-                    max((most for size, most in one.items() if size >= amount), default=0.0)
+                    max(
+                        (most for size, most in counted_phase.items() if size >= amount),
+                        default=0.0,
+                    )
                 )
-            if not before or any(map(operator.gt, values, before)):
-                for rows, one, value in zip(lines, counted, values, strict=True):
-                    rows.append(dataclasses.replace(one, peak=value, per_key=amount))
-                before = values
+            if not previous or any(map(operator.gt, values, previous)):
+                for rows, counted_phase, value in zip(lines, counted, values, strict=True):
+                    rows.append(dataclasses.replace(counted_phase, peak=value, per_key=amount))
+                previous = values
     return lines

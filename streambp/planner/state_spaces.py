@@ -409,7 +409,7 @@ def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     T, h]. Return the gradients of forward's tensors; that of conv is in float32."""
     zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
-    again = torch.empty_like(out)
+    recomputed = torch.empty_like(out)
     convolved = zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])
     d_zxbcdt = torch.empty_like(zxbcdt)
     d_convolved = torch.empty_like(convolved)
@@ -419,12 +419,12 @@ def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     else:
         d_out = torch.empty_like(out)
     _scan_backward(sizes, zxbcdt[..., -sizes.heads :], has_start=False, given=True)
-    d_proj = grad.flatten(0, 1).mT @ again.flatten(0, 1).flatten(1)  # [h, H P]
+    d_proj = grad.flatten(0, 1).mT @ recomputed.flatten(0, 1).flatten(1)  # [h, H P]
     if proj_bias is None:
         d_proj_bias = None
     else:
         d_proj_bias = grad.sum((0, 1))
-    del d_normed, d_out, again, convolved, d_convolved
+    del d_normed, d_out, recomputed, convolved, d_convolved
     gradients = [
         d_zxbcdt,
         torch.empty_like(conv, dtype=ACCUMULATION_DTYPE),

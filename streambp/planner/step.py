@@ -115,7 +115,7 @@ class Phases:
                 *self._current, self._start, count.peak, count.live, self._host(), gradients, done
             )
             linked = tuple(
-                current - before for current, before in zip(links, self._links, strict=True)
+                current - earlier for current, earlier in zip(links, self._links, strict=True)
             )
             self.spans.append(
                 dataclasses.replace(span, most=getattr(count, "most", {}), links=linked)

@@ -78,8 +78,8 @@ def settings_of(given: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
     places: list[tuple[tuple[str, ...], Setting]] = [((), given)]
     for place in ("auto", "cpu"):
         if place != given.weights and given.weights != "cpu":
-            moved = dataclasses.replace(given, weights=place)  # type: ignore[arg-type]
-            places.append((("--weights", place), moved))
+            placed = dataclasses.replace(given, weights=place)  # type: ignore[arg-type]
+            places.append((("--weights", place), placed))
     for options, setting in places:
         yield options, setting
         if given.optimizer and not given.optimizer_on_host:
@@ -114,7 +114,7 @@ def best_change(
         profile: the model with the training.
         training: the training, if it differs from the plan's; None: the plan's own.
     """
-    tried: list[Remedy] = []
+    fitting: list[Remedy] = []
     for options, setting in settings_of(found.setting):
         if training is None and not options:
             continue
@@ -125,9 +125,9 @@ def best_change(
             changes, options = _changed(training, options)
             if plan.choice.on_host is not None:
                 changes.append("the layers' weights on the host")
-            tried.append(Remedy(" and ".join(changes), options, plan))
-    bar = (1 + SLOWER) * min((seconds_of(one.plan) for one in tried), default=0.0)
-    near = [one for one in tried if seconds_of(one.plan) <= bar]
+            fitting.append(Remedy(" and ".join(changes), options, plan))
+    bar = (1 + SLOWER) * min((seconds_of(remedy.plan) for remedy in fitting), default=0.0)
+    near = [remedy for remedy in fitting if seconds_of(remedy.plan) <= bar]
     return min(near, key=lambda one: len(one.options), default=None)
 
 
@@ -168,12 +168,12 @@ def remedies(
     """
     named = 0
     last = None
-    same = best_change(found, seq_len, found.profile, None)
-    if same is not None:
+    best = best_change(found, seq_len, found.profile, None)
+    if best is not None:
         named += 1
-        yield same
+        yield best
     for how in training.smaller():
-        if same is not None and on_device(same):
+        if best is not None and on_device(best):
             break
         profile = profile_of(how, count)
         if profile is None:
@@ -209,12 +209,14 @@ def _fewer_tokens(
     for options, setting in settings_of(plan.setting):
         if training is None and options:
             break
-        most = plan_profile(profile, "max", plan.memory, setting, plan.rates)
-        if most.choice is None or (seq_len != "max" and most.seq_len >= seq_len):
+        longest_plan = plan_profile(profile, "max", plan.memory, setting, plan.rates)
+        if longest_plan.choice is None or (seq_len != "max" and longest_plan.seq_len >= seq_len):
             continue
         changes, options = _changed(training, options)
-        changes.append(f"{most.seq_len:,} tokens at most")
-        return Remedy(" and ".join(changes), (*options, "--seq-len", str(most.seq_len)), most)
+        changes.append(f"{longest_plan.seq_len:,} tokens at most")
+        return Remedy(
+            " and ".join(changes), (*options, "--seq-len", str(longest_plan.seq_len)), longest_plan
+        )
     return None
 
 
@@ -260,10 +262,10 @@ def faster(
     ideal = plan_profile(found.profile, found.seq_len, plenty, found.setting, found.rates)
     if seconds_of(ideal) >= (1 - SLOWER) * seconds:
         return  # more memory does not help
-    same = best_change(found, found.seq_len, found.profile, None)
-    if same is not None and seconds_of(same.plan) <= (1 - SLOWER) * seconds:
-        yield same
-        seconds = seconds_of(same.plan)
+    best = best_change(found, found.seq_len, found.profile, None)
+    if best is not None and seconds_of(best.plan) <= (1 - SLOWER) * seconds:
+        yield best
+        seconds = seconds_of(best.plan)
     if training.lora is not None and training.bits > BITS:
         how = Training(training.lora, BITS)
         profile = profile_of(how, count)

@@ -149,10 +149,10 @@ def survey(
     refused = set[str]()
     # approximate numbers of chunks
     chunks = []
-    for one in recipes:
-        if one.config is None:
+    for counted_recipe in recipes:
+        if counted_recipe.config is None:
             chunks.append(2)
-        elif one.config.gpu_memory is None:
+        elif counted_recipe.config.gpu_memory is None:
             chunks.append(15)
         else:
             chunks.append(30)
@@ -328,11 +328,11 @@ class Counter:
             tokens = point[0] / shared[0]
             chunks = tokens * shared[1] / point[1]
             works[point] = {}
-            for name, one in work.items():
+            for name, part in work.items():
                 more = own[shared][name].plus(first[shared][name], -1)
-                moved = one.moved + tokens * more.moved
-                dispatches = one.dispatches + chunks * more.dispatches
-                works[point][name] = one._replace(moved=moved, dispatches=dispatches)
+                moved_bytes = part.moved + tokens * more.moved
+                dispatches = part.dispatches + chunks * more.dispatches
+                works[point][name] = part._replace(moved=moved_bytes, dispatches=dispatches)
         return works
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
@@ -486,7 +486,7 @@ def _count_method(
             large = (CHUNKS if fused else TILED_CHUNKS)[1]
         points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
     first: list[list[Counted]] = []
-    again: list[list[Counted]] = []
+    more_phases: list[list[Counted]] = []
     hosts = list[list[float]]()
     counted = Works()
     links = tuple[float, ...]()
@@ -514,7 +514,7 @@ def _count_method(
                         one.name, one.start + add.start, one.peak + add.peak, add.gradients, most
                     )
                 )
-            again.append(adding)
+            more_phases.append(adding)
     if chunked:
         counter.growth = more
     split = None
@@ -524,8 +524,10 @@ def _count_method(
         split = split_of(recipe.split, heads, links, ranks, points[0][0], saves)
         lengths_of_shards = [tokens for tokens, _ in points]
         first = lines_of_keys(first, split, lengths_of_shards, ranks)
-        again = lines_of_keys(again, split, lengths_of_shards, ranks)
-    regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
+        more_phases = lines_of_keys(more_phases, split, lengths_of_shards, ranks)
+    regimes = [
+        fit(points, phases, counter.reduced) if phases else () for phases in (first, more_phases)
+    ]
     host = fit_bytes(points, hosts)[0]._replace(chunk=0.0)
     if chunked and timed and not tiles:
         more_points = counter.more_points(recipe, points[0][1], counted)

@@ -48,18 +48,18 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
                     label = ",".join(map(str, indices[:3])) + f",..,{indices[-1]}"
                 children.append(node(label, layers[reduced.stand_in(inner)], len(indices)))
         else:
-            alike: dict[str, list[tuple[str, nn.Module]]] = {}
+            groups: dict[str, list[tuple[str, nn.Module]]] = {}
             for child_name, child in module.named_children():
                 shapes = repr(child) + str([tuple(p.shape) for p in child.parameters()])
-                alike.setdefault(shapes if child_name.isdigit() else child_name, []).append(
+                groups.setdefault(shapes if child_name.isdigit() else child_name, []).append(
                     (child_name, child)
                 )
-            for same in alike.values():
-                if len(same) == 1:
-                    label = same[0][0]
+            for members in groups.values():
+                if len(members) == 1:
+                    label = members[0][0]
                 else:
-                    label = f"{same[0][0]}-{same[-1][0]}"
-                children.append(node(label, same[0][1], len(same)))
+                    label = f"{members[0][0]}-{members[-1][0]}"
+                children.append(node(label, members[0][1], len(members)))
         # without dropouts, empty lists and the like
         children = [child for child in children if child.parameters or child.activation]
         own_parameters = sum(parameters_of(p) for p in module._parameters.values() if p is not None)
@@ -68,8 +68,10 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
         # For parents of removed layers, the saved bytes do not apply to the full model.
         reduces = module is not layers[0] and any(child is layers[0] for child in module.modules())
         if reduces or isinstance(module, nn.ModuleList):
-            missing = activation - sum(bytes_by_module.get(child, 0.0) for child in _direct(module))
-            activation = max(0.0, missing) + sum(
+            remainder = activation - sum(
+                bytes_by_module.get(child, 0.0) for child in _direct(module)
+            )
+            activation = max(0.0, remainder) + sum(
                 child.count * child.activation for child in children
             )
         return Node(name, type(module).__name__, count, parameters, activation, tuple(children))

@@ -42,7 +42,9 @@ class Work(NamedTuple):
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
         """Return the sum of this cost and `times` times the other, field by field."""
-        return Work(*[value + times * theirs for value, theirs in zip(self, other, strict=True)])
+        return Work(
+            *[value + times * other_value for value, other_value in zip(self, other, strict=True)]
+        )
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -125,7 +127,7 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
     which recomputes the scores."""
     rows, heads, _, queries, keys, size, value_size = _attention_shapes(func, args)
     causal = len(args) > CAUSAL_AT[func] and args[CAUSAL_AT[func]] is True
-    left = kwargs.get("window_size_left")
+    left_size = kwargs.get("window_size_left")
     if func in BACKWARDS:
         products = 3 * size + 2 * value_size
     else:
@@ -134,7 +136,9 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
         2
         * rows
         * heads
-        * pairs(queries, keys, causal, None if left is None or left < 0 else left + 1)
+        * pairs(
+            queries, keys, causal, None if left_size is None or left_size < 0 else left_size + 1
+        )
         * products
     )
 
@@ -182,31 +186,31 @@ def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         result: the operation's result.
     """
     name = func._overloadpacket.__name__
-    written = sum(map(_size, tensors(result)))
+    output_bytes = sum(map(_size, tensors(result)))
     if func in ADDS_TO_A_SUM:
-        return 2 * written
+        return 2 * output_bytes
     if func in FACTORS or func in ATTENTION or name in EMPTY:
         return 0
     if name in ONLY_WRITTEN:
-        return written
+        return output_bytes
     if name in COPIES:
-        return _size(args[1]) + written
+        return _size(args[1]) + output_bytes
     if name in SELECTED_RESULT:
-        return 2 * written
+        return 2 * output_bytes
     if name in SELECTED_SOURCE:
         if len(args) > SELECTED_SOURCE[name]:
             source = args[SELECTED_SOURCE[name]]
         else:
             source = None
         if isinstance(source, Tensor):
-            chosen = 2 * _size(source)
+            selected = 2 * _size(source)
         else:
-            chosen = written
+            selected = output_bytes
         if name.endswith("_"):
-            return chosen
-        return chosen + written
+            return selected
+        return selected + output_bytes
     read = [x for name, x in kwargs.items() if name != "out"]
-    return written + sum(map(_size, tensors((args, read))))
+    return output_bytes + sum(map(_size, tensors((args, read))))
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
@@ -226,10 +230,10 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
         size = moved(func, args, kwargs, result)
         if a.dim() == 2 and func is not GROUPED and min(*a.shape, b.shape[-1]) <= SKINNY:
             if func in ADDS_TO_A_SUM:
-                written = 0
+                output_bytes = 0
             else:
-                written = _size(tensors(result)[0])
-            size += _size(a) + _size(b) + written
+                output_bytes = _size(tensors(result)[0])
+            size += _size(a) + _size(b) + output_bytes
         return Work(2 * terms * b.shape[-1], moved=size, dispatches=1)
     if func in ATTENTION:
         flops = attention_flops(func, args, kwargs)
