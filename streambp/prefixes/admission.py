@@ -221,11 +221,18 @@ class Trials:
         self.verdicts[self.kind_of(kwargs)] = reasons[0], reasons[-1]
 
     def _try(
-        self, kwargs: dict[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool
+        self,
+        kwargs: dict[str, Any],
+        over: Over,
+        sites: list[LayerSite],
+        branch_distance: int,
+        together: bool,
     ) -> str | None:
         mask, positions = mask_and_positions(kwargs)
         ids = known_by(kwargs)
-        tree = find_tree(ids, mask, positions, least=TRIAL[1] // 3, saves=0.0, apart=apart)
+        tree = find_tree(
+            ids, mask, positions, least=TRIAL[1] // 3, saves=0.0, apart=branch_distance
+        )
         assert isinstance(tree, Tree), tree
         is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # [B, T]
         random = RandomState.capture(ids.device).replayed()
@@ -243,10 +250,11 @@ class Trials:
                     rows = over(kwargs, None, failed)
                 restored.end_run()
                 restored.rewind()
-                taken = [
-                    each.rearranged(functools.partial(_in_packed_row, tree)) for each in recorded
+                replayed = [
+                    choices.rearranged(functools.partial(_in_packed_row, tree))
+                    for choices in recorded
                 ]
-                with replaced(sites, "choices", taken):
+                with replaced(sites, "choices", replayed):
                     row = over(packed(kwargs, tree, self.takes_positions), tree, failed)
                 if not failed:
                     expected = rows[0][is_token]
@@ -279,7 +287,9 @@ class Trials:
                 (results - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
             )
             bar = BAR
-        scores = max((each.typical() if half else each.furthest() for each in taken), default=0.0)
+        scores = max(
+            (choices.typical() if half else choices.furthest() for choices in replayed), default=0.0
+        )
         if distance <= bar and scores <= SCORES * bar:
             return None
         distance = max(distance, scores / SCORES)

@@ -151,7 +151,7 @@ class SharedPrefixes:
         self.last = tree
         return over(kwargs, None)
 
-    def _late(self, again: Again, tree: Tree, labels: tuple[Any, Any]) -> LateRows | None:
+    def _late(self, rows_later: Again, tree: Tree, labels: tuple[Any, Any]) -> LateRows | None:
         """Return an object that can run the backbone on the batch's rows after the packed row, in
         case the program reads values at padding.
 
@@ -159,7 +159,7 @@ class SharedPrefixes:
         each forward.
 
         Args:
-            again: the forward over the rows, to run later.
+            rows_later: the forward over the rows, to run later.
             tree: the packed row.
             labels: see `call`.
         """
@@ -172,7 +172,7 @@ class SharedPrefixes:
             self._reads_padding.add(caller)
             self.last = PADDING_IS_READ
 
-        return LateRows(self.module, again, tree, told)
+        return LateRows(self.module, rows_later, tree, told)
 
     def _caller(self, labels: tuple[Any, Any]) -> tuple[bool, bool]:
         """Return the key (True in training mode, True if there are labels). Once a program has read
@@ -300,11 +300,11 @@ class SharedPrefixes:
         for x in (*map(kwargs.get, (*SHARED_INPUTS, EMBEDS, *PER_TOKEN)), plain, shifted):
             if isinstance(x, Tensor):
                 key.append((x, None if x.is_inference() else x._version))
-        before = [] if self._looked is None else self._looked[0]
-        same = len(before) == len(key) and all(
-            x is y and i == j for (x, i), (y, j) in zip(before, key, strict=True)
+        looked_key = [] if self._looked is None else self._looked[0]
+        is_same_call = len(looked_key) == len(key) and all(
+            x is y and i == j for (x, i), (y, j) in zip(looked_key, key, strict=True)
         )
-        if self._looked is None or not same:
+        if self._looked is None or not is_same_call:
             ids = known_by(kwargs)
             scored = _labelled(plain, shifted, ids)
             look = functools.partial(

@@ -43,14 +43,14 @@ class Moment:
     def of(cls, module: nn.Module) -> Moment:
         """Return a snapshot of the module's current state."""
         tensors = [*module.parameters(), *module.buffers()]
-        written = []
+        versions = []
         for x in tensors:
             version = 0 if x.is_inference() else x._version
-            written.append((x, version))
+            versions.append((x, version))
         flags: list[dict[str, Any]] = []
         if draws_noise(module):
             flags = _flags(module)
-        return cls(written, flags)
+        return cls(versions, flags)
 
     def is_over(self, module: nn.Module) -> bool:
         """True if a parameter, buffer or flag of the module was replaced or modified since the

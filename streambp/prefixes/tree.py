@@ -184,8 +184,8 @@ class Tree:
         ]
         if self.furthest is not None:
             runs.append(Run(self.tokens, self.length, self.tokens))
-        before = self._whole_pieces() if window is None else self._pieces_within(window)
-        return Spans(self.length, ((*runs, *before),), window)
+        shared_runs = self._whole_pieces() if window is None else self._pieces_within(window)
+        return Spans(self.length, ((*runs, *shared_runs),), window)
 
     def _whole_pieces(self) -> Iterator[Run]:
         """Yield a `Run` for each range of keys in earlier segments and the queries that read the
@@ -198,8 +198,8 @@ class Tree:
         readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for segment in self.segments:
             for piece in segment.before:
-                inside = [cut for cut in cuts if piece.start <= cut <= piece.stop]
-                for part in itertools.pairwise(inside):
+                inner_cuts = [cut for cut in cuts if piece.start <= cut <= piece.stop]
+                for part in itertools.pairwise(inner_cuts):
                     queries = readers.setdefault(part, [])
                     start = segment.own.start
                     if queries and queries[-1][1] == start:
@@ -306,8 +306,8 @@ def _look_at(
     first = real.int().argmax(1)
     last = width - 1 - real.flip(1).int().argmax(1)
     length = real.sum(1)
-    both = real[:, 1:] & real[:, :-1]
-    grows = ((positions[:, 1:] - positions[:, :-1] == 1) | ~both).all(1)
+    both_real = real[:, 1:] & real[:, :-1]
+    grows = ((positions[:, 1:] - positions[:, :-1] == 1) | ~both_real).all(1)
     scored = (
         torch.zeros_like(first) if labelled is None else (labelled.to(ids.device) & ~real).any(1)
     ).to(first.dtype)
@@ -339,14 +339,14 @@ def _look_at(
 
 
 def _write_down(
-    ids: Tensor, token_places: list[_Known], least: int, apart: int
+    ids: Tensor, token_places: list[_Known], least: int, branch_distance: int
 ) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
     """Return the segments of the packed row, in order, and each batch row's pieces.
 
     Args:
         ids: [B, T], integers that are equal for equal tokens.
         token_places: the place of each row's tokens.
-        least, apart: see `find_tree`.
+        least, branch_distance: see `find_tree`.
     """
     first_columns = [row.column for row in token_places]
     if any(first_columns):  # shift rows left to their first token
@@ -357,42 +357,46 @@ def _write_down(
         ids = ids.gather(1, columns)
     # Group rows that share `least` tokens: most rows of most batches share nothing.
     starts = ids[:, :least].unique(dim=0, return_inverse=True)[1].tolist()
-    alike: dict[tuple[float, ...], list[int]] = {}
+    groups: dict[tuple[float, ...], list[int]] = {}
     for index, (known_row, start) in enumerate(zip(token_places, starts, strict=True)):
         group: tuple[float, ...] = (index,)
         if known_row.length >= least:
             group = (known_row.position, start)
-        alike.setdefault(group, []).append(index)
+        groups.setdefault(group, []).append(index)
     # Groups of rows without pieces yet, and the pieces that each group shares.
     waiting: list[tuple[list[int], tuple[PackedSpan, ...]]] = []
-    for rows in reversed(alike.values()):
+    for rows in reversed(groups.values()):
         waiting.append((rows, ()))
     segments: list[Segment] = []
     pieces: dict[int, tuple[PackedSpan, ...]] = {}
     end = 0
     while waiting:
-        (pivot, *others), before = waiting.pop()
-        depth = sum(piece.stop - piece.start for piece in before)
-        pieces[pivot] = before
+        (pivot, *followers), pieces_before = waiting.pop()
+        depth = sum(piece.stop - piece.start for piece in pieces_before)
+        pieces[pivot] = pieces_before
         if token_places[pivot].length > depth:
             span = PackedSpan(depth, end, end + token_places[pivot].length - depth)
-            segments.append(Segment(pivot, span, before))
-            pieces[pivot] = (*before, span)
+            segments.append(Segment(pivot, span, pieces_before))
+            pieces[pivot] = (*pieces_before, span)
             end = span.stop
-            if before and before[-1].stop == span.start:  # adjacent in the packed row
+            if pieces_before and pieces_before[-1].stop == span.start:  # adjacent in the packed row
                 pieces[pivot] = (
-                    *before[:-1],
-                    PackedSpan(before[-1].at, before[-1].start, span.stop),
+                    *pieces_before[:-1],
+                    PackedSpan(pieces_before[-1].at, pieces_before[-1].start, span.stop),
                 )
-        common = _common(ids, pivot, others, depth, [row.length for row in token_places], least)
+        common = _common(ids, pivot, followers, depth, [row.length for row in token_places], least)
         for row, at in common.items():
             # a row that ends at the branch has no own segment
-            if apart > 1 and at != token_places[row].length:
-                at = min(at, token_places[row].length - apart, token_places[pivot].length - apart)
-                common[row] = at - at % apart
-        beside = [row for row in others if common[row] - depth < least]
-        if beside:
-            waiting.append((beside, before))
+            if branch_distance > 1 and at != token_places[row].length:
+                at = min(
+                    at,
+                    token_places[row].length - branch_distance,
+                    token_places[pivot].length - branch_distance,
+                )
+                common[row] = at - at % branch_distance
+        short_matches = [row for row in followers if common[row] - depth < least]
+        if short_matches:
+            waiting.append((short_matches, pieces_before))
         # the stack pops the longest first
         for at in sorted({at for at in common.values() if at - depth >= least}):
             path: list[PackedSpan] = []
@@ -400,14 +404,14 @@ def _write_down(
                 if piece.at < at:
                     stop = min(piece.stop, piece.start + at - piece.at)
                     path.append(PackedSpan(piece.at, piece.start, stop))
-            waiting.append(([row for row in others if common[row] == at], tuple(path)))
+            waiting.append(([row for row in followers if common[row] == at], tuple(path)))
     return tuple(segments), tuple(
         Row(row.column, pieces[index]) for index, row in enumerate(token_places)
     )
 
 
 def _common(
-    ids: Tensor, pivot: int, others: list[int], depth: int, lengths: list[int], least: int
+    ids: Tensor, pivot: int, rows: list[int], depth: int, lengths: list[int], least: int
 ) -> dict[int, int]:
     """Return for each other row how many of its first tokens equal those of the row `pivot`.
 
@@ -417,26 +421,26 @@ def _common(
     Args:
         ids: [B, T], integers that are equal for equal tokens; rows begin at column 0.
         pivot: index of the row to compare with.
-        others: indices of the other rows.
+        rows: indices of the other rows.
         depth: number of tokens that are known to be equal.
         lengths: number of tokens of each row.
         least: number of tokens in the first comparison.
     """
-    equal_tokens = {row: min(lengths[row], lengths[pivot]) for row in others}
-    same = others
+    equal_tokens = {row: min(lengths[row], lengths[pivot]) for row in rows}
+    matching_rows = rows
     start = depth
     size = max(least, 1)
-    while same and start < lengths[pivot]:
+    while matching_rows and start < lengths[pivot]:
         stop = min(start + size, lengths[pivot])
-        differs = ids[same, start:stop] != ids[pivot, start:stop]  # [rows, tokens]
+        differs = ids[matching_rows, start:stop] != ids[pivot, start:stop]  # [rows, tokens]
         table = torch.stack([differs.any(1).to(torch.long), differs.int().argmax(1)]).tolist()
         matching: list[int] = []
-        for row, parts, at in zip(same, *table, strict=True):
+        for row, parts, at in zip(matching_rows, *table, strict=True):
             if parts:
                 equal_tokens[row] = min(equal_tokens[row], start + at)
             elif equal_tokens[row] > stop:
                 matching.append(row)
-        same = matching
+        matching_rows = matching
         start = stop
         size = WIDER * size
     return equal_tokens
