@@ -110,11 +110,11 @@ class SwappedScans:
             module.__dict__[name] = function
 
     def __exit__(self, *_: object) -> None:
-        for (module, name, _function), before in zip(self._attributes, self._before, strict=True):
-            if before is None:
+        for (module, name, _function), previous in zip(self._attributes, self._before, strict=True):
+            if previous is None:
                 del module.__dict__[name]
             else:  # set by another library
-                module.__dict__[name] = before
+                module.__dict__[name] = previous
 
 
 Reading = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
@@ -180,10 +180,10 @@ def _scan(
 def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
     """Return a causal convolution's output for x [B, D, C], with the inputs before the chunk from
     the cache in place of zero padding."""
-    before = conv.kernel_size[0] - 1
-    joined = cache.update_conv_state(x, 0, conv_kernel_size=before)  # [B, D, k - 1 + C]
+    inputs_before = conv.kernel_size[0] - 1
+    joined = cache.update_conv_state(x, 0, conv_kernel_size=inputs_before)  # [B, D, k - 1 + C]
     # [B, D, k - 1 + C]
-    y = F.conv1d(F.pad(joined, (before, 0)), conv.weight, conv.bias, groups=conv.groups)
+    y = F.conv1d(F.pad(joined, (inputs_before, 0)), conv.weight, conv.bias, groups=conv.groups)
     return y[..., -x.shape[-1] :]
 
 

@@ -154,9 +154,11 @@ def _by_segment(
     for segment in segments:
         segment_cache = None
         if cache is not None:
-            before = cache.before if segment.goes_on else {}
-            before = {key: _picked(state, segment.rows, rows) for key, state in before.items()}
-            segment_cache = StateCache(cache.start + segment.start, before)
+            start_states = cache.before if segment.goes_on else {}
+            start_states = {
+                key: _picked(state, segment.rows, rows) for key, state in start_states.items()
+            }
+            segment_cache = StateCache(cache.start + segment.start, start_states)
         cut = functools.partial(_cut, segment, rows, tokens)
         handed: list[Any] = []
         for value in (*args, *kwargs.values()):
