@@ -87,13 +87,13 @@ class ShardedKept(SavedForBackward):
         4. Inputs of the half after attention, last chunk first, with outputs of its Linears.
         5. Inputs of the half before attention, last chunk first, with outputs of its Linears.
         """
-        before = self.products_before
-        after = self.products_after
-        order = [self.half_reads(chunk.index, before) for chunk in self.plan]
+        names_before = self.products_before
+        names_after = self.products_after
+        order = [self.half_reads(chunk.index, names_before) for chunk in self.plan]
         if self.keeps_kv:
             order += map(self.key_reads, self.pieces)
         order += [self.attended_reads(piece.here.index) for piece in self.pieces]
-        for linears in (after, before):
+        for linears in (names_after, names_before):
             order += [self.half_reads(chunk.index, linears) for chunk in self.plan.backward]
         return order
 
@@ -260,8 +260,8 @@ def _unread_in_halves(
             if not differentiated:
                 with torch.no_grad(), left_out(linears, names):
                     return run()
-            others = [name for name in linears if name not in names]
-            with random.replayed(), computed(linears, others), left_out(linears, names):
+            computed_names = [name for name in linears if name not in names]
+            with random.replayed(), computed(linears, computed_names), left_out(linears, names):
                 return gradients_of(run(), [x, o, *call.site.layer.parameters()])
 
         def same(results: list[Any]) -> bool:

@@ -118,11 +118,11 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         if keep:
             call.kept.find_products()
             call.backward.witness = call.site.witness(call.hidden_states, call.autocast)
-        before = RandomState.capture(call.device)
+        random_state = RandomState.capture(call.device)
         parts = _project(call, keep)
         q = call.shards.queries(parts.pop(0))
         keys = call.shards.start_keys(parts, call.heads[0])
-        if not before.is_current():
+        if not random_state.is_current():
             raise UnsupportedModelError(
                 f"{type(call.site.layer).__name__} draws random numbers before its attention "
                 "(dropout?), which streambp does not support where sequences are split over ranks. "
@@ -250,7 +250,7 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
     batch, heads, length, _ = q.shape
     o = q.new_empty((batch, length, heads, call.value_size))
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    missing = []
+    unsaved = []
     for piece in call.pieces:
         queries = piece.here
         index = piece.here.index
@@ -259,9 +259,9 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
         if saved:
             o[:, queries.start : queries.stop], lse[_part(queries)] = saved
         else:
-            missing.append(piece)
+            unsaved.append(piece)
         del saved
-    if not missing and call.kept.gathers and keeps(call.site.config, "attn_out"):
+    if not unsaved and call.kept.gathers and keeps(call.site.config, "attn_out"):
         # saved on every rank, so no keys are gathered for another attention
         return o.transpose(1, 2), lse
     prefix = call.carried.prefix
@@ -272,7 +272,7 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
         wide = torch.promote_types(group.k.dtype, torch.float32).itemsize
         size = (group.k.numel() + group.v.numel()) * (group.k.element_size() + wide)
         call.backward_bytes = max(call.backward_bytes, size)
-        for piece in missing:
+        for piece in unsaved:
             queries = piece.here
             q_of_group = q[:, group.heads, queries.start : queries.stop]
             attended = attend_blocks(
