@@ -164,13 +164,13 @@ def compare_methods(
         verification.whole_streamed,
         *costs[0],
     )
-    others = []
-    for method, judged, cost in zip(against, draw_found.judged, costs[1:], strict=True):
-        exact = not judged.problems
-        others.append(
-            MethodResult(name_of(method), exact, judged.problems, judged.whole.streamed, *cost)
+    method_results = []
+    for method, errors, cost in zip(against, draw_found.judged, costs[1:], strict=True):
+        exact = not errors.problems
+        method_results.append(
+            MethodResult(name_of(method), exact, errors.problems, errors.whole.streamed, *cost)
         )
-    return Comparison(verification, (streamed, *others))
+    return Comparison(verification, (streamed, *method_results))
 
 
 def _say_nothing(what: str, done: float) -> None:
@@ -229,9 +229,9 @@ def _judge(
         said(f"the truth in {_name(wide)}", 0.6)
         truth = _run_truth(model, batch, scale, wide, tuple(runs))
     streaming = _rate(*truth, runs, 0)
-    judged = []
+    errors = []
     for number in range(2, len(runs)):
-        judged.append(_rate(*truth, runs, number))
+        errors.append(_rate(*truth, runs, number))
     size = int(config.chunk_size)
     seq_len = batch["input_ids"].shape[1]
     verification = Verification(
@@ -252,7 +252,7 @@ def _judge(
         window=_window(model),
         notes=tuple(notes),
     )
-    return Draw(verification, tuple(runs), tuple(judged))
+    return Draw(verification, tuple(runs), tuple(errors))
 
 
 class Judged(NamedTuple):
@@ -299,8 +299,10 @@ def _rate(
     """
     unpatched = runs[1]
     by_name = {}
-    for name, (norm, elements, *others) in distances.items():
-        by_name[name] = Distances(norm, others[number], others[1], int(elements))
+    for name, (norm, elements, *distances_of_runs) in distances.items():
+        by_name[name] = Distances(
+            norm, distances_of_runs[number], distances_of_runs[1], int(elements)
+        )
     rated, of_full_gradient = rate(by_name)
     distance = Distances(loss, abs(runs[number].loss - loss), abs(unpatched.loss - loss))
     problems = find_problems(
@@ -500,7 +502,7 @@ def _backward(
     model: Callable[..., Any],
     batch: Batch,
     scale: float,
-    within: contextlib.AbstractContextManager[Any],
+    context: contextlib.AbstractContextManager[Any],
 ) -> tuple[float, int]:
     """Run forward and backward and return the loss and the number of streamed layers.
 
@@ -508,10 +510,10 @@ def _backward(
         model: any of the models, or another method's forward.
         batch: arguments of the model.
         scale: factor of the loss before backward.
-        within: context manager for the forward.
+        context: context manager for the forward.
     """
     with torch.enable_grad():
-        with within:
+        with context:
             loss = getattr(model(**batch, use_cache=False), "loss", None)
         if loss is None:
             raise UnsupportedModelError(
@@ -727,9 +729,9 @@ def _find_notes(
                 f"(--seed) agree on more than {NOTABLE}, please report it"
             )
     if untouched:
-        some = ", ".join(untouched[:5]) + (" ..." if len(untouched) > 5 else "")
+        names = ", ".join(untouched[:5]) + (" ..." if len(untouched) > 5 else "")
         notes.append(
-            f"{len(untouched)} trainable parameters get no gradient, streamed or unpatched: {some}"
+            f"{len(untouched)} trainable parameters get no gradient, streamed or unpatched: {names}"
         )
     return notes
 
