@@ -171,27 +171,27 @@ def _assigned(code: CodeType) -> dict[str, set[str]]:
     """Return a dict from a variable's name to the names of the variables that a function assigns to
     it unchanged."""
     sources: dict[str, set[str]] = {}
-    before: Any = None
+    source: Any = None
     for step in dis.get_instructions(code):
-        if step.opname.startswith(WRITES) and before is not None:
+        if step.opname.startswith(WRITES) and source is not None:
             # Python 3.13 assigns two variables in one instruction.
             if isinstance(step.argval, tuple):
                 target = step.argval[0]
             else:
                 target = step.argval
-            sources.setdefault(target, set()).add(before)
-        before = _read(step)
+            sources.setdefault(target, set()).add(source)
+        source = _read(step)
     return sources
 
 
 def _asked(code: CodeType) -> Iterator[tuple[str, str]]:
     """Yield a pair (variable, attribute) for each attribute of a variable that a function's
     bytecode reads."""
-    before: Any = None
+    variable: Any = None
     for step in dis.get_instructions(code):
-        if step.opname.startswith(ASKS) and before is not None:
-            yield before, str(step.argval)
-        before = _read(step)
+        if step.opname.startswith(ASKS) and variable is not None:
+            yield variable, str(step.argval)
+        variable = _read(step)
 
 
 def _read(step: dis.Instruction) -> Any:

@@ -138,9 +138,9 @@ class ChunkPlan:
         """Return a dict from a chunk's index to the indices of the first and the last chunk that
         continue from this chunk. A chunk is left out if no other chunk continues from it."""
         ranges: dict[int, tuple[int, int]] = {}
-        for index, before in enumerate(self.before):
-            if before is not None:
-                ranges[before] = (ranges.get(before, (index,))[0], index)
+        for index, predecessor in enumerate(self.before):
+            if predecessor is not None:
+                ranges[predecessor] = (ranges.get(predecessor, (index,))[0], index)
         return ranges
 
     def holding(self, position: int) -> int:
@@ -168,9 +168,9 @@ class ChunkPlan:
             end = min(start + self.size, self.length)
             at = bisect.bisect_right(starts, end) - 1
             if at >= 0 and end <= barriers[at].last:
-                before = barriers[at].first - 1
-                behind = barriers[at].last + 1
-                end = before if before > start else behind
+                end_before = barriers[at].first - 1
+                end_behind = barriers[at].last + 1
+                end = end_before if end_before > start else end_behind
             ends.append(end)
             start = end
         return ChunkPlan(self.length, self.size, tuple(ends))
@@ -240,17 +240,19 @@ def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
             the sequence is too short for any size.
     """
     ideal = seq_len / (MIN_CHUNKS + 0.25)
-    most = (seq_len - 1) // (MIN_CHUNKS - 1)
-    near = range(max(2, int(ideal) - NEAR), min(most, int(ideal) + NEAR) + 1)
+    largest = (seq_len - 1) // (MIN_CHUNKS - 1)
+    candidates = range(max(2, int(ideal) - NEAR), min(largest, int(ideal) + NEAR) + 1)
     best = min(
-        (size for size in near if seq_len % size), key=lambda size: abs(size - ideal), default=None
+        (size for size in candidates if seq_len % size),
+        key=lambda size: abs(size - ideal),
+        default=None,
     )
     if best is None:
         raise ConfigError(
             f"seq_len is {seq_len}; {MIN_CHUNKS} unequal chunks need at least 9 tokens. Pass 512, "
             "say."
         )
-    if chunk_size is not None and not (2 <= chunk_size <= most and seq_len % chunk_size):
+    if chunk_size is not None and not (2 <= chunk_size <= largest and seq_len % chunk_size):
         raise ConfigError(
             f"chunk_size {chunk_size} does not cut {seq_len} tokens into at least {MIN_CHUNKS} "
             "chunks with a shorter last one, so the test would miss some chunk boundaries. Choose "

@@ -274,8 +274,8 @@ class RandomState(NamedTuple):
     def is_current(self) -> bool:
         """True if no random number was drawn since the states were captured."""
         state = RandomState.capture(self.device)
-        same = torch.equal(self.cpu, state.cpu)
-        return same and (
+        cpu_is_equal = torch.equal(self.cpu, state.cpu)
+        return cpu_is_equal and (
             self.accelerator is None or torch.equal(self.accelerator, state.accelerator)  # type: ignore[arg-type]
         )
 

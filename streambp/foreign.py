@@ -232,15 +232,15 @@ def compiled_around(
             heads.add(id(m.get_output_embeddings()))
     computing = set(map(id, root.modules())) - heads
     forwards = set(map(id, ours))
-    around = False
-    apart = set()
+    any_compiled = False
+    names = set()
     for name, module in (*model.named_modules(), *root.named_modules()):
         if not is_compiled(module) or id(module) in insides:
             continue
-        around = True
+        any_compiled = True
         if id(module) in computing and not any(id(inner) in forwards for inner in module.modules()):
-            apart.add(name.replace(f"{COMPILED}.", ""))
-    return apart if around else None
+            names.add(name.replace(f"{COMPILED}.", ""))
+    return names if any_compiled else None
 
 
 def has_compiled_parts(layer: nn.Module) -> bool:

@@ -157,10 +157,10 @@ def forwards(module: nn.Module) -> Iterator[Any]:
             forward = forward.of(module)
         yield forward
         if isinstance(forward, InstanceForward):
-            within = None
+            wrapped = None
         else:
-            within = getattr(forward, "__wrapped__", None)
-        forward = within or getattr(forward, "previous", None)
+            wrapped = getattr(forward, "__wrapped__", None)
+        forward = wrapped or getattr(forward, "previous", None)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -117,9 +117,9 @@ def _by_datasheet(
     shares = SHARES[like]
     flops = [round(share * products) for share in shares]
     source = f"{products:,g} TFLOP/s and {bandwidth:g} TB/s, shares of {like}"
-    moved = round(MEMORY_SHARE * bandwidth, 2)
+    bandwidth_here = round(MEMORY_SHARE * bandwidth, 2)
     links = (peers or link, network or SLOW)
-    return _row(name, flops[0], flops[1], flops[2], moved, link, source, True, *links)
+    return _row(name, flops[0], flops[1], flops[2], bandwidth_here, link, source, True, *links)
 
 
 # shares of dense TFLOP/s: matrix products, attention forward and backward
@@ -213,8 +213,8 @@ def rates_by_name(name: str) -> Rates | None:
     device."""
     longest = ""
     for device in DEVICES:
-        written = "[ -]?".join(device.replace("-", ""))
-        if re.search(rf"\b{written}\b", name, re.IGNORECASE) and len(device) > len(longest):
+        pattern = "[ -]?".join(device.replace("-", ""))
+        if re.search(rf"\b{pattern}\b", name, re.IGNORECASE) and len(device) > len(longest):
             longest = device
     return DEVICES.get(longest)
 

@@ -53,8 +53,8 @@ def with_globals(space: dict[str, Any], decorated: Any) -> FunctionType:
         cells = ()
     if isinstance(inner, FunctionType) and any(_content(cell) is inner for cell in cells):
         copy = with_globals(space, inner)
-        around = tuple(CellType(copy) if _content(cell) is inner else cell for cell in cells)
-        result = _copied(decorated, decorated.__globals__, around)
+        closure = tuple(CellType(copy) if _content(cell) is inner else cell for cell in cells)
+        result = _copied(decorated, decorated.__globals__, closure)
         result.__dict__.update(vars(decorated), __wrapped__=copy)
         return result
     function = written(decorated)

@@ -61,13 +61,13 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
             expected, whose = sizes.setdefault(dim, (size, name))
             if expected != size:
                 if dim == ANY_DIMS:
-                    same = "equal leading dimensions"
+                    requirement = "equal leading dimensions"
                 else:
-                    same = f"{dim} = {expected}"
+                    requirement = f"{dim} = {expected}"
                 raise StreamBPError(
                     f"{name} has shape {tuple(tensor.shape)}, but {whose} has "
                     f"{tuple(wanted[whose][0].shape)}; {name} must be {shape} with "
-                    f"{same}."
+                    f"{requirement}."
                 )
 
 
@@ -129,10 +129,10 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
             return type(value)(parts)
         return value
     if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
-        changed = copy.copy(value)
+        copied = copy.copy(value)
         for key, part in value.items():
-            changed[key] = rebuilt(part, change)
-        return changed
+            copied[key] = rebuilt(part, change)
+        return copied
     return value
 
 
@@ -140,14 +140,14 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 def replaced(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
     """Context manager that sets the attribute `name` of several objects, each to its value in
     `values`, and restores the attributes afterwards."""
-    before = [getattr(one, name) for one in objects]
+    previous_values = [getattr(holder, name) for holder in objects]
     try:
-        for one, value in zip(objects, values, strict=False):
-            setattr(one, name, value)
+        for holder, value in zip(objects, values, strict=False):
+            setattr(holder, name, value)
         yield
     finally:
-        for one, previous in zip(objects, before, strict=True):
-            setattr(one, name, previous)
+        for holder, previous in zip(objects, previous_values, strict=True):
+            setattr(holder, name, previous)
 
 
 def tensors_in(value: Any, kind: type[T]) -> list[T]:
@@ -174,8 +174,8 @@ def changed_arguments(
     lists, tuples and dicts."""
     # torch's tree functions are many times slower
     if all(isinstance(value, LEAVES) for value in (*args, *kwargs.values())):
-        changed = tuple([change(value) if isinstance(value, kind) else value for value in args])
-        return changed, {
+        positional = tuple([change(value) if isinstance(value, kind) else value for value in args])
+        return positional, {
             name: change(value) if isinstance(value, kind) else value
             for name, value in kwargs.items()
         }
