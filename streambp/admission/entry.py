@@ -113,9 +113,15 @@ def admit(
     forks: Forks = (),
 ) -> LayerCall | CallReport:
     """Decide how a call of a decoder layer runs. Return a `LayerCall` that runs in chunks, or a
-    report with the reason for an unchunked run.
+    report with the reason for an unchunked run. The exceptions are those of `stream_layer`.
 
-    Arguments and exceptions are those of `stream_layer`.
+    Args:
+        site: the decoder layer, with its settings and test results.
+        args, kwargs: the arguments of the layer's forward.
+        rows: documents of packed rows, from position_ids; None: arguments mark them, or there are
+            none.
+        strategy: functions that compute the call.
+        forks: positions at which recurrent states continue from an earlier position.
     """
     # The kind of call: the layer's structure, and which arguments it gets.
     look = site.fingerprint.look(site.layer)

@@ -362,11 +362,16 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
 
 
 def _why_kept_before(site: LayerSite, roots: Roots) -> str | None:
-    """Return the text that names the stored values that differed in another kind of call; None if
-    there are none.
+    """Return the reason, as text for `describe`, to run calls of a new kind unchunked: third-party
+    code stored values in calls of another kind, and these values differed in chunks. None if there
+    are no such values.
 
     Code may store a value in some calls alone: every tenth, or where a maximum grows. Calls of a
     new kind may do so later, even if their own test stored nothing.
+
+    Args:
+        site: the decoder layer.
+        roots: objects from which the stored values are reachable, as (name, object).
     """
     if not site.tests.differing:
         return None

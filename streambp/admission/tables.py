@@ -135,8 +135,13 @@ def _read_calls(holder: functools._lru_cache_wrapper[Any]) -> dict[str, bool]:
 
 
 def _refill_calls(holder: functools._lru_cache_wrapper[Any], content: dict[str, bool]) -> None:
-    """Clear an lru_cache that was empty when it was read. A cache with entries stays as it is,
-    because single entries of a bounded cache cannot be removed."""
+    """Clear an lru_cache that was empty when it was read. A cache with entries stays unchanged,
+    because single entries of a bounded cache cannot be removed.
+
+    Args:
+        holder: the function with the cache.
+        content: {"filled": True} if the cache had entries when it was read.
+    """
     if not content["filled"]:
         holder.cache_clear()
 
@@ -192,7 +197,13 @@ def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, An
 
 
 def refill_globals(names: tuple[str, ...], holder: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Restore the named globals in the dict `holder`, and remove those that are new."""
+    """Restore the named globals in the dict `holder`, and remove those that are new.
+
+    Args:
+        names: names of the globals.
+        holder: a module's globals.
+        kept: saved values by name, from `read_globals`.
+    """
     for name in names:
         if name in kept:
             holder[name] = kept[name]

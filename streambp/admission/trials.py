@@ -130,7 +130,8 @@ def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
 
 
 def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
-    """True if `holds(names)` is true; False if it raises anything but an out-of-memory error."""
+    """True if the test `holds(names)` returns true. False if the test raises anything but an
+    out-of-memory error."""
     try:
         return holds(names)
     except Exception as error:  # the layer needs one of the products
