@@ -111,7 +111,7 @@ def cut(here: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
     t, D]. [Note: one layout]
 
     Args:
-        here: (b0, b1, t0, t1).
+        here: the four indices b0, b1, t0 and t1.
         whole: the tensors.
     """
     b0, b1, t0, t1 = here
@@ -416,7 +416,12 @@ def _head_major(x: Tensor, kind: Kind) -> Tensor:
 def _lengths_and_window(task: Task, device: torch.device) -> tuple[list[Any], dict[str, int]]:
     """Return arguments of torch's FlashAttention operator for a block: a list, and keyword
     arguments for the sliding window. The list contains the cu_seqlens of queries and of keys, None
-    if the block is not packed, and the longest lengths of both."""
+    if the block is not packed, and the longest lengths of both.
+
+    Args:
+        task: the block and the kernel's options.
+        device: device of the cu_seqlens.
+    """
     block = task.block
     window: dict[str, int] = {}
     if block.window is not None:

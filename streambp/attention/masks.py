@@ -402,7 +402,12 @@ def agrees(
 
 def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the first and the last key that each query reads, [B, T] each in int64. A query that
-    reads no key has last < first."""
+    reads no key has last < first.
+
+    Args:
+        spans: the keys that each query reads.
+        device: device of the result.
+    """
     first = torch.zeros(len(spans.rows), spans.length, dtype=torch.long, device="cpu")  # [B, T]
     last = torch.full_like(first, -1)
     query = torch.arange(spans.length, device="cpu")

@@ -22,7 +22,14 @@ def visible(
     layout: Spans | DenseMask, q0: int, q1: int, k0: int, k1: int, device: torch.device
 ) -> Tensor:
     """Return the attention mask of queries [q0, q1) and keys [k0, k1), [B or 1, H or 1, q, k]. The
-    dtype is bool (True is read) or floating, to be added to the scores."""
+    dtype is bool (True is read) or floating, to be added to the scores.
+
+    Args:
+        layout: the keys that each query may read.
+        q0, q1: range of the queries.
+        k0, k1: range of the keys.
+        device: device of the mask.
+    """
     if isinstance(layout, DenseMask):
         return layout.tile(q0, q1, k0, k1, device)
     key = ("edges", device)
