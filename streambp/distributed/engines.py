@@ -78,9 +78,14 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return (args, kwargs) of the layer's forward, changed so that hidden_states is positional and
-    requires a gradient. None, for no change, if ZeRO-3 does not partition the layer. Registered as
-    a forward pre-hook of decoder layers."""
+    """Return (args, kwargs) of a layer's forward, changed so that hidden_states is positional and
+    requires a gradient. Return None, for no change, if ZeRO-3 does not partition the layer. Decoder
+    layers have this function as a forward pre-hook.
+
+    Args:
+        layer: the decoder layer.
+        args, kwargs: the arguments of its forward.
+    """
     if ENGINES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
         return None
     kwargs = dict(kwargs)
