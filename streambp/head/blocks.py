@@ -356,8 +356,15 @@ def product_gradient(
 def gradient_in_torch(
     product: Tensor, projection: Projection, given: TokenGradients, block: slice
 ) -> Tensor:
-    """Compute `product_gradient` [n, v] by torch's operators, without a change of `product`. Tests
-    compare the Triton kernel with this function."""
+    """Compute the result of `product_gradient` [n, v] by torch's operators, without a change of
+    `product`. Tests compare the Triton kernel with this function.
+
+    Args:
+        product: [n, v], matrix products of the output projection.
+        projection: the map from matrix products to logits.
+        given: softmax statistics and gradients of the n tokens.
+        block: the vocabulary entries of the v columns.
+    """
     logits = projection.logits(product)
     return projection.backward(logits_gradient(logits, given, block), logits).to(product.dtype)
 

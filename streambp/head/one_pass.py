@@ -117,6 +117,15 @@ class OnePassNLL(torch.autograd.Function):
 
         The gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters are
         computed too, and stored for backward.
+
+        Args:
+            inputs: labels, final norm and settings.
+            pending: state of the head's losses, which gets the gradients until backward.
+            scale: upstream gradient of an unscaled loss, a scalar.
+            hidden: [N, h].
+            weight: [V, h].
+            bias: [V] or None.
+            norm: parameters of the final norm.
         """
         rows = inputs.rows
         labels = inputs.row_labels

@@ -261,8 +261,16 @@ def blockwise_loss(
 def _loss(
     source: Tensor, recipe: LogitsExpression, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """Compute `blockwise_loss` for hidden states [N, h] whose tokens are those of `target` [N], in
-    the same order. If the function raises for lack of memory, the caller may call it again."""
+    """Compute `blockwise_loss` for hidden states [N, h] and their labels `target` [N]. No state
+    changes before the function can run out of memory, so the caller may call the function again.
+
+    Args:
+        source: hidden states [N, h].
+        recipe: the steps from source to logits.
+        target: labels [N].
+        ignore_index: label of ignored positions.
+        reduction: "none", "mean" or "sum", with the meaning of F.cross_entropy.
+    """
     assert recipe.weight is not None
     check_labels(target, recipe.weight.shape[0], ignore_index)
     request = recipe.request
@@ -312,11 +320,19 @@ def _loss_at_places(
     ignore_index: int,
     reduction: str,
 ) -> Tensor:
-    """Compute `blockwise_loss` for tokens whose hidden states are at `places` [M] of `source` [N,
-    h]. [Note: places]
+    """Compute `blockwise_loss` for M tokens whose hidden states are rows of `source`: token i has
+    row `places[i]`. [Note: places]
 
     Several tokens may have the same hidden state. If many of them share the label too, each pair of
     hidden state and label is computed once, in two passes.
+
+    Args:
+        source: hidden states [N, h].
+        recipe: the steps from source to logits.
+        places: [M], the row of each token.
+        target: labels [M].
+        ignore_index: label of ignored positions.
+        reduction: "none", "mean" or "sum", with the meaning of F.cross_entropy.
     """
     labelled = (target != ignore_index).nonzero().squeeze(-1)
     plain = dataclasses.replace(recipe, places=None, late=None)
