@@ -188,7 +188,14 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
 
     def _token_rewards(self, output: dict[str, Any], log_probs: Tensor, mask: Tensor) -> Tensor:
         """Return the reward of each token [B, T]: the completion's reward at its last token, minus
-        the KL penalty at every token."""
+        the KL penalty at every token.
+
+        Args:
+            output: TRL's generated batch, with the reference model's log-probabilities if there is
+                a penalty.
+            log_probs: [B, T], the policy's log-probabilities.
+            mask: [B, T], true on completion tokens.
+        """
         weights = self.reward_weights.to(self._rewards.device)
         first = self.accelerator.process_index * mask.shape[0]
         scores = (self._rewards * weights).nansum(1)[first : first + mask.shape[0]]  # [B]
