@@ -39,6 +39,10 @@ def keep_groups(trainer: Any) -> None:
 def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
     """Return the result of a TRL trainer's `_prepare_inputs`. If the model has rows="packed", newly
     generated rows are regrouped: the completions of each prompt are adjacent in the micro-batches.
+
+    Args:
+        trainer: the trainer.
+        generation_batch: the argument of `_prepare_inputs`.
     """
     earlier_rollouts = getattr(trainer, ROLLOUTS, None)
     inputs = getattr(type(trainer), PREPARES)(trainer, generation_batch)
