@@ -428,8 +428,15 @@ def _left(work: Work, rows: Tensor) -> Tensor:
 
 
 def _product(rows: Tensor, weight: Tensor, left: Tensor, b: Factor) -> Tensor:
-    """Return y [n, out]: the product of x (rows [n, in]) with the Linear's weight, plus the product
-    of x A^T (left, from `_left`) with `b.stack`."""
+    """Return y [n, out]: the product of x with the Linear's weight, plus the product of x A^T with
+    `b.stack`.
+
+    Args:
+        rows: x, [n, in].
+        weight: [out, in].
+        left: x A^T with ones for the bias rows, from `_left`.
+        b: the adapters' B matrices, with the biases as further rows.
+    """
     return (left @ b.stack).addmm_(rows, weight.mT)
 
 

@@ -374,7 +374,13 @@ class Adaptation:
         self, x: Tensor, dtype: torch.dtype | None, cast: Cast | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the base Linear's weight [out, in] and bias [out] in the dtype of the matrix
-        products."""
+        products.
+
+        Args:
+            x: the Linear's input.
+            dtype: the dtype that autocast casts to; None: the weight is not cast.
+            cast: function of a dtype that returns the weight in this dtype; None: cast here.
+        """
         base = self.reading.base
         slots = vars(base)[PARAMETERS]
         bias = slots["bias"]
@@ -448,7 +454,13 @@ class Adaptation:
         return self._made((dtype, adapter), matrices, lambda: factor_of(_joined(matrices), dtype))
 
     def _b(self, dtype: torch.dtype, scales: list[Scale]) -> Factor:
-        """Return the matrices B of all adapters, transposed and scaled, with the biases below."""
+        """Return the matrices B of all adapters, transposed and scaled, with the biases as further
+        rows.
+
+        Args:
+            dtype: the dtype of the matrix products.
+            scales: scale factors of each adapter.
+        """
         bias = vars(self.reading.base)[PARAMETERS]["bias"]
         tensors = [
             *itertools.chain(*(_tensors(adapter)[1:] for adapter in self.reading.adapters)),
@@ -474,7 +486,13 @@ class Adaptation:
         return self._made((dtype, *(scale.b for scale in scales)), tensors, make)
 
     def _made(self, key: Any, tensors: list[Any], make: Callable[[], Factor]) -> Factor:
-        """Return `make()`, cached until one of `tensors` is replaced or written to."""
+        """Return `make()`, cached until one of `tensors` is replaced or written to.
+
+        Args:
+            key: key of the cache.
+            tensors: the tensors from which `make` computes its result; None for missing ones.
+            make: computes the factor.
+        """
         state = list(map(_state, tensors))
         cached = self.factors.get(key)
         if cached is not None and cached.state == state:

@@ -311,7 +311,14 @@ def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
 
 
 def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the call's arguments by name. Caches are replaced by None, and use_cache by False."""
+    """Return a call's arguments by name. Caches are replaced by None, and use_cache by False.
+
+    Args:
+        forward: the layer class's forward.
+        layer: the decoder layer.
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
+    """
     signature, var_keyword = _signature(forward)
     named = signature.bind(layer, *args, **kwargs).arguments
     del named[next(iter(named))]

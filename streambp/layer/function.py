@@ -181,7 +181,13 @@ def _forward_chunk(
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
     """Return the layer's outputs as a tuple: hidden_states [..., B, T, h], then the others. Store
-    the order of the others in `call.form.extras`."""
+    the order of the others in `call.form.extras`.
+
+    Args:
+        call: the layer call.
+        whole: the outputs of the full sequence; key None holds the hidden states, the other keys
+            are `OutputSlot`s.
+    """
     result = whole.pop(None)
     call.form.extras = [place for place in whole if place is not None]
     return result, *(whole[place] for place in call.form.extras)

@@ -55,8 +55,8 @@ DOUBTS_BEFORE_DECISION = (
 
 
 def remember(known: dict[Key, T], key: Key, value: T) -> T:
-    """Insert `value` as the newest entry of the dict, drop the oldest entry if there are more than
-    `MAX_KINDS_OF_CALLS`, and return `value`."""
+    """Insert `value` under `key` as the newest entry of the dict `known`, and return `value`. If
+    the dict then has more than `MAX_KINDS_OF_CALLS` entries, the oldest entry is dropped."""
     known.pop(key, None)
     known[key] = value
     if len(known) > MAX_KINDS_OF_CALLS:
