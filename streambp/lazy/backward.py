@@ -274,15 +274,15 @@ def values_at(
 ) -> dict[Node, Any]:
     """Return the values of a recorded function's inputs for some of its N tokens, without a graph.
 
-    The inputs are tensors of the program [n, k], and the logits [n, V] that `read` names. Logits
-    have the dtype promote_types(dtype, float32).
+    An input is a tensor of the program, sliced to [n, k], or the logits [n, V] of some positions in
+    promote_types(dtype, float32).
 
     Args:
         node: the recorded function.
-        entries: indices into the N tokens.
-        read: the logits among the inputs.
-        products: computes the output projection's matrix products, by the `LazyHead` of each input
-            in `read`.
+        entries: indices of the n tokens.
+        read: the inputs that are logits.
+        products: dict from the `LazyHead` of each input in `read` to an object that computes the
+            output projection's matrix products.
 
     Raises:
         StreamBPError: one of the program's tensors was changed in place since its use.

@@ -300,7 +300,14 @@ class LazyTensor(Tensor):
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that has no rule, with complete tensors in place of lazy arguments."""
+        """Run an operation that has no rule, with complete tensors in place of lazy arguments.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         built: dict[int, tuple[LazyTensor, Tensor]] = {}
         # `describe` names a loss of torch together with the arguments that prevented its rule.
         named = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (

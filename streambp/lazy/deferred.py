@@ -262,7 +262,14 @@ class LazyHidden(LazyTensor):
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that has no rule, with complete tensors in place of lazy arguments."""
+        """Run an operation that has no rule, with complete tensors in place of lazy arguments.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         result = super().on_real(func, name, args, kwargs)
         if name in TENSOR_HOOKS:
             for x in tensors_in((args, kwargs), cls):

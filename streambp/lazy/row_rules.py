@@ -117,7 +117,14 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     """Run an operation along one dimension of lazy logits. Softmax is recorded and computed later.
     Sum, gather, topk and the like are computed at once, block by block.
 
-    Returns NotImplemented if the dimension is not that of the vocabulary.
+    Args:
+        name: name of the operation.
+        func: torch's function.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+
+    Returns:
+        The operation's result; NotImplemented if the dimension is not that of the vocabulary.
     """
     x = args[0]
     positional = list(args[1:])
@@ -163,7 +170,15 @@ def of_all(
     name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Reduce lazy logits to one number. Each token's entries are reduced first, block by block;
-    torch's own function then reduces the results [*tokens]."""
+    torch's own function then reduces the results [*tokens].
+
+    Args:
+        name: name of the operation, such as "sum".
+        func: torch's function.
+        x: the lazy logits.
+        rest: further positional arguments of the call.
+        kwargs: keyword arguments of the call.
+    """
     if rest or kwargs.get("keepdim"):
         return NotImplemented
     of_rows = _reduce(name, func, x, [], kwargs)
@@ -178,7 +193,15 @@ def _reduce(
     kwargs: dict[str, Any],
 ) -> Any:
     """Return a reduction, such as sum or topk, over each token's entries of lazy logits. Each
-    result is [*tokens], [*tokens, 1] or [*tokens, K]."""
+    result is [*tokens], [*tokens, 1] or [*tokens, K].
+
+    Args:
+        name: name of the operation.
+        func: torch's function.
+        x: the lazy logits.
+        positional: positional arguments of the call, without the tensor and the dimension.
+        kwargs: keyword arguments of the call.
+    """
     if name == "norm":
         kwargs = {"p": positional.pop(0) if positional else "fro", **kwargs}
     further = ("largest", "sorted") if name == "topk" else ("keepdim",)
@@ -273,9 +296,14 @@ def picked(x: LazyLogits, index: Tensor) -> Tensor:
 
 
 def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Multiply or divide lazy logits, and return lazy logits.
+    """Multiply or divide lazy logits, and return lazy logits. Multiplication by a number is
+    computed as another temperature of the logits.
 
-    Multiplication by a number is computed as another temperature of the logits.
+    Args:
+        name: name of the operation, such as "mul".
+        func: torch's function.
+        args: positional arguments of the call: two factors, or dividend and divisor.
+        kwargs: keyword arguments of the call.
     """
     x, other = (*args, *kwargs.values(), None)[:2]
     multiplies = "mul" in name

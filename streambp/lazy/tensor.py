@@ -195,8 +195,14 @@ class LazyLogits(LazyTensor):
     def changed(
         self, node: Node | None = None, dtype: torch.dtype | None = None, graded: bool = True
     ) -> LazyLogits:
-        """Return a lazy copy that shares no memory with this tensor, with another recorded
-        function, dtype or gradient flag."""
+        """Return lazy logits that share no memory with these, with another recorded function, dtype
+        or gradient flag.
+
+        Args:
+            node: the recorded function; None: that of these logits.
+            dtype: dtype of the values; None: that of these logits.
+            graded: False: the result requires no gradient.
+        """
         graded = graded and self.requires_grad
         return self.make(node or self.node, self.width, dtype or self.dtype, graded, self.classes)
 
@@ -269,7 +275,14 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that has no rule, with complete tensors in place of lazy arguments."""
+        """Run an operation that has no rule, with complete tensors in place of lazy arguments.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         result = super().on_real(func, name, args, kwargs)
         for x in tensors_in((args, kwargs), cls) if name in TENSOR_HOOKS else ():
             if x.link is not None:
@@ -398,8 +411,15 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation by its rule, without the complete tensor; NotImplemented if the
-        operation has no rule."""
+        """Run an operation by its rule, without the complete tensor. Return NotImplemented if the
+        operation has no rule.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         if name in cls.row_rules:
             result = cls.row_rules[name](name, func, args, kwargs)
             if result is not NotImplemented:
