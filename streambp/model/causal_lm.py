@@ -346,8 +346,8 @@ class CausalLMForward(InstanceForward):
 
     @property
     def _steady_norms(self) -> tuple[nn.Module, ...]:
-        """Return the final norms without submodules, which may be computed after the model's
-        forward.
+        """Return the final norms without submodules. The result of these norms is the same if they
+        run after the model's forward.
 
         A norm with submodules (PEFT's wrapper) may compute something else by the time the logits
         are used, because adapters can be switched in between.

@@ -243,7 +243,12 @@ def _make_wrappers(
 
 
 def _check_products(stacks: Found, config: StreamConfig) -> None:
-    """Check the globs in `saves`, such as "mlp.*@12".
+    """Check the globs in `config.saves`, such as "mlp.*@12", against the Linears of a model's
+    layers.
+
+    Args:
+        stacks: the stacks of decoder layers in the model.
+        config: the settings.
 
     Raises:
         ConfigError: a glob matches no Linear of any layer, or asks for more layers than the model
