@@ -163,7 +163,13 @@ class Shapes:
 
     def known(self, func: Any, args: Any, kwargs: Any) -> tuple[Known | None, Any]:
         """Return the cached facts about an operation, or None, and the cache key. The key is None
-        if the operation cannot be cached."""
+        if the operation cannot be cached.
+
+        Args:
+            func: the operation, an overload of `torch.ops.aten`.
+            args: positional arguments of the operation.
+            kwargs: keyword arguments of the operation.
+        """
         key: list[Any] = [id(func)]  # ids hash in C, and torch never frees its operations
         try:
             for value in args:
@@ -223,7 +229,15 @@ class Shapes:
 
     def remember(self, key: Any, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
         """Return the FLOPs and bytes of an operation that was not in the cache, and add the
-        operation to the cache if possible."""
+        operation to the cache if possible.
+
+        Args:
+            key: the cache key, from `known`; None: do not cache.
+            func: the operation, an overload of `torch.ops.aten`.
+            args: positional arguments of the operation.
+            kwargs: keyword arguments of the operation.
+            result: the operation's result.
+        """
         schema = func._schema
         input_storages = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
         view = any(x.untyped_storage()._cdata in input_storages for x in tensors(result))

@@ -65,7 +65,18 @@ def delta_rule(
     normalises: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Allocate the tensors of fla's delta-rule kernel without computing them. Return its output [B,
-    T, H_v, V], and its end state or None."""
+    T, H_v, V], and its end state or None.
+
+    Args:
+        q: [B, T, H, K].
+        k: [B, T, H, K].
+        v: [B, T, H_v, V].
+        g: the decay, [B, T, H_v] or [B, T, H_v, K].
+        beta: [B, T, H_v].
+        start: the start state [B, H_v, K, V]; None: zeros.
+        returns_end: True: return the end state.
+        normalises: True: the kernel normalizes q and k.
+    """
     out, end = chunk_delta_rule(q, k, v, g, beta, start, normalises)
     return out, end if returns_end else None
 

@@ -178,7 +178,14 @@ def _attention(
     clock: Callable[..., float], sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float]:
     """Return the FLOP/s of attention's forward and backward on this device, for a causal block in
-    the kernel that chunked layers would use."""
+    the kernel that chunked layers would use.
+
+    Args:
+        clock: returns the seconds of a function's run.
+        sizes: sizes of the measured kernels.
+        device: the device.
+        dtype: dtype of q, k and v.
+    """
     shape = (sizes.length, sizes.head_size)
     q = torch.randn(1, sizes.heads, *shape, device=device, dtype=dtype)  # [B, H, T, D]
     # [B, H_kv, T, D]

@@ -408,7 +408,17 @@ def _timed(
     setting: Setting,
     rates: Rates,
 ) -> Timed:
-    """Return a method's row of the plan: its fastest step that fits, or its smallest step."""
+    """Return the seconds of one way to run a step (`Timed`): its fastest step that fits into
+    memory, or its step with the smallest chunks if none fits.
+
+    Args:
+        profile: the model's counted costs.
+        method: the way to run the step.
+        seq_len: positions of a row.
+        memory: memory limits of each rank.
+        setting: the training setting.
+        rates: the device's speeds.
+    """
     limited = with_room(profile, memory, setting)
     choice = choose(profile, [method], seq_len, memory, limited, rates)
     if choice is not None:
@@ -621,6 +631,12 @@ def chunk_sizes(batch_size: int) -> tuple[int, ...]:
 def _levers(profile: Profile, seq_len: int, memory: Memory, setting: Setting) -> Iterator[Lever]:
     """Yield changes outside of streambp's settings that allow longer sequences (more GPUs, ZeRO-3,
     more host memory), each with its longest sequence.
+
+    Args:
+        profile: the model's counted costs.
+        seq_len: the longest sequence without a change.
+        memory: memory limits of each rank.
+        setting: the training setting.
     """
     options: list[tuple[str, Setting, Memory]] = []
     if setting.optimizer and not setting.optimizer_on_host:

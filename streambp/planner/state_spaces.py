@@ -397,7 +397,17 @@ def _fused_mamba2(
 def _mamba2_sizes(
     zxbcdt: Tensor, conv: Tensor, d: Tensor, width: int, groups: int, block: int
 ) -> Sizes:
-    """Return the sizes of a call of mamba_ssm's fused Mamba 2 layer."""
+    """Return the sizes of a call of mamba_ssm's fused Mamba 2 layer, from the shapes of its
+    tensors.
+
+    Args:
+        zxbcdt: [B, T, 2 H P + 2 G N + H].
+        conv: [H P + 2 G N, k].
+        d: [H].
+        width: P, columns of a head.
+        groups: G.
+        block: Q, tokens of a block.
+    """
     heads = d.shape[0]
     rows, tokens = zxbcdt.shape[:2]
     size = (conv.shape[0] - heads * width) // groups // 2

@@ -201,8 +201,14 @@ def _fewer_tokens(
     profile: Profile,
     training: Training | None,
 ) -> Remedy | None:
-    """Return the plan of the longest sequence that is shorter than the requested one; None if none
-    fits.
+    """Return the plan of the longest sequence that fits, with the command-line options for this
+    plan. None if no sequence fits, or if this sequence is not shorter than the requested one.
+
+    Args:
+        plan: the plan that does not fit.
+        seq_len: the requested length.
+        profile: the model with the training.
+        training: the training, if it differs from the plan's; None: the plan's own.
     """
     if seq_len == "max" and training is None:
         return None
@@ -221,7 +227,12 @@ def _fewer_tokens(
 
 
 def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator[Remedy]:
-    """Generate the plan with the smallest number of GPUs that fits, up to `MOST_GPUS`."""
+    """Generate the plan with the smallest number of GPUs that fits, up to `MOST_GPUS`.
+
+    Args:
+        current_plan: the plan that does not fit.
+        seq_len: the requested length.
+    """
     current = current_plan.setting
     gpus = current.gpus if current.gpus > 1 and current.zero < 3 else 2 * current.gpus
     while gpus <= max(MOST_GPUS, current.gpus):  # more GPUs leave less host memory to each

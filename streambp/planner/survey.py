@@ -471,7 +471,15 @@ class Counter:
 def _count_method(
     counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool
 ) -> Method:
-    """Count a step at several (T, C), and fit its memory and FLOPs as functions of T and C."""
+    """Count a step at several (T, C), and fit its memory and FLOPs as functions of T and C.
+
+    Args:
+        counter: counts single steps.
+        recipe: the way to run the step.
+        at: (T, C) where the fit must be best; None: any length.
+        accumulating: True: also count a step that adds to gradients.
+        timed: True: also count the points that seconds at other lengths need.
+    """
     chunked = recipe.config is not None
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None

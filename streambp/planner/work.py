@@ -91,7 +91,12 @@ CAUSAL_AT = {  # index of is_causal among the arguments
 
 
 def _attention_shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, int, int]:
-    """Return the sizes of an attention operation's call: rows, H, H_kv, queries, keys, D, D_v."""
+    """Return the sizes of an attention operation's call: rows, H, H_kv, queries, keys, D, D_v.
+
+    Args:
+        func: the operation, an overload of `torch.ops.aten`.
+        args: positional arguments of the operation.
+    """
     q, k, v = args[1:4] if func in BACKWARDS else args[:3]
     if func in (FORWARDS[2], BACKWARDS[2]):  # token major, [B, T, H, D] or [T, H, D]
         rows = q.shape[0] if q.dim() == 4 else 1
