@@ -242,6 +242,13 @@ class SharedPrefixes:
 
         An exception is returned as such a reason, because the user did not request a packed row,
         and the rows can still be computed.
+
+        Args:
+            kwargs: the backbone's arguments.
+            sites: returns the backbone's decoder layers.
+            labels: labels and shift_labels of the language model around the backbone.
+            padding_unseen: returns True if no other code reads values at padding positions.
+            together: True if all ranks test the backbone at once.
         """
         may_try = False
         try:
@@ -284,7 +291,14 @@ class SharedPrefixes:
         padding_unseen: Unseen,
     ) -> Tree | str:
         """Return the packed row for a call, or the reason against it as text. The result is cached
-        for the tensors of one call."""
+        for the tensors of one call.
+
+        Args:
+            kwargs: the backbone's arguments.
+            sites: the backbone's decoder layers.
+            labels: labels and shift_labels of the language model around the backbone.
+            padding_unseen: returns True if no other code reads values at padding positions.
+        """
         mask, positions = mask_and_positions(kwargs)
         if self.trials.knows(kwargs):
             plain, padded = self.trials.verdicts[self.trials.kind_of(kwargs)]
@@ -333,8 +347,13 @@ class SharedPrefixes:
         return tree
 
     def _tried(self, kwargs: Mapping[str, Any], tree: Tree) -> Tree | str:
-        """Return the packed row for a call of a tested form, or the test's reason against it as
-        text."""
+        """Return the packed row for a call whose form was tested, or the test's reason against the
+        packed row as text.
+
+        Args:
+            kwargs: the backbone's arguments.
+            tree: the packed row.
+        """
         reason = self.trials.verdicts[self.trials.kind_of(kwargs)][any(tree.padding())]
         if reason is None:
             return tree

@@ -193,14 +193,15 @@ def spread_all(
     done: dict[int, Tensor] | None = None,
     late: Callable[[bool], Tensor] | None = None,
 ) -> Any:
-    """Return a model's output for the packed row as an output for the batch's rows: `spread` is
-    applied to every tensor, once to each.
+    """Return a model's output for the packed row as an output for the batch's rows. The function
+    `spread` is applied to every tensor in the output, once to a tensor that occurs twice.
 
     Args:
         output: a tensor [1, N, ...] or [N, ...], or such tensors in tuples, lists and dicts.
         tree: the packed row.
-        done: results by id of a tensor, for tensors that occur twice.
-        late: see `spread`.
+        done: results so far, by id of the tensor.
+        late: returns the hidden states of the rows [B * T, h], if the program reads padding; None:
+            padding has another token's values.
 
     Raises:
         UnsharedError: a tensor has another shape.
