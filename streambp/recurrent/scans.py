@@ -123,13 +123,14 @@ Reading = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
 def starting_from(
     mixers: list[tuple[nn.Module, str]], cache: StateCache | None, reading: Reading | None = None
 ) -> SwappedScans:
-    """Context manager in which these modules start their recurrence from the chunk's start states.
+    """Return a context manager in which these modules start their recurrence from the chunk's start
+    states.
 
     Args:
-        mixers: (module, function name), from `scans_of`.
+        mixers: pairs of a module and the name of the function to replace, from `scans_of`.
         cache: contains the chunk's start states; None: nothing is replaced.
-        reading: (functions, boundaries, chunk): the functions that accept document boundaries, from
-            `document_readers`, and what to pass. None: no boundaries are passed.
+        reading: the functions that accept document boundaries (`document_readers`), the boundaries,
+            and the chunk; None: no boundaries are passed.
     """
     if cache is None:
         return SwappedScans([])
@@ -171,7 +172,15 @@ def _scan(
     **kwargs: Any,
 ) -> Any:
     """Run RecurrentGemma's `_rnn_scan` from the cache's start state, and store its end state in the
-    cache instead of on the module."""
+    cache instead of on the module.
+
+    Args:
+        real: the module's own `_rnn_scan`.
+        cache: contains the chunk's start state and receives its end state.
+        args: positional arguments of the scan.
+        recurrent_states: the module's stored state, which is not used.
+        kwargs: further keyword arguments of the scan.
+    """
     key = Key("recurrent", 0, 0)
     hidden_states, cache.after[key] = real(*args, recurrent_states=cache.before.get(key), **kwargs)
     return hidden_states, None  # The module would store a returned state together with its graph.

@@ -214,7 +214,13 @@ def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:
 def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tensor | None:
     """Return a module's output for a chunk, [rows, C, ...], joined from its outputs for each
     document, [rows of the document, its tokens, ...]. Return None if one of the outputs has another
-    shape, or is no tensor."""
+    shape, or is no tensor.
+
+    Args:
+        segments: the chunk's tokens split by document.
+        parts: the module's output for each segment.
+        rows: batch size.
+    """
     for segment, part in zip(segments, parts, strict=True):
         if not isinstance(part, Tensor) or part.shape[:2] != (
             len(segment.rows),
