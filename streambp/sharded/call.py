@@ -98,9 +98,14 @@ class ShardedKept(SavedForBackward):
         return order
 
     def half_reads(self, index: int, linears: list[str]) -> list[Access]:
-        """Return (name, chunk index) of the saved tensors for recomputing one half of the layer
-        (before or after attention) on a chunk: the layer's input, and saved outputs of the half's
-        Linears."""
+        """Return (name, chunk index) of the saved tensors from which one half of the layer (before
+        or after attention) is recomputed on a chunk. These are the layer's input, and saved outputs
+        of the half's Linears.
+
+        Args:
+            index: the chunk's index.
+            linears: names of the half's Linears whose outputs are saved.
+        """
         reads = [("x", index)]
         for name in self.products.keys:
             if linear_of(name) in linears and self.store.has(name, index):
@@ -252,7 +257,13 @@ def _unread_in_halves(
 
     def kept(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
         """Return those of the Linears `names` that one half of the layer can skip: the half has the
-        same results if these Linears return NaN."""
+        same results if these Linears return NaN.
+
+        Args:
+            names: names of Linears that a trace proposes.
+            run: runs the half and returns its outputs.
+            differentiated: True: compare gradients; False: compare outputs.
+        """
 
         def given(names: Labels) -> list[Any]:
             """Run one half of the layer while these Linears return NaN, and return its outputs or
