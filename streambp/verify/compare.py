@@ -412,6 +412,12 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
 
     In all runs, left padding and the first token behind it have no label either. The last padding
     token would predict that first token without reading any key. [Note: empty queries]
+
+    Args:
+        model: the model, for its vocabulary and device.
+        seq_len: tokens of the row.
+        seed: seed of the random tokens.
+        left_padding: number of padding tokens at the start of the row.
     """
     if not 0 <= left_padding <= seq_len // 2:
         raise ConfigError(
@@ -532,7 +538,15 @@ def _backward(
 def _run_streamed(
     model: nn.Module, config: StreamConfig, batch: Batch, scale: float
 ) -> tuple[VerifyRun, list[str]]:
-    """Run the streamed step and return it with notes on the parts that did not stream."""
+    """Run one step of the streamed model. Return its results, and notes on the parts of the model
+    that did not stream.
+
+    Args:
+        model: the model.
+        config: settings of the patch.
+        batch: arguments of the model.
+        scale: factor of the loss before backward.
+    """
     install(model, config)
     with torch.enable_grad():
         # Layers are tried in their first call. The expert choices of those trials belong to no
@@ -574,6 +588,13 @@ def _run_truth(
 
     Each gradient of the truth is freed after its comparison. The host never holds a full set of
     wide gradients.
+
+    Args:
+        model: the unpatched model.
+        batch: arguments of the model.
+        scale: factor of the loss before backward.
+        wide: dtype of the truth.
+        runs: the runs whose gradients are compared with the truth's.
     """
     truth = on_host(model, wide)
     experts: contextlib.AbstractContextManager[None]
