@@ -398,8 +398,9 @@ class Trial:
             return self.gradients_of(self.recompute())
 
     def gradients_of(self, found: Recomputed) -> list[Tensor | None]:
-        """Return the gradients [...] of input, start states and parameters for a finished
-        recomputation."""
+        """Return the gradients [...] of the layer's input, start states and parameters, in this
+        order, for random gradients of a recomputation's outputs. Tensors that do not require a
+        gradient are left out; None for a tensor without effect."""
         parameters = [
             parameter for parameter in self.call.site.layer.parameters() if parameter.requires_grad
         ]
