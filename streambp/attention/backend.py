@@ -124,7 +124,8 @@ class Backend:
         return self.kernels[0].name
 
     def kernel(self, block: Block) -> Kernel:
-        """Return the first kernel that supports the block."""
+        """Return the first of `kernels` that supports the block, in order of preference. The last
+        kernel supports every block."""
         for kernel in self.kernels[:-1]:
             if kernel.takes(block):
                 return kernel

@@ -77,7 +77,7 @@ class Run:
     shift: int = 0
 
     def within(self, start: int, stop: int) -> Run:
-        """Return the same run, limited to queries in [start, stop)."""
+        """Return the part of the run whose queries are in [start, stop)."""
         if start <= self.q0 and self.q1 <= stop:
             return self
         return dataclasses.replace(self, q0=max(self.q0, start), q1=min(self.q1, stop))
