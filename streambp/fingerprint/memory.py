@@ -481,7 +481,8 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _key(key: Any) -> str:
-    """Return the label of a dictionary key for a path."""
+    """Return the text that stands for a dictionary's key in a path: its repr, or the name of its
+    class if a repr may contain an address."""
     if isinstance(key, (str, int, float, tuple)):
         return repr(key)
     return name_of(type(key)).rpartition(".")[2]

@@ -102,7 +102,8 @@ class ValueList:
         self.live: list[tuple[str, dict[str, Any], str]] = []
 
     def read(self) -> list[Any]:
-        """Return the current values: ids of tensors, and attributes."""
+        """Return the present values of the modules' attributes as one flat list, with id() in place
+        of a tensor. Two lists are equal if nothing was replaced in between."""
         current: list[Any] = list(map(len, self.dicts))
         extend = current.extend
         for getter, values in self.getters:
