@@ -307,8 +307,16 @@ class BlockwiseLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of `TokenLogProbs`, [N] each, with 0 at positions without a label.
 
-        Optional fields that are not `wanted` are None. Saved for backward are hidden, weight, bias,
-        and the logsumexp [n] of the n positions with a label.
+        Saved for backward are hidden, weight, bias, and the logsumexp [n] of the n positions with a
+        label.
+
+        Args:
+            inputs: labels, final norm and options of the head.
+            wanted: names of optional fields to compute. Other optional fields are None.
+            hidden: hidden states [N, h] before the final norm.
+            weight: weight [V, h] of the head.
+            bias: bias [V] of the head, or None.
+            norm: parameters [...] of the final norm.
         """
         rows = inputs.rows
         labels = inputs.row_labels
