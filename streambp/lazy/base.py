@@ -104,7 +104,8 @@ class MaterializeLazy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Callable[[], Tensor], stand_in: Tensor) -> Tensor:
-        """Return the complete tensor [...], computed by `values`."""
+        """Return the complete tensor [...], computed by `values`. `stand_in` [...] is the lazy
+        tensor that receives the gradient; its values are not read."""
         return values()
 
     @staticmethod
@@ -182,7 +183,7 @@ class LazyTensor(Tensor):
         raise NotImplementedError
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """True if a cast to `dtype` can stay lazy."""
+        """True if the tensor stays lazy when it is cast to `dtype`, rather than being computed."""
         raise NotImplementedError
 
     @classmethod

@@ -101,7 +101,8 @@ class RunInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Any] | None, before: Tensor) -> Tensor:
-        """Return a zero [1] in the dtype of `before` [...]."""
+        """Return a zero [1], whose backward calls `run`. `before` [...] gives its dtype and device,
+        and an edge in the graph."""
         ctx.run = run
         ctx.set_materialize_grads(False)
         return torch.zeros(1, dtype=before.dtype, device=before.device)
