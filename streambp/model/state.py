@@ -162,8 +162,11 @@ class PatchState:
         return self.home()
 
     def enter(self, wrapper: InstanceForward) -> None:
-        """Register an object that replaces a forward, after its installation or after a module with
-        the object was copied."""
+        """Add an object that replaces a module's forward to `wrappers`, and the layer site that it
+        holds to the records of steps and of weights.
+
+        Called after the object's installation, or after a module with the object was copied.
+        """
         self.wrappers.enter(wrapper, operator.attrgetter("order"))
         self.home.enter(wrapper.module)
         site = getattr(wrapper, "site", None)

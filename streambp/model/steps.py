@@ -193,8 +193,8 @@ class Steps:
                 return
 
     def known(self) -> Step | None:
-        """Return the notes on the last step, with the choice of saved tensors as of now; None
-        before the first step."""
+        """Return the record of the last step, or None before the first step. Its choice of saved
+        tensors is brought up to date if the step was unpatched and ended before that choice."""
         step = self.last
         # forward may end before the choice
         if step is not None and step.unpatched and not step.over:
