@@ -483,13 +483,13 @@ class Replayed(torch.autograd.Function):
     def forward(
         ctx: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], *args: Any
     ) -> Any:
-        """Return `forward(ctx, *args)`, which makes the allocations of the kernel's forward. args
+        """Allocate what the kernel's forward allocates: return `forward(ctx, *args)`. `args`
         include tensors [...]."""
         ctx.replay = backward
         return forward(ctx, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients of args, from the function that makes the allocations of the
-        kernel's backward for grads [...]."""
+        """Allocate what the kernel's backward allocates for gradients `grads` [...] of the outputs:
+        return the result of `backward(ctx, *grads)` as gradients of `args`."""
         return None, None, *ctx.replay(ctx, *grads)

@@ -88,7 +88,8 @@ class SplitCount(StepCount):
         self.peak = max(previous, self.peak)
 
     def _note(self, live: int) -> None:
-        """Update `most` after a change of the live bytes."""
+        """Record in `most` the largest number of live bytes other than keys of other ranks, for the
+        present number of bytes of such keys."""
         self.most[self._keys] = max(self.most.get(self._keys, 0), live - self._keys)
 
 
