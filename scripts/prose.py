@@ -73,12 +73,12 @@ CITATION = re.compile(r"\[Note: [^\]]*\]")
 TOOLS = ("type:", "noqa", "fmt:", "pylint", "mypy", "!", "Copyright", "Licensed", "SPDX")
 VERBS = frozenset(
     """
-    add apply ask assert attend begin bind borrow build call cast change check choose
+    add allocate apply ask assert attend begin bind borrow build call cast change check choose
     clear close collect combine compare compute concatenate configure convert copy count
     create cut decide delete describe detach determine differentiate disable discard draw
     drop enable end ensure enter estimate evaluate exchange expand expect fall fetch fill
     find flatten follow format forward free gather generate get give group handle hash
-    hold ignore implement import initialize insert install issue join keep know launch
+    hide hold ignore implement import initialize insert install issue join keep know launch
     leave let limit list load lock look lower make map mark mask match measure merge move
     multiply name note open order overwrite pack pad pair parse pass patch perform permute
     pin place pop prepare print push put query raise rank read rearrange rebuild receive

@@ -5,11 +5,11 @@
     for each chunk or block:
         total = add_product(total, grad.mT, x)      # dW [out, in] of grad [n, out] and x [n, in]
 
-[Note: sums inside products] CUDA's matrix product of half-precision factors can write float32 and
-add to existing values. No product is then rounded, and the sum needs no pass of its own. For the
-head of an 8B model, a product and a separate addition move 7.5 GB a block, the product alone 5.
-This is in torch since 2.10 (`out_dtype` of `addmm`, with a float32 `self`). ROCm lacks some cases,
-and TunableOp disables it.
+CUDA's matrix product of half-precision factors can write float32 and add to existing values. No
+product is then rounded, and the sum needs no pass of its own. For the head of an 8B model, a
+product and a separate addition move 7.5 GB a block, the product alone 5. This is in torch since
+2.10 (`out_dtype` of `addmm`, with a float32 `self`). ROCm lacks some cases, and TunableOp disables
+it.
 
 CPU tensors are widened instead. Rounded products, summed over blocks, would cost one more rounding
 of the sum. Every gradient of the model comes from the head's dhidden; with rounded products its
@@ -37,7 +37,7 @@ RUNS_WITHOUT_DATA = hasattr(decompositions, "addmm_dtype")  # true in torch 2.12
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """Add the matrix product left @ right to `total` in place, without autograd, and without
-    building the product in half precision. [Note: sums inside products]
+    building the product in half precision.
 
     Args:
         total: [m, n] in promote_types(left's dtype, float32) or wider, with contiguous rows, such
@@ -118,8 +118,7 @@ class GradientSum:
         """Return a function that adds a matrix product [out, n] @ [n, in] to the gradient of a
         weight.
 
-        Return None if `weight` is not among the parameters, or if there is only one chunk. [Note:
-        sums inside products]
+        Return None if `weight` is not among the parameters, or if there is only one chunk.
 
         Args:
             weight: the detached alias that is differentiated in the parameter's place.

@@ -50,18 +50,18 @@ size = amount(parse_bytes)
 def number(low: int, high: float | None = None, whole: bool = True) -> Callable[[Any], Any]:
     """Return a parser of command-line numbers in the range from `low` to `high`. `whole` allows
     integers only."""
-    told = f"a {'whole ' if whole else ''}number from {low}" + (
+    expected = f"a {'whole ' if whole else ''}number from {low}" + (
         "" if high is None else f" to {high:g}"
     )
 
     def parse(text: Any) -> Any:
-        found: float = math.nan
+        value: float = math.nan
         if not whole or re.fullmatch(rf"-?[0-9]{{1,{DIGITS}}}", str(text)):
             with contextlib.suppress(ValueError):
-                found = int(text) if whole else float(text)
-        if not low <= found <= (math.inf if high is None else high) or math.isinf(found):
-            raise typer.BadParameter(f"is {shown(text)}; it must be {told}")
-        return found
+                value = int(text) if whole else float(text)
+        if not low <= value <= (math.inf if high is None else high) or math.isinf(value):
+            raise typer.BadParameter(f"is {shown(text)}; it must be {expected}")
+        return value
 
     return parse
 
@@ -105,8 +105,8 @@ def parsed(app: typer.Typer, words: Sequence[str], program: str) -> Any:
                 (name for name in parameter.opts if name.startswith("--")),
                 parameter.metavar or parameter.name,
             )
-            told = f"{option} {error.message.strip().rstrip('.')}."
+            message = f"{option} {error.message.strip().rstrip('.')}."
         else:
-            told = str(error.format_message()).strip().rstrip(".")  # type: ignore[attr-defined]
-            told += "" if told.endswith("?") else "."
-        raise ConfigError(" ".join(f"{path}: {told} See {path} --help.".split())) from None
+            message = str(error.format_message()).strip().rstrip(".")  # type: ignore[attr-defined]
+            message += "" if message.endswith("?") else "."
+        raise ConfigError(" ".join(f"{path}: {message} See {path} --help.".split())) from None

@@ -1,8 +1,8 @@
 """Find the arguments that take a cache, by annotations and use instead of names.
 
-[Note: cache arguments] transformers has called a layer's cache `past_key_values`, `past_key_value`,
-`layer_past`, `cache_params` and, since 5.24, `cache`. Models outside of transformers use names of
-their own. Caches are therefore found without names:
+transformers has called a layer's cache `past_key_values`, `past_key_value`, `layer_past`,
+`cache_params` and, since 5.24, `cache`. Models outside of transformers use names of their own.
+Caches are therefore found without names:
 
     a value is a cache        if its class is transformers' `Cache`, or has a cache's name or
                               methods
@@ -42,7 +42,7 @@ MAPPINGS = ("dict", "Dict", "Mapping", "MutableMapping")
 @functools.lru_cache(maxsize=1024)
 def is_cache_class(kind: Hashable) -> bool:
     """True if instances of the class are caches of keys, values or recurrent states, such as
-    transformers' `DynamicCache`. [Note: cache arguments]"""
+    transformers' `DynamicCache`."""
     if not isinstance(kind, type) or issubclass(kind, nn.Module):
         return False
     if issubclass(kind, Cache) or any(base.__name__.endswith(ENDING) for base in kind.__mro__):
@@ -100,8 +100,6 @@ def cache_parameters(forward: Any) -> tuple[str, ...]:
 def cache_arguments(layer: nn.Module) -> tuple[str, ...]:
     """Return the names of a decoder layer's forward arguments that take a KV cache. The layer may
     pass the cache on to its attention without using it.
-
-    [Note: cache arguments]
     """
     inner: dict[str, None] = {}
     for part in layer.modules():
@@ -112,9 +110,9 @@ def cache_arguments(layer: nn.Module) -> tuple[str, ...]:
         if "forward" in vars(base) and base is not nn.Module:
             forwards.append(vars(base)["forward"])
     for forward in forwards:
-        found = cache_parameters(forward)
-        if found:
-            return found
+        names = cache_parameters(forward)
+        if names:
+            return names
         code = getattr(written(forward), "__code__", None)
         if not isinstance(code, CodeType):
             return ()
@@ -173,27 +171,27 @@ def _assigned(code: CodeType) -> dict[str, set[str]]:
     """Return a dict from a variable's name to the names of the variables that a function assigns to
     it unchanged."""
     sources: dict[str, set[str]] = {}
-    before: Any = None
+    source: Any = None
     for step in dis.get_instructions(code):
-        if step.opname.startswith(WRITES) and before is not None:
+        if step.opname.startswith(WRITES) and source is not None:
             # Python 3.13 assigns two variables in one instruction.
             if isinstance(step.argval, tuple):
                 target = step.argval[0]
             else:
                 target = step.argval
-            sources.setdefault(target, set()).add(before)
-        before = _read(step)
+            sources.setdefault(target, set()).add(source)
+        source = _read(step)
     return sources
 
 
 def _asked(code: CodeType) -> Iterator[tuple[str, str]]:
     """Yield a pair (variable, attribute) for each attribute of a variable that a function's
     bytecode reads."""
-    before: Any = None
+    variable: Any = None
     for step in dis.get_instructions(code):
-        if step.opname.startswith(ASKS) and before is not None:
-            yield before, str(step.argval)
-        before = _read(step)
+        if step.opname.startswith(ASKS) and variable is not None:
+            yield variable, str(step.argval)
+        variable = _read(step)
 
 
 def _read(step: dis.Instruction) -> Any:

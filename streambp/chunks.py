@@ -64,12 +64,12 @@ class Barrier:
 def merged(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
     """Return increasing, disjoint, non-adjacent barriers that forbid the same chunk ends as
     `barriers`."""
-    found: list[Barrier] = []
+    result: list[Barrier] = []
     for barrier in sorted(barriers, key=lambda barrier: barrier.first):
-        if found and barrier.first <= found[-1].last + 1:
-            barrier = Barrier(found[-1].first, max(found.pop().last, barrier.last))
-        found.append(barrier)
-    return tuple(found)
+        if result and barrier.first <= result[-1].last + 1:
+            barrier = Barrier(result[-1].first, max(result.pop().last, barrier.last))
+        result.append(barrier)
+    return tuple(result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +136,12 @@ class ChunkPlan:
     @functools.cached_property
     def behind(self) -> dict[int, tuple[int, int]]:
         """Return a dict from a chunk's index to the indices of the first and the last chunk that
-        continue from it. Chunks from which no chunk continues are left out."""
-        found: dict[int, tuple[int, int]] = {}
-        for index, before in enumerate(self.before):
-            if before is not None:
-                found[before] = (found.get(before, (index,))[0], index)
-        return found
+        continue from this chunk. A chunk is left out if no other chunk continues from it."""
+        ranges: dict[int, tuple[int, int]] = {}
+        for index, predecessor in enumerate(self.before):
+            if predecessor is not None:
+                ranges[predecessor] = (ranges.get(predecessor, (index,))[0], index)
+        return ranges
 
     def holding(self, position: int) -> int:
         """Return the index of the chunk that contains a position."""
@@ -168,9 +168,9 @@ class ChunkPlan:
             end = min(start + self.size, self.length)
             at = bisect.bisect_right(starts, end) - 1
             if at >= 0 and end <= barriers[at].last:
-                before = barriers[at].first - 1
-                behind = barriers[at].last + 1
-                end = before if before > start else behind
+                end_before = barriers[at].first - 1
+                end_behind = barriers[at].last + 1
+                end = end_before if end_before > start else end_behind
             ends.append(end)
             start = end
         return ChunkPlan(self.length, self.size, tuple(ends))
@@ -208,9 +208,9 @@ class ChunkPlan:
 
 
 def in_one_pass(size: int) -> int:
-    """Return the largest power of two that is at most `size`, which is a number of at least 1.
+    """Return the largest power of two that is at most `size`, for `size` from 1 on.
 
-    cuDNN's attention is called for few different numbers of queries ([Note: few shapes]). A chunk
+    cuDNN's attention is called for few different numbers of queries (`attention/spans.py`). A chunk
     of 2,730 queries would be split into 2,048, 512 and 170 queries, each of which reads the prefix
     again.
     """
@@ -240,17 +240,19 @@ def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
             the sequence is too short for any size.
     """
     ideal = seq_len / (MIN_CHUNKS + 0.25)
-    most = (seq_len - 1) // (MIN_CHUNKS - 1)
-    near = range(max(2, int(ideal) - NEAR), min(most, int(ideal) + NEAR) + 1)
+    largest = (seq_len - 1) // (MIN_CHUNKS - 1)
+    candidates = range(max(2, int(ideal) - NEAR), min(largest, int(ideal) + NEAR) + 1)
     best = min(
-        (size for size in near if seq_len % size), key=lambda size: abs(size - ideal), default=None
+        (size for size in candidates if seq_len % size),
+        key=lambda size: abs(size - ideal),
+        default=None,
     )
     if best is None:
         raise ConfigError(
             f"seq_len is {seq_len}; {MIN_CHUNKS} unequal chunks need at least 9 tokens. Pass 512, "
             "say."
         )
-    if chunk_size is not None and not (2 <= chunk_size <= most and seq_len % chunk_size):
+    if chunk_size is not None and not (2 <= chunk_size <= largest and seq_len % chunk_size):
         raise ConfigError(
             f"chunk_size {chunk_size} does not cut {seq_len} tokens into at least {MIN_CHUNKS} "
             "chunks with a shorter last one, so the test would miss some chunk boundaries. Choose "

@@ -24,10 +24,10 @@ def is_accelerator(device: torch.device) -> bool:
     copies and kernels run one after the other.
     """
     if device.type == "cpu":
-        found = None
+        accelerator = None
     else:
-        found = torch.accelerator.current_accelerator()
-    if found is None or device.type != found.type:
+        accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or device.type != accelerator.type:
         return False
     try:
         return torch.Stream(device) != torch.Stream(device)
@@ -160,19 +160,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if isinstance(error, MEMORY_ERRORS):
-        told = str(error)
+        message = str(error)
     else:
-        told = ""
-    return bool(FULL.search(told) and WHOSE.search(told)) and "nccl" not in told.lower()
+        message = ""
+    return bool(FULL.search(message) and WHOSE.search(message)) and "nccl" not in message.lower()
 
 
 def make_room(device: torch.device, allocators: bool) -> None:
     """Free the memory that a failed attempt holds, before a retry.
 
-    A failed backward inside another backward leaves tasks in autograd's queue for the device. Such
-    a task keeps the failed backward's graph alive until another inner backward runs, so this
-    function runs a small one. The memory in torch's allocator cache is released too, because the
-    library that failed may need it.
+    A backward that fails inside another backward leaves tasks in autograd's queue for the device.
+    Such a task keeps the failed backward's graph alive until another inner backward runs, so this
+    function runs a small backward. The memory in torch's allocator cache is released too, because
+    the library that failed may need it.
 
     Args:
         device: the device without memory.
@@ -273,9 +273,11 @@ class RandomState(NamedTuple):
 
     def is_current(self) -> bool:
         """True if no random number was drawn since the states were captured."""
-        now = RandomState.capture(self.device)
-        same = torch.equal(self.cpu, now.cpu)
-        return same and (self.accelerator is None or torch.equal(self.accelerator, now.accelerator))  # type: ignore[arg-type]
+        state = RandomState.capture(self.device)
+        cpu_is_equal = torch.equal(self.cpu, state.cpu)
+        return cpu_is_equal and (
+            self.accelerator is None or torch.equal(self.accelerator, state.accelerator)  # type: ignore[arg-type]
+        )
 
     def restore(self) -> None:
         """Set torch's generators to the captured states."""

@@ -65,8 +65,8 @@ class AttentionChoiceError(StreamBPError):
 if TYPE_CHECKING:
 
     class DeviceMemoryError(StreamBPError, torch.OutOfMemoryError):
-        """The device ran out of memory; the message adds a remedy. `__getattr__` makes the class,
-        and this declaration serves type checkers."""
+        """The device ran out of memory; the message adds a remedy. This declaration is for type
+        checkers; at run time the module's `__getattr__` creates the class."""
 
 
 def __getattr__(name: str) -> Any:

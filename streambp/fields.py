@@ -33,8 +33,8 @@ def check_fields(found: Any, **ranges: float | tuple[float, float]) -> None:
     """
     for field, hint in _hints(cast(Any, type(found))).items():
         value = getattr(found, field)
-        given = ranges.get(field, -LARGEST_NUMBER)
-        low, high = given if isinstance(given, tuple) else (given, LARGEST_NUMBER)
+        limits = ranges.get(field, -LARGEST_NUMBER)
+        low, high = limits if isinstance(limits, tuple) else (limits, LARGEST_NUMBER)
         try:
             type_validator(field, value, float | int if hint is float else hint)
             fits = not isinstance(value, int | float) or low <= value <= high

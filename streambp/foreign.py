@@ -1,20 +1,19 @@
 """Functions that other code puts in place of a module's forward or of torch's functions.
 
-[Note: foreign forwards] The head's stand-ins (`lazy/deferred.py`) work in forwards that compute a
-loss with torch's operations, like transformers' forwards. A fused loss of another library passes
-the hidden states to an autograd.Function or a kernel, which need real tensors. Nothing is therefore
-deferred inside a forward that another library wrote. Such a forward may be on the class or on the
-instance, set before or after `patch`. A function's globals show its module; `__module__` does not,
-since `functools.wraps` copies it from the wrapped function.
+The head's stand-ins (`lazy/deferred.py`) work in forwards that compute a loss with torch's
+operations, like transformers' forwards. A fused loss of another library passes the hidden states to
+an autograd.Function or a kernel, which need real tensors. Nothing is therefore deferred inside a
+forward that another library wrote. Such a forward may be on the class or on the instance, set
+before or after `patch`. A function's globals show its module; `__module__` does not, since
+`functools.wraps` copies it from the wrapped function.
 
-[Note: torch's own functions] A program may replace a torch function by a wrapper (a z-loss around
-`F.cross_entropy`, a counter). When the wrapper calls torch's function, torch looks up the name for
-`__torch_function__` and passes the wrapper. Code that calls the wrapper then applies it twice. The
-function is therefore found by its caller: by the code of the frame that called
-`handle_torch_function`. For a call from C, it is found by the wrapper's name in `torch.Tensor`.
-Functions are stored by name when streambp is imported. A function that was wrapped before is
-rebuilt from its code. streambp's own arithmetic on logits uses `torch_own` and `nn_own`, which no
-program replaces.
+A program may replace a torch function by a wrapper (a z-loss around `F.cross_entropy`, a counter).
+When the wrapper calls torch's function, torch looks up the name for `__torch_function__` and passes
+the wrapper. Code that calls the wrapper then applies it twice. The function is therefore found by
+its caller: by the code of the frame that called `handle_torch_function`. For a call from C, it is
+found by the wrapper's name in `torch.Tensor`. Functions are stored by name when streambp is
+imported. A function that was wrapped before is rebuilt from its code. streambp's own arithmetic on
+logits uses `torch_own` and `nn_own`, which no program replaces.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def foreign_forward(
         forward: the forward on the instance; None: the class's forward runs.
     """
     bases = module_class.__mro__
-    own = {base.__module__ for base in bases}
+    modules_of_bases = {base.__module__ for base in bases}
     of_classes = (base.__dict__["forward"] for base in bases if "forward" in base.__dict__)
     for start in (forward, *of_classes):
         for function in wrapped_functions(start):
@@ -76,7 +75,7 @@ def foreign_forward(
                 # TRL's head calls the inner forward for the loss, unless set to compute its own
                 continue
             home = home_of(function)
-            if home not in own and home.partition(".")[0] not in FORWARDS_ARE_PLAIN:
+            if home not in modules_of_bases and home.partition(".")[0] not in FORWARDS_ARE_PLAIN:
                 return full_name(function)
     return None
 
@@ -97,9 +96,9 @@ def foreign_of_class(module_class: Any, forwards: tuple[Any, ...]) -> str | None
 def wrapped_functions(forward: Any) -> Iterator[Any]:
     """Yield a forward, and then the functions inside of its decorators and partials, outermost
     first."""
-    seen: set[int] = set()
-    while forward is not None and id(forward) not in seen:
-        seen.add(id(forward))
+    visited: set[int] = set()
+    while forward is not None and id(forward) not in visited:
+        visited.add(id(forward))
         if isinstance(forward, MethodType):
             forward = forward.__func__
         elif isinstance(forward, functools.partial):
@@ -129,11 +128,11 @@ def trls_head(function: Any) -> dict[str, Any] | None:
     code = getattr(function, "__code__", None)
     if code is None or code.co_name != TRLS_HEAD or not home_of(function).startswith("trl."):
         return None
-    found = dict(
+    variables = dict(
         zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True)
     )
-    if all(name in found for name in TRLS_SETTINGS):
-        return found
+    if all(name in variables for name in TRLS_SETTINGS):
+        return variables
     return None
 
 
@@ -190,10 +189,10 @@ def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
 def is_compiled(module: nn.Module) -> bool:
     """True if a module runs compiled, by `Module.compile` or `torch.compile` of the module or its
     forward."""
-    own = vars(module)
-    forward = own.get("forward")
+    attributes = vars(module)
+    forward = attributes.get("forward")
     return (
-        own.get(COMPILED_CALL) is not None
+        attributes.get(COMPILED_CALL) is not None
         or COMPILED in module._modules
         or (forward is not None and eager(forward) is not forward)
     )
@@ -233,15 +232,15 @@ def compiled_around(
             heads.add(id(m.get_output_embeddings()))
     computing = set(map(id, root.modules())) - heads
     forwards = set(map(id, ours))
-    around = False
-    apart = set()
+    any_compiled = False
+    names = set()
     for name, module in (*model.named_modules(), *root.named_modules()):
         if not is_compiled(module) or id(module) in insides:
             continue
-        around = True
+        any_compiled = True
         if id(module) in computing and not any(id(inner) in forwards for inner in module.modules()):
-            apart.add(name.replace(f"{COMPILED}.", ""))
-    return apart if around else None
+            names.add(name.replace(f"{COMPILED}.", ""))
+    return names if any_compiled else None
 
 
 def has_compiled_parts(layer: nn.Module) -> bool:
@@ -294,7 +293,7 @@ METHODS = {
 
 def asked_of(func: Any) -> Any:
     """Return torch's own function for a call of `__torch_function__`, even if a program has
-    replaced that function in torch by one of its own. [Note: torch's own functions]
+    replaced that function in torch by one of its own.
 
     `__torch_function__` must call `asked_of` directly, because `asked_of` inspects the caller's
     frames.
@@ -321,10 +320,10 @@ def asked_of(func: Any) -> Any:
             vars(Tensor).get(code.co_name),
         ):
             return func  # an inner function, or a call in another function's name
-        kept = KEPT.get((names["__name__"], code.co_name))
+        stored = KEPT.get((names["__name__"], code.co_name))
         # The function was wrapped before the import. Torch passes all arguments, so defaults are
         # not needed.
-        return kept or FunctionType(code, names, code.co_name)
+        return stored or FunctionType(code, names, code.co_name)
     stands_for = []
     for name, value in vars(Tensor).items():
         if value is func and hasattr(TensorBase, name):
@@ -355,5 +354,5 @@ def rule_name(func: Any) -> str:
 def method(name: str) -> Callable[..., Any] | None:
     """Return torch's own method `name` of a tensor, even if a program has replaced it; None if
     there is no such method."""
-    found: Callable[..., Any] | None = METHODS.get(name) or getattr(TensorBase, name, None)
-    return found
+    own_method: Callable[..., Any] | None = METHODS.get(name) or getattr(TensorBase, name, None)
+    return own_method

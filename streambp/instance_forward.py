@@ -1,11 +1,11 @@
 """Wrappers that replace one module's forward and can be removed again.
 
-[Note: instance forward] A wrapper is a plain object stored as `module.forward`. The wrapper refers
-to its module. Copying or pickling the module includes the wrapper, which then refers to the copy. A
-closure would still run the original, and a bound method that the class lacks cannot be pickled.
-Some libraries split a bound method and bind its function again, inside wrappers of their own. These
-libraries get an `Unbound`, which finds the wrapper of the module in its call. A wrapper called with
-a module as first argument acts in the same way, as if it were the function.
+A wrapper is a plain object stored as `module.forward`. The wrapper refers to its module. Copying or
+pickling the module includes the wrapper, which then refers to the copy. A closure would still run
+the original, and a bound method that the class lacks cannot be pickled. Some libraries split a
+bound method and bind its function again, inside wrappers of their own. These libraries get an
+`Unbound`, which finds the wrapper of the module in its call. A wrapper called with a module as
+first argument acts in the same way, as if it were the function.
 
 `module.__call__` and all hooks do not change. The class and its name do not change, so that code
 that searches layers by class finds them.
@@ -127,11 +127,10 @@ REDUCES = "__reduce_ex__"  # set to `as_unpatched` on modules with either attrib
 
 
 class Unbound:
-    """Function of (module, *args) that calls the module's replaced forward. [Note: instance
-    forward]
+    """Function of (module, *args) that calls the module's replaced forward.
 
-    accelerate's mixed precision splits a bound method: the function is wrapped, and the result is
-    bound to the module or to a copy of the module.
+    Serves accelerate's mixed precision, which takes the function out of a bound method, wraps the
+    function, and binds the result to the module or to a copy of the module.
     """
 
     def __init__(self, index: int, signature: inspect.Signature) -> None:
@@ -158,10 +157,10 @@ def forwards(module: nn.Module) -> Iterator[Any]:
             forward = forward.of(module)
         yield forward
         if isinstance(forward, InstanceForward):
-            within = None
+            wrapped = None
         else:
-            within = getattr(forward, "__wrapped__", None)
-        forward = within or getattr(forward, "previous", None)
+            wrapped = getattr(forward, "__wrapped__", None)
+        forward = wrapped or getattr(forward, "previous", None)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
@@ -195,13 +194,13 @@ def as_unpatched(module: nn.Module, protocol: Any) -> Any:
 
     A partial of this function is set as `__reduce_ex__` on patched modules.
     """
-    made: Any = type(module).__reduce_ex__(module, protocol)
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
     if sys._getframe(1).f_globals.get("__name__") != torch.serialization.__name__:
-        return made
-    own = {name: value for name, value in made[2].items() if name not in (PATCH, REDUCES)}
-    for wrapper in reversed(own.pop(WRAPPERS, ())):
-        wrapper.leave(own)
-    return (*made[:2], own, *made[3:])
+        return reduced
+    attributes = {name: value for name, value in reduced[2].items() if name not in (PATCH, REDUCES)}
+    for wrapper in reversed(attributes.pop(WRAPPERS, ())):
+        wrapper.leave(attributes)
+    return (*reduced[:2], attributes, *reduced[3:])
 
 
 def unmark(module: nn.Module) -> None:
@@ -213,7 +212,7 @@ def unmark(module: nn.Module) -> None:
 
 class InstanceForward:
     """Base class of the replacements of a module's forward: sets `module.forward` on the instance
-    until `remove`. [Note: instance forward]
+    until `remove`.
 
     Subclasses implement `call`.
 
@@ -360,9 +359,9 @@ class Living(Sequence[T], Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         for item in self._items:
-            found = item()
-            if found is not None:
-                yield found
+            referent = item()
+            if referent is not None:
+                yield referent
 
     def __len__(self) -> int:
         return sum(item() is not None for item in self._items)
@@ -392,18 +391,18 @@ class Home:
         self._inside = Living[nn.Module]()
 
     def __call__(self) -> nn.Module | None:
-        found = None if self._given is None else self._given()
-        if found is None:
-            found = max(self._inside, key=lambda module: len(list(module.modules())), default=None)
-            self._given = None if found is None else weakref.ref(found)
-        return found
+        root = None if self._given is None else self._given()
+        if root is None:
+            root = max(self._inside, key=lambda module: len(list(module.modules())), default=None)
+            self._given = None if root is None else weakref.ref(root)
+        return root
 
     def __reduce__(self) -> Any:
         return Home, ()
 
     @property
     def known(self) -> bool:
-        """True if the module to which the reference was set still exists; False if none was set."""
+        """True if a module was set by `name` or the constructor, and still exists."""
         return self._given is not None and self._given() is not None
 
     def name(self, module: nn.Module) -> None:

@@ -38,7 +38,7 @@ TOKEN_DIMS = {
     "messages": -3,
     "relative_distance": -2,
 }
-# Caches are found by classes and methods [Note: cache arguments]. Tuples of keys and values are
+# Caches are found by classes and methods (`cache_arguments.py`). Tuples of keys and values are
 # found by these names, which models outside of transformers use.
 UNTYPED_CACHES = ("past_key_values", "past_key_value", "layer_past")
 # xLSTM and RWKV: argument with the layer's states, returned after its hidden states
@@ -244,7 +244,7 @@ CONTEXT_PARALLEL_BALANCED = "enable_load_balance"
 # ---- DeepSpeed
 
 ENGINES = ("deepspeed",)  # packages whose module hooks gather and reduce parameters
-Z3_LEAF = "_z3_leaf"  # marks a module that is gathered as one unit. [Note: ZeRO-3 leaves]
+Z3_LEAF = "_z3_leaf"  # marks a module that is gathered as one unit. See `distributed/engines.py`.
 PARTITIONED = "ds_id"  # attribute of a parameter that ZeRO-3 manages
 FULL_SHAPE = "ds_shape"  # the parameter's shape when gathered
 ZERO_GROUP = "ds_process_group"  # parameter attribute: the ranks that share the parameter
@@ -355,7 +355,7 @@ STATISTICS_8BIT = "SCB"  # attribute of an 8-bit weight, which passes it to its 
 HOOKS_ARE_HARMLESS = ("torch", "transformers", "accelerate", "deepspeed", "streambp")
 # Packages whose modules and forwards treat tokens alike outside of attention.
 MODULES_ARE_HARMLESS = (*HOOKS_ARE_HARMLESS, "peft", "liger_kernel", "torchao", "bitsandbytes")
-# Packages whose forwards compute a loss with torch's operations. [Note: foreign forwards]
+# Packages whose forwards compute a loss with torch's operations. See `foreign.py`.
 FORWARDS_ARE_PLAIN = (*HOOKS_ARE_HARMLESS, "peft")
 # Packages whose objects are compared by class alone. [Note: fingerprint]
 OBJECTS_ARE_KNOWN = (

@@ -62,8 +62,8 @@ def warn_of_untested(*libraries: str) -> None:
             continue
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(library)
-            found = re.match(r"(\d+)\.(\d+)", version)
-            if found is not None and (int(found[1]), int(found[2])) > newest:
+            matched = re.match(r"(\d+)\.(\d+)", version)
+            if matched is not None and (int(matched[1]), int(matched[2])) > newest:
                 shown = ".".join(map(str, newest))
                 warnings.warn(
                     f"{library} {version} is newer than {shown}, the newest that streambp was "

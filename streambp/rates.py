@@ -102,24 +102,24 @@ def _by_datasheet(
     peers: float = 0.0,
     network: float = 0.0,
 ) -> Rates:
-    """Return guessed rates of a device: fixed shares of its datasheet's dense bf16 TFLOP/s and of
-    its TB/s.
+    """Return guessed rates of a device: the datasheet's dense bf16 TFLOP/s and TB/s, multiplied by
+    the shares that a device of similar architecture reaches.
 
     Args:
         name: the device's name.
         products: the datasheet's TFLOP/s.
         bandwidth: the datasheet's TB/s.
-        like: key of `SHARES`, a device of similar architecture whose shares are used.
+        like: key of `SHARES`, the device of similar architecture.
         link: GB/s to the host.
         peers: GB/s to other GPUs of the node; 0: those of `link`.
         network: GB/s between nodes; 0: those of a slow adapter.
     """
     shares = SHARES[like]
-    found = [round(share * products) for share in shares]
+    flops = [round(share * products) for share in shares]
     source = f"{products:,g} TFLOP/s and {bandwidth:g} TB/s, shares of {like}"
-    moved = round(MEMORY_SHARE * bandwidth, 2)
+    bandwidth_here = round(MEMORY_SHARE * bandwidth, 2)
     links = (peers or link, network or SLOW)
-    return _row(name, found[0], found[1], found[2], moved, link, source, True, *links)
+    return _row(name, flops[0], flops[1], flops[2], bandwidth_here, link, source, True, *links)
 
 
 # shares of dense TFLOP/s: matrix products, attention forward and backward
@@ -212,10 +212,10 @@ def rates_by_name(name: str) -> Rates | None:
     """Return the rates of a device by the name that its driver reports; None for an unknown
     device."""
     longest = ""
-    for known in DEVICES:
-        written = "[ -]?".join(known.replace("-", ""))
-        if re.search(rf"\b{written}\b", name, re.IGNORECASE) and len(known) > len(longest):
-            longest = known
+    for device in DEVICES:
+        pattern = "[ -]?".join(device.replace("-", ""))
+        if re.search(rf"\b{pattern}\b", name, re.IGNORECASE) and len(device) > len(longest):
+            longest = device
     return DEVICES.get(longest)
 
 
@@ -228,15 +228,15 @@ def rates_of(name: str | Path | Rates) -> Rates:
     """
     if isinstance(name, Rates):
         return name
-    wanted = _plain(str(name))
-    for known, rates in DEVICES.items():
-        if _plain(known) == wanted:
+    plain_name = _plain(str(name))
+    for device, rates in DEVICES.items():
+        if _plain(device) == plain_name:
             return rates
     if Path(name).suffix == ".json" or Path(name).is_file():
         return read_rates(Path(name))
-    near = difflib.get_close_matches(wanted, [_plain(known) for known in DEVICES], 1)
+    near = difflib.get_close_matches(plain_name, [_plain(device) for device in DEVICES], 1)
     hint = next(
-        (f" Did you mean {known}?" for known in DEVICES if near and _plain(known) == near[0]), ""
+        (f" Did you mean {device}?" for device in DEVICES if near and _plain(device) == near[0]), ""
     )
     raise ConfigError(
         f"The device {str(name)!r} is not in the table, which has {', '.join(DEVICES)}.{hint} To "

@@ -18,8 +18,8 @@ LONGEST = 400  # characters of an error in a report
 
 
 def told(part: Callable[..., T], *args: Any, otherwise: Callable[[str], T]) -> T:
-    """Return the result of `part(*args)`; if it raises, return `otherwise(reason)`, so that a
-    failed report does not end the program. [Note: reports]"""
+    """Return the result of `part(*args)`. If the call raises, return `otherwise(reason)` with the
+    error as text: a failed report must not end the program. [Note: reports]"""
     try:
         return part(*args)
     except Exception as error:

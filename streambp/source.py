@@ -53,10 +53,10 @@ def with_globals(space: dict[str, Any], decorated: Any) -> FunctionType:
         cells = ()
     if isinstance(inner, FunctionType) and any(_content(cell) is inner for cell in cells):
         copy = with_globals(space, inner)
-        around = tuple(CellType(copy) if _content(cell) is inner else cell for cell in cells)
-        found = _copied(decorated, decorated.__globals__, around)
-        found.__dict__.update(vars(decorated), __wrapped__=copy)
-        return found
+        closure = tuple(CellType(copy) if _content(cell) is inner else cell for cell in cells)
+        result = _copied(decorated, decorated.__globals__, closure)
+        result.__dict__.update(vars(decorated), __wrapped__=copy)
+        return result
     function = written(decorated)
     return _copied(function, space, function.__closure__)
 
@@ -73,9 +73,9 @@ def _copied(
     function: FunctionType, space: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
     """Return a copy of a function with other global variables and another closure."""
-    found = FunctionType(
+    copied = FunctionType(
         function.__code__, space, function.__name__, function.__defaults__, closure
     )
-    found.__kwdefaults__ = function.__kwdefaults__
-    found.__qualname__ = function.__qualname__
-    return found
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__qualname__ = function.__qualname__
+    return copied

@@ -33,41 +33,41 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
         StreamBPError: an argument is no tensor, or has another kind or shape.
     """
     sizes: dict[str, tuple[Any, str]] = {}  # by dimension, its size and the argument that set it
-    for name, (given, text, kind) in wanted.items():
-        if given is None:
+    for name, (tensor, text, kind) in wanted.items():
+        if tensor is None:
             continue
         shape = _shown(text)
-        if not isinstance(given, Tensor):
+        if not isinstance(tensor, Tensor):
             raise StreamBPError(
-                f"{name} is a {type(given).__name__}; it must be {KINDS[kind]} {shape}."
+                f"{name} is a {type(tensor).__name__}; it must be {KINDS[kind]} {shape}."
             )
-        if not _is_of(given.dtype, kind):
-            raise StreamBPError(f"{name} is of {given.dtype}; it must be {KINDS[kind]} {shape}.")
+        if not _is_of(tensor.dtype, kind):
+            raise StreamBPError(f"{name} is of {tensor.dtype}; it must be {KINDS[kind]} {shape}.")
         dims = text.split()
-        rest = []
+        dims_by_name = []
         for dim in dims:
             if dim != ANY_DIMS:
-                rest.append(dim)
-        count = given.dim() - len(rest)
-        found: dict[str, Any]
+                dims_by_name.append(dim)
+        count = tensor.dim() - len(dims_by_name)
+        named_sizes: dict[str, Any]
         if ANY_DIMS in dims:
-            found = {ANY_DIMS: tuple(given.shape[: max(0, count)])}
+            named_sizes = {ANY_DIMS: tuple(tensor.shape[: max(0, count)])}
         else:
-            found = {}
-        found.update(zip(rest, given.shape[max(0, count) :], strict=False))
+            named_sizes = {}
+        named_sizes.update(zip(dims_by_name, tensor.shape[max(0, count) :], strict=False))
         if count < 0 or (count > 0 and ANY_DIMS not in dims):
-            raise StreamBPError(f"{name} has shape {tuple(given.shape)}; it must be {shape}.")
-        for dim, size in found.items():
-            known, whose = sizes.setdefault(dim, (size, name))
-            if known != size:
+            raise StreamBPError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}.")
+        for dim, size in named_sizes.items():
+            expected, whose = sizes.setdefault(dim, (size, name))
+            if expected != size:
                 if dim == ANY_DIMS:
-                    same = "equal leading dimensions"
+                    requirement = "equal leading dimensions"
                 else:
-                    same = f"{dim} = {known}"
+                    requirement = f"{dim} = {expected}"
                 raise StreamBPError(
-                    f"{name} has shape {tuple(given.shape)}, but {whose} has "
+                    f"{name} has shape {tuple(tensor.shape)}, but {whose} has "
                     f"{tuple(wanted[whose][0].shape)}; {name} must be {shape} with "
-                    f"{same}."
+                    f"{requirement}."
                 )
 
 
@@ -98,8 +98,8 @@ def unviewed(result: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         if not result._is_view():
             return result
         shape = result.shape
-    own: Tensor = torch.ops.aten._unsafe_view(result, shape)
-    return own
+    unviewed_result: Tensor = torch.ops.aten._unsafe_view(result, shape)
+    return unviewed_result
 
 
 T = TypeVar("T", bound=Tensor)
@@ -129,10 +129,10 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
             return type(value)(parts)
         return value
     if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
-        changed = copy.copy(value)
+        copied = copy.copy(value)
         for key, part in value.items():
-            changed[key] = rebuilt(part, change)
-        return changed
+            copied[key] = rebuilt(part, change)
+        return copied
     return value
 
 
@@ -140,14 +140,14 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 def replaced(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
     """Context manager that sets the attribute `name` of several objects, each to its value in
     `values`, and restores the attributes afterwards."""
-    before = [getattr(one, name) for one in objects]
+    previous_values = [getattr(holder, name) for holder in objects]
     try:
-        for one, value in zip(objects, values, strict=False):
-            setattr(one, name, value)
+        for holder, value in zip(objects, values, strict=False):
+            setattr(holder, name, value)
         yield
     finally:
-        for one, own in zip(objects, before, strict=True):
-            setattr(one, name, own)
+        for holder, previous in zip(objects, previous_values, strict=True):
+            setattr(holder, name, previous)
 
 
 def tensors_in(value: Any, kind: type[T]) -> list[T]:
@@ -174,10 +174,10 @@ def changed_arguments(
     lists, tuples and dicts."""
     # torch's tree functions are many times slower
     if all(isinstance(value, LEAVES) for value in (*args, *kwargs.values())):
-        own = tuple([change(value) if isinstance(value, kind) else value for value in args])
-        return own, {
+        positional = tuple([change(value) if isinstance(value, kind) else value for value in args])
+        return positional, {
             name: change(value) if isinstance(value, kind) else value
             for name, value in kwargs.items()
         }
-    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(kind, change, (args, kwargs))
-    return found
+    result: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(kind, change, (args, kwargs))
+    return result

@@ -1,4 +1,4 @@
-"""The argument of a layer that takes a cache, whatever its name is. [Note: cache arguments]
+"""The argument of a layer that takes a cache, whatever its name is.
 
 covers: cache_arguments.py, source.py
 """

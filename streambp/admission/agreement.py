@@ -20,8 +20,8 @@ SCORES = 4
 
 
 def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
-    """Return the dtype with the largest eps among the dtypes that a layer computes in: that of x
-    [..., B, T, h], its parameters' and autocast's.
+    """Return the least precise dtype, by its eps, that a layer computes in: among the dtypes of x
+    [..., B, T, h], of the layer's parameters and of autocast.
 
     Args:
         call: the call of the layer.
@@ -50,9 +50,9 @@ def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -
 
 @contextlib.contextmanager
 def choices_once(call: LayerCall) -> Iterator[ReplayedChoices]:
-    """Context manager for several runs of a layer, which yields the record of the experts chosen.
-    MoE routers choose experts freely in the first run, and the same experts in later runs. [Note:
-    choices]"""
+    """Context manager around several test runs of a layer, so that all runs use the same experts.
+    MoE routers choose experts freely in the first run, and later runs replay these choices. Yields
+    the record of the choices. [Note: choices]"""
     choices = ReplayedChoices()
     with replaced([call.site], "choices", [choices]):
         yield choices

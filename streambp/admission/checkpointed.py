@@ -60,14 +60,14 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
                 kwargs["hidden_states"] = kwargs["hidden_states"].clone()
         # The recomputation runs after the model's forward has ended.
         segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
-        around, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
+        unchunked_run, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
         # ZeRO-3 counts the modules that ran, while other ranks may stream. ZeRO-3 leaf
         # modules inside the layer reduce their gradients by hooks of their own.
         hooks, modules = site.of(switched_off)
         silenced = engine_hooks_silenced([] if site.of(reductions_of) else hooks)
         arrive, args, kwargs = _as_one(site, args, kwargs)
         with (
-            around,
+            unchunked_run,
             computed_as_written(modules),
             in_segments(mixers, segments, None),
             silenced,
@@ -101,12 +101,13 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
 def _as_one(
     site: LayerSite, args: Any, kwargs: dict[str, Any]
 ) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
-    """Return a context manager in which the layer's forward must run, and the args and kwargs for
-    the forward.
+    """Return a context manager in which the layer's forward must run, and the args and kwargs to
+    call it with.
 
-    Under ZeRO-1 and ZeRO-2 autograd then delivers all gradients of the layer's parameters together,
-    after the layer's backward. ZeRO needs this because each rank sums gradients in order of
-    arrival. The arguments do not change without grad mode, or without these engines.
+    Under ZeRO-1 and ZeRO-2, the forward then gets aliases of its input and parameters, whose
+    gradients autograd delivers together, after the layer's backward. Each rank sums gradients in
+    order of arrival, so the order must be the same on all ranks. Nothing changes under other
+    engines, or without grad mode.
 
     Args:
         site: the decoder layer.
@@ -115,15 +116,15 @@ def _as_one(
     holds = held(site.layer)
     if not torch.is_grad_enabled() or holds.weights or not holds.gradients:
         return contextlib.nullcontext(), args, kwargs
-    given = args[0] if args else kwargs["hidden_states"]
-    parameters = Parameters(site.layer, given.device)
-    hidden_states, *others = JoinGradients.apply(given, *parameters.current())  # type: ignore[no-untyped-call]
+    layer_input = args[0] if args else kwargs["hidden_states"]
+    parameters = Parameters(site.layer, layer_input.device)
+    hidden_states, *aliases = JoinGradients.apply(layer_input, *parameters.current())  # type: ignore[no-untyped-call]
     args, kwargs = (
         ((hidden_states, *args[1:]), kwargs)
         if args
         else (args, {**kwargs, "hidden_states": hidden_states})
     )
-    return parameters.replaced(others), args, kwargs
+    return parameters.replaced(aliases), args, kwargs
 
 
 class Repeatable:
@@ -147,12 +148,12 @@ class Repeatable:
         self._backward_begins = site.backward_begins
         self._look = self._fingerprint.look(site.layer)
         self._generators, self._training = generators_of(site, self._look), site.layer.training
-        given = [
+        values = [
             (name, x)
             for name, value in {"input": args, **kwargs}.items()
             for x in tree_leaves(value)
         ]
-        tensors = [(name, x) for name, x in given if isinstance(x, Tensor)]
+        tensors = [(name, x) for name, x in values if isinstance(x, Tensor)]
         hidden_states = tensors[0][1]
         self._device = hidden_states.device
         self._parameters = Parameters(site.layer, self._device)
@@ -166,17 +167,17 @@ class Repeatable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._buffers is None:
             versions = versions_of(self._look)
-            before = {
+            buffer_copies = {
                 slot: buffer.detach().clone() for slot, buffer in buffers_of(self._layer).items()
             }
             self._states = generator_states(self._generators)
-            with watching(self._look.hooks) as acted, self._mismatch_named():
+            with watching(self._look.hooks) as modifying_hooks, self._mismatch_named():
                 result = self._run(*args, **kwargs)
             trained = Parameters(self._layer, self._device)
             if trained.names != self._parameters.names:  # a first call may make parameters
                 self._parameters = trained
-            self._seen = self._fingerprint.seen(self._layer, self._look, versions, acted)
-            self._buffers = written_since(before)
+            self._seen = self._fingerprint.seen(self._layer, self._look, versions, modifying_hooks)
+            self._buffers = written_since(buffer_copies)
             self._see((args, kwargs), result, again=False)
             return result
         if self._backward_begins is not None:
@@ -184,26 +185,26 @@ class Repeatable:
         check_mode(self._layer, self._training)
         self._parameters.check_unchanged()
         refuse_written(self._seen_arguments)
-        now = self._fingerprint.look(self._layer)
-        self._fingerprint.check(self._layer, self._seen, now)
+        snapshot = self._fingerprint.look(self._layer)
+        self._fingerprint.check(self._layer, self._seen, snapshot)
         # peft's modules get the same arguments, and the layer draws the same random numbers.
         later = generator_states(self._generators)
         set_generators(self._generators, self._states)
         try:
-            nothing_left = kept_values.recomputed(self._site, now)
+            nothing_left = kept_values.recomputed(self._site, snapshot)
             routing = again(self._look.hooks.routing)
             with (
                 in_place_of_buffers(self._buffers),
                 routing,
                 nothing_left,
-                watching(now.hooks) as acted,
+                watching(snapshot.hooks) as modifying_hooks,
             ):
                 result = self._run(*args, **kwargs)
         finally:
             set_generators(self._generators, later)
             # The reverse shows nothing: torch stops a recomputation early, so some hooks do not
             # run.
-            for key in sorted(acted - self._seen.acted):
+            for key in sorted(modifying_hooks - self._seen.acted):
                 raise changed(
                     self._layer,
                     f"{described(key)} changes what it is given, and changed nothing in forward",
@@ -211,19 +212,21 @@ class Repeatable:
         self._see((args, kwargs), result, again=True)
         return result
 
-    def _see(self, given: Any, result: Any, again: bool) -> None:
+    def _see(self, layer_arguments: Any, result: Any, again: bool) -> None:
         """Record the layer's output in forward; in the recomputation, compare the output with the
         record. [Note: witness]
 
         Args:
-            given: the layer's arguments.
+            layer_arguments: the layer's arguments.
             result: the layer's result.
             again: True in the recomputation.
         """
         output = result[0] if isinstance(result, tuple) else result
         if self._witness is None or not isinstance(output, Tensor):
             return
-        x: Tensor = next(x for x in tree_leaves(given) if isinstance(x, Tensor))  # hidden_states
+        x: Tensor = next(
+            x for x in tree_leaves(layer_arguments) if isinstance(x, Tensor)
+        )  # hidden_states
         self._witness.begin("whole", True, again)
         self._witness.see("output", output, x if x.shape == output.shape else None)
         if again:
@@ -232,13 +235,13 @@ class Repeatable:
     def _mismatch_named(self) -> saved_tensors_hooks:
         """Return a context manager that turns checkpoint's error for a different recomputation into
         a `BackwardError` with a remedy. Checkpoint still saves the same tensors."""
-        kept = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        assert kept is not None
-        layer, (pack, unpack) = type(self._layer).__name__, kept
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        assert hooks is not None
+        layer, (pack, unpack) = type(self._layer).__name__, hooks
 
-        def unpacked(held: Any) -> Any:
+        def unpacked(packed: Any) -> Any:
             try:
-                return unpack(held)
+                return unpack(packed)
             except CheckpointError as error:
                 raise BackwardError(
                     f"{layer} was recomputed in backward and saved other tensors than in forward, "

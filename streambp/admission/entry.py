@@ -113,9 +113,15 @@ def admit(
     forks: Forks = (),
 ) -> LayerCall | CallReport:
     """Decide how a call of a decoder layer runs. Return a `LayerCall` that runs in chunks, or a
-    report with the reason for an unchunked run.
+    report with the reason for an unchunked run. The exceptions are those of `stream_layer`.
 
-    Arguments and exceptions are those of `stream_layer`.
+    Args:
+        site: the decoder layer, with its settings and test results.
+        args, kwargs: the arguments of the layer's forward.
+        rows: documents of packed rows, from position_ids; None: arguments mark them, or there are
+            none.
+        strategy: functions that compute the call.
+        forks: positions at which recurrent states continue from an earlier position.
     """
     # The kind of call: the layer's structure, and which arguments it gets.
     look = site.fingerprint.look(site.layer)
@@ -232,18 +238,24 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
     if call.look.hooks.ids and has_data(call.hidden_states):
         site.tests.hooks_run_in_tests |= hooks_of_others(call.site.layer)
     try:
-        here = site.weights_here("trial", call.device)
+        weights_on_device = site.weights_here("trial", call.device)
         freely = replaced([site], "choices", [None])  # [Note: choices]
         # Layers of a split sequence exchange keys and values with other ranks themselves.
         alone = no_collectives(call.site.layer) if call.has_full_sequence else NULL_CONTEXT
-        with here, nothing_compiled(), call.autocast.off(), freely, alone:  # [Note: autocast]
-            found = call.attempt(lambda _: _looked(call))
+        with (
+            weights_on_device,
+            nothing_compiled(),
+            call.autocast.off(),
+            freely,
+            alone,
+        ):  # [Note: autocast]
+            results = call.attempt(lambda _: _looked(call))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
             raise
         raise explained(error, site, call.plan) from error
     site.tests.tested_hooks |= call.look.hooks.places.keys()
-    return found
+    return results
 
 
 def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
@@ -312,11 +324,13 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         )
         with (
             on_device,
-            watching(call.look.hooks) if site.tests.warm_up is not None else NO_HOOKS as acted,
+            watching(call.look.hooks)
+            if site.tests.warm_up is not None
+            else NO_HOOKS as modifying_hooks,
         ):
             output, *extras = strategy.forward(call, False)
-        if acted:
-            site.tests.refuse_untested(acted, site.layer)
+        if modifying_hooks:
+            site.tests.refuse_untested(modifying_hooks, site.layer)
         if site.fingerprint.pending:
             site.fingerprint.learn(site.layer, call.look, versions)
     by_place = dict(zip(call.form.extras, extras, strict=True))

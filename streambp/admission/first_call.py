@@ -43,8 +43,8 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     first = _once(call, x)
     state.end_run()
     _once(call, x[..., :CHUNK, :] * LOUDER)
-    again = _once(call, x)
-    if bool(first.isfinite().all()) and not _repeats(first, again):
+    repeated = _once(call, x)
+    if bool(first.isfinite().all()) and not _repeats(first, repeated):
         raise StreamingMismatchError(
             f"{type(call.site.layer).__name__} returns different values for the same tokens: "
             f"{', '.join(names)} changed during a test on a few random tokens (a counter or a "
@@ -60,13 +60,13 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     return names
 
 
-def _repeats(first: Tensor, again: Tensor) -> bool:
+def _repeats(first: Tensor, repeated: Tensor) -> bool:
     """True if two outputs [..., B, t, h] for the same tokens are equal: to the bit on a CPU, up to
     rounding on other devices."""
-    if torch.equal(first, again) or first.device.type == "cpu":
-        return torch.equal(first, again)
-    most = 2 * torch.finfo(first.dtype).eps * first.float().norm()
-    return bool((first - again).float().norm() <= most)
+    if torch.equal(first, repeated) or first.device.type == "cpu":
+        return torch.equal(first, repeated)
+    tolerance = 2 * torch.finfo(first.dtype).eps * first.float().norm()
+    return bool((first - repeated).float().norm() <= tolerance)
 
 
 def _once(call: LayerCall, x: Tensor) -> Tensor:

@@ -64,7 +64,8 @@ def generator_states(generators: Sequence[Generator]) -> list[Any]:
 
 
 def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> None:
-    """Set the states that `generator_states` returned."""
+    """Set each of `generators` to the state in `states` at the same place, as `generator_states`
+    returned them."""
     for generator, state in zip(generators, states, strict=True):
         if isinstance(generator, random.Random):
             generator.setstate(state)

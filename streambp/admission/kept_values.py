@@ -119,7 +119,7 @@ def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor
     roots = roots_of(site, look)
     if not roots:
         return kind
-    known = frozenset(pair for pair in kind if pair[0] != REACH)
+    structure = frozenset(pair for pair in kind if pair[0] != REACH)
     rows, length = hidden_states.shape[-3:-1]
     as_long, flags = False, []
     for path, value in Memory(roots).values.items():
@@ -132,15 +132,16 @@ def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor
             as_long |= length in sizes or sizes[:1] == (rows * length,)
     as_long = as_long and len(plan_of(site, rows, length, hidden_states.device)) > 1
     digest = hashlib.blake2b(repr(flags).encode(), digest_size=16).hexdigest()
-    return known | {(REACH, (digest, as_long))}
+    return structure | {(REACH, (digest, as_long))}
 
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the part of a value stored by third-party code that decides if the layer must be
-    tested again: a flag, whether a number is 0, or a string without digits.
+    """Return the part of a stored value that belongs to the key of test results. The layer is
+    tested again if this part changes. The part is a flag itself, True for a number other than 0, or
+    a string without its digits.
 
     Args:
-        path: the value's path from the code that stores it.
+        path: the value's path from the third-party code that stores it.
         value: a flag, number or string.
 
     Returns:
@@ -158,21 +159,21 @@ def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
 def _code_of_others(layer: nn.Module) -> Roots:
     """Return third-party classes, functions and objects that the layer's forward may run, as (name,
     object)."""
-    found: dict[int, tuple[str, Any]] = {}
+    by_id: dict[int, tuple[str, Any]] = {}
     for path, module in layer.named_modules():
         for name, value in module.__dict__.items():
             if callable(value) and not isinstance(value, nn.Module) and is_theirs(value):
-                found[id(value)] = (f"{path}.{name}".removeprefix("."), value)
+                by_id[id(value)] = (f"{path}.{name}".removeprefix("."), value)
         for base in type(module).__mro__:
             if base is nn.Module:
                 break
             if base.__module__.partition(".")[0] not in KNOWN:
-                found[id(base)] = (base.__name__, base)
+                by_id[id(base)] = (base.__name__, base)
                 continue
             for name, value in vars(base).items():
                 if callable(value) and not isinstance(value, type) and is_theirs(value):
-                    found[id(value)] = (f"{base.__name__}.{name}", value)
-    return list(found.values())
+                    by_id[id(value)] = (f"{base.__name__}.{name}", value)
+    return list(by_id.values())
 
 
 def leaving_nothing(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
@@ -220,17 +221,17 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
         )
         if not roots:
             return forward(call, keep)
-        before = Memory(roots)
-        found = forward(call, keep)
-        for path, value in Memory(roots).changed(before).items():
-            known = path in site.fingerprint.kept
+        memory = Memory(roots)
+        outputs = forward(call, keep)
+        for path, value in Memory(roots).changed(memory).items():
+            is_expected = path in site.fingerprint.kept
             if (
-                not known
+                not is_expected
                 and isinstance(value, (Tensor, np.ndarray))
                 and _is_of_a_chunk(value.shape, call)
             ):
                 _refuse(call, f"{path} {tuple(value.shape)}")
-        return found
+        return outputs
 
     return run
 
@@ -238,10 +239,12 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
 def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
     """True if a tensor of this shape may have one entry for each token of a chunk: [B, C, ...] or
     [B * C, ...]. False if the size may be a dimension of the layer's parameters."""
-    own = {size for parameter in call.look.body.parameters for size in parameter.shape}
+    parameter_sizes = {size for parameter in call.look.body.parameters for size in parameter.shape}
     for length in {chunk.stop - chunk.start for chunk in call.plan}:
-        rows = tuple(shape[:2]) == (call.rows, length) and (len(shape) > 2 or length not in own)
-        if rows or (shape[:1] == (call.rows * length,) and shape[0] not in own):
+        rows = tuple(shape[:2]) == (call.rows, length) and (
+            len(shape) > 2 or length not in parameter_sizes
+        )
+        if rows or (shape[:1] == (call.rows * length,) and shape[0] not in parameter_sizes):
             return True
     return False
 
@@ -310,10 +313,10 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
         if is_out_of_memory(error) or (isinstance(error, StreamBPError) and not other_model):
             raise
         failed = error
-    before = call.arguments.kind
-    call.arguments.kind = tell(site, call.look, before, x)
-    if before != call.arguments.kind and before in site.tests.results:
-        remember(site.tests.results, call.arguments.kind, site.tests.results.pop(before))
+    earlier_kind = call.arguments.kind
+    call.arguments.kind = tell(site, call.look, earlier_kind, x)
+    if earlier_kind != call.arguments.kind and earlier_kind in site.tests.results:
+        remember(site.tests.results, call.arguments.kind, site.tests.results.pop(earlier_kind))
     return because, failed
 
 
@@ -330,22 +333,24 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
     with torch.no_grad():
         tokens, upstream = random_like(x), random_like(x)
     trial = _Trial(call, tokens, upstream, roots, state)
-    whole, chunks = trial.left(trial.whole), trial.left(trial.in_chunks)
-    call.site.fingerprint.kept |= whole.keys() | chunks.keys()
-    differing = _differing(whole, chunks, coarsest(call, x))
+    unchunked, chunks = trial.left(trial.whole), trial.left(trial.in_chunks)
+    call.site.fingerprint.kept |= unchunked.keys() | chunks.keys()
+    differing = _differing(unchunked, chunks, coarsest(call, x))
     if differing:  # a value that changes at each run, such as a time, shows nothing
-        again = trial.left(trial.whole)
-        noisy = _differing(whole, again, coarsest(call, x))
-        differing = {path: told for path, told in differing.items() if path not in noisy}
+        repeated = trial.left(trial.whole)
+        noisy = _differing(unchunked, repeated, coarsest(call, x))
+        differing = {path: shapes for path, shapes in differing.items() if path not in noisy}
     if not differing:
         return _why_kept_before(call.site, roots)
     # A value that only the first call sets is no record of later calls.
-    recorded = _differing(whole, trial.left(trial.twice), coarsest(call, x))
+    recorded = _differing(unchunked, trial.left(trial.twice), coarsest(call, x))
     call.site.tests.differing |= differing.keys() & recorded.keys()
-    otherwise = _differing(whole, trial.left(trial.at_once), coarsest(call, x))
+    otherwise = _differing(unchunked, trial.left(trial.at_once), coarsest(call, x))
     # Tensors in graphs are out of sight as well, and differ for another attention.
     otherwise = {
-        path: told for path, told in otherwise.items() if path in differing and path != OUT_OF_SIGHT
+        path: shapes
+        for path, shapes in otherwise.items()
+        if path in differing and path != OUT_OF_SIGHT
     }
     if otherwise:
         raise UnsupportedModelError(
@@ -357,21 +362,26 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
 
 
 def _why_kept_before(site: LayerSite, roots: Roots) -> str | None:
-    """Return the text that names the stored values that differed in another kind of call; None if
-    there are none.
+    """Return the reason, as text for `describe`, to run calls of a new kind unchunked: third-party
+    code stored values in calls of another kind, and these values differed in chunks. None if there
+    are no such values.
 
     Code may store a value in some calls alone: every tenth, or where a maximum grows. Calls of a
     new kind may do so later, even if their own test stored nothing.
+
+    Args:
+        site: the decoder layer.
+        roots: objects from which the stored values are reachable, as (name, object).
     """
     if not site.tests.differing:
         return None
-    there = Memory(roots).values.keys() & site.tests.differing
-    return f"{KEEPS_VALUES} ({_named(dict.fromkeys(sorted(there), ''))})" if there else None
+    paths = Memory(roots).values.keys() & site.tests.differing
+    return f"{KEEPS_VALUES} ({_named(dict.fromkeys(sorted(paths), ''))})" if paths else None
 
 
 def _named(differing: dict[str, str]) -> str:
-    told = [path + shapes for path, shapes in list(differing.items())[:NAMED_AT_MOST]]
-    return ", ".join(told) + (
+    labels = [path + shapes for path, shapes in list(differing.items())[:NAMED_AT_MOST]]
+    return ", ".join(labels) + (
         f" and {len(differing) - NAMED_AT_MOST} more" if len(differing) > NAMED_AT_MOST else ""
     )
 
@@ -395,12 +405,12 @@ class _Trial:
         self.call, self.x, self.upstream, self.roots = call, x, upstream, roots
         self.state = state
         self.random = RandomState.capture(call.device)
-        wanted = (
+        differentiable = (
             call.hidden_states.requires_grad
             or call.arguments.inputs
             or call.backward.parameters.groups
         )
-        self.graph = torch.is_grad_enabled() and bool(wanted) and may_have_graphs(call)
+        self.graph = torch.is_grad_enabled() and bool(differentiable) and may_have_graphs(call)
 
     def left(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
         """Run the layer, and return the stored values that the run added or changed, by path. The
@@ -412,11 +422,13 @@ class _Trial:
         named, length = self.call.arguments.named, self.x.shape[-2]
         documents = in_several(named, length) if self.call.packing.told else {}
         rows = None if self.call.packing.rows is None else tried_rows(self.x.shape[-3], length)
-        given = self.call.arguments.replaced({**nothing_masked(named, length), **documents}, rows)
+        test_arguments = self.call.arguments.replaced(
+            {**nothing_masked(named, length), **documents}, rows
+        )
         self.state.rewind()
-        with undone(self.roots) as (before, writes):
+        with undone(self.roots) as (start, writes):
             # Draw the weights inside, so that each run has the same weights.
-            with self.random.replayed(), given, as_trained(self.call) as shadows:
+            with self.random.replayed(), test_arguments, as_trained(self.call) as shadows:
                 run(shadows or [])
             on_weights = {
                 f"parameter {number}.{name}": value
@@ -424,10 +436,10 @@ class _Trial:
                 for name, value in stored_on(shadow).items()
             }
             del shadows
-            after = Memory(self.roots)
-            found, elsewhere = after.changed(before, writes), writes.kept_elsewhere(after)
-            found.update(on_weights)
-            return {**found, OUT_OF_SIGHT: elsewhere} if elsewhere else found
+            end = Memory(self.roots)
+            values, elsewhere = end.changed(start, writes), writes.kept_elsewhere(end)
+            values.update(on_weights)
+            return {**values, OUT_OF_SIGHT: elsewhere} if elsewhere else values
 
     def whole(self, shadows: list[Tensor]) -> None:
         """Run the unpatched layer once, with backward if the call has one.
@@ -476,8 +488,13 @@ class _Trial:
                 self._recompute(chunk, started, prefix)
 
     def _recompute(self, chunk: Chunk, started: States | None, prefix: Prefix) -> None:
-        """Recompute and differentiate one chunk. A step does so from the last chunk to the first,
-        and the first chunk's values remain.
+        """Recompute one chunk with a graph, and differentiate it. Called from the last chunk to the
+        first, as in a step's backward.
+
+        Args:
+            chunk: the chunk.
+            started: the recurrent states at the chunk's start; None: the layer gets no cache.
+            prefix: keys and values of all chunks, from the forward.
         """
         x = chunk.part(self.x, -2).detach().requires_grad_()
         output, _ = self.call.compute(x, chunk, Stage.RECOMPUTE, prefix, states=started)
@@ -497,52 +514,77 @@ class _Trial:
             torch.autograd.grad(output, [x], self.upstream, allow_unused=True)
 
 
-def _differing(one: dict[str, Any], other: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
+def _differing(
+    values: dict[str, Any], other_values: dict[str, Any], dtype: torch.dtype
+) -> dict[str, str]:
     """Return a dict from the path of each stored value that differs between two runs by more than
     rounding, to a text with both shapes. The text is "" if the shapes are equal.
 
     Args:
-        one: values by path.
-        other: values by path, of another run.
+        values: values by path.
+        other_values: values by path, of another run.
         dtype: dtype that determines the tolerance.
     """
-    found = {}
+    differences = {}
     tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
-    for path in dict.fromkeys((*one, *other)):
-        first, second = one.get(path, MISSING), other.get(path, MISSING)
+    for path in dict.fromkeys((*values, *other_values)):
+        first, second = values.get(path, MISSING), other_values.get(path, MISSING)
         if not _alike(first, second, tolerance):
-            found[path] = _told(first, second)
-    return found
+            differences[path] = _told(first, second)
+    return differences
 
 
-def _alike(one: Any, other: Any, tolerance: float) -> bool:
+def _alike(first_value: Any, other_value: Any, tolerance: float) -> bool:
     """True if two values are equal, numbers and tensors up to a relative `tolerance`."""
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and one.dtype.kind in "biufc":
-        one, other = torch.from_numpy(one.copy()), torch.from_numpy(other.copy())
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
+    if (
+        isinstance(first_value, np.ndarray)
+        and isinstance(other_value, np.ndarray)
+        and first_value.dtype.kind in "biufc"
+    ):
+        first_value, other_value = (
+            torch.from_numpy(first_value.copy()),
+            torch.from_numpy(other_value.copy()),
+        )
+    if isinstance(first_value, Tensor) and isinstance(other_value, Tensor):
+        if first_value.shape != other_value.shape or first_value.dtype != other_value.dtype:
             return False
-        if not (has_data(one) and has_data(other)) or one.is_sparse or one.is_quantized:
+        if (
+            not (has_data(first_value) and has_data(other_value))
+            or first_value.is_sparse
+            or first_value.is_quantized
+        ):
             return True
-        wide = torch.complex128 if one.is_complex() else torch.float64
-        first, second = (value.detach().to("cpu", wide).nan_to_num() for value in (one, other))
+        wide = torch.complex128 if first_value.is_complex() else torch.float64
+        first, second = (
+            value.detach().to("cpu", wide).nan_to_num() for value in (first_value, other_value)
+        )
         return bool((first - second).norm() <= tolerance * first.norm())
     numbers = (int, float, complex)
-    if isinstance(one, numbers) and isinstance(other, numbers) and not isinstance(one, bool):
+    if (
+        isinstance(first_value, numbers)
+        and isinstance(other_value, numbers)
+        and not isinstance(first_value, bool)
+    ):
         return (
-            one == other
-            or abs(one - other) <= tolerance * abs(one)
-            or (one != one and other != other)
+            first_value == other_value
+            or abs(first_value - other_value) <= tolerance * abs(first_value)
+            or (first_value != first_value and other_value != other_value)
         )
-    return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and one == other)
+    return first_value is other_value or (
+        type(first_value) is type(other_value)
+        and isinstance(first_value, PLAIN)
+        and first_value == other_value
+    )
 
 
-def _told(whole: Any, chunks: Any) -> str:
+def _told(unchunked: Any, chunks: Any) -> str:
     """Return the shapes of two tensors as text; "" if the shapes are equal or one value is no
     tensor."""
-    arrays = isinstance(whole, (Tensor, np.ndarray)) and isinstance(chunks, (Tensor, np.ndarray))
-    if arrays and whole.shape != chunks.shape:
-        return f" {tuple(chunks.shape)} for {tuple(whole.shape)}"
+    arrays = isinstance(unchunked, (Tensor, np.ndarray)) and isinstance(
+        chunks, (Tensor, np.ndarray)
+    )
+    if arrays and unchunked.shape != chunks.shape:
+        return f" {tuple(chunks.shape)} for {tuple(unchunked.shape)}"
     return ""
 
 
@@ -570,8 +612,8 @@ def _as_in_a_step(call: LayerCall) -> Iterator[None]:
     layer's parameters are detached. Stored values are removed afterwards."""
     parameters = Parameters(call.site.layer, call.device, call.site.of(slots_of))
     graph = torch.is_grad_enabled() and may_have_graphs(call)
-    given: contextlib.AbstractContextManager[Any] = torch.no_grad()
+    grad_mode: contextlib.AbstractContextManager[Any] = torch.no_grad()
     if graph:
-        given = parameters.replaced([p.detach() for p in parameters.current()])
-    with undone(roots_of(call.site, call.look)), given:
+        grad_mode = parameters.replaced([p.detach() for p in parameters.current()])
+    with undone(roots_of(call.site, call.look)), grad_mode:
         yield

@@ -42,10 +42,10 @@ def why_not_at_length(call: LayerCall) -> str | None:
     with call.arguments.replaced({}):
         while True:
             try:
-                alike = _is_alike(call, chunks)
-                if not alike:
+                is_alike = _is_alike(call, chunks)
+                if not is_alike:
                     with choices_once(call) as choices:
-                        alike = _is_alike(call, chunks) and chose_alike(
+                        is_alike = _is_alike(call, chunks) and chose_alike(
                             choices, coarsest(call, call.hidden_states)
                         )
                 break
@@ -53,15 +53,15 @@ def why_not_at_length(call: LayerCall) -> str | None:
                 if chunks == 2 or not is_out_of_memory(error):
                     raise
             chunks = max(2, chunks // 2)
-    tried = call.plan[chunks - 1].stop
+    tested_tokens = call.plan[chunks - 1].stop
     names = ", ".join(site.tests.third_party_modules)
-    if not alike:
+    if not is_alike:
         return (
-            f"over {tried} tokens at once it computes something else than in chunks of "
+            f"over {tested_tokens} tokens at once it computes something else than in chunks of "
             f"{call.plan.size}: {names} may depend on where a token is in the whole sequence"
         )
-    if tried < length:
-        site.tests.max_tested_tokens = tried
+    if tested_tokens < length:
+        site.tests.max_tested_tokens = tested_tokens
     findings = site.tests.result(call.arguments.kind)
     findings.tried = {ANY_SIZE: 0, **(findings.tried or {}), call.plan.size: length}
     return None
@@ -88,25 +88,25 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
             assert output is not None
             yield output.hidden_states
 
-    (whole,) = given([Chunk(0, 0, length)])
+    (unchunked,) = given([Chunk(0, 0, length)])
     differences, added, sizes = [], [], []  # sums of squares, [..., B, C] each
     parts = call.plan.chunks[:chunks]
     for chunk, piece in zip(parts, given(parts), strict=True):
-        here = chunk.part(whole, -2)
-        differences.append(_squares(here - piece))
-        added.append(_squares(here - chunk.part(x, -2)))
-        sizes.append(_squares(here))
+        unchunked_chunk = chunk.part(unchunked, -2)
+        differences.append(_squares(unchunked_chunk - piece))
+        added.append(_squares(unchunked_chunk - chunk.part(x, -2)))
+        sizes.append(_squares(unchunked_chunk))
     padding = (0, -length % BLOCK)
     difference, addition, size = (  # [..., T] -> the sums over each BLOCK
         torch.nn.functional.pad(torch.cat(squares, -1), padding).unflatten(-1, (-1, BLOCK)).sum(-1)
         for squares in (differences, added, sizes)
     )
     dtype = coarsest(call, x)
-    most = (
+    tolerance = (
         TOLERANCE.get(dtype, HALF_TOLERANCE) * addition.sqrt()
-        + 8 * torch.finfo(whole.dtype).eps * size.sqrt()
+        + 8 * torch.finfo(unchunked.dtype).eps * size.sqrt()
     )
-    return bool(((difference.sqrt() <= most) | ~size.isfinite()).all())
+    return bool(((difference.sqrt() <= tolerance) | ~size.isfinite()).all())
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -1,10 +1,14 @@
-"""Run a layer as its unpatched model does, to compare the result with the streamed layer.
+"""Run a layer as its unpatched model does, and compare the result with the streamed layer's.
 
-[Note: own run] The chunked and the unchunked run of a probe share streamed attention. A comparison
-of these two runs therefore does not test this attention. The layer also runs with the attention function that its
-model calls, the mask function of the same name, and the forward that `patch` found. If the result
-differs, the layer computes something that streaming does not, and is refused. Some functions are
-known to be equivalent, but cannot run a few tokens: they compile, need half precision, or read
+`why_unlike_unpatched` is called for each new kind of call, on a few random tokens. `UnpatchedRun`
+calls the layer with the model's own attention, masks and forward. If output or gradients differ
+from streambp's, the layer is refused by an error.
+
+The chunked and the unchunked run of a probe share streamed attention. A comparison of these two
+runs therefore does not test this attention. The layer also runs with the attention function that
+its model calls, the mask function of the same name, and the forward that `patch` found. If the
+result differs, the layer computes something that streaming does not, and is refused. Some functions
+are known to be equivalent, but cannot run a few tokens: they compile, need half precision, or read
 documents from position_ids. `admission/third_party.py` checks these functions, and eager attention
 runs in their place.
 """
@@ -115,8 +119,8 @@ class UnpatchedRun:
         gradients = list(zip(self.result[2:], whole[2:], strict=True))
         off = sum(float((a - b).float().norm()) ** 2 for a, b in gradients)
         size = sum(float(b.float().norm()) ** 2 for _, b in gradients)
-        alike = off <= TOLERANCE.get(dtype, HALF_TOLERANCE) ** 2 * size
-        return alike and chose_alike(self.call.site.choices, dtype)
+        is_alike = off <= TOLERANCE.get(dtype, HALF_TOLERANCE) ** 2 * size
+        return is_alike and chose_alike(self.call.site.choices, dtype)
 
     def why_whole(self) -> str | None:
         """Return the reason, as text for `describe`, to run the layer unchunked: its output depends
@@ -222,12 +226,12 @@ def own_run(
     """
     if not call.has_full_sequence:
         return None
-    own = UnpatchedRun(call, x, upstream, shadows)
-    call.site.tests.third_party_modules = own.foreign
+    unpatched = UnpatchedRun(call, x, upstream, shadows)
+    call.site.tests.third_party_modules = unpatched.foreign
     call.site.tests.result(call.arguments.kind).tried = {
-        ANY_SIZE: 0 if own.foreign else sys.maxsize
+        ANY_SIZE: 0 if unpatched.foreign else sys.maxsize
     }
-    return own
+    return unpatched
 
 
 def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
@@ -267,30 +271,31 @@ def why_unlike_unpatched(
         StreamingMismatchError: the results differ by more than rounding, or FSDP1 holds the layer's
             parameters.
     """
-    own = own_run(call, x, upstream, shadows)
-    if own is None:
+    unpatched = own_run(call, x, upstream, shadows)
+    if unpatched is None:
         return None
-    if not own.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
+    if not unpatched.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
         raise StreamingMismatchError(
-            f"{own.named} computes other values unpatched than streamed: outputs or gradients for "
+            f"{unpatched.named} computes other values unpatched than streamed: outputs or gradients "
+            "for "
             "a few random tokens differ by more than rounding. A replaced attention function, "
             "mask function or inner forward is a common cause, because streaming does not call "
             "the replacement. Another cause is a module that counts or keeps a running scale. "
             f"{WHAT_TO_DO}"
         )
-    return own.why_whole()
+    return unpatched.why_whole()
 
 
 def small_ones(parameters: list[Tensor]) -> list[Tensor]:
     """Return the parameters [...] whose gradients a test compares: the smallest ones, with at most
     `MAX_COMPARED_ELEMENTS` elements together."""
-    found, total = [], 0
+    smallest, total = [], 0
     for parameter in sorted(parameters, key=Tensor.numel):
         total += parameter.numel()
         if total > MAX_COMPARED_ELEMENTS:
             break
-        found.append(parameter)
-    return found
+        smallest.append(parameter)
+    return smallest
 
 
 def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
@@ -301,10 +306,10 @@ def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list
         leaves: tensors in its graph.
         upstream: [..., B, t, h], the gradient of `output`.
     """
-    found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
+    gradients = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
     return [
         torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(leaves, found, strict=True)
+        for leaf, grad in zip(leaves, gradients, strict=True)
     ]
 
 

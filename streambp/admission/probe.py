@@ -152,9 +152,10 @@ class Found(NamedTuple):
     """Result of a test that compares a layer's output in chunks with its unchunked output.
 
     Attributes:
-        because: the reason to run the layer unchunked; None if it can.
+        because: the reason to run the layer unchunked; None: the layer may run in chunks.
         certain: True if the result holds for any batch.
-        passes: True if the reason may not recur at the next call.
+        passes: True if the reason may be temporary, so that the layer is tested again at the next
+            call.
     """
 
     because: str | None
@@ -171,14 +172,14 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
         x: hidden_states of the call, [..., B, T, h], whose scale the random tokens have.
     """
     site, kind = call.site, call.arguments.kind
-    found = _why_not(call, x)
+    outcome = _why_not(call, x)
     call.arguments.renamed(call.look.kind)  # without changes by the layer's own forward
     findings = remember(site.tests.results, call.arguments.kind, site.tests.results.pop(kind))
-    if found.because is not None and found.passes:
-        findings.doubt(found.because)
-    elif found.certain:
-        findings.judge(found.because)
-    return found
+    if outcome.because is not None and outcome.passes:
+        findings.doubt(outcome.because)
+    elif outcome.certain:
+        findings.judge(outcome.because)
+    return outcome
 
 
 def _judged_at_length(call: LayerCall) -> Verdict:
@@ -222,19 +223,19 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
         rows = None if call.packing.rows is None else tried_rows(x.shape[-3], length)
         with call.arguments.replaced({**nothing_masked(named, length), **documents}, rows):
             try:
-                found = _compared(call, x, upstream, state)
+                outcome = _compared(call, x, upstream, state)
             except Exception as error:
-                found = _failed(call, x, upstream, error, state)
-        if found.because in (None, MIXES) and call.site.kind.states.carries:
+                outcome = _failed(call, x, upstream, error, state)
+        if outcome.because in (None, MIXES) and call.site.kind.states.carries:
             state.rewind()
             try:
                 with evaluated(call):
-                    found = found._replace(because=_unread_state(call, x) or found.because)
+                    outcome = outcome._replace(because=_unread_state(call, x) or outcome.because)
             except Exception as error:
-                found = _failed(call, x, upstream, error, state)
-        if not found.passes:
+                outcome = _failed(call, x, upstream, error, state)
+        if not outcome.passes:
             call.look = call.site.fingerprint.learn(call.site.layer, call.look)
-    return found._replace(certain=found.certain and hidden_states.shape[-2] > CHUNK)
+    return outcome._replace(certain=outcome.certain and hidden_states.shape[-2] > CHUNK)
 
 
 def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> Found:
@@ -250,18 +251,18 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
     """
     chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
     generators = generators_of(call.site, call.look)
-    drawn = generator_states(generators)
+    states = generator_states(generators)
     with watched_hooks(call.site.layer, BACKWARD_HOOKS) as editing:
         because = _try(call, x, upstream, chunk_size)
-        if has_drawn(generators, drawn):
+        if has_drawn(generators, states):
             return Found(DRAWS)
         if because is not None and not editing:
             return Found(because)
         if because is None and (names := set_once(call, x, state)):
             return Found(SETS.format(", ".join(names)), passes=True)
         with evaluated(call), as_trained(call) as shadows:
-            found = _why_unlike(call, x, upstream, chunk_size, shadows or [], state)
-    return Found(EDITS.format(", ".join(dict.fromkeys(editing)))) if editing else found
+            outcome = _why_unlike(call, x, upstream, chunk_size, shadows or [], state)
+    return Found(EDITS.format(", ".join(dict.fromkeys(editing)))) if editing else outcome
 
 
 def _failed(
@@ -318,12 +319,12 @@ def _why_unlike(
         shadows: replacements of the layer's trainable parameters.
         state: restores the layer's stored values.
     """
-    if (own := _alike(call, x, upstream, cut, shadows, state)) is not None:
-        return Found(own.why_whole())
+    if (unpatched := _alike(call, x, upstream, cut, shadows, state)) is not None:
+        return Found(unpatched.why_whole())
     # The runs differ by more than rounding, or a router has a tie.
     state.rewind()
     with choices_once(call) as choices:
-        whole = _run(call, x, upstream, judged=small_ones(shadows))
+        unchunked = _run(call, x, upstream, judged=small_ones(shadows))
         state.rewind()
         # one document per row, because the unpatched layer may not accept several
         if call.packing.marks_documents:
@@ -332,19 +333,21 @@ def _why_unlike(
                 state.rewind()
                 because = why_unlike_unpatched(call, x, upstream, streamed, shadows)
         else:
-            because = why_unlike_unpatched(call, x, upstream, whole, shadows)
+            because = why_unlike_unpatched(call, x, upstream, unchunked, shadows)
         if because is not None:
             return Found(because)
         state.rewind()
         pieces = _run(call, x, upstream, cut)
         dtype = coarsest(call, x)
-        alike = all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False))
-        if alike and chose_alike(choices, dtype):
+        is_alike = all(
+            agree(*pair, dtype) for pair in zip(unchunked, pieces, (x, upstream), strict=False)
+        )
+        if is_alike and chose_alike(choices, dtype):
             return Found(None)
-    if not all(bool(part.isfinite().all()) for part in whole):
+    if not all(bool(part.isfinite().all()) for part in unchunked):
         return Found(None, certain=False)  # the weights are not loaded yet
-    if changed := state.changes():  # the first chunk sets a value, or a later chunk reads it
-        return Found(SETS.format(", ".join(changed)), passes=True)
+    if changes := state.changes():  # the first chunk sets a value, or a later chunk reads it
+        return Found(SETS.format(", ".join(changes)), passes=True)
     return Found(MIXES)
 
 
@@ -366,19 +369,19 @@ def _alike(
         return None
     try:
         state.rewind()
-        own = own_run(call, x, upstream, shadows)
+        unpatched = own_run(call, x, upstream, shadows)
         state.rewind()
-        pieces = [] if own is None else _run(call, x, upstream, cut, small_ones(shadows))
+        pieces = [] if unpatched is None else _run(call, x, upstream, cut, small_ones(shadows))
     except Exception as error:  # `_why_unlike` finds out which run failed, and why
         if is_out_of_memory(error):
             raise
         return None
-    return own if own is not None and own.agrees(pieces) else None
+    return unpatched if unpatched is not None and unpatched.agrees(pieces) else None
 
 
 def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     """Run the layer with attention limited to keys of the query's own chunk. Return the reason, as
-    text for `describe`, why chunks would differ from the full sequence; None if no reason is found.
+    text for `describe`, to run the layer unchunked; None if this test finds no reason.
 
     A reason is a write to a buffer, a stored tensor with its graph, or a gradient between tokens of
     the two chunks. Such a gradient shows that the layer mixes tokens outside of its attention.
@@ -392,18 +395,18 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     if not may_have_graphs(call):
         return None
     origin = GraphMarker()
-    kept = weakref.ref(origin)
-    before = buffers_of(call.site.layer)
-    with in_place_of_buffers(before):
+    marker = weakref.ref(origin)
+    buffers = buffers_of(call.site.layer)
+    with in_place_of_buffers(buffers):
         mixes = _crosses(call, x, upstream, cut, origin)
-        written = sorted({name for _, name in written_since(before)})
+        names = sorted({name for _, name in written_since(buffers)})
     origin.trying = False
     del origin
-    if torch.is_grad_enabled() and is_kept(kept):
+    if torch.is_grad_enabled() and is_kept(marker):
         return KEEPS
-    if written:
+    if names:
         return (
-            f"its forward writes to buffers ({', '.join(written)}), and would for each chunk and "
+            f"its forward writes to buffers ({', '.join(names)}), and would for each chunk and "
             "once more in backward"
         )
     return MIXES if mixes else None
@@ -420,22 +423,22 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Gra
         cut: first position of the second chunk.
         origin: marker of the graph's first node.
     """
-    before, behind = slice(cut), slice(cut, x.shape[-2])
+    first_chunk, second_chunk = slice(cut), slice(cut, x.shape[-2])
     kind = call.site.kind
     if kind.states.carries or not kind.attention.ours:
         _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
         return False
     layout = Spans(x.shape[-2], ((Run(0, cut, 0), Run(cut, x.shape[-2], cut)),) * x.shape[-3])
     with as_trained(call), torch.enable_grad():
-        for there, here in ((before, behind), (behind, before)):
+        for sources, readers in ((first_chunk, second_chunk), (second_chunk, first_chunk)):
             leaf, output = _on_trial(call, x, layout, origin)
             if output.requires_grad:
                 # Keep the graph for hooks that store tensors: their backward reaches `origin`,
                 # which names them.
                 (grad,) = torch.autograd.grad(
-                    output[..., here, :], leaf, upstream[..., here, :], retain_graph=True
+                    output[..., readers, :], leaf, upstream[..., readers, :], retain_graph=True
                 )
-                across = grad[..., there, :]
+                across = grad[..., sources, :]
                 if bool(across.isfinite().all()) and bool(across.any()):
                     return True
     return False
@@ -508,8 +511,8 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
 
 
 def broken(error: Exception) -> str:
-    """Return the reason, as text for `describe`, why a layer runs unchunked: its forward raised
-    `error` on chunks."""
+    """Return the reason, as text for `describe`, to run a layer unchunked: its forward raises
+    `error` if it gets a chunk instead of the full sequence."""
     return f"its forward does not work on chunks ({type(error).__name__}: {error})"
 
 
@@ -552,9 +555,9 @@ def _run(
         plan = plan.avoiding(call.packing.barriers) if call.packing.barriers else plan
         outputs = rehearsed(call, x, plan.with_least(LEAST_TOKENS), stage, prefix)
     # [..., B, TOKENS, h]
-    whole = torch.cat([output.hidden_states for _, output in outputs if output is not None], -2)
-    if not whole.requires_grad:
-        return [whole.detach()]
+    joined = torch.cat([output.hidden_states for _, output in outputs if output is not None], -2)
+    if not joined.requires_grad:
+        return [joined.detach()]
     # Autograd also differentiates one graph over all chunks from last to first: newest nodes run
     # first.
-    return [whole.detach(), *gradients_of(whole, [x, *judged], upstream)]
+    return [joined.detach(), *gradients_of(joined, [x, *judged], upstream)]

@@ -78,20 +78,20 @@ def rehearsing(call: LayerCall) -> Iterator[None]:
     Autocast's weight cache is disabled, and so are saved_tensors_hooks of a checkpoint around the
     model. The checkpoint would raise, because test chunks write to one buffer of keys and values.
     """
-    apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
+    without_outer_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     restored = RandomState.capture(call.device).replayed()
-    with apart, call.streaming(), restored, nothing_cached():
+    with without_outer_hooks, call.streaming(), restored, nothing_cached():
         yield
 
 
 def random_like(hidden_states: Tensor) -> Tensor:
     """Return random hidden states [..., B, t, h] for a test, with t <= `TOKENS`, at the scale of
     the given ones [..., B, T, h]."""
-    some = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
-    usual = some.float().abs().median()
-    usual = torch.where(usual.isfinite() & (usual > 0), usual, 1.0)
+    sample = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
+    median = sample.float().abs().median()
+    median = torch.where(median.isfinite() & (median > 0), median, 1.0)
     # [..., B, TOKENS, h]
-    x = torch.randn_like(hidden_states[..., :TOKENS, :], dtype=torch.float32) * usual
+    x = torch.randn_like(hidden_states[..., :TOKENS, :], dtype=torch.float32) * median
     return x.to(hidden_states.dtype)
 
 
@@ -104,12 +104,16 @@ def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
         named: the layer's arguments by name.
         length: number of tokens of the test.
     """
-    found = {name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")}
+    replacements = {
+        name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")
+    }
     if isinstance(named.get(PICKED), Tensor):
         queries = torch.arange(length, device=named[PICKED].device)
         # [B, T, 2]
-        found[PICKED] = torch.stack((queries, queries // 2), -1).expand(len(named[PICKED]), -1, -1)
-    return found
+        replacements[PICKED] = torch.stack((queries, queries // 2), -1).expand(
+            len(named[PICKED]), -1, -1
+        )
+    return replacements
 
 
 def _unmasked(mask: Any, length: int) -> Any:

@@ -143,14 +143,14 @@ class Snapshot:
         An iterator may be an attribute of an object with many methods, such as a training loop. The
         code of a hook or forward must then name the attribute.
         """
-        found: list[str] = []
+        names: list[str] = []
         if not self._iterators:
-            return found
+            return names
         named = self._names_in_code()
         for key, name in self._iterators.items():
             if key not in self._attributes or self._attributes[key] in named:
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def _names_in_code(self) -> set[str]:
         """Return all names in the code of hooks and forwards, and of methods that they name."""
@@ -167,27 +167,29 @@ class Snapshot:
 
     def changes(self) -> dict[str, Change]:
         """Return the values that have changed since the snapshot, by name."""
-        found: dict[str, Change] = {}
-        for name, holder, kept, kind, structure in self._tables:
-            now = {} if structure else kind.read(holder)
-            if structure or same_entries(kept, now):
+        changes: dict[str, Change] = {}
+        for name, holder, saved, kind, structure in self._tables:
+            current = {} if structure else kind.read(holder)
+            if structure or same_entries(saved, current):
                 continue
-            if kind is SET and kept.keys() == now.keys():  # an equal entry was added again
+            if kind is SET and saved.keys() == current.keys():  # an equal entry was added again
                 continue
             if kind.named is None:
-                found[name] = Change(tuple(now.values()))
+                changes[name] = Change(tuple(current.values()))
                 continue
-            for key in (*kept, *(key for key in now if key not in kept)):
-                came = key not in kept
+            for key in (*saved, *(key for key in current if key not in saved)):
+                came = key not in saved
                 other = (
-                    came or key not in now or (now[key] is not kept[key] and not kind.names_alone)
+                    came
+                    or key not in current
+                    or (current[key] is not saved[key] and not kind.names_alone)
                 )
                 if other and key not in (MODE, CAPTURES):
-                    found[kind.named(name, key)] = Change(
-                        _copied(now.get(key)), name if came and kind.grows else ""
+                    changes[kind.named(name, key)] = Change(
+                        _copied(current.get(key)), name if came and kind.grows else ""
                     )
-        found |= {values.name: Change(_copied(values.holder)) for values in written(self._values)}
-        return found
+        changes |= {values.name: Change(_copied(values.holder)) for values in written(self._values)}
+        return changes
 
     def restore(self, structure: bool = True) -> None:
         """Restore all values of the module and of the objects that it references: attributes,
@@ -198,20 +200,20 @@ class Snapshot:
                 of a test of the layer, because the test itself changes mode and hooks.
         """
         for table in self._tables:
-            now = table.kind.read(table.holder)
-            if (table.structure and not structure) or same_entries(table.kept, now):
+            current = table.kind.read(table.holder)
+            if (table.structure and not structure) or same_entries(table.kept, current):
                 continue
-            kept = table.kept
-            if table.kind is OWN and not structure and MODE in now:
-                kept = {**kept, MODE: now[MODE]}
-            table.kind.refill(table.holder, kept)
+            content = table.kept
+            if table.kind is OWN and not structure and MODE in current:
+                content = {**content, MODE: current[MODE]}
+            table.kind.refill(table.holder, content)
         for values in written(self._values):
             put_back(values)
 
-    def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
+    def _wait(self, pairs: Iterable[tuple[str, Any]]) -> None:
         """Add (name, value) pairs to the queue of values to save; values that were queued before
         are skipped."""
-        for name, value in found:
+        for name, value in pairs:
             if type(value) not in ATOMS and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._waiting.append((name, value))
@@ -225,9 +227,9 @@ class Snapshot:
             kind: functions that read and refill the container.
             structure: True if the container holds a module's hooks.
         """
-        kept = kind.read(holder)
-        self._tables.append(Table(name, holder, kept, kind, structure))
-        return kept
+        content = kind.read(holder)
+        self._tables.append(Table(name, holder, content, kind, structure))
+        return content
 
     def _read_module(self, path: str, module: nn.Module, inside: bool) -> None:
         """Save a module's attributes, parameter dicts and hook dicts, and queue the values in them.
@@ -238,10 +240,10 @@ class Snapshot:
             inside: True for the module of the snapshot and its submodules; False for another
                 module, found through an attribute of one of these.
         """
-        own = self._note(path, module.__dict__, OWN)
+        attributes = self._note(path, module.__dict__, OWN)
         if is_foreign(type(module)):
             self._note(f"{path}.__class__", module, TYPE)
-        for name, value in own.items():
+        for name, value in attributes.items():
             if type(value) in ATOMS:
                 continue
             if name not in TORCHS:
@@ -261,29 +263,29 @@ class Snapshot:
                 self._copy(dotted(path, name), parameter)
         if not inside and len(list(itertools.islice(module.modules(), OUTSIDE + 1))) <= OUTSIDE:
             self._wait((dotted(path, name), part) for name, part in module._modules.items())
-        for table in filter(None, map(own.get, MODULE_HOOKS)):
+        for table in filter(None, map(attributes.get, MODULE_HOOKS)):
             self._wait((f"a hook of {path}", hook) for hook in table.values())
         for forward in forwards(module):
             if not isinstance(forward, InstanceForward):
                 self._wait([(f"{path}.forward", forward)])
         self._read_class(type(module))
 
-    def _read_class(self, known: type) -> None:
+    def _read_class(self, cls: type) -> None:
         """Save the attributes of a class and its bases, and queue the values in them."""
-        for base in known.__mro__:
+        for base in cls.__mro__:
             if base in self._classes or base in (object, nn.Module):
                 continue
             self._classes.add(base)
             foreign = is_foreign(base)
             if not (foreign or issubclass(base, nn.Module)):
                 continue
-            kept = self._note(base.__qualname__, base, CLASS)
-            for name, value in kept.items():
+            attributes = self._note(base.__qualname__, base, CLASS)
+            for name, value in attributes.items():
                 if foreign and isinstance(value, types.FunctionType):
                     self._methods.setdefault(name, []).append(value)
             self._wait(
                 (f"{base.__qualname__}.{name}", value)
-                for name, value in kept.items()
+                for name, value in attributes.items()
                 if foreign or not isinstance(value, types.FunctionType)
             )
 
@@ -330,13 +332,13 @@ class Snapshot:
     def _follow_object(self, name: str, value: Any) -> None:
         """Save the content of a container or the attributes of an object, and queue the values in
         it."""
-        for known, kind in CONTAINERS:
-            if isinstance(value, known):
+        for container, kind in CONTAINERS:
+            if isinstance(value, container):
                 parts = self._note(name, value, kind)
                 self._wait((bracketed(name, key), part) for key, part in parts.items())
                 break
-        own = type(value)
-        if not (is_foreign(own) or isinstance(value, PreTrainedConfig | threading.local)):
+        value_type = type(value)
+        if not (is_foreign(value_type) or isinstance(value, PreTrainedConfig | threading.local)):
             if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
                 self._iterators[id(value)] = name
             return
@@ -346,12 +348,12 @@ class Snapshot:
                 if isinstance(part, Iterator):
                     self._attributes[id(part)] = key
             self._wait((dotted(name, key), part) for key, part in parts.items())
-        if any("__slots__" in vars(base) for base in own.__mro__):
+        if any("__slots__" in vars(base) for base in value_type.__mro__):
             self._wait(
                 (dotted(name, key), part) for key, part in self._note(name, value, SLOTS).items()
             )
-        if own.__module__ not in OPEN:
-            self._read_class(own)
+        if value_type.__module__ not in OPEN:
+            self._read_class(value_type)
 
     def _follow_cached_function(
         self, name: str, function: functools._lru_cache_wrapper[Any]
@@ -377,8 +379,8 @@ class Snapshot:
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
             self._wait(
-                (f"{variable} in {name}", held)
-                for held in self._note(f"{variable} in {name}", cell, CELL).values()
+                (f"{variable} in {name}", content)
+                for content in self._note(f"{variable} in {name}", cell, CELL).values()
             )
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         self._wait((f"a default of {name}", value) for value in defaults)
@@ -394,10 +396,12 @@ class Snapshot:
                 functools.partial(refill_globals, names),
                 lambda _, key: key,
             )
-            found = self._note(name, function.__globals__, kind)
+            named_globals = self._note(name, function.__globals__, kind)
             # Global iterators number objects as a rule, and no forward advances them.
-            self._wait(item for item in found.items() if not isinstance(item[1], Iterator))
-            for part in found.values():  # the names also include attributes of these modules
+            self._wait(item for item in named_globals.items() if not isinstance(item[1], Iterator))
+            for (
+                part
+            ) in named_globals.values():  # the names also include attributes of these modules
                 if isinstance(part, types.ModuleType):
                     parts = self._note(part.__name__, vars(part), kind)
                     if part.__name__.partition(".")[0] not in KNOWN:
@@ -472,23 +476,24 @@ class Restored:
         self._after = Snapshot(self.module) if self._first else None
 
     def set_once(self) -> list[str]:
-        """Return the names of the values that only the first run changed. The module may compute
-        such a value, for example a scale, from its first input."""
+        """Return the names of the values that the first run of the test changed, and later runs
+        left as they were. The module may compute such a value, for example a scale, from its first
+        input."""
         if self._after is None:
             return []
         later = self._after.changes()
         grown = {change.came_into for change in later.values()} - {""}
-        found = [name for name, change in self._first.items() if change.came_into not in grown]
-        return [name for name in found if not _touched(name, later)]
+        changed = [name for name, change in self._first.items() if change.came_into not in grown]
+        return [name for name in changed if not _touched(name, later)]
 
     def set_otherwise(self) -> list[str]:
         """Return the names of the values that the first run set, and that the latest run has set to
         something else. Call `rewind` before the latest run, which gets other tokens."""
-        now = self._snapshot.changes()
+        changes = self._snapshot.changes()
         return [
             name
             for name, change in self._first.items()
-            if name not in now or not _equal(change.value, now[name].value)
+            if name not in changes or not _equal(change.value, changes[name].value)
         ]
 
     def __exit__(self, *error: Any) -> None:
@@ -504,29 +509,35 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) and not value.is_meta else value
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(value: Any, other_value: Any) -> bool:
     """True if two values are the same number, or tensors and containers of the same numbers."""
-    if one is other:
+    if value is other_value:
         return True
-    if type(one) is not type(other):
+    if type(value) is not type(other_value):
         return False
-    if isinstance(one, Tensor):
+    if isinstance(value, Tensor):
         return (
-            one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+            value.shape == other_value.shape
+            and value.dtype == other_value.dtype
+            and bool(torch.equal(value, other_value))
         )
-    if isinstance(one, np.ndarray):
-        return bool(np.array_equal(one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(
-            _equal(part, other[key]) for key, part in one.items()
+    if isinstance(value, np.ndarray):
+        return bool(np.array_equal(value, other_value))
+    if isinstance(value, dict):
+        return value.keys() == other_value.keys() and all(
+            _equal(part, other_value[key]) for key, part in value.items()
         )
-    if isinstance(one, list | tuple | collections.deque):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, set | frozenset):
-        return len(one) == len(other) and all(type(part) in ATOMS and part in other for part in one)
-    return type(one) in ATOMS and bool(one == other)
+    if isinstance(value, list | tuple | collections.deque):
+        return len(value) == len(other_value) and all(map(_equal, value, other_value))
+    if isinstance(value, set | frozenset):
+        return len(value) == len(other_value) and all(
+            type(part) in ATOMS and part in other_value for part in value
+        )
+    return type(value) in ATOMS and bool(value == other_value)
 
 
-def _touched(name: str, changed: Iterable[str]) -> bool:
+def _touched(name: str, changed_names: Iterable[str]) -> bool:
     """True if the value of this name, or a value inside it, is among the changed names."""
-    return any(other == name or other.startswith((f"{name}.", f"{name}[")) for other in changed)
+    return any(
+        other == name or other.startswith((f"{name}.", f"{name}[")) for other in changed_names
+    )

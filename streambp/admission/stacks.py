@@ -157,18 +157,18 @@ def _deeper_stacks(
 ) -> list[tuple[PreTrainedModel, tuple[nn.Module, ...]]]:
     """Return (model, layers) pairs for lists of decoder layers that are not direct children of
     their model, but inside another of its modules. Used if no list is a direct child."""
-    found: list[tuple[PreTrainedModel, tuple[nn.Module, ...]]] = []
-    inside: set[int] = set()
+    stacks: list[tuple[PreTrainedModel, tuple[nn.Module, ...]]] = []
+    inner_ids: set[int] = set()
     for model in reversed(models):  # innermost model first
         for module in model.modules():
-            if id(module) in inside or not isinstance(module, nn.ModuleList) or not len(module):
+            if id(module) in inner_ids or not isinstance(module, nn.ModuleList) or not len(module):
                 continue
             layers = bare_layers(module)
             holds = attends(layers[0]) or cache_argument(layers[0])
             if _is_stack(module) or (holds and ATTENDING.isdisjoint(_names(layers[0]))):
-                found.insert(0, (model, layers))
-                inside |= {id(inner) for inner in module.modules()}
-    return found
+                stacks.insert(0, (model, layers))
+                inner_ids |= {id(inner) for inner in module.modules()}
+    return stacks
 
 
 def _refuse_wrapped_layers(model: nn.Module) -> None:
@@ -363,8 +363,8 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
                 f"its attention is sparse, {type(indexer).__name__} picks among keys that it pools "
                 "in a cache of its own"
             )
-    known = (attends, cache_argument, states_argument, replaced_attention)
-    if not any(known_by(layer) for layer in layers for known_by in known):
+    kinds = (attends, cache_argument, states_argument, replaced_attention)
+    if not any(known_by(layer) for layer in layers for known_by in kinds):
         writing = next((layer for layer in layers if _takes_states(layer)), None)
         if writing is not None:
             return (

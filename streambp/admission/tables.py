@@ -58,24 +58,24 @@ class Table(NamedTuple):
     structure: bool = False
 
 
-def _refill_dict(holder: dict[Any, Any], kept: dict[Any, Any]) -> None:
-    own: type[dict[Any, Any]] = (
+def _refill_dict(holder: dict[Any, Any], content: dict[Any, Any]) -> None:
+    base: type[dict[Any, Any]] = (
         collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
     )
-    for key in [key for key in holder if key not in kept]:
-        own.__delitem__(holder, key)
-    for key, value in kept.items():
-        if key not in holder or own.__getitem__(holder, key) is not value:
-            own.__setitem__(holder, key, value)
-    if list(map(id, holder)) != list(map(id, kept)):  # the order differs
-        own.clear(holder)
-        own.update(holder, kept)
+    for key in [key for key in holder if key not in content]:
+        base.__delitem__(holder, key)
+    for key, value in content.items():
+        if key not in holder or base.__getitem__(holder, key) is not value:
+            base.__setitem__(holder, key, value)
+    if list(map(id, holder)) != list(map(id, content)):  # the order differs
+        base.clear(holder)
+        base.update(holder, content)
 
 
-def _refill_attributes(holder: dict[str, Any], kept: dict[str, Any]) -> None:
-    for name in [name for name in holder if name not in kept]:
+def _refill_attributes(holder: dict[str, Any], content: dict[str, Any]) -> None:
+    for name in [name for name in holder if name not in content]:
         del holder[name]
-    for name, value in kept.items():
+    for name, value in content.items():
         if name not in holder or holder[name] is not value:
             holder[name] = value
 
@@ -84,58 +84,65 @@ def _without_ours(holder: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in holder.items() if name not in OURS}
 
 
-def _refill_own(holder: dict[str, Any], kept: dict[str, Any]) -> None:
-    _refill_attributes(holder, {**kept, **{name: holder[name] for name in OURS if name in holder}})
+def _refill_own(holder: dict[str, Any], content: dict[str, Any]) -> None:
+    _refill_attributes(
+        holder, {**content, **{name: holder[name] for name in OURS if name in holder}}
+    )
 
 
-def _refill_names(holder: dict[str, Any], kept: dict[str, Any]) -> None:
-    for name in [name for name in holder if name not in kept]:
+def _refill_names(holder: dict[str, Any], content: dict[str, Any]) -> None:
+    for name in [name for name in holder if name not in content]:
         del holder[name]
-    for name in [name for name in kept if name not in holder]:
-        holder[name] = kept[name]
+    for name in [name for name in content if name not in holder]:
+        holder[name] = content[name]
 
 
 def _read_own(holder: type) -> dict[str, Any]:
     return {name: value for name, value in vars(holder).items() if not name.startswith("__")}
 
 
-def _refill_class(holder: type, kept: dict[str, Any]) -> None:
-    now = _read_own(holder)
-    for name in [name for name in now if name not in kept]:
+def _refill_class(holder: type, content: dict[str, Any]) -> None:
+    current = _read_own(holder)
+    for name in [name for name in current if name not in content]:
         type.__delattr__(holder, name)
-    for name, value in kept.items():
-        if name not in now or now[name] is not value:
+    for name, value in content.items():
+        if name not in current or current[name] is not value:
             type.__setattr__(holder, name, value)
 
 
-def _refill_list(holder: list[Any], kept: dict[int, Any]) -> None:
-    list.__setitem__(holder, slice(None), list(kept.values()))
+def _refill_list(holder: list[Any], content: dict[int, Any]) -> None:
+    list.__setitem__(holder, slice(None), list(content.values()))
 
 
-def _refill_deque(holder: collections.deque[Any], kept: dict[int, Any]) -> None:
+def _refill_deque(holder: collections.deque[Any], content: dict[int, Any]) -> None:
     holder.clear()
-    holder.extend(kept.values())
+    holder.extend(content.values())
 
 
-def _refill_set(holder: set[Any], kept: dict[int, Any]) -> None:
+def _refill_set(holder: set[Any], content: dict[int, Any]) -> None:
     set.clear(holder)
-    set.update(holder, kept.values())
+    set.update(holder, content.values())
 
 
-def _refill_environment(holder: os._Environ[str], kept: dict[str, str]) -> None:
-    for name in [name for name in holder if name not in kept]:
+def _refill_environment(holder: os._Environ[str], content: dict[str, str]) -> None:
+    for name in [name for name in holder if name not in content]:
         del holder[name]
-    holder.update({name: value for name, value in kept.items() if holder.get(name) != value})
+    holder.update({name: value for name, value in content.items() if holder.get(name) != value})
 
 
 def _read_calls(holder: functools._lru_cache_wrapper[Any]) -> dict[str, bool]:
     return {"filled": holder.cache_info().currsize > 0}
 
 
-def _refill_calls(holder: functools._lru_cache_wrapper[Any], kept: dict[str, bool]) -> None:
-    """Clear an lru_cache that was empty when it was read. A cache with entries stays as it is,
-    because single entries of a bounded cache cannot be removed."""
-    if not kept["filled"]:
+def _refill_calls(holder: functools._lru_cache_wrapper[Any], content: dict[str, bool]) -> None:
+    """Clear an lru_cache that was empty when it was read. A cache with entries stays unchanged,
+    because single entries of a bounded cache cannot be removed.
+
+    Args:
+        holder: the function with the cache.
+        content: {"filled": True} if the cache had entries when it was read.
+    """
+    if not content["filled"]:
         holder.cache_clear()
 
 
@@ -143,8 +150,8 @@ def _read_type(holder: Any) -> dict[None, type]:
     return {None: type(holder)}
 
 
-def _refill_type(holder: Any, kept: dict[None, type]) -> None:
-    holder.__class__ = kept[None]
+def _refill_type(holder: Any, content: dict[None, type]) -> None:
+    holder.__class__ = content[None]
 
 
 def _read_cell(holder: types.CellType) -> dict[None, Any]:
@@ -154,9 +161,9 @@ def _read_cell(holder: types.CellType) -> dict[None, Any]:
         return {}
 
 
-def _refill_cell(holder: types.CellType, kept: dict[None, Any]) -> None:
-    if kept:
-        holder.cell_contents = kept[None]
+def _refill_cell(holder: types.CellType, content: dict[None, Any]) -> None:
+    if content:
+        holder.cell_contents = content[None]
     else:
         del holder.cell_contents
 
@@ -176,11 +183,11 @@ def _names(slots: Any) -> Iterable[str]:
     return (slots,) if isinstance(slots, str) else slots
 
 
-def _refill_slots(holder: Any, kept: dict[str, Any]) -> None:
+def _refill_slots(holder: Any, content: dict[str, Any]) -> None:
     for name in _read_slots(holder):
-        if name not in kept:
+        if name not in content:
             object.__delattr__(holder, name)
-    for name, value in kept.items():
+    for name, value in content.items():
         object.__setattr__(holder, name, value)
 
 
@@ -190,7 +197,13 @@ def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, An
 
 
 def refill_globals(names: tuple[str, ...], holder: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Restore the named globals in the dict `holder`, and remove those that are new."""
+    """Restore the named globals in the dict `holder`, and remove those that are new.
+
+    Args:
+        names: names of the globals.
+        holder: a module's globals.
+        kept: saved values by name, from `read_globals`.
+    """
     for name in names:
         if name in kept:
             holder[name] = kept[name]

@@ -7,12 +7,12 @@ Layers with third-party code inside are therefore tested at the call's own lengt
 (`long_trial.py`). A hook needs no such test if it only reads: in the trial it returned nothing and
 wrote nothing, and its source has no branch that would.
 
-[Note: who sees the rows] Streaming may change the rows and positions inside a model: a packed row
-of shared prefixes, a mixer that runs for one document at a time, the tokens of a trial. Hooks and
-forwards of third parties then act differently: some add to a position, some store their output for
-the loss, some count tokens. No trial can tell the effect. All these cases therefore ask one
-function, `hooks_of_others`. Hooks of libraries in `known_names.HOOKS_ARE_HARMLESS` do not count,
-because they treat tokens alike and store nothing; all other hooks count.
+Streaming may change the rows and positions inside a model: a packed row of shared prefixes, a mixer
+that runs for one document at a time, the tokens of a trial. Hooks and forwards of third parties
+then act differently: some add to a position, some store their output for the loss, some count
+tokens. No trial can tell the effect. All these cases therefore ask one function, `hooks_of_others`.
+Hooks of libraries in `known_names.HOOKS_ARE_HARMLESS` do not count, because they treat tokens alike
+and store nothing; all other hooks count.
 
 Streamed layers compute softmax attention themselves, with the masks that
 transformers describes. transformers' own functions compute the same. A third-party function under
@@ -80,10 +80,11 @@ def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
         implementation = own_implementation(module.config)  # type: ignore[arg-type]
         if implementation == NAME:
             continue  # routed by another forward, which has checked already
-        found = foreign_function(module, implementation)
-        if found is not None:
+        reason = foreign_function(module, implementation)
+        if reason is not None:
             raise UnsupportedModelError(
-                f"{found}. A streamed layer would not call it: streambp computes softmax attention "
+                f"{reason}. A streamed layer would not call it: streambp computes softmax "
+                "attention "
                 "itself, with the masks that transformers describes, so another model would be "
                 "trained. Choose one of transformers' own "
                 "(model.set_attn_implementation('sdpa')), or run the model unpatched "
@@ -96,15 +97,15 @@ def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
 def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules in these layers that call transformers' attention functions, one of each
     class and config."""
-    found: dict[tuple[int, type], nn.Module] = {}
+    by_config: dict[tuple[int, type], nn.Module] = {}
     for layer in layers:
         for module in layer.modules():
             config = getattr(module, "config", None)
             if config is not None and ATTENTION_TABLE in getattr(
                 getattr(written_forward(module), "__code__", None), "co_names", ()
             ):
-                found.setdefault((id(config), type(module)), module)
-    return list(found.values())
+                by_config.setdefault((id(config), type(module)), module)
+    return list(by_config.values())
 
 
 def foreign_function(module: nn.Module, implementation: str | None) -> str | None:
@@ -135,12 +136,12 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
 
 def _remembered(ask: Callable[..., Any]) -> Callable[..., Any]:
     """Return `ask` with a cache of its results, except for arguments that cannot be hashed."""
-    kept = functools.lru_cache(ask)
+    cached = functools.lru_cache(ask)
 
     @functools.wraps(ask)
     def answer(*args: Any) -> Any:
         try:
-            return kept(*args)
+            return cached(*args)
         except TypeError:  # the argument has no hash
             return ask(*args)
 
@@ -219,7 +220,7 @@ def _is_softmax(function: Callable[..., Any], implementation: str | None) -> boo
     if home.startswith("transformers.integrations."):
         return name in SOFTMAX
     if "/" in (implementation or "") and name == HUB_KERNEL[0]:
-        return all(known in getattr(function, "__globals__", {}) for known in HUB_KERNEL)
+        return all(hub_name in getattr(function, "__globals__", {}) for hub_name in HUB_KERNEL)
     return find_ulysses(implementation) is not None
 
 
@@ -233,21 +234,24 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) 
         layer: the decoder layer.
         previous: the forward that was set on the layer itself before `patch`; None: there was none.
     """
-    found = [] if previous is None or _harmless(previous) else [full_name(previous)]
+    names = [] if previous is None or _harmless(previous) else [full_name(previous)]
     for module in layer.modules():
-        own, of_class = module.__dict__.get("forward"), getattr(type(module), "forward", module)
+        instance_forward, of_class = (
+            module.__dict__.get("forward"),
+            getattr(type(module), "forward", module),
+        )
         if (
             module is not layer
-            and own is not None
-            and not isinstance(own, InstanceForward)
-            and not _harmless(own)
+            and instance_forward is not None
+            and not isinstance(instance_forward, InstanceForward)
+            and not _harmless(instance_forward)
         ):
-            found.append(full_name(own))
+            names.append(full_name(instance_forward))
         if not _harmless(of_class):
-            found.append(full_name(of_class))
+            names.append(full_name(of_class))
         elif type(module).__module__.partition(".")[0] not in MODULES_ARE_HARMLESS:
-            found.append(f"{type(module).__module__}.{type(module).__name__}")
-    return list(dict.fromkeys(found))
+            names.append(f"{type(module).__module__}.{type(module).__name__}")
+    return list(dict.fromkeys(names))
 
 
 def _harmless(forward: Any) -> bool:
@@ -276,49 +280,55 @@ def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
     it; "all modules" for a hook that is registered globally. Included are hooks on modules inside
     `module`, without its own. Hooks of libraries that treat all tokens alike and store nothing are
     left out."""
-    found: dict[str, list[str]] = {}
+    paths_by_hook: dict[str, list[str]] = {}
     everywhere = vars(torch.nn.modules.module)
     tables = [("all modules", everywhere[name]) for name in GLOBAL_HOOKS]
     for path, inner in module.named_modules():
         if inner is not module:
-            own = inner.__dict__
-            tables += [(path, own[name]) for name in MODULE_HOOKS if own.get(name)]
+            attributes = inner.__dict__
+            tables += [(path, attributes[name]) for name in MODULE_HOOKS if attributes.get(name)]
     for path, table in tables:
         for hook in table.values():
             if package_of(hook) not in HOOKS_ARE_HARMLESS:
-                found.setdefault(short_name(hook), []).append(path)
-    return found
+                paths_by_hook.setdefault(short_name(hook), []).append(path)
+    return paths_by_hook
 
 
 def named_hooks(found: dict[str, list[str]]) -> str:
     """Return the result of `hooks_of_others` as text: "count (probe.py:12) on layers.0.mlp and 11
     other modules"."""
-    told = []
+    labels = []
     for hook, paths in list(found.items())[:NAMED_AT_MOST]:
-        others = len(set(paths)) - 1
-        told.append(
+        further_modules = len(set(paths)) - 1
+        labels.append(
             f"{hook} on {paths[0]}"
-            + (f" and {others} other module{'s' * (others > 1)}" if others else "")
+            + (
+                f" and {further_modules} other module{'s' * (further_modules > 1)}"
+                if further_modules
+                else ""
+            )
         )
-    return ", ".join(told) + (
+    return ", ".join(labels) + (
         f" and {len(found) - NAMED_AT_MOST} more" if len(found) > NAMED_AT_MOST else ""
     )
 
 
 def why_rows(module: nn.Module) -> str | None:
-    """Return the reason, as text for `describe`, to pass a batch's own rows to a backbone and not a
-    packed row: third-party code inside would get other rows than the batch's. None if no
-    third-party code runs inside."""
+    """Return the reason, as text for `describe`, not to merge a batch's rows into one packed row
+    for this model: third-party code inside would read the packed row. None if no third-party code
+    runs inside."""
     hooks = hooks_of_others(module)
     if hooks:
         return f"hooks would see another row than the batch's: {named_hooks(hooks)}"
     # a modeling file's modules belong to its model
     home = {base.__module__ for base in type(module).__mro__}
-    known = functools.partial(_is_known, home=home)
+    is_known = functools.partial(_is_known, home=home)
     for path, inner in module.named_modules():
-        own = (forward for forward in forwards(inner) if not isinstance(forward, InstanceForward))
-        for function in (*own, getattr(type(inner), "forward", inner), type(inner)):
-            if not known(function):
+        instance_forwards = (
+            forward for forward in forwards(inner) if not isinstance(forward, InstanceForward)
+        )
+        for function in (*instance_forwards, getattr(type(inner), "forward", inner), type(inner)):
+            if not is_known(function):
                 if function is type(inner):
                     what = type(inner).__name__
                 else:
@@ -374,8 +384,10 @@ def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
 def _is_known(function: Any, home: set[str]) -> bool:
     """True if a function or class is defined in one of the Python modules `home`, or in a library
     that treats all tokens alike."""
-    found = function.__module__ if isinstance(function, type) else home_of(_innermost(function))
-    return found in home or found.partition(".")[0] in MODULES_ARE_HARMLESS
+    defining_module = (
+        function.__module__ if isinstance(function, type) else home_of(_innermost(function))
+    )
+    return defining_module in home or defining_module.partition(".")[0] in MODULES_ARE_HARMLESS
 
 
 @contextlib.contextmanager
@@ -393,8 +405,8 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
     tables += [
         getattr(module, name) for module in layer.modules() if module is not layer for name in names
     ]
-    before = [(table, dict(table)) for table in tables if table]
-    for table, hooks in before:
+    copies = [(table, dict(table)) for table in tables if table]
+    for table, hooks in copies:
         for key, hook in hooks.items():
             if package_of(hook) == OPACUS:
                 refuse_opacus(type(layer).__name__)
@@ -404,7 +416,7 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
     try:
         yield changing
     finally:
-        for table, hooks in before:
+        for table, hooks in copies:
             table.update({key: hook for key, hook in hooks.items() if key in table})
 
 
@@ -431,13 +443,13 @@ def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwa
     value."""
     tensors = tensors_in((args[1:], kwargs), Tensor)
     # version counters miss writes through `.data` or NumPy
-    before = [x.detach().clone() for x in tensors]
+    copies = [x.detach().clone() for x in tensors]
     # values miss writes to positions that the trial does not have
     versions = [version_of(x) for x in tensors]
     result = hook(*args, **kwargs)
-    same = result is None and versions == [version_of(x) for x in tensors]
-    pairs = zip(tensors, before, strict=True)
-    if not same or not all(
+    is_unchanged = result is None and versions == [version_of(x) for x in tensors]
+    pairs = zip(tensors, copies, strict=True)
+    if not is_unchanged or not all(
         bool(((x == old) | (x.isnan() & old.isnan())).all()) for x, old in pairs
     ):
         changing.append(full_name(hook))

@@ -69,7 +69,9 @@ def unread_products(
     if not linears and not call.site.kind.states.carries:
         return UnreadProducts()
     if call.site.tests.result(call.arguments.kind).adopted:
-        return UnreadProducts(states=any(known.states for known in call.site.tests.unread.values()))
+        return UnreadProducts(
+            states=any(products.states for products in call.site.tests.unread.values())
+        )
     with nothing_compiled():
         return _find_unread(call, linears, needs_input)
 
@@ -123,12 +125,13 @@ def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
     """
     if not names or _holds(holds, names):
         return names
-    some = frozenset(name for name in names if _holds(holds, frozenset({name})))
-    return some if some and some != names and _holds(holds, some) else frozenset()
+    passing = frozenset(name for name in names if _holds(holds, frozenset({name})))
+    return passing if passing and passing != names and _holds(holds, passing) else frozenset()
 
 
 def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
-    """True if `holds(names)` is true; False if it raises anything but an out-of-memory error."""
+    """True if the test `holds(names)` returns true. False if the test raises anything but an
+    out-of-memory error."""
     try:
         return holds(names)
     except Exception as error:  # the layer needs one of the products
@@ -142,8 +145,9 @@ def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) 
     """Context manager for a test, which yields random tokens [..., B, length, h] at the scale of
     `like` [..., B, T, h]. If `like` is a meta or fake tensor, the yielded tensor has no data.
 
-    Meanwhile the call has one document in each row and no padding, and zero weights are random
-    numbers. Values that the layer stores are restored afterwards.
+    Inside, the call's arguments describe one document in each row without padding, and zero weights
+    are replaced by random numbers. Arguments, weights and values that the layer stores are restored
+    at the end.
 
     Args:
         call: the call of the layer.
@@ -210,7 +214,7 @@ def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Te
     A leaf without effect on the outputs gets None. Outputs and leaves that do not require a
     gradient are left out. The list is empty without any outputs or without any leaves.
     """
-    outputs, leaves = ([x for x in found if x.requires_grad] for found in (outputs, leaves))
+    outputs, leaves = ([x for x in tensors if x.requires_grad] for tensors in (outputs, leaves))
     if not outputs or not leaves:
         return []
     upstream = [torch.randn_like(y) for y in outputs]
@@ -220,8 +224,8 @@ def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Te
 def same_gradients(
     call: LayerCall, found: list[Tensor | None], expected: list[Tensor | None]
 ) -> bool:
-    """True if two lists of gradients [...] are equal to the bit, or up to the rounding of kernels
-    whose order of summation varies. A gradient of None equals only None.
+    """True if two lists of gradients [...] are equal: to the bit, or up to rounding on devices
+    whose kernels sum in varying order. A gradient of None equals only None.
 
     Args:
         call: the call of the layer, which determines the tolerance.
@@ -266,34 +270,39 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
         x: random tokens.
         chunks: the chunks to run.
     """
-    linears, known = call.site.linears, call.site.tests.overwritten
+    linears, overwritten = call.site.linears, call.site.tests.overwritten
     products: list[tuple[str, Tensor, Tensor]] = []
     prefix = causal_prefix(call, chunks[-1].stop)
     states: States = {}
-    attended, inputs = known.attended, known.inputs
+    attended, inputs = overwritten.attended, overwritten.inputs
     for chunk in chunks:
-        given = [part.clone() for part in (x[..., chunk.start : chunk.stop, :], *states.values())]
-        before = [
-            (part, part.clone(), None if part.is_inference() else part._version) for part in given
+        inputs_of_chunk = [
+            part.clone() for part in (x[..., chunk.start : chunk.stop, :], *states.values())
+        ]
+        records = [
+            (part, part.clone(), None if part.is_inference() else part._version)
+            for part in inputs_of_chunk
         ]
         point = _Watched(prefix, chunk)
-        started = dict(zip(states, given[1:], strict=True))
+        started = dict(zip(states, inputs_of_chunk[1:], strict=True))
         with tapped(linears, linears, lambda name, out: products.append((name, out, out.clone()))):
-            output = call.run(given[0], chunk, point, states=started)
+            output = call.run(inputs_of_chunk[0], chunk, point, states=started)
         assert output is not None
         attended |= any(_changed(*pair) for pair in point.given)
         inputs |= any(
             _changed(part, old) and (version in (None, part._version))
-            for part, old, version in before
+            for part, old, version in records
         )
         states = output.states
     return Overwritten(
-        known.products.union(name for name, *pair in products if _changed(*pair)), attended, inputs
+        overwritten.products.union(name for name, *pair in products if _changed(*pair)),
+        attended,
+        inputs,
     )
 
 
-def _changed(now: Tensor, before: Tensor) -> bool:
-    return bool(((now != before) & ~(now.isnan() & before.isnan())).any())
+def _changed(current: Tensor, earlier: Tensor) -> bool:
+    return bool(((current != earlier) & ~(current.isnan() & earlier.isnan())).any())
 
 
 @dataclasses.dataclass
@@ -340,28 +349,28 @@ class Trial:
         """Run the chunks with a graph, as backward's recomputation does, and return the results."""
         prefix = causal_prefix(self.call, self.chunks[-1].stop)
         leaf = self.x.detach().requires_grad_(self.needs_input)
-        found = Recomputed([], [], [leaf], [], False)
+        results = Recomputed([], [], [leaf], [], False)
 
         def start(ended: States) -> States:
-            found.goes_on = any(state.requires_grad for state in ended.values())
-            found.starts.append(leaves_of(ended) if found.goes_on else ended)
-            found.leaves += found.starts[-1].values()
-            return found.starts[-1]
+            results.goes_on = any(state.requires_grad for state in ended.values())
+            results.starts.append(leaves_of(ended) if results.goes_on else ended)
+            results.leaves += results.starts[-1].values()
+            return results.starts[-1]
 
         with torch.enable_grad(), self.random.replayed():
             for _, output in rehearsed(
                 self.call, leaf, self.chunks, Stage.RECOMPUTE, prefix, start
             ):
                 assert output is not None
-                found.outputs += [
+                results.outputs += [
                     output.hidden_states,
                     *output.extras.values(),
                     *output.states.values(),
                 ]
                 if not output.states:
                     break
-        found.kv += _keys_and_values(prefix)
-        return found
+        results.kv += _keys_and_values(prefix)
+        return results
 
     def refill(self, calls: int, starts: list[States], names: Labels) -> list[Tensor]:
         """Return K [B, t, H_kv, D] and V of each attention call, recomputed without the outputs of
@@ -372,11 +381,11 @@ class Trial:
             starts: the recurrent start states of each chunk.
             names: the Linears to skip.
         """
-        prefix, given = causal_prefix(self.call, self.chunks[-1].stop), iter(starts)
+        prefix, start_states = causal_prefix(self.call, self.chunks[-1].stop), iter(starts)
         prefix.calls, chunks = calls, self.chunks[: len(starts)]
         with torch.no_grad(), self.random.replayed(), left_out(self.linears, names):
             for _ in rehearsed(
-                self.call, self.x, chunks, Stage.REFILL, prefix, lambda _: next(given)
+                self.call, self.x, chunks, Stage.REFILL, prefix, lambda _: next(start_states)
             ):
                 pass
         return _keys_and_values(prefix)
@@ -384,13 +393,14 @@ class Trial:
     def gradients(self, names: Labels) -> list[Tensor | None]:
         """Return the gradients [...] of input, start states and parameters, recomputed without the
         outputs of the named Linears."""
-        others = [name for name in self.linears if name not in names]
-        with computed(self.linears, others), left_out(self.linears, names):
+        computed_names = [name for name in self.linears if name not in names]
+        with computed(self.linears, computed_names), left_out(self.linears, names):
             return self.gradients_of(self.recompute())
 
     def gradients_of(self, found: Recomputed) -> list[Tensor | None]:
-        """Return the gradients [...] of input, start states and parameters for a finished
-        recomputation."""
+        """Return the gradients [...] of the layer's input, start states and parameters, in this
+        order, for random gradients of a recomputation's outputs. Tensors that do not require a
+        gradient are left out; None for a tensor without effect."""
         parameters = [
             parameter for parameter in self.call.site.layer.parameters() if parameter.requires_grad
         ]
@@ -417,7 +427,7 @@ def _find_unread(
     """
     like = call.kept.store.peek("x", 0)
     chunks = call.first_chunks(TRIAL_TOKENS)
-    known = has_data(like)
+    with_data = has_data(like)
     with few_tokens(call, like, chunks[-1].stop, call.site.tests.at_last_positions) as x:
         trial = Trial(call, linears, x, chunks, needs_input, RandomState.capture(call.device))
         ran: list[Recomputed] = []
@@ -435,10 +445,10 @@ def _find_unread(
             if is_out_of_memory(error):
                 raise
             return UnreadProducts()
-        found = UnreadProducts(
+        products = UnreadProducts(
             traced.called - traced.reached, traced.called - traced.read, ran[0].goes_on
         )
-        if known and found.recompute:
+        if with_data and products.recompute:
             try:
                 # a checkpoint inside the layer computes the products once more
                 with computed(linears, linears):
@@ -449,37 +459,38 @@ def _find_unread(
                 recompute: Labels = frozenset()
             else:
                 recompute = confirmed(
-                    found.recompute,
+                    products.recompute,
                     lambda names: same_gradients(call, trial.gradients(names), expected),
                 )
-            found = dataclasses.replace(found, recompute=recompute)
-        return _refillable(found, trial, ran[0])
+            products = dataclasses.replace(products, recompute=recompute)
+        return _refillable(products, trial, ran[0])
 
 
-def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadProducts:
-    """Test which Linears can be skipped when backward recomputes K and V alone, because K and V
-    stay equal to the bit. Return `found` with only these Linears in `refill`.
+def _refillable(proposed: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadProducts:
+    """Test which Linears can be skipped while backward recomputes K and V alone: K and V must be
+    equal to the bit without these Linears' outputs. Return `proposed` with only these Linears in
+    `refill`.
 
     Args:
-        found: the traced Linears.
+        proposed: the Linears that a trace proposes.
         trial: runs the test tokens.
         ran: the results of a recomputation with all Linears.
     """
-    if not ran.kv or not found.refill:
-        return dataclasses.replace(found, refill=frozenset())
+    if not ran.kv or not proposed.refill:
+        return dataclasses.replace(proposed, refill=frozenset())
     starts = ran.starts if trial.call.site.kind.states.carries else [{}]
     calls = len(ran.kv) // 2
     refill = confirmed(
-        found.refill, lambda names: _same(trial.refill(calls, starts, names), ran.kv)
+        proposed.refill, lambda names: _same(trial.refill(calls, starts, names), ran.kv)
     )
-    return dataclasses.replace(found, refill=refill)
+    return dataclasses.replace(proposed, refill=refill)
 
 
-def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
+def _same(tensors: list[Tensor], expected: list[Tensor]) -> bool:
     """True if two lists of K and V are equal to the bit. Lists of meta or fake tensors are compared
     by shapes alone."""
-    if any(x.shape != y.shape for x, y in zip(found, expected, strict=True)):
+    if any(x.shape != y.shape for x, y in zip(tensors, expected, strict=True)):
         return False
-    return not has_data(found[0]) or all(
-        torch.equal(x, y) for x, y in zip(found, expected, strict=True)
+    return not has_data(tensors[0]) or all(
+        torch.equal(x, y) for x, y in zip(tensors, expected, strict=True)
     )

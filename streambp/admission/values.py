@@ -46,24 +46,25 @@ def put_back(values: Values) -> None:
 
     Autograd graphs that saved the tensor stay valid with the old counter.
     """
-    now, kept = values.holder, values.kept
-    if isinstance(now, np.ndarray):
-        now[...] = kept
+    holder, saved = values.holder, values.kept
+    if isinstance(holder, np.ndarray):
+        holder[...] = saved
         return
-    if isinstance(now, ARRAYS):
-        now[:] = kept
+    if isinstance(holder, ARRAYS):
+        holder[:] = saved
         return
-    with _disable_current_modes(), torch.inference_mode(now.is_inference()), torch.no_grad():
-        if now.shape != kept.shape or now.dtype != kept.dtype:
-            now.data = kept
+    with _disable_current_modes(), torch.inference_mode(holder.is_inference()), torch.no_grad():
+        if holder.shape != saved.shape or holder.dtype != saved.dtype:
+            holder.data = saved
         else:
-            now.detach().copy_(kept)
+            holder.detach().copy_(saved)
     if values.version is not None:
-        torch._C._autograd._unsafe_set_version_counter((now,), (values.version,))
+        torch._C._autograd._unsafe_set_version_counter((holder,), (values.version,))
 
 
 class Writes(TorchDispatchMode):
-    """Torch dispatch mode that copies a tensor's values before an operation writes to it in place.
+    """Torch dispatch mode that copies a tensor's values before the first operation that writes to
+    it in place.
 
     Attributes:
         before: the copies.
@@ -83,37 +84,45 @@ class Writes(TorchDispatchMode):
         arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
         for index, argument in enumerate(arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[index] if index < len(args) else kwargs.get(argument.name)
-                for x in given if isinstance(given, list | tuple) else (given,):
+                argument_value = args[index] if index < len(args) else kwargs.get(argument.name)
+                for x in (
+                    argument_value
+                    if isinstance(argument_value, list | tuple)
+                    else (argument_value,)
+                ):
                     if isinstance(x, Tensor) and x.layout == torch.strided:
                         self._keep(x)
         return func(*args, **kwargs)
 
-    def _keep(self, written: Tensor) -> None:
-        for tensor in self._watched.pop(written.untyped_storage()._cdata, ()):
+    def _keep(self, target: Tensor) -> None:
+        for tensor in self._watched.pop(target.untyped_storage()._cdata, ()):
             self.before.append(values_of("", tensor))
 
 
 def written(known: Iterable[Values]) -> list[Values]:
-    """Return the entries whose tensors or arrays now have other values. Synchronizes once with each
-    device."""
-    found: list[Values] = []
-    asked: dict[torch.device, list[tuple[Values, Tensor]]] = {}
+    """Return the entries whose tensors or arrays differ now from their copies. Synchronizes once
+    with each device."""
+    entries: list[Values] = []
+    by_device: dict[torch.device, list[tuple[Values, Tensor]]] = {}
     with _disable_current_modes(), torch.no_grad():
         for values in known:
-            now, kept = values.holder, values.kept
-            if isinstance(now, ARRAYS):
-                found += [values] if bytes_of(now) != bytes_of(kept) else []
-            elif now.shape != kept.shape or now.dtype != kept.dtype:  # replaced through `.data`
-                found.append(values)
+            holder, saved = values.holder, values.kept
+            if isinstance(holder, ARRAYS):
+                entries += [values] if bytes_of(holder) != bytes_of(saved) else []
+            elif (
+                holder.shape != saved.shape or holder.dtype != saved.dtype
+            ):  # replaced through `.data`
+                entries.append(values)
             else:
                 # comparing bytes makes NaN equal to NaN
-                one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (now, kept))
-                asked.setdefault(now.device, []).append((values, (one != other).any()))
-        for pairs in asked.values():
-            told = torch.stack([differs for _, differs in pairs]).tolist()
-            found += [values for (values, _), differs in zip(pairs, told, strict=True) if differs]
-    return found
+                one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (holder, saved))
+                by_device.setdefault(holder.device, []).append((values, (one != other).any()))
+        for pairs in by_device.values():
+            flags = torch.stack([differs for _, differs in pairs]).tolist()
+            entries += [
+                values for (values, _), differs in zip(pairs, flags, strict=True) if differs
+            ]
+    return entries
 
 
 def bytes_of(numbers: np.ndarray[Any, Any] | array.array[Any] | bytearray) -> bytes:

@@ -5,18 +5,17 @@ chunk i are read by the queries of chunks i, i + 1, ... So once chunk i's own ba
 part, the accumulators' slice [s, e) is complete. Autograd then receives the slice as the gradient
 of this chunk's K and V.
 
-[Note: scores under autocast] q, k and v arrive in autocast's dtype. Attention then disables
-autocast: in forward by `interface.py`, in backward here. Autocast would round the scores of plain
-products and their logsumexp. Fused kernels receive the merged logsumexp and assume float32.
+q, k and v arrive in autocast's dtype. Attention then disables autocast: in forward by
+`interface.py`, in backward here. Autocast would round the scores of plain products and their
+logsumexp. Fused kernels receive the merged logsumexp and assume float32.
 
 Blocks are combined here too: outputs by their logsumexp, gradients by their sum (DESIGN.md 2,
 "Block attention").
 
-[Note: rounded outputs] Backward needs do . o of each query. If o is rounded to half precision, a
-query's score gradients no longer add up to zero. Sums over queries (biases, small projections) then
-show the error. FlashAttention's and cuDNN's backward take the rounded o. Plain products take o
-before rounding if it is available, as eager attention's softmax does; and a sink scales o before it
-is rounded.
+Backward needs do . o of each query. If o is rounded to half precision, a query's score gradients no
+longer add up to zero. Sums over queries (biases, small projections) then show the error.
+FlashAttention's and cuDNN's backward take the rounded o. Plain products take o before rounding if
+it is available, as eager attention's softmax does; and a sink scales o before it is rounded.
 
 A chunk's first block is not added to zeros. Its output, if it covers the whole chunk, is the tensor
 to which the next blocks are added. With two blocks, as in a plain chunk, nothing is written in
@@ -51,7 +50,7 @@ class Attended:
 
     Attributes:
         wide: o in promote_types(dtype, float32), before it was rounded to the queries' dtype; None:
-            not stored. [Note: rounded outputs]
+            not stored.
         version: o's version counter at the time when o was returned to the layer's code, to detect
             in-place writes. None: o was not returned to a layer, or is an inference tensor.
     """
@@ -63,7 +62,7 @@ class Attended:
 
     @property
     def changed(self) -> bool:
-        """True if the layer has modified o in place since attention returned o."""
+        """True if the layer has written to o in place since attention returned o."""
         return self.version is not None and self.o._version != self.version
 
 
@@ -122,15 +121,13 @@ class MergedOutput:
         self._o = self._o.to(torch.promote_types(self._o.dtype, dtype))
         rows = slice(block.b0, block.b1)
         columns = slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
-        here = self._o[rows, columns]
-        merge(here, self._lse[rows, :, columns], o.transpose(1, 2), lse, here)
+        merged = self._o[rows, columns]
+        merge(merged, self._lse[rows, :, columns], o.transpose(1, 2), lse, merged)
 
     def result(self) -> Attended:
-        """Return the merged o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. The
-        object must not be used afterwards.
-
-        A query that is in no block has o = 0 and lse = -inf.
-        """
+        """Return the merged o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. A
+        query that is in no block has o = 0 and lse = -inf. Call this method once, after the last
+        `add`."""
         if self._o is None or self._lse is None:
             self._o, self._lse = self._empty(self._dtype)
         return Attended(self._o.to(self._dtype).contiguous(), self._lse.contiguous())
@@ -150,7 +147,7 @@ def merge(
     keys.
 
     Args:
-        o: [b, t, H, D], not read where `lse` is -inf. [Note: empty rows]
+        o: [b, t, H, D], not read where `lse` is -inf.
         lse: [b, H, t] in float32 or float64; replaced by the merged logsumexp.
         part_o: [b, t, H, D], not read where `part_lse` is -inf.
         part_lse: [b, H, t] in the dtype of `lse`.
@@ -179,14 +176,14 @@ def merge_in_torch(
             same result.
     """
     merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
-    # [Note: empty rows]
+    # -inf - -inf would be NaN for a query that reads no key in either part
     safe = merged if all_read else merged.clamp(min=torch.finfo(merged.dtype).min)
     weight = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)  # [b, t, H, 1]
     part_weight = (part_lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
-    kept = o * weight  # [b, t, H, D]
+    weighted = o * weight  # [b, t, H, D]
     if not all_read:
-        kept.masked_fill_(weight == 0.0, 0.0)
-    torch.add(kept, part_o * part_weight, out=out)
+        weighted.masked_fill_(weight == 0.0, 0.0)
+    torch.add(weighted, part_o * part_weight, out=out)
     lse.copy_(merged)
 
 
@@ -208,8 +205,12 @@ class SummedQueries:
         self._sum: Tensor | None = None
 
     def add(self, number: int, dq: Tensor) -> None:
-        """Add one block's dq [b, H, t, D], for the block with index `number` in the plan. The
-        tensor may be overwritten."""
+        """Add one block's dq [b, H, t, D] to the sum. The tensor `dq` may be overwritten.
+
+        Args:
+            number: index of the block in the plan.
+            dq: the gradient of the block's queries.
+        """
         block = self._plan.blocks[number]
         dq = dq.transpose(1, 2)
         if self._plan.covers[number]:
@@ -316,8 +317,7 @@ def attend_blocks(
         chunk: the chunk's range of positions.
         params: the kernels, and the scale, softcap and dropout of the attention call.
         sink: [H], the attention sink: logits of one more key without a value; None: no sink.
-        keep_wide: also return o before rounding to q's dtype, if backward can use it. [Note:
-            rounded outputs]
+        keep_wide: also return o before rounding to q's dtype, if backward can use it.
         plan: the blocks; None: plan them here.
 
     Returns:
@@ -332,10 +332,10 @@ def attend_blocks(
     size = site.value_size
     merged = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None)
     padded = size != site.width
-    (whole,) = cut((0, q.shape[0], 0, q.shape[1]), q)
+    (all_queries,) = cut((0, q.shape[0], 0, q.shape[1]), q)
     visits = zip(site.visit(plan.blocks), params.tasks(plan, layout, q.device), strict=True)
     for number, ((block, k, v), task) in enumerate(visits):
-        q_here = whole
+        q_here = all_queries
         if not plan.covers[number]:
             queries = (block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start)
             (q_here,) = cut(queries, q)
@@ -352,11 +352,12 @@ def attend_blocks(
 
 
 def with_sink(attended: Attended, sink: Tensor) -> Attended:
-    """Merge an attention sink into a chunk's attention output: one more key, read by every query,
+    """Return a chunk's attention output with an attention sink: one more key, read by every query,
     with logit sink [H] and value zero.
 
-    The kernels need no sink in backward, because they recompute the weights from the merged
-    logsumexp. The sink's own gradient is -sum over queries of exp(sink - lse) * (do . o).
+    The kernels need no sink in backward, because they recompute the weights from the logsumexp,
+    which includes the sink. The sink's own gradient is -sum over queries of exp(sink - lse) * (do .
+    o).
     """
     sink = sink.detach().to(attended.lse.dtype).view(1, -1, 1)
     lse = torch.logaddexp(attended.lse, sink)  # [B, H, C]
@@ -396,7 +397,7 @@ class PrefixRead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Add dK [B, H_kv, e, D] and dV of all tokens up to the chunk's end to the shared buffers.
         Return the gradients of the chunk's own k and v [B, H_kv, C, D], in their dtypes."""
-        own = slice(ctx.chunk.start, ctx.chunk.stop)
+        positions = slice(ctx.chunk.start, ctx.chunk.stop)
         parts = list[Tensor | None]()
         for total, grad, like in zip(
             ctx.site.grow_accumulators(), grads, (ctx.site.k, ctx.site.v), strict=True
@@ -404,7 +405,7 @@ class PrefixRead(torch.autograd.Function):
             if grad is not None:
                 ctx.site.add_once(total[:, : ctx.chunk.stop], grad.transpose(1, 2))
             # The slice is complete. [Note: prefix accumulation order]
-            parts.append(total[:, own].transpose(1, 2).to(like.dtype))
+            parts.append(total[:, positions].transpose(1, 2).to(like.dtype))
         return *parts, None, None
 
 
@@ -479,7 +480,7 @@ class PrefixAttention(torch.autograd.Function):
             do_wide = widened(do, width)
             o_wide = widened(o, width)
         do_whole, q_whole, o_whole = cut((0, q.shape[0], 0, q.shape[1]), do_wide, q, o_wide)
-        uncast = without_autocast(q.device.type)  # [Note: scores under autocast]
+        uncast = without_autocast(q.device.type)
         visits = zip(
             site.visit(plan.blocks, gradients=True),
             params.tasks(plan, layout, q.device),

@@ -49,8 +49,10 @@ from streambp.errors import AttentionChoiceError
 
 class Use(enum.Enum):
     """Purpose of a block (a rectangle of queries and keys), which limits the number of its keys.
-    FORWARD: K and V are in one buffer. BACKWARD: dK and dV are returned as well. STREAMED: K and V
-    are copied to the device chunk by chunk."""
+
+    FORWARD: only the output is computed, from K and V in one buffer. BACKWARD: dK and dV are
+    returned as well. STREAMED: K and V are copied to the device chunk by chunk.
+    """
 
     FORWARD = "forward"  # keys and values lie in one buffer
     BACKWARD = "backward"  # limited, because dK and dV are returned, too
@@ -58,8 +60,8 @@ class Use(enum.Enum):
 
 
 class Used(NamedTuple):
-    """An attention kernel and the kind of blocks that it computed, for reports. A block is a
-    rectangle of queries and keys.
+    """An attention kernel and the kind of blocks that the kernel computed, for `describe`. A block
+    is a rectangle of queries and keys.
 
     Attributes:
         kernel: name of the kernel.
@@ -75,7 +77,7 @@ class Used(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
     """Blocks that together compute a chunk's attention, in the order of their keys. A block is a
-    rectangle of queries and keys, computed by one kernel call. [Note: tiles]
+    rectangle of queries and keys, computed by one kernel call. See `attention/kv.py`.
 
     Attributes:
         blocks: the blocks.
@@ -122,7 +124,8 @@ class Backend:
         return self.kernels[0].name
 
     def kernel(self, block: Block) -> Kernel:
-        """Return the first kernel that supports the block."""
+        """Return the first of `kernels` that supports the block, in order of preference. The last
+        kernel supports every block."""
         for kernel in self.kernels[:-1]:
             if kernel.takes(block):
                 return kernel
@@ -141,13 +144,13 @@ class Backend:
         native_varlen = False
         for kernel in self.kernels:
             tiling = kernel.tiling
-            most = kernel.tiling.k_block
+            largest = kernel.tiling.k_block
             if use is Use.FORWARD:
-                most = tiling.k_forward
+                largest = tiling.k_forward
             elif use is Use.STREAMED:
-                most = min(most or K_BLOCK, K_BLOCK)
-            if most != tiling.k_block:
-                tiling = dataclasses.replace(tiling, k_block=most)
+                largest = min(largest or K_BLOCK, K_BLOCK)
+            if largest != tiling.k_block:
+                tiling = dataclasses.replace(tiling, k_block=largest)
             limited.append(tiling)
             if masked is None and Kind.MASK in kernel.kinds:
                 masked = tiling
@@ -185,7 +188,7 @@ class Backend:
         blocks = tuple(
             sorted(layout.blocks(chunk.start, chunk.stop, tiling), key=operator.attrgetter("k0"))
         )
-        whole = 0, rows, chunk.start, chunk.stop
+        all_queries = 0, rows, chunk.start, chunk.stop
         kernels = list[Kernel]()
         covers = list[bool]()
         kinds = set[Kind]()
@@ -193,7 +196,7 @@ class Backend:
         for block in blocks:
             kernel = self.kernel(block)
             kernels.append(kernel)
-            covers.append((block.b0, block.b1, block.q0, block.q1) == whole)
+            covers.append((block.b0, block.b1, block.q0, block.q1) == all_queries)
             kinds.add(block.kind)
             used.add(Used(kernel.name, block.kind, self.because))
         queries = rows * (chunk.stop - chunk.start)
@@ -223,14 +226,17 @@ def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
     """
     depth = covered = 0
     for b0, b1 in {(block.b0, block.b1) for block in blocks}:
-        here = [block for block in blocks if (block.b0, block.b1) == (b0, b1)]
-        edges = sorted([(block.q0, 1) for block in here] + [(block.q1, -1) for block in here])
-        inside = since = 0
+        blocks_of_rows = [block for block in blocks if (block.b0, block.b1) == (b0, b1)]
+        edges = sorted(
+            [(block.q0, 1) for block in blocks_of_rows]
+            + [(block.q1, -1) for block in blocks_of_rows]
+        )
+        open_blocks = since = 0
         for position, change in edges:
-            covered += (b1 - b0) * (position - since) * (inside > 0)
-            inside = inside + change
+            covered += (b1 - b0) * (position - since) * (open_blocks > 0)
+            open_blocks = open_blocks + change
             since = position
-            depth = max(depth, inside)
+            depth = max(depth, open_blocks)
     return depth, covered
 
 
@@ -297,7 +303,7 @@ def choose_backend(
 
     "auto" on a CPU takes plain products for a sink in half precision, because unpatched models
     attend eagerly in this case. The fused kernel's backward takes the rounded o, which triples the
-    error in the gradients of q and k. [Note: rounded outputs] If D_v != D, "auto" on a CPU takes
+    error in the gradients of q and k. See `attention/attend.py`. If D_v != D, "auto" on a CPU takes
     plain products too, as torch does; "flash" pads V instead, as on CUDA.
 
     Args:
@@ -316,9 +322,12 @@ def choose_backend(
     """
     if wanted == "math":
         return PLAIN_PRODUCTS
-    here = platform_of(q.device) if platform is None else platform
+    properties = platform_of(q.device) if platform is None else platform
     return _chosen(
-        wanted, AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap), sink, here
+        wanted,
+        AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap),
+        sink,
+        properties,
     )
 
 
@@ -326,49 +335,49 @@ PLAIN_PRODUCTS = Backend((MATH,), because="attention='math'")
 
 
 @functools.lru_cache
-def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Backend:
-    if wanted == "auto" and here.device == "cpu" and sink and call.dtype in HALF:
+def _chosen(choice: str, call: AttentionShape, sink: bool, platform: Platform) -> Backend:
+    if choice == "auto" and platform.device == "cpu" and sink and call.dtype in HALF:
         return Backend((MATH,), because="attention sinks in half precision on a CPU")
-    no_flash = next(why_not_flash(call, here), None)
-    no_cudnn = next(why_not_cudnn(call, here), None)
-    pads_on_cpu = here.device == "cpu" and call.size != call.value_size
-    if no_flash is None and wanted == "auto" and pads_on_cpu:
+    no_flash = next(why_not_flash(call, platform), None)
+    no_cudnn = next(why_not_cudnn(call, platform), None)
+    pads_on_cpu = platform.device == "cpu" and call.size != call.value_size
+    if no_flash is None and choice == "auto" and pads_on_cpu:
         no_flash = f"queries and keys have head size {call.size}, values {call.value_size}"
-    flash = no_flash is None and here.flash_on
-    efficient = here.efficient_on and next(why_not_efficient(call, here), None) is None
+    flash = no_flash is None and platform.flash_on
+    efficient = platform.efficient_on and next(why_not_efficient(call, platform), None) is None
     kernel: FlashKernel | CpuFlashKernel = FLASH
-    if here.device == "cpu":
+    if platform.device == "cpu":
         kernel = CPU_FLASH
-    elif here.hip:
+    elif platform.hip:
         kernel = SQUARE_FLASH
-    elif here.flash == "FA4" and here.torch < (2, 12):
+    elif platform.flash == "FA4" and platform.torch < (2, 12):
         # the operators of FlashAttention-4 raise in the backward of a window
         kernel = WINDOWLESS_FLASH
     square = call.pair == (call.padded, call.padded)
-    if no_cudnn is None and (wanted == "cudnn" or (wanted == "auto" and prefers_cudnn(here))):
+    if no_cudnn is None and (choice == "cudnn" or (choice == "auto" and prefers_cudnn(platform))):
         left_over: Kernel = EFFICIENT if efficient else MATH
         if flash:
             left_over = kernel if square else PADDED[kernel]
         return Backend(tuple(dict.fromkeys((CUDNN, left_over, MATH))))
-    if no_flash is None and (wanted == "flash" or (wanted == "auto" and flash)):
-        if square or (here.device == "cpu" and call.size == call.value_size):
+    if no_flash is None and (choice == "flash" or (choice == "auto" and flash)):
+        if square or (platform.device == "cpu" and call.size == call.value_size):
             return Backend((kernel, MATH))
-        if call.value_size < call.size and (call.size == call.padded or here.device == "cpu"):
+        if call.value_size < call.size and (call.size == call.padded or platform.device == "cpu"):
             # V is padded in its buffer. [Note: padded values]
             return Backend((kernel, MATH), width=call.size)
         return Backend((PADDED[kernel], MATH))
-    if wanted == "auto":
+    if choice == "auto":
         if efficient:
             return Backend((EFFICIENT, MATH))
         because = ""
         if no_flash:
             because = f"FlashAttention cannot: {no_flash}"
-        elif not here.flash_on:
+        elif not platform.flash_on:
             because = "FlashAttention is switched off"
         return Backend((MATH,), because=because)
-    reason = no_flash if wanted == "flash" else no_cudnn
+    reason = no_flash if choice == "flash" else no_cudnn
     raise AttentionChoiceError(
-        f"attention={wanted!r} cannot attend here: {reason}. Set attention='auto' or 'math' in "
+        f"attention={choice!r} cannot attend here: {reason}. Set attention='auto' or 'math' in "
         "StreamConfig."
     )
 

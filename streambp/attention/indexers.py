@@ -45,13 +45,13 @@ def picking(indexers: Sequence[nn.Module], point: ChunkAttention) -> Iterator[No
         point: the object that computes the chunk's attention.
     """
     assert isinstance(point, PrefixChunkAttention)
-    before = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
+    instance_forwards = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
     for number, indexer in enumerate(indexers):
         indexer.forward = functools.partial(_pick, indexer, indexer.forward, number, point)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for indexer, forward in before:
+        for indexer, forward in instance_forwards:
             if forward is None:
                 indexer.__dict__.pop("forward", None)
             else:
@@ -100,8 +100,17 @@ def _few_queries_at_a_time(
     named: dict[str, Any],
     x: Tensor,
 ) -> Tensor:
-    """Return the keys [B, C, k] that an indexer picks for x [B, C, h]. A few queries are computed
-    at a time, because the scores of all pairs would be large."""
+    """Return the keys [B, C, k] that an indexer picks for the queries x [B, C, h]. The indexer is
+    called for a few queries at a time, because the scores of all pairs would be large.
+
+    Args:
+        indexer: module of sparse attention that picks keys.
+        forward: the indexer's own forward.
+        number: the indexer's index within the layer.
+        point: the object that computes the chunk's attention.
+        named: the arguments of the indexer's call, by name.
+        x: the hidden states from which the indexer computes its queries.
+    """
     chunk = point.chunk
     rows = x.shape[0]
     heads: int = getattr(indexer, INDEX_HEADS)
@@ -109,16 +118,16 @@ def _few_queries_at_a_time(
     step = max(1, SCORES // (4 * heads * chunk.stop))
     picks: list[Tensor] = []
     for row in range(rows):
-        found = []
+        parts = []
         for start in range(chunk.start, chunk.stop, step):
             stop = min(start + step, chunk.stop)
             # [1, queries, k]
-            found.append(forward(**_part(named, caches, number, point, row, rows, start, stop)))
+            parts.append(forward(**_part(named, caches, number, point, row, rows, start, stop)))
         # The first queries may have fewer keys: they pick all, and key 0 repeatedly.
-        most = found[-1].shape[-1]
+        widest = parts[-1].shape[-1]
         picks.append(
             torch.cat(
-                [torch.nn.functional.pad(part, (0, most - part.shape[-1])) for part in found], 1
+                [torch.nn.functional.pad(part, (0, widest - part.shape[-1])) for part in parts], 1
             )
         )
     return picks[0] if rows == 1 else torch.cat(picks)
@@ -165,17 +174,17 @@ def _part(
         keys[row, start:stop] = k[0, 0]
         return keys[row, :stop][None, None], nothing
 
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in named.items():
         if name in caches:
-            found[name] = ChunkCache(start, read)
+            arguments[name] = ChunkCache(start, read)
         elif value is point:
             device = next(x for x in named.values() if isinstance(x, Tensor)).device
             tile = visible(prefix.layout, start, stop, 0, stop, device)
-            found[name] = _row(tile, row)[:, 0]  # [1, queries, stop]
+            arguments[name] = _row(tile, row)[:, 0]  # [1, queries, stop]
         else:
-            found[name] = rebuilt(value, cut)
-    return found
+            arguments[name] = rebuilt(value, cut)
+    return arguments
 
 
 def _row(x: Tensor, row: int) -> Tensor:

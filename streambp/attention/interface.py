@@ -93,8 +93,8 @@ def stream_attention(
         UnsupportedModelError: the module attends in a way that streambp does not support, such as
             is_causal=False.
     """
-    ours = isinstance(attention_mask, OURS)
-    if not ours:
+    is_streamed = isinstance(attention_mask, OURS)
+    if not is_streamed:
         function = _own_function(module)
         if function is not None:
             # the module expects us to mask the keys that were not picked
@@ -103,17 +103,17 @@ def stream_attention(
             if softcap is not None:
                 kwargs["softcap"] = softcap
             kwargs.update(dropout=dropout, scaling=scaling)
-            found: tuple[Tensor, None] = function(
+            result: tuple[Tensor, None] = function(
                 module, query, key, value, attention_mask, **kwargs
             )
-            return found
+            return result
     foreign = list[str]()
     sink = None
     picks = None
     if not kwargs.keys().isdisjoint(UNUSUAL):
         foreign, sink, picks = _unusual(attention_mask, kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
-    if not ours and (
+    if not is_streamed and (
         not is_causal
         or getattr(module, "is_cross_attention", False)
         or key.shape[2] != query.shape[2]
@@ -135,7 +135,7 @@ def stream_attention(
             t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # [Note: scores under autocast]
+    # Autocast would round the scores. See `attention/attend.py`.
     with NOTHING_CAST if dtype is None else without_autocast(query.device.type):
         return attention_mask.attend(
             AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)
@@ -143,13 +143,13 @@ def stream_attention(
 
 
 def _own_function(module: nn.Module) -> Any:
-    """Return the attention function of the model's own implementation, "sdpa" for example. None if
-    the current thread must use `stream_attention` for this module. [Note: routed configs]"""
-    own = _met_by_chance(getattr(module, "config", None))
-    if own is None:
+    """Return the attention function of the config's own implementation, "sdpa" for example. None if
+    the module must use `stream_attention` in the current thread."""
+    implementation = _met_by_chance(getattr(module, "config", None))
+    if implementation is None:
         return None
     eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
-    return AttentionInterface().get(own, eager)
+    return AttentionInterface().get(implementation, eager)
 
 
 def _attend_elsewhere(
@@ -241,21 +241,27 @@ def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
 def _unusual(
     mask: Any, kwargs: Mapping[str, Any]
 ) -> tuple[list[str], Tensor | None, Tensor | None]:
-    """Return what is special about an attention call: the names of refused arguments, the logits
-    [H] of an attention sink, and the keys [B, S, k] that an indexer picked."""
-    given = {name for name, value in kwargs.items() if value is not None}
-    foreign = [name for name in FOREIGN_ARGUMENTS if name in given]
+    """Return the names of an attention call's arguments that streambp does not support, the logits
+    [H] of an attention sink, and the keys [B, S, k] that an indexer picked. Sink and keys are None
+    if the call has none."""
+    passed = {name for name, value in kwargs.items() if value is not None}
+    foreign = [name for name in FOREIGN_ARGUMENTS if name in passed]
     picks = kwargs.get(PICKS)
     if picks is not None and not (isinstance(mask, ChunkAttention) and mask.takes_picks):
         foreign.append(PICKS)
-    return foreign, next((kwargs[name] for name in SINKS if name in given), None), picks
+    return foreign, next((kwargs[name] for name in SINKS if name in passed), None), picks
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
-    """Return a `LazyMask` with the arguments of transformers' mask functions. If the current thread
-    does not use `stream_attention` for the config, return its own implementation's mask."""
-    own = _met_by_chance(config)
-    function = LazyMask if own is None else AttentionMaskInterface().get(own, LazyMask)
+    """Return a `LazyMask` with the arguments of transformers' mask functions, in place of a mask.
+    If the config does not use `stream_attention` in the current thread, return the mask of its own
+    attention implementation."""
+    implementation = _met_by_chance(config)
+    function = (
+        LazyMask
+        if implementation is None
+        else AttentionMaskInterface().get(implementation, LazyMask)
+    )
     return function(config=config, **description)
 
 
@@ -304,12 +310,12 @@ def over_encoders(named: Mapping[Any, Any], configs: list[PreTrainedConfig]) -> 
 
 class Routed(str):
     """Value of a config's `_attn_implementation` while layers with this config are chunked: a
-    string with the name of `stream_attention`. [Note: routed configs]
+    string with the name of `stream_attention`.
 
     Attributes:
         own: the config's own implementation, which a copied or pickled config gets back.
         config: id() of the config.
-        holders: one object for each `routed` context manager that uses the name.
+        holders: one object for each running `routed` context manager that has set this value.
     """
 
     own: str | None
@@ -355,14 +361,14 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
     The name of `stream_attention` is registered in transformers' tables when a context is entered,
     because an unpickled model may run in a process that never called `patch`.
 
-    [Note: routed configs] Models share config objects, and threads run models. So a config has the
-    name from the first `routed` entered in any thread to the last one left, and then its own
-    implementation again. Another thread may find the name outside of any `routed` of its own. Calls
-    of that thread use the config's own implementation.
+    Models share config objects, and threads run models. So a config has the name from the first
+    `routed` entered in any thread to the last one left, and then its own implementation again.
+    Another thread may find the name outside of any `routed` of its own. Calls of that thread use
+    the config's own implementation.
     """
-    here = HERE.get()
+    routed_ids = HERE.get()
     for config in configs:
-        if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in here:
+        if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in routed_ids:
             return _routed(configs)
     return contextlib.nullcontext()
 
@@ -371,7 +377,7 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
 def _routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     AttentionInterface.register(NAME, stream_attention)
     AttentionMaskInterface.register(NAME, stream_mask)
-    here = HERE.get()
+    routed_ids = HERE.get()
     holder = object()
     entered: list[tuple[PreTrainedConfig, Routed]] = []
     try:
@@ -390,7 +396,7 @@ def _routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
         yield
     finally:
         if entered:
-            HERE.set(here)
+            HERE.set(routed_ids)
         for config, name in entered:
             _leave(config, name, holder)
 
@@ -411,29 +417,30 @@ def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Ite
         configs: the configs.
         implementations: the implementation for each config, such as "sdpa".
     """
-    before = COMPARED.set(
+    token = COMPARED.set(
         {id(config): name for config, name in zip(configs, implementations, strict=True)}
     )
     try:
         yield
     finally:
-        COMPARED.reset(before)
+        COMPARED.reset(token)
 
 
 def _met_by_chance(config: object) -> str | None:
     """Return the attention implementation that the current thread must use for a config, "sdpa" for
-    example. None for `stream_attention`, and for an object that is no transformers config.
+    example. None if this is `stream_attention`, and for an object that is no transformers config.
 
-    Inside of `unrouted` this is the implementation passed to `unrouted`. Outside of `routed` this
-    is the config's own implementation. [Note: routed configs]
+    Inside of `unrouted` this is the implementation passed to `unrouted`. A thread that has not
+    entered `routed` must use the config's own implementation, even while another thread is inside
+    of `routed`.
     """
     if not isinstance(config, PreTrainedConfig):
         return None
     compared = COMPARED.get().get(id(config))
     if compared is not None or id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get():
         return compared
-    own = own_implementation(config)
-    return None if own == NAME else own
+    implementation = own_implementation(config)
+    return None if implementation == NAME else implementation
 
 
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -464,13 +471,13 @@ class NoAttention:
         why_not_split: reason why the tokens cannot be sharded over ranks.
         in_tiles: True if K and V may be stored chunk by chunk, some of them in host memory.
         reads_a_mask: True if the layer passes attention_mask to attention only.
-        ours: True if the layer's attention is replaced while the layer is chunked, so that a test
-            run can hide the keys of other chunks from queries.
+        ours: True if streambp's attention replaces the layer's own. A test run can then hide the
+            keys of other chunks from queries.
         picks_keys: True if the keys of a query are selected by the contents of the keys.
         reads_ahead: True if the layer's attention modules are bidirectional, so that the mask alone
             decides which keys a query reads.
-        returns_weights: True if floating tensors after the hidden states are attention weights,
-            which the layer returns even if they were not requested.
+        returns_weights: True if the layer returns attention weights after the hidden states even if
+            nobody requested them; floating tensors after the hidden states are then ignored.
     """
 
     costs: str | None = None
@@ -529,15 +536,17 @@ class NoAttention:
         )
         if isinstance(spans, DenseMask):
             barriers = spans.barriers
-        told = mask.told if isinstance(mask, LazyMask) else None
-        return Layout(spans, barriers, told)
+        documents = mask.told if isinstance(mask, LazyMask) else None
+        return Layout(spans, barriers, documents)
 
     def hand(
         self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
-        """Return the layer's arguments for one chunk, with mask and cache replaced. The second
-        result is the function that the cache in the arguments calls on new keys and values; None if
-        the arguments have no cache, as here.
+        """Return the layer's arguments for one chunk, with mask and cache replaced.
+
+        The second result is a function (k, v) -> (K, V) for the layer's cache. The function stores
+        the chunk's keys and values, and returns those of all tokens up to the chunk's end. None if
+        the layer gets no cache, as here.
 
         Args:
             named: the layer's arguments by name.
@@ -548,8 +557,8 @@ class NoAttention:
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return a context manager and the layer's arguments, for running the layer unchunked under
-        torch's checkpoint.
+        """Return a context manager and the layer's arguments for an unchunked run of the layer
+        under torch's checkpoint.
 
         Args:
             configs: the configs that the method `configs` returned for the layer.
@@ -618,12 +627,12 @@ class ThroughInterface(NoAttention):
         """
         point.takes_picks = self.picks_keys
         point.both_ways = self.reads_ahead
-        found: dict[str, Any] = {}
+        replacements: dict[str, Any] = {}
         for name, value in named.items():
             if type(value) in VALUE_TYPES:
                 continue
             if isinstance(value, LazyMask):
-                found[name] = point
+                replacements[name] = point
             elif isinstance(value, Mapping):
                 parts: dict[Any, Any] = {}
                 has_mask = False
@@ -633,8 +642,8 @@ class ThroughInterface(NoAttention):
                         parts[key] = point
                         has_mask = True
                 if has_mask:
-                    found[name] = parts
-        return {**named, **(found or {"attention_mask": point})}, None
+                    replacements[name] = parts
+        return {**named, **(replacements or {"attention_mask": point})}, None
 
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
@@ -662,21 +671,21 @@ class ThroughInterface(NoAttention):
             length: number of tokens.
             mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
         """
-        found = {name: masks_replaced(value, mask) for name, value in named.items()}
+        arguments = {name: masks_replaced(value, mask) for name, value in named.items()}
         if not isinstance(attention_mask_of(named), LazyMask):
-            found["attention_mask"] = mask(LazyMask())
-        return found
+            arguments["attention_mask"] = mask(LazyMask())
+        return arguments
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
     """Return every distinct config from which the layer's modules read their attention
     implementation."""
-    found: dict[int, PreTrainedConfig] = {}
+    by_id: dict[int, PreTrainedConfig] = {}
     for module in layer.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
-            found[id(config)] = config
-    return list(found.values())
+            by_id[id(config)] = config
+    return list(by_id.values())
 
 
 def _refuse_added_bools(configs: list[PreTrainedConfig]) -> None:

@@ -71,10 +71,8 @@ class Kernel(Protocol):
 
     def takes(self, block: Block) -> bool:
         """True if the kernel supports a block's kind, and the numbers of its queries and keys.
-
-        A CAUSAL block must have the same range of queries and keys, unless the kernel supports more
-        keys than queries.
-        """
+        Unless the kernel supports more keys than queries, a CAUSAL block must be a square: its keys
+        are the positions of its queries."""
         kind = block.kind
         tiling = self.tiling
         if kind not in self.kinds:
@@ -113,7 +111,7 @@ def cut(here: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
     t, D]. [Note: one layout]
 
     Args:
-        here: (b0, b1, t0, t1).
+        here: the four indices b0, b1, t0 and t1.
         whole: the tensors.
     """
     b0, b1, t0, t1 = here
@@ -136,7 +134,8 @@ def widened(x: Tensor, width: int) -> Tensor:
 
 
 def narrowed(x: Tensor, size: int) -> Tensor:
-    """Return the first `size` columns of x [..., width], as a view. [Note: padded values]"""
+    """Return the first `size` columns of x [..., width], as a view: the reverse of `widened`.
+    [Note: padded values]"""
     return x if x.shape[-1] == size else x[..., :size]
 
 
@@ -365,7 +364,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """Return the attention weights exp(scores - lse). A query without any key has lse = -inf, and
-    its weights are 0 instead of NaN. [Note: empty rows]
+    its weights are 0 instead of NaN.
 
     Args:
         scores: [..., Tq, Tk].
@@ -415,9 +414,14 @@ def _head_major(x: Tensor, kind: Kind) -> Tensor:
 
 
 def _lengths_and_window(task: Task, device: torch.device) -> tuple[list[Any], dict[str, int]]:
-    """Return arguments of torch's FlashAttention operator for a block: first the cu_seqlens of
-    queries and keys (None unless packed) with the longest of each, then the window's sizes by
-    name."""
+    """Return arguments of torch's FlashAttention operator for a block: a list, and keyword
+    arguments for the sliding window. The list contains the cu_seqlens of queries and of keys, None
+    if the block is not packed, and the longest lengths of both.
+
+    Args:
+        task: the block and the kernel's options.
+        device: device of the cu_seqlens.
+    """
     block = task.block
     window: dict[str, int] = {}
     if block.window is not None:

@@ -30,8 +30,9 @@ class PaddedKernel(Kernel):
     kernel. [Note: padded values]
 
     Used if q and k must be padded too, or as the fallback for blocks that the preferred kernel
-    refuses. If V alone must be padded for all blocks, V is padded once in its buffer instead. Each
-    call copies k and v of its block to pad them, so blocks are limited to few keys.
+    refuses. If V alone must be padded for all blocks, V is padded once in its buffer instead,
+    without this kernel. Each call copies k and v of its block to pad them, so blocks are limited to
+    few keys.
     """
 
     def __init__(self, inner: Kernel) -> None:
@@ -64,9 +65,9 @@ class EfficientKernel(Kernel):
     """torch's memory-efficient attention kernel on CUDA, for any D and D_v. The operator does not
     support grouped queries, so k and v are repeated for all query heads.
 
-    The operator's backward takes o and the logsumexp as arguments, and computes the row sums of o
-    times its gradient from this o. So o and the logsumexp of all keys may be passed, not only those
-    of the block's keys.
+    The operator's backward reads o only to compute the row sums of o times its gradient. Backward
+    may therefore pass o and the logsumexp over all keys of a query, instead of those over the
+    block's keys.
     """
 
     name = "efficient"

@@ -163,19 +163,19 @@ class Picking(ThroughInterface):
     @property
     def costs(self) -> str:  # type: ignore[override]
         """Return text for `describe` about what sparse attention costs in time and memory."""
-        found = (
+        text = (
             "sparse attention: plain products with all keys before, which are masked if they are "
             "not picked"
         )
         if self.kept is None:
-            return found
-        return f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
+            return text
+        return f"{text}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
 
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return the context manager and the arguments for running the layer unchunked, with the
-        model's own masks and indexer."""
+        """Return the context manager and the arguments for an unchunked run of the layer, in which
+        the model's own masks and indexer are used."""
         return _with_own_masks(configs, args, kwargs)
 
 
@@ -219,14 +219,14 @@ class OverCache(NoAttention):
         mask = attention_mask_of(named)
         length = x.shape[-2]
         by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
-        found: OwnMask | str
+        layer_mask: OwnMask | str
         if mask is None and by_sdpa:
-            found = OwnMask(torch.empty(0, device=x.device))
+            layer_mask = OwnMask(torch.empty(0, device=x.device))
         else:
-            found = own_mask(mask, length, by_sdpa)
-        if isinstance(found, str):
-            return found
-        if documents is not None and found.mask.dim() < 4:
+            layer_mask = own_mask(mask, length, by_sdpa)
+        if isinstance(layer_mask, str):
+            return layer_mask
+        if documents is not None and layer_mask.mask.dim() < 4:
             raise UnsupportedModelError(
                 f"position_ids mark {documents} documents of packed rows, but the attention of "
                 f"{type(layer).__name__} does not separate them: its mask marks padding alone. The "
@@ -235,15 +235,15 @@ class OverCache(NoAttention):
                 "documents, as in the unpatched model."
             )
         because = why_picked_blocks_stay_whole(
-            layer, named.get("position_ids"), found, length, by_sdpa
+            layer, named.get("position_ids"), layer_mask, length, by_sdpa
         )
         if because is not None:
             return because
         # sdpa gives an empty query 0, in a chunk and in the sequence. A position bias gives
         # sdpa another mask.
-        if by_sdpa and found.mask.dtype == torch.bool and not biases_positions(layer):
-            found = dataclasses.replace(found, empty=None)
-        named["attention_mask"] = found
+        if by_sdpa and layer_mask.mask.dtype == torch.bool and not biases_positions(layer):
+            layer_mask = dataclasses.replace(layer_mask, empty=None)
+        named["attention_mask"] = layer_mask
         return None
 
     def hand(
@@ -266,21 +266,21 @@ class OverCache(NoAttention):
         ) -> tuple[Tensor, Tensor]:  # [B, H_kv, C, D] -> all up to the chunk's end
             return point.read(k, mask.values(v, chunk))
 
-        changed: dict[str, Any] = {
+        replacements: dict[str, Any] = {
             self.argument: ChunkCache(chunk.start, read),
             "attention_mask": mask.cut(chunk),
         }
         for name in PER_KEY:
             if isinstance(named.get(name), Tensor):
-                changed[name] = named[name][..., : chunk.stop]
-        return {**named, **changed}, read
+                replacements[name] = named[name][..., : chunk.stop]
+        return {**named, **replacements}, read
 
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
         """Return the layer's arguments for the first `length` tokens, with the model's own mask."""
-        changed = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
+        replacements = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
         for name in PER_KEY:
             if isinstance(named.get(name), Tensor):
-                changed[name] = named[name][..., :length]
-        return {**named, **changed}
+                replacements[name] = named[name][..., :length]
+        return {**named, **replacements}

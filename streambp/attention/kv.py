@@ -6,20 +6,20 @@
 Attention asks both classes for the keys and values of its blocks, one block after the other, and
 adds to their gradients. Inside, tokens come before heads, [B, T, H_kv, D]. [Note: one layout]
 
-[Note: one chunk] If a chunk is the whole sequence, its own k and v are the buffers, provided that
-their memory layout is the buffers'. If one block is all of its attention, the kernel's gradients
-are the accumulators, in the kernel's dtype. Nothing is copied, filled with zeros or added. A layer
-that writes to k or v afterwards would change what backward reads; their version counters detect the
-write. A chunk that is retried after running out of memory has new k and v, which replace the first
-tensors. The first tensors are not overwritten: another layer may share the tensors, and would find
-their versions changed.
+If a chunk is the whole sequence, its own k and v are the buffers, provided that their memory layout
+is the buffers'. If one block is all of its attention, the kernel's gradients are the accumulators,
+in the kernel's dtype. Nothing is copied, filled with zeros or added. A layer that writes to k or v
+afterwards would change what backward reads; their version counters detect the write. A chunk that
+is retried after running out of memory has new k and v, which replace the first tensors. The first
+tensors are not overwritten: another layer may share the tensors, and would find their versions
+changed.
 
-[Note: tiles] Chunk i reads tiles 0 .. i, so all chunks but the first j read tile j. Therefore the
-first tiles stay on the device. Blocks are visited in the order of their keys, so each chunk loads a
-tile once. The next tile is copied while the kernel works on this tile. A tile of accumulators is
-written back after each visit. The accumulators in a chunk's own tile are complete and never go
-back. [Note: prefix accumulation order]. Numbers and order of operations are the same as in one
-buffer, except where blocks end: gradients are equal to the bit if blocks are the same.
+Chunk i reads tiles 0 .. i, so all chunks but the first j read tile j. Therefore the first tiles
+stay on the device. Blocks are visited in the order of their keys, so each chunk loads a tile once.
+The next tile is copied while the kernel works on this tile. A tile of accumulators is written back
+after each visit. The accumulators in a chunk's own tile are complete and never go back. [Note:
+prefix accumulation order]. Numbers and order of operations are the same as in one buffer, except
+where blocks end: gradients are equal to the bit if blocks are the same.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class KVBuffer:
     Attributes:
         columns: D_v if V has additional zero columns in its buffer, otherwise None. [Note: padded
             values]
-        packed: number of columns to which V must be padded again before its next read, because
-            `pack` freed the zero columns; None: nothing to pad.
+        packed: number of columns to which V must be padded before its next read, after `pack` has
+            freed the zero columns; None: V needs no padding.
         versions: version counters of K and V if the buffers are the layer's own tensors; None: the
-            buffers are copies. [Note: one chunk]
+            buffers are copies.
         added: number of additions to dK and dV in the current chunk's backward.
         again: number of additions that a retry of the chunk must skip, because the first attempt
             made them. [Note: once for each chunk]
@@ -76,8 +76,7 @@ class KVBuffer:
 
     @property
     def lent(self) -> bool:
-        """True if the buffers are the layer's own k and v tensors, without a copy. [Note: one
-        chunk]"""
+        """True if the buffers are the layer's own k and v tensors, without a copy."""
         return self.versions is not None
 
     @classmethod
@@ -100,15 +99,15 @@ class KVBuffer:
         tokens, without a copy.
 
         Return None if K or V is not contiguous as [B, T, H_kv, D], does not fill its storage, or is
-        an inference tensor. [Note: one chunk]
+        an inference tensor.
         """
-        own = k.transpose(1, 2), v.transpose(1, 2)
-        for x in own:
+        buffers = k.transpose(1, 2), v.transpose(1, 2)
+        for x in buffers:
             if not x.is_contiguous() or x.is_inference():
                 return None
             if x.untyped_storage().nbytes() != x.nbytes:
                 return None
-        return cls(*own, versions=(k._version, v._version))
+        return cls(*buffers, versions=(k._version, v._version))
 
     def pack(self) -> None:
         """Free the zero columns with which V is padded, until V is read again."""
@@ -126,10 +125,10 @@ class KVBuffer:
         return self.dk, self.dv
 
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views with the layout in
-        which chunks are saved for backward."""
-        here = slice(chunk.start, chunk.stop)
-        return self.k[:, here], narrowed(self.v[:, here], self.value_size)
+        """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views. Saved tensors have
+        the same layout: tokens before heads."""
+        positions = slice(chunk.start, chunk.stop)
+        return self.k[:, positions], narrowed(self.v[:, positions], self.value_size)
 
     def read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of the e tokens up to the chunk's end,
@@ -144,10 +143,10 @@ class KVBuffer:
         length = chunk.stop - chunk.start
         self.k.narrow(1, start, length).copy_(k.transpose(1, 2))
         if self.columns is None:
-            own = self.v.narrow(1, start, length)
+            target = self.v.narrow(1, start, length)
         else:
-            own = self.part(chunk)[1]
-        own.copy_(v.transpose(1, 2))
+            target = self.part(chunk)[1]
+        target.copy_(v.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         """Return each block with its keys and values, as views of the buffers. A block is a
@@ -158,8 +157,7 @@ class KVBuffer:
             gradients: True in backward. K and V must then be unchanged since forward.
 
         Raises:
-            BackwardError: the layer has written to K or V after attention read them. [Note: one
-                chunk]
+            BackwardError: the layer has written to K or V after attention read them.
         """
         if self.packed is not None:
             self.v = widened(self.v, self.packed)
@@ -170,11 +168,11 @@ class KVBuffer:
                 "backward would read others. Let it write to a copy (torch.add instead of "
                 "Tensor.add_)."
             )
-        found = []
+        visited = []
         for block in blocks:
             k, v = cut((block.b0, block.b1, block.k0, block.k1), self.k, self.v)
-            found.append((block, k, v))
-        return found
+            visited.append((block, k, v))
+        return visited
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
         """Add a block's gradients dk [b, H_kv, k, D] and dv to the gradient buffers, at the block's
@@ -182,7 +180,7 @@ class KVBuffer:
         batch, length = self.k.shape[:2]
         sizes = (block.b1 - block.b0, block.q1 - block.q0, block.k1 - block.k0)
         if self.dk is None and sizes == (batch, length, length):
-            # [Note: one chunk]
+            # the only block of the only chunk: the kernel's gradients are the sums
             self.dk = dk.transpose(1, 2)
             self.dv = dv.transpose(1, 2)
             self.added += 2
@@ -229,7 +227,7 @@ class KVBuffer:
 class KVTiles:
     """Keys and values of one attention call, stored chunk by chunk. A tile is K and V of one
     chunk's tokens. Tiles move between the device and host memory; each tile on the device is a
-    `KVBuffer`. [Note: tiles]
+    `KVBuffer`.
 
     Args:
         index: number of the attention call within the layer.
@@ -272,11 +270,11 @@ class KVTiles:
         self._here: dict[int, KVBuffer] = {}
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Store a chunk's K [B, H_kv, C, D] and V on the device. K and V of other chunks leave the
-        device, except the first chunks that stay by plan (`resident`).
+        """Store a chunk's K [B, H_kv, C, D] and V on the device. K and V of the other chunks leave
+        the device first, except those of the first `resident` chunks.
 
-        K and V are also stored on the host if `keeps_all`, or if they will leave the device and a
-        later chunk reads them.
+        The new K and V are also stored on the host if `keeps_all`, or if a later chunk reads K and
+        V after their tile has left the device.
         """
         self._leave(list(self._here))
         k = k.transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -302,17 +300,19 @@ class KVTiles:
             blocks: rectangles of the chunk's queries and of keys, ordered by their keys.
             gradients: True to load the sums of dK and dV as well.
         """
-        wanted = [self._tiles(block) for block in blocks]
+        tiles_of_blocks = [self._tiles(block) for block in blocks]
         if not blocks:  # all queries are padding that reads nothing
             return
-        own = self.plan.holding(blocks[0].q0)
-        self._leave([index for index in self._here if index != own and index not in wanted[0]])
+        own_tile = self.plan.holding(blocks[0].q0)
+        self._leave(
+            [index for index in self._here if index != own_tile and index not in tiles_of_blocks[0]]
+        )
         for number, block in enumerate(blocks):
-            for index in wanted[number]:
+            for index in tiles_of_blocks[number]:
                 self._enter(index, gradients)
             following = range(0)
             if number + 1 < len(blocks):
-                following = wanted[number + 1]
+                following = tiles_of_blocks[number + 1]
             for index in following:  # load the next tile while the kernel runs
                 if index not in self._here:
                     for name in (self._k, self._v):
@@ -326,16 +326,18 @@ class KVTiles:
                 self._part(block, lambda tile: tile.v, self.width),
             )
             self._leave(
-                index for index in wanted[number] if index not in following and index != own
+                index
+                for index in tiles_of_blocks[number]
+                if index not in following and index != own_tile
             )
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
         """Add a block's gradients dk [b, H_kv, k, D] and dv to the gradients of the tiles (one for
         each chunk) that contain the block's keys."""
         rows = slice(block.b0, block.b1)
-        for index, inside, of_block in self._overlaps(block):
+        for index, in_tile, of_block in self._overlaps(block):
             for total, part in zip(self._here[index].grow_accumulators(), (dk, dv), strict=True):
-                total[rows, inside].add_(part[:, :, of_block].transpose(1, 2))
+                total[rows, in_tile].add_(part[:, :, of_block].transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return the complete gradients dK [B, H_kv, C, D] and dV of a chunk's own tokens, and
@@ -396,21 +398,21 @@ class KVTiles:
             which: function that returns K or V of a chunk's tile.
             width: number of columns; None: no padding.
         """
-        tiles = [(which(self._here[index]), inside) for index, inside, _ in self._overlaps(block)]
+        tiles = [(which(self._here[index]), in_tile) for index, in_tile, _ in self._overlaps(block)]
         if width is not None and tiles[0][0].shape[3] != width:
             rows = block.b1 - block.b0
             size = block.k1 - block.k0
             heads, columns = tiles[0][0].shape[2:]
             padded = tiles[0][0].new_empty(rows, size, heads, width)
             padded[..., columns:] = 0.0
-            for (tile, inside), (_, _, of_block) in zip(tiles, self._overlaps(block), strict=True):
-                padded[:, of_block, :, :columns] = tile[block.b0 : block.b1, inside]
+            for (tile, in_tile), (_, _, of_block) in zip(tiles, self._overlaps(block), strict=True):
+                padded[:, of_block, :, :columns] = tile[block.b0 : block.b1, in_tile]
             return cut((0, rows, 0, size), padded)[0]
         if len(tiles) == 1:
-            ((tile, inside),) = tiles
-            return cut((block.b0, block.b1, inside.start, inside.stop), tile)[0]
-        whole = torch.cat([tile[block.b0 : block.b1, inside] for tile, inside in tiles], 1)
-        return cut((0, block.b1 - block.b0, 0, block.k1 - block.k0), whole)[0]
+            ((tile, in_tile),) = tiles
+            return cut((block.b0, block.b1, in_tile.start, in_tile.stop), tile)[0]
+        joined = torch.cat([tile[block.b0 : block.b1, in_tile] for tile, in_tile in tiles], 1)
+        return cut((0, block.b1 - block.b0, 0, block.k1 - block.k0), joined)[0]
 
 
 # storage of one attention call's keys, values and gradients
@@ -425,7 +427,7 @@ class PrefixMemory:
     Attributes:
         plan: the chunks.
         room: bytes on the device; None: no limit, so K and V of each attention call are one buffer.
-        scratch: function that creates host storage for K and V that leave the device during one
+        scratch: function that creates host storage for K and V that leave the device within one
             pass over the chunks.
         saved: host storage of the K and V that forward saves for backward; None: K and V are not
             saved on the host.

@@ -107,32 +107,37 @@ def find_reach(tile: ReadTile, length: int, device: torch.device) -> tuple[tuple
 
 
 def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
-    """Return a plan whose chunks do not end at the positions that `barriers` forbid. A plan of a
-    single chunk is returned unchanged.
+    """Return the plan with chunk ends moved away from the positions that `barriers` forbid. A plan
+    of a single chunk is returned unchanged.
 
     Raises:
         UnsupportedMaskError: only a single chunk would remain.
     """
     if not barriers or len(plan) == 1:
         return plan
-    moved = plan.avoiding(barriers)
-    if len(moved) == 1:
+    allowed = plan.avoiding(barriers)
+    if len(allowed) == 1:
         raise UnsupportedMaskError(
             f"The attention mask is not causal: wherever the {plan.length} tokens are cut, a query "
             "reads a key that comes after the cut. streambp needs at least one position without "
             "such a query, between images or after a prefix. Pass a chunk_size of at least "
             f"{plan.length}, or run this batch unpatched (streambp.unpatch(model))."
         )
-    return moved
+    return allowed
 
 
 def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tensor | None, bool]:
     """Find the queries that may read no key, [B or 1, T] in bool; None if every query reads a key.
     [Note: empty queries]
 
-    The second result is True if these queries are harmless: all heads agree on them, and no query
-    reads their keys. The scan costs T^2 mask elements and one synchronization with the device, or
-    two if a query reads no key.
+    The second result is True if these queries have no effect on other tokens: all heads agree on
+    the queries, and no query reads their keys. The scan costs T^2 mask elements and one
+    synchronization with the device, or two if a query reads no key.
+
+    Args:
+        tile: function that returns a part of the mask.
+        length: T.
+        device: the device on which to scan.
     """
     reading: list[Tensor] = []
     read: list[Tensor | None] = [None] * -(-length // SCAN)
@@ -143,8 +148,8 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
             queries = part.any(-1)
             keys = part.any(-2)
             anything = queries if anything is None else anything | queries
-            before = read[index]
-            read[index] = keys if before is None else before | keys
+            earlier = read[index]
+            read[index] = keys if earlier is None else earlier | keys
         assert anything is not None
         reading.append(anything)
     empty = ~torch.cat(reading, -1)  # [B or 1, H or 1, T]

@@ -34,8 +34,8 @@ VALUE_TYPES = frozenset({Tensor, tuple, list, bool, type(None)})
 
 
 class LazyMask:
-    """Attention mask that is not built. It holds the arguments of transformers' mask functions, for
-    example of `sdpa_mask`.
+    """Attention mask that is not built: the arguments of transformers' mask functions, for example
+    of `sdpa_mask`.
 
     Attributes:
         description: arguments of transformers' mask function.
@@ -46,10 +46,10 @@ class LazyMask:
         told: name of the argument that marks the documents of packed rows, and the number of
             documents; None: no documents.
         ends: end positions of the documents of each row, for models whose masks ignore documents;
-            None: the mask decides.
-        tree: if the batch's rows are computed as one packed row: function from the sliding window
-            (None: no window) to the keys that each query reads. None: there is no packed row.
-            [Note: tree of rows]
+            None: the description alone defines the documents.
+        tree: function from the sliding window (None: no window) to the keys that each query reads,
+            if the batch's rows are merged into one packed row. None: no packed row. [Note: tree of
+            rows]
     """
 
     def __init__(self, **description: Any) -> None:
@@ -142,7 +142,7 @@ class DenseMask:
             tiling: sizes of the rectangles that the kernel prefers.
         """
         tiling = tiling.masked or tiling
-        found = list[Block]()
+        blocks = list[Block]()
         q_step = tiling.q_block or SCAN
         k_step = tiling.k_block or SCAN
         for q0 in range(start, stop, q_step):
@@ -154,10 +154,10 @@ class DenseMask:
                 first = min(start for start, _ in read)
                 end = max(stop for _, stop in read)
             for k0 in range(first, end, k_step):
-                found.append(
+                blocks.append(
                     Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, end))
                 )
-        return found
+        return blocks
 
     def over_all_keys(self, device: torch.device) -> DenseMask:
         """Return the mask for attention that has the keys of the full sequence, so that chunks may
@@ -182,17 +182,17 @@ class DenseMask:
         k]. The dtype is bool (True is read), or floating to be added to the scores."""
         if isinstance(self.source, Tensor):
             return self.source[:, :, q0:q1, k0:k1].to(device)
-        known = self.source.description
+        description = self.source.description
         return sdpa_mask(
             batch_size=self.batch_size,
             q_length=q1 - q0,
             kv_length=k1 - k0,
             q_offset=q0,
             kv_offset=k0,
-            mask_function=known["mask_function"],
-            attention_mask=known.get("attention_mask"),
+            mask_function=description["mask_function"],
+            attention_mask=description.get("attention_mask"),
             allow_is_causal_skip=False,
-            use_vmap=known.get("use_vmap", False),
+            use_vmap=description.get("use_vmap", False),
             device=device,
         )
 
@@ -347,30 +347,31 @@ def _from_description(
     cu_seq_lens: Tensor | None,
     device: torch.device,
 ) -> Spans | DenseMask:
-    known = mask.description
-    if (known["q_length"], known["kv_length"]) != (length, length):
+    description = mask.description
+    if (description["q_length"], description["kv_length"]) != (length, length):
         raise UnsupportedMaskError(
-            f"The attention mask covers {known['kv_length']} keys, but the sequence has {length} "
+            f"The attention mask covers {description['kv_length']} keys, but the sequence has "
+            f"{length} "
             "tokens. Pass an attention_mask of the same length as input_ids."
         )
-    padding = known.get("attention_mask")
-    window = known.get("local_size")
+    padding = description.get("attention_mask")
+    window = description.get("local_size")
     if padding is not None and bool(padding.all()):
         padding = None
-    plain = known["mask_function"] is causal_mask_function and padding is None
+    plain = description["mask_function"] is causal_mask_function and padding is None
     if mask.ends is not None and padding is None:
         spans = Spans(length, tuple(_documents(list(ends)) for ends in mask.ends), window)
         # the mask separates the documents, or does not
-        alike = (spans, Spans.causal(batch_size, length, window))
-        if plain or any(agrees(found, known, None, device) for found in alike):
+        candidates = (spans, Spans.causal(batch_size, length, window))
+        if plain or any(agrees(candidate, description, None, device) for candidate in candidates):
             mask.told = "position_ids", sum(map(len, spans.rows))
             return spans
     if plain and cu_seq_lens is None:
         return Spans.causal(batch_size, length)
-    if known.get("use_vmap", False):
+    if description.get("use_vmap", False):
         return _dense(mask, batch_size, length, device)
     packed = None
-    if known.get("attention_mask") is None and not plain and position_ids is not None:
+    if description.get("attention_mask") is None and not plain and position_ids is not None:
         packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
     if packed is not None:
         mask.told = "position_ids", sum(map(len, rows_of(batch_size, length, None, packed)))
@@ -391,7 +392,7 @@ def _from_description(
             )
         return Spans(length, rows, window)
     spans = Spans(length, rows_of(batch_size, length, padding, packed), window)
-    if agrees(spans, known, padding, device):
+    if agrees(spans, description, padding, device):
         return spans
     return _dense(mask, batch_size, length, device)
 
@@ -417,8 +418,8 @@ def spans_of_tokens(
         packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
     rows = rows_of(batch_size, length, padding, packed)
     if padding is not None:
-        kept = [sum(run.q1 - run.q0 for run in runs if run.k1 is None) for runs in rows]
-        if kept != padding.sum(1).tolist():
+        causal_tokens = [sum(run.q1 - run.q0 for run in runs if run.k1 is None) for runs in rows]
+        if causal_tokens != padding.sum(1).tolist():
             raise UnsupportedMaskError(
                 "The attention mask masks tokens in the middle of a row. For sequences split over "
                 "ranks it must mark padding on the left and on the right only."
@@ -488,8 +489,9 @@ def _documents(ends: list[int]) -> tuple[Run, ...]:
 def agrees(
     spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device
 ) -> bool:
-    """True if a mask function of transformers allows exactly the keys in `spans`. Checked for each
-    query: the first and last key of its interval are allowed, and the keys just outside are not.
+    """True if a mask function of transformers allows exactly the keys in `spans`. The function is
+    called for each query at the edges of its interval: the first and last key must be allowed, and
+    the keys just outside must not.
 
     Args:
         spans: the expected keys of each query.
@@ -503,9 +505,9 @@ def agrees(
     head = torch.zeros_like(row)
 
     def read(key: Tensor) -> Tensor:
-        inside = (key >= 0) & (key < spans.length)
+        exists = (key >= 0) & (key < spans.length)
         key = key.clamp(0, spans.length - 1)
-        result = known["mask_function"](row, head, query, key) & inside
+        result = known["mask_function"](row, head, query, key) & exists
         return result if padding is None else result & padding.to(device)[row, key]
 
     empty = last < first
@@ -516,18 +518,23 @@ def agrees(
 
 def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the first and the last key that each query reads, [B, T] each in int64. A query that
-    reads no key has last < first."""
+    reads no key has last < first.
+
+    Args:
+        spans: the keys that each query reads.
+        device: device of the result.
+    """
     first = torch.zeros(len(spans.rows), spans.length, dtype=torch.long, device="cpu")  # [B, T]
     last = torch.full_like(first, -1)
     query = torch.arange(spans.length, device="cpu")
     for row, runs in enumerate(spans.rows):
         for run in runs:
-            here = slice(run.q0, run.q1)
-            start = torch.full_like(query[here], run.k0)
+            queries = slice(run.q0, run.q1)
+            start = torch.full_like(query[queries], run.k0)
             if spans.window is not None:
-                start = torch.maximum(start, query[here] - spans.window + 1)
-            first[row, here] = start
-            last[row, here] = query[here] if run.k1 is None else run.k1 - 1
+                start = torch.maximum(start, query[queries] - spans.window + 1)
+            first[row, queries] = start
+            last[row, queries] = query[queries] if run.k1 is None else run.k1 - 1
     return first.to(device), last.to(device)
 
 
@@ -550,7 +557,8 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
 
 
 def masks_replaced(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
-    """Return a layer's argument with `mask(found)` in place of each `LazyMask`."""
+    """Return a layer's argument `value` with `mask(lazy_mask)` in place of each `LazyMask`, also
+    inside dicts."""
     if isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
         return {key: masks_replaced(part, mask) for key, part in value.items()}
     return mask(value) if isinstance(value, LazyMask) else value

@@ -1,9 +1,9 @@
 """Mask all keys but the picks of an indexer, for sparse attention.
 
-[Note: picked keys] The picks of a chunk are indices [B, C, k] of keys. They become a mask tile by
-tile, for one block of queries and keys at a time. So no mask of a chunk against its prefix exists,
-and none of the whole sequence. If the number of picks reaches the number of keys up to the chunk's
-end, every key is picked. Then only the mask below counts.
+The picks of a chunk are indices [B, C, k] of keys. They become a mask tile by tile, for one block
+of queries and keys at a time. So no mask of a chunk against its prefix exists, and none of the
+whole sequence. If the number of picks reaches the number of keys up to the chunk's end, every key
+is picked. Then only the mask below counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ def visible(
     layout: Spans | DenseMask, q0: int, q1: int, k0: int, k1: int, device: torch.device
 ) -> Tensor:
     """Return the attention mask of queries [q0, q1) and keys [k0, k1), [B or 1, H or 1, q, k]. The
-    dtype is bool (True is read) or floating, to be added to the scores."""
+    dtype is bool (True is read) or floating, to be added to the scores.
+
+    Args:
+        layout: the keys that each query may read.
+        q0, q1: range of the queries.
+        k0, k1: range of the keys.
+        device: device of the mask.
+    """
     if isinstance(layout, DenseMask):
         return layout.tile(q0, q1, k0, k1, device)
     key = ("edges", device)
@@ -36,11 +43,11 @@ def visible(
 @dataclasses.dataclass(frozen=True)
 class PickedMask(DenseMask):
     """Attention mask of one chunk's queries, restricted to the keys that an indexer picked for each
-    query. [Note: picked keys]
+    query.
 
     Attributes:
         source: [B, C, k], indices of the picked keys, of any integer dtype.
-        below: the mask of these queries without picks.
+        below: the keys that the layer's own mask allows for these queries.
         start: the chunk's first position.
     """
 
@@ -51,11 +58,11 @@ class PickedMask(DenseMask):
     def of(
         cls, below: Spans | DenseMask, length: int, chunk: Chunk, picks: Tensor
     ) -> Spans | DenseMask:
-        """Return the attention mask of one chunk's queries, restricted to the picked keys; `below`
-        itself if all keys are picked.
+        """Return the attention mask of one chunk's queries, restricted to the picked keys. Return
+        `below` itself if every key up to the chunk's end is picked.
 
         Args:
-            below: the keys that the queries may read without picks.
+            below: the keys that the layer's own mask allows.
             length: number of positions of the sequence.
             chunk: the chunk's range of positions.
             picks: [B, C, k], indices of the keys that an indexer picked.
@@ -75,8 +82,8 @@ class PickedMask(DenseMask):
         picks = self.source[:, q0 - self.start : q1 - self.start].long() - k0  # [B, q, k]
         elsewhere = k1 - k0  # a column of its own, which is dropped
         picks = torch.where((picks >= 0) & (picks < elsewhere), picks, elsewhere)
-        chosen = torch.zeros(*picks.shape[:2], elsewhere + 1, dtype=torch.bool, device=device)
-        chosen = chosen.scatter_(-1, picks, True)[:, None, :, :elsewhere]  # [B, 1, q, k]
+        is_picked = torch.zeros(*picks.shape[:2], elsewhere + 1, dtype=torch.bool, device=device)
+        is_picked = is_picked.scatter_(-1, picks, True)[:, None, :, :elsewhere]  # [B, 1, q, k]
         if read.dtype == torch.bool:
-            return read & chosen
-        return read.masked_fill(~chosen, torch.finfo(read.dtype).min)
+            return read & is_picked
+        return read.masked_fill(~is_picked, torch.finfo(read.dtype).min)

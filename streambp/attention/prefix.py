@@ -32,8 +32,9 @@ from streambp.offload.manager import Access, HostTensors
 class Stage(enum.Enum):
     """The pass over the chunks in which a chunk is computed.
 
-    FORWARD stores K and V. REFILL stores K and V again before backward, if forward did not keep
-    them. RECOMPUTE computes the chunk with an autograd graph.
+    FORWARD stores K and V, without a graph. REFILL recomputes and stores K and V at the start of
+    backward, if forward did not keep them. RECOMPUTE computes each chunk with an autograd graph,
+    last chunk first.
     """
 
     FORWARD = "forward"
@@ -175,14 +176,13 @@ class Prefix:
         return None if backend is None else backend.width
 
     def note(self, plan: BlockPlan) -> None:
-        """Add the kernels that compute the blocks of `plan` to `used`, the kernels that `describe`
-        reports."""
+        """Add the kernels that compute the blocks of `plan` to `used`, which `describe` prints."""
         if not plan.used <= self.used:
             self.used |= plan.used
 
     def pack(self) -> None:
-        """Free memory that is not needed until backward: the zero columns of a padded V, and the
-        keys of indexers. [Note: padded values]"""
+        """Free memory that is not needed between forward and backward: the zero columns of a padded
+        V, and the keys of indexers. [Note: padded values]"""
         self.index_keys = {}
         self.picked = []
         for site in self.sites:
@@ -191,8 +191,8 @@ class Prefix:
 
     @property
     def backward_bytes(self) -> int:
-        """Return the bytes that K, V and their gradients take on the device in backward, over all
-        attention calls of the layer."""
+        """Return the device memory that K, V and their gradients need in backward, in bytes, over
+        all attention calls of the layer."""
         return self.length * sum(size.resident + size.sums for size in self.sizes_seen)
 
     def flops(self, chunk: Chunk, attended: Attended) -> float:
@@ -206,26 +206,27 @@ class Prefix:
         return 4.0 * size * heads * pairs
 
     def resident_tiles(self, backward: bool) -> list[int | None]:
-        """Return for each attention call of the layer how many of the first chunks keep their K and
-        V on the device. None: K and V of all tokens are in one buffer on the device.
+        """Return, for each attention call of the layer, the number of first chunks whose K and V
+        stay on the device. None in place of a number: K and V of all tokens are in one buffer on
+        the device.
 
         Args:
             backward: True if the gradients dK and dV need device memory as well.
         """
-        room, found = None if self.memory is None else self.memory.room, list[int | None]()
+        room, tiles = None if self.memory is None else self.memory.room, list[int | None]()
         for size in self.sizes_seen:
             if self.memory is None or room is None:
-                found.append(None)
+                tiles.append(None)
                 continue
             token, plan = size.resident + backward * size.sums, self.memory.plan
             if token * plan.length <= room:
-                found.append(None)
+                tiles.append(None)
                 room -= token * plan.length
             else:
                 resident = max(0, room // (token * plan.longest) - WORKING)
-                found.append(resident)
+                tiles.append(resident)
                 room = max(0, room - (resident + WORKING) * token * plan.longest)
-        return found
+        return tiles
 
     def saved_reads(self, index: int) -> list[list[Access]]:
         """Return the order in which backward loads the saved K and V of one attention call from
@@ -311,8 +312,8 @@ class AttentionCall(NamedTuple):
         dropout: probability to drop a weight.
         softcap: limit of the scores; None: no limit.
         sink: [H], the attention sink: logits of one more key without a value; None: no sink.
-        picks: [B, C, k], indices of the keys that each query reads; None: all keys. [Note: picked
-            keys]
+        picks: [B, C, k], indices of the keys that each query reads; None: all keys. See
+            `attention/picked_keys.py`.
     """
 
     q: Tensor
@@ -383,8 +384,8 @@ class PrefixChunkAttention(ChunkAttention):
     __iter__ = None  # `0.0 in mask` would never end
 
     def __getitem__(self, index: Any) -> PrefixChunkAttention:
-        """Return the object itself, for a layer that slices its attention mask for its indexer. The
-        indexer's call receives a mask tensor in place of the slice.
+        """Return the object itself. A layer may slice its attention mask for its indexer; the call
+        of the indexer then gets a mask tensor in place of this object.
 
         Raises:
             TypeError: the layer has no indexer, so the layer itself reads the mask.
@@ -415,13 +416,14 @@ class PrefixChunkAttention(ChunkAttention):
             backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
             prefix.backends[index] = backend
             prefix.sdpa = prefix.sdpa.with_call(q, k, v, dropout, softcap is None and sink is None)
-        asked, place = (scale, dropout, softcap), (chunk.index, index)
+        settings, place = (scale, dropout, softcap), (chunk.index, index)
         if self.stage is Stage.FORWARD:
-            prefix.asked[place] = asked
-        elif self.stage is Stage.RECOMPUTE and prefix.asked.get(place, asked) != asked:
+            prefix.asked[place] = settings
+        elif self.stage is Stage.RECOMPUTE and prefix.asked.get(place, settings) != settings:
             raise BackwardError(
                 f"Attention was called with scale, dropout and softcap {prefix.asked[place]} in "
-                f"forward, and is with {asked} in backward. Call backward before you change them."
+                f"forward, and is with {settings} in backward. Call backward before you change "
+                "them."
             )
         if self.see is not None:
             for name, x in ((f"q.{index}", q), (f"k.{index}", k), (f"v.{index}", v)):
@@ -466,8 +468,8 @@ class PrefixChunkAttention(ChunkAttention):
         assert isinstance(site, KVBuffer)
         if self.stage is not Stage.RECOMPUTE:
             return site.read(self.chunk)
-        both: tuple[Tensor, Tensor] = PrefixRead.apply(k, v, site, self.chunk)
-        return both
+        keys_and_values: tuple[Tensor, Tensor] = PrefixRead.apply(k, v, site, self.chunk)
+        return keys_and_values
 
     def finish(self) -> None:
         """Check the number of attention calls in this chunk, and store the attention outputs and

@@ -75,7 +75,7 @@ class Platform:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """Properties of an attention call that a kernel must support.
+    """Properties of an attention call on which it depends if a kernel supports the call.
 
     Attributes:
         size: D, head size of q and k.
@@ -149,14 +149,14 @@ def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
             )
         return
     restore = "torch.nn.attention.restore_flash_attention_impl() brings FlashAttention-2 back"
-    wanted = {"FA3": (9,), "FA4": (9, 10)}.get(name)
-    if wanted is None:
+    majors = {"FA3": (9,), "FA4": (9, 10)}.get(name)
+    if majors is None:
         yield (
             f"{name} stands behind torch's FlashAttention operators, which streambp does not know; "
             f"{restore}"
         )
-    elif here.device == "cuda" and here.major not in wanted:
-        devices = " and ".join(f"{major}.x" for major in wanted)
+    elif here.device == "cuda" and here.major not in majors:
+        devices = " and ".join(f"{major}.x" for major in majors)
         yield (
             f"{name} is activated, which runs on compute capability {devices}, not on "
             f"{here.capability}; {restore}"
@@ -171,11 +171,11 @@ def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
     # a release is later than its betas
     newer = len(here.flash_4) == 3 or here.flash_4 > LAST_FLASH_4
     if name == "FA4" and here.torch < (2, 14) and newer:
-        found = ".".join(map(str, here.flash_4[:3])) + "".join(
+        version = ".".join(map(str, here.flash_4[:3])) + "".join(
             f"b{beta}" for beta in here.flash_4[3:]
         )
         yield (
-            f"flash-attn-4 {found} returns more than torch {'.'.join(map(str, here.torch))} "
+            f"flash-attn-4 {version} returns more than torch {'.'.join(map(str, here.torch))} "
             "unpacks; pip install flash-attn-4==4.0.0b18"
         )
 

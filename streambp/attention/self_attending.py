@@ -35,12 +35,11 @@ from streambp.source import written_forward
 
 @dataclasses.dataclass(frozen=True)
 class OwnMask:
-    """Attention mask of a layer that computes its own attention without transformers' interface,
-    and properties of the mask.
+    """Attention mask of a layer that computes its own attention, without transformers' interface.
 
-    The mask is bool or added to the scores. True in a bool mask marks keys that are read, or in
-    some models (MPT) keys that are not read. The first query of a causal mask does not read the
-    last key, so this entry shows the meaning of True.
+    The mask is additive or bool. True in a bool mask marks keys that are read, or in some models
+    (MPT) keys that are not read. The first query of a causal mask never reads the last key, so this
+    entry shows the meaning of True.
 
     Attributes:
         mask: [B or 1, H or 1, T, T], bool or additive. Or [B, T], marking the real tokens, for a
@@ -80,9 +79,11 @@ class OwnMask:
         if self.empty is None:
             return part
         part = part.clone()
-        own = part.diagonal(chunk.start, -2, -1)  # [B, H or 1, C]
-        is_read = ~self.mask[:, :, 0, -1:] if part.dtype == torch.bool else own.new_zeros(())
-        own.copy_(torch.where(self.empty[:, None, chunk.start : chunk.stop], is_read, own))
+        diagonal = part.diagonal(chunk.start, -2, -1)  # [B, H or 1, C]
+        is_read = ~self.mask[:, :, 0, -1:] if part.dtype == torch.bool else diagonal.new_zeros(())
+        diagonal.copy_(
+            torch.where(self.empty[:, None, chunk.start : chunk.stop], is_read, diagonal)
+        )
         return part
 
     def values(self, v: Tensor, chunk: Chunk) -> Tensor:
@@ -109,8 +110,8 @@ class OwnMask:
 
 
 def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
-    """Return the `OwnMask` for computing a layer with this mask chunk by chunk, or the reason why
-    the layer cannot be chunked. A mask without data (on the meta device) counts as causal.
+    """Return the `OwnMask` of a layer with this attention mask, or the reason why the layer cannot
+    be chunked with the mask. A mask without data (on the meta device) counts as causal.
 
     Args:
         mask: the layer's attention_mask.
@@ -138,11 +139,11 @@ def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
             return (
                 "it attends by itself, and its attention mask does not show what it means by True"
             )
-    whole = OwnMask(mask)
-    barriers = find_barriers(whole.read, length, mask.device)
+    layer_mask = OwnMask(mask)
+    barriers = find_barriers(layer_mask.read, length, mask.device)
     if barriers and mask.dtype == torch.bool:
         return "it attends by itself, and its attention mask is not causal"
-    empty, harmless = find_empty(whole.read, length, mask.device)
+    empty, harmless = find_empty(layer_mask.read, length, mask.device)
     if not harmless:
         return (
             "it attends by itself, and its attention mask leaves a query without keys whose own "
@@ -194,11 +195,13 @@ def why_picked_blocks_stay_whole(
         )
     if mask.mask.dim() == 1:
         return None
-    kept = mask.read(length - 1, length, 0, length)  # [B or 1, H or 1, 1, T], of the last query
-    places = torch.arange(length, device=kept.device)
+    last_query = mask.read(
+        length - 1, length, 0, length
+    )  # [B or 1, H or 1, 1, T], of the last query
+    places = torch.arange(length, device=last_query.device)
     tiles = ((q0, min(q0 + SCAN, length)) for q0 in range(0, length, SCAN))
-    if not bool((kept[..., 1:] & ~kept[..., :-1]).any()) and all(
-        torch.equal(mask.read(q0, q1, 0, length), kept & (places <= places[q0:q1, None]))
+    if not bool((last_query[..., 1:] & ~last_query[..., :-1]).any()) and all(
+        torch.equal(mask.read(q0, q1, 0, length), last_query & (places <= places[q0:q1, None]))
         for q0, q1 in tiles
     ):
         return None

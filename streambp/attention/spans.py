@@ -21,11 +21,11 @@ Vocabulary:
 Every (query, key) pair inside a span lies in exactly one block and counts there; no other pair
 counts.
 
-[Note: few shapes] cuDNN builds a graph for every new shape, for tenths of a second, and never frees
-the graph. So its blocks have few lengths, whatever the length of the sequence: multiples of `GRID`,
-and powers of two below. A remainder of fewer tokens than `Tiling.few` goes to the next kernel,
-which takes any length. Blocks of a few queries or keys do so, too, because cuDNN refuses these
-blocks or computes wrong numbers.
+cuDNN builds a graph for every new shape, for tenths of a second, and never frees the graph. So its
+blocks have few lengths, whatever the length of the sequence: multiples of `GRID`, and powers of two
+below. A remainder of fewer tokens than `Tiling.few` goes to the next kernel, which takes any
+length. Blocks of a few queries or keys do so, too, because cuDNN refuses these blocks or computes
+wrong numbers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Run:
         k0: first key.
         k1: end of the keys, exclusive; None: each query's own position is its last key.
         shift: number of tokens between these keys and the queries that belong to other batch rows,
-            if several batch rows are packed into one. A sliding window does not count these tokens.
+            if several batch rows are merged into one packed row; otherwise 0. A sliding window does
+            not count these tokens.
     """
 
     q0: int
@@ -76,7 +77,7 @@ class Run:
     shift: int = 0
 
     def within(self, start: int, stop: int) -> Run:
-        """Return the same run, limited to queries in [start, stop)."""
+        """Return the part of the run whose queries are in [start, stop)."""
         if start <= self.q0 and self.q1 <= stop:
             return self
         return dataclasses.replace(self, q0=max(self.q0, start), q1=min(self.q1, stop))
@@ -90,10 +91,10 @@ class Tiling:
     Attributes:
         q_block: most queries of a block.
         k_block: most keys of a block.
-        k_forward: most keys of a block where no dK and dV are returned.
+        k_forward: most keys of a block in forward, where no dK and dV are returned.
         few: fewest queries and keys of a block, for a kernel that must see few different lengths;
-            None: any length is allowed. [Note: few shapes]
-        tail: sizes for the next kernel, which computes blocks below `few`.
+            None: any length is allowed.
+        tail: sizes for another kernel, which computes blocks of fewer queries or keys than `few`.
         masked: sizes for the kernel that computes blocks of kind BAND and MASK.
         bottom_right: True if CAUSAL blocks may have more keys than queries.
         native_window: True if WINDOW blocks are allowed.
@@ -117,39 +118,38 @@ class Tiling:
     def queries(self, q0: int, q1: int) -> list[tuple[int, int, Tiling]]:
         """Return ranges that cover queries [q0, q1), as (start, stop, sizes). The sizes are this
         `Tiling`, or `tail` for a remainder of fewer than `few` queries."""
-        found = list[tuple[int, int, Tiling]]()
+        ranges = list[tuple[int, int, Tiling]]()
         if self.few is None:
             for start in range(q0, q1, self.q_block or max(1, q1 - q0)):
-                found.append((start, min(start + (self.q_block or q1 - q0), q1), self))
-            return found
+                ranges.append((start, min(start + (self.q_block or q1 - q0), q1), self))
+            return ranges
         for length in few_lengths(q1 - q0, self.few, self.q_block):
-            found.append((q0, q0 + length, self))
+            ranges.append((q0, q0 + length, self))
             q0 += length
         if q0 < q1:
             assert self.tail is not None
-            found += self.tail.queries(q0, q1)
-        return found
+            ranges += self.tail.queries(q0, q1)
+        return ranges
 
     def keys(self, k0: int, k1: int) -> list[tuple[int, int]]:
         """Return ranges (start, stop) that cover keys [k0, k1), each of a length that this kernel
-        prefers. The last range may be a shorter remainder for the next kernel, if `few` is set."""
-        found = list[tuple[int, int]]()
+        prefers. If `few` is set, the last range may be a shorter remainder, which another kernel
+        computes."""
+        ranges = list[tuple[int, int]]()
         if self.few is None:
             for start in range(k0, k1, self.k_block or max(1, k1 - k0)):
-                found.append((start, min(start + (self.k_block or k1 - k0), k1)))
-            return found
+                ranges.append((start, min(start + (self.k_block or k1 - k0), k1)))
+            return ranges
         for length in few_lengths(k1 - k0, self.few, self.k_block):
-            found.append((k0, k0 + length))
+            ranges.append((k0, k0 + length))
             k0 += length
-        return [*found, (k0, k1)] if k0 < k1 else found
+        return [*ranges, (k0, k1)] if k0 < k1 else ranges
 
 
 def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
     """Yield the lengths into which `length` tokens are cut, so that few different lengths occur.
-
-    Each length is at least `few` and at most `most` (a multiple of `GRID`). A remainder of less
-    than `few` tokens is left. [Note: few shapes]
-    """
+    Each length is at least `few` and at most `most` (a multiple of `GRID`). The lengths cover all
+    tokens but a remainder of less than `few`."""
     while length >= few:
         piece = length - length % GRID or 1 << (length.bit_length() - 1)
         piece = min(piece, most or piece)
@@ -220,7 +220,7 @@ class Spans:
             stop: end of the queries, exclusive.
             tiling: sizes of the rectangles that the kernel prefers.
         """
-        found = list[Block]()
+        blocks = list[Block]()
         first = 0
         count = len(self.rows)
         for row in range(1, count + 1):
@@ -250,42 +250,53 @@ class Spans:
                     padded = [run for run in clipped if run.k1 is not None]
                     clipped = causal[: len(causal) - len(packed)] + padded
             for run in clipped:
-                found += self._run_blocks(b0, b1, run, tiling)
+                blocks += self._run_blocks(b0, b1, run, tiling)
             if packed:  # one call for several documents; the first may begin before its queries
                 k0 = self._first_key(packed[0])
                 q0 = packed[0].q0
                 end = packed[-1].q1
                 cu_q = (0, *(run.q1 - q0 for run in packed))
                 cu_k = (0, *(run.q1 - k0 for run in packed))
-                for one in range(b0, b1):
-                    found.append(
-                        Block(Kind.VARLEN, one, one + 1, q0, end, k0, end, self.window, cu_q, cu_k)
+                for row_index in range(b0, b1):
+                    blocks.append(
+                        Block(
+                            Kind.VARLEN,
+                            row_index,
+                            row_index + 1,
+                            q0,
+                            end,
+                            k0,
+                            end,
+                            self.window,
+                            cu_q,
+                            cu_k,
+                        )
                     )
-        return found
+        return blocks
 
     def _run_blocks(self, b0: int, b1: int, run: Run, tiling: Tiling) -> list[Block]:
         window = self.window
-        found = list[Block]()
+        blocks = list[Block]()
         if window is None:
             for q0, q1, pieces in tiling.queries(run.q0, run.q1):
                 if run.k1 is not None:
-                    found += [
+                    blocks += [
                         Block(Kind.FULL, b0, b1, q0, q1, *keys)
                         for keys in pieces.keys(run.k0, run.k1)
                     ]
                     continue
                 k0 = run.k0
                 if not pieces.bottom_right:
-                    found += [
+                    blocks += [
                         Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in pieces.keys(k0, q0)
                     ]
                     k0 = q0
                 while pieces.k_block and q1 - k0 > max(pieces.k_block, q1 - q0):
                     stop = min(k0 + pieces.k_block, q0)
-                    found.append(Block(Kind.FULL, b0, b1, q0, q1, k0, stop))
+                    blocks.append(Block(Kind.FULL, b0, b1, q0, q1, k0, stop))
                     k0 = stop
-                found.append(Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1))
-            return found
+                blocks.append(Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1))
+            return blocks
         if tiling.native_window and run.k1 is None:
             return [
                 Block(Kind.WINDOW, b0, b1, run.q0, run.q1, self._first_key(run), run.q1, window)
@@ -302,11 +313,11 @@ class Spans:
                 stop = run.k1
             edge = max(run.k0, q0 - reach + 1)
             if edge < min(full, stop):
-                found.append(Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), reach))
-            found += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in tiling.keys(full, stop)]
+                blocks.append(Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), reach))
+            blocks += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in tiling.keys(full, stop)]
             if run.k1 is None:
-                found.append(Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1))
-        return found
+                blocks.append(Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1))
+        return blocks
 
     def _first_key(self, run: Run) -> int:
         """Return the first key that the queries of a run read, with regard to the sliding

@@ -35,15 +35,15 @@ if AVAILABLE:
         row = tl.program_id(2).to(tl.int64)
         head = tl.program_id(1).to(tl.int64)
         token = (tl.program_id(0) * tokens + tl.arange(0, tokens)).to(tl.int64)
-        there = token < length
+        in_row = token < length
         column = tl.arange(0, width)
-        inside = there[:, None] & (column < size)[None, :]
+        in_tensor = in_row[:, None] & (column < size)[None, :]
         lse += row * lse_row + head * lse_head + token * lse_token
         part_lse += row * part_lse_row + head * part_lse_head + token * part_lse_token
-        x = tl.load(lse, mask=there, other=-float("inf"))
-        y = tl.load(part_lse, mask=there, other=-float("inf"))
+        x = tl.load(lse, mask=in_row, other=-float("inf"))
+        y = tl.load(part_lse, mask=in_row, other=-float("inf"))
         top = tl.maximum(x, y)
-        safe = tl.where(top == -float("inf"), 0.0, top)  # [Note: empty rows]
+        safe = tl.where(top == -float("inf"), 0.0, top)  # -inf - -inf would be NaN
         weight = tl.exp(x - safe)
         part_weight = tl.exp(y - safe)
         total = weight + part_weight
@@ -51,14 +51,14 @@ if AVAILABLE:
         o += row * o_row + head * o_head + token[:, None] * o_token + column[None, :]
         part += row * part_row + head * part_head + token[:, None] * part_token + column[None, :]
         out += row * out_row + head * out_head + token[:, None] * out_token + column[None, :]
-        a = tl.load(o, mask=inside & (weight > 0.0)[:, None], other=0.0).to(tl.float32)
-        b = tl.load(part, mask=inside & (part_weight > 0.0)[:, None], other=0.0).to(tl.float32)
+        a = tl.load(o, mask=in_tensor & (weight > 0.0)[:, None], other=0.0).to(tl.float32)
+        b = tl.load(part, mask=in_tensor & (part_weight > 0.0)[:, None], other=0.0).to(tl.float32)
         merged = a * (weight * shrink)[:, None] + b * (part_weight * shrink)[:, None]
-        tl.store(out, merged.to(out.dtype.element_ty), mask=inside)
+        tl.store(out, merged.to(out.dtype.element_ty), mask=in_tensor)
         # Each warp reads the logsumexp of its own tokens, and the first warp writes all of it: the
         # barrier waits until every warp has read.
         tl.debug_barrier()
-        tl.store(lse, safe + tl.log(total), mask=there)
+        tl.store(lse, safe + tl.log(total), mask=in_row)
 
 
 def fits_triton(*tensors: Tensor) -> bool:

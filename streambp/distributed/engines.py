@@ -5,23 +5,23 @@ manages these parameters. The answer comes from marks on the parameters and from
 `fully_shard` changed. Hooks are no sign: a ZeRO-3 leaf has none on its inner modules. The answer is
 not cached, because an engine may be set up after a forward.
 
-[Note: order of gradients] ZeRO-2, and ZeRO-1 with overlap_comm, put gradients into buckets in order
-of arrival, and sum the buckets of all ranks. If the order differs on one rank, parameters silently
-get the gradients of other parameters. A streamed layer delivers all its gradients together, after
-its backward. A layer may run unchunked on one rank alone, because of a mask or a hook there. One
-autograd node then receives the input and the parameters of that layer, and keeps the order.
+ZeRO-2, and ZeRO-1 with overlap_comm, put gradients into buckets in order of arrival, and sum the
+buckets of all ranks. If the order differs on one rank, parameters silently get the gradients of
+other parameters. A streamed layer delivers all its gradients together, after its backward. A layer
+may run unchunked on one rank alone, because of a mask or a hook there. One autograd node then
+receives the input and the parameters of that layer, and keeps the order.
 
-[Note: inner leaves] DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is
-initialised. Only the block's full-backward hook reduces its gradients, and streaming silences this
-hook. If the layer was patched too late to be the leaf itself, the hook runs after the layer's
-backward, when all gradients exist.
+DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is initialised. Only the
+block's full-backward hook reduces its gradients, and streaming silences this hook. If the layer was
+patched too late to be the leaf itself, the hook runs after the layer's backward, when all gradients
+exist.
 
-[Note: ZeRO-3 leaves] DeepSpeed gathers a module's parameters in its forward and backward hooks.
-Inside a streamed layer these hooks would run once for each chunk. The layer is therefore marked as
-a leaf. DeepSpeed gathers a leaf completely: once for its forward, once for its backward. A
-full-backward hook reduces a leaf's gradients. The hook runs too early unless hidden_states is a
-positional argument that requires a gradient. A hook before DeepSpeed's ensures this; a layer gets
-the hook once DeepSpeed was imported. The mark and the hook have no effect without ZeRO-3.
+DeepSpeed gathers a module's parameters in its forward and backward hooks. Inside a streamed layer
+these hooks would run once for each chunk. The layer is therefore marked as a leaf. DeepSpeed
+gathers a leaf completely: once for its forward, once for its backward. A full-backward hook reduces
+a leaf's gradients. The hook runs too early unless hidden_states is a positional argument that
+requires a gradient. A hook before DeepSpeed's ensures this; a layer gets the hook once DeepSpeed
+was imported. The mark and the hook have no effect without ZeRO-3.
 
 [Note: what a rank decides alone] Ranks differ in their batch, their free memory and their hooks.
 Each rank therefore decides alone how to compute its micro-batch, and no collective may depend on
@@ -78,9 +78,14 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return (args, kwargs) of the layer's forward, changed so that hidden_states is positional and
-    requires a gradient. None, for no change, if ZeRO-3 does not partition the layer. Registered as
-    a forward pre-hook of decoder layers."""
+    """Return (args, kwargs) of a layer's forward, changed so that hidden_states is positional and
+    requires a gradient. Return None, for no change, if ZeRO-3 does not partition the layer. Decoder
+    layers have this function as a forward pre-hook.
+
+    Args:
+        layer: the decoder layer.
+        args, kwargs: the arguments of its forward.
+    """
     if ENGINES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
         return None
     kwargs = dict(kwargs)
@@ -158,10 +163,10 @@ def reduces_later(parameter: Tensor) -> str | None:
     if dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size()
     if isinstance(parameter, DTensor):
-        there = parameter.device_mesh.size()
-        if there == ranks:
+        mesh_size = parameter.device_mesh.size()
+        if mesh_size == ranks:
             return None
-        return f"FSDP2 over {there} of {ranks} ranks (a pipeline, or replicas beside it)"
+        return f"FSDP2 over {mesh_size} of {ranks} ranks (a pipeline, or replicas beside it)"
     if name is None and ranks > 1:
         return f"DDP, a pipeline or a split sequence over a process group of {ranks} ranks"
     return name
@@ -174,11 +179,11 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
     modules = [module]
     parameters: list[nn.Parameter] = []
     for inner in modules:  # the loop appends to this list
-        own = inner.__dict__
-        for child in own[modules_table].values():
+        attributes = inner.__dict__
+        for child in attributes[modules_table].values():
             if child is not None:
                 modules.append(child)
-        for parameter in own[parameters_table].values():
+        for parameter in attributes[parameters_table].values():
             if parameter is not None:
                 parameters.append(parameter)
     return modules, parameters
@@ -219,17 +224,17 @@ def engine_hooks_silenced(tables: list[dict[int, Any]]) -> Iterator[None]:
     Args:
         tables: the result of `engine_hooks`.
     """
-    taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    silenced: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for hooks in tables:
-        taken.append((hooks, dict(hooks)))
+        silenced.append((hooks, dict(hooks)))
         for key in [key for key, hook in hooks.items() if belongs_to_engine(hook)]:
             del hooks[key]
     try:
         yield
     finally:
-        for hooks, before in taken:
+        for hooks, saved_hooks in silenced:
             hooks.clear()
-            hooks.update(before)
+            hooks.update(saved_hooks)
 
 
 Reduction = tuple[nn.Module, Callable[..., Any]]
@@ -248,9 +253,9 @@ def reductions_of(layer: nn.Module) -> list[Reduction]:
 
 
 class EngineReduce(torch.autograd.Function):
-    """Autograd Function for a layer's input, which forward returns unchanged. Backward runs after
-    the layer's backward, and calls DeepSpeed's hooks that reduce the gradients of ZeRO-3 leaf
-    modules inside the layer."""
+    """Autograd Function that returns a layer's input unchanged. Backward runs after the layer's
+    backward, and calls DeepSpeed's hooks that reduce the gradients of ZeRO-3 leaf modules inside
+    the layer."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, reductions: list[Reduction]) -> Tensor:
@@ -272,9 +277,9 @@ class EngineReduce(torch.autograd.Function):
 
 
 class JoinGradients(torch.autograd.Function):
-    """Autograd Function for a layer's input [..., B, T, h] and its parameters [...], which forward
-    returns unchanged. Backward passes on all their gradients from one node, in the order of the
-    arguments, so that the gradients arrive together."""
+    """Autograd Function that returns a layer's input [..., B, T, h] and parameters [...] unchanged.
+    Backward passes on all their gradients from one node, in the order of the arguments, so that the
+    gradients arrive together."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -289,7 +294,8 @@ class JoinGradients(torch.autograd.Function):
         DeepSpeed waits for the gradient, else None."""
         pairs = zip(grads, ctx.parameters, strict=True)
         return grad, *(
-            zeros_for_engines(parameter) if found is None else found for found, parameter in pairs
+            zeros_for_engines(parameter) if gradient is None else gradient
+            for gradient, parameter in pairs
         )
 
 
@@ -323,7 +329,7 @@ def zeros_for_engines(parameter: Tensor) -> Tensor | None:
 
 def must_agree(module: nn.Module) -> bool:
     """True if the module's forward gathers parameters from several ranks (ZeRO-3, FSDP2), so that
-    all ranks must call it equally often."""
+    all ranks must call the forward equally often."""
     return (
         dist.is_available()
         and dist.is_initialized()
@@ -354,8 +360,8 @@ def everyones_numbers(
     for unit in filter(is_fsdp_unit, () if ranks is not None else module.modules()):
         state = unit._get_fsdp_state()  # type: ignore[operator]
         for group in getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]:
-            found = getattr(getattr(group, FSDP_GATHERS[0], None), FSDP_GATHERS[1], None)
-            ranks = found if ranks is None else ranks
+            gather_group = getattr(getattr(group, FSDP_GATHERS[0], None), FSDP_GATHERS[1], None)
+            ranks = gather_group if ranks is None else ranks
     return [said.tolist() for said in all_gather(ranks, torch.tensor(mine, device=device))]
 
 

@@ -29,32 +29,32 @@ def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
         modules: modules whose methods, and functions among whose attributes, are searched.
         hooks: module hooks, searched as well.
     """
-    found: set[str] = set(ALWAYS)
-    seen: set[int] = set()
+    names: set[str] = set(ALWAYS)
+    visited: set[int] = set()
     classes: set[type] = set()
     for module in modules:
         classes |= {base for base in type(module).__mro__ if base not in (nn.Module, object)}
-        _collect(list(module.__dict__.values()), found, seen, DEPTH)
+        _collect(list(module.__dict__.values()), names, visited, DEPTH)
     for base in classes:
-        _collect(list(vars(base).values()), found, seen, DEPTH)
-    _collect(hooks, found, seen, DEPTH)
-    return found
+        _collect(list(vars(base).values()), names, visited, DEPTH)
+    _collect(hooks, names, visited, DEPTH)
+    return names
 
 
-def _collect(values: Iterable[Any], found: set[str], seen: set[int], depth: int) -> None:
-    """Add the attribute names in the code of these functions to `found`, and those in the code of
-    functions in their closures and of global functions that they call.
+def _collect(values: Iterable[Any], names_found: set[str], visited: set[int], depth: int) -> None:
+    """Add the attribute names in the code of these functions to `names_found`, and those in the
+    code of functions in their closures and of global functions that they call.
 
     Args:
         values: functions, or objects that call functions.
-        found: the names.
-        seen: ids of the code objects that were searched already.
+        names_found: the names.
+        visited: ids of the code objects that were searched already.
         depth: levels of called global functions to search as well.
     """
     for function in (function for value in values for function in _functions(value)):
-        if id(function.__code__) in seen:
+        if id(function.__code__) in visited:
             continue
-        seen.add(id(function.__code__))
+        visited.add(id(function.__code__))
         names: set[str] = set()
         codes = [function.__code__]
         for code in codes:  # the loop appends to this list
@@ -63,15 +63,17 @@ def _collect(values: Iterable[Any], found: set[str], seen: set[int], depth: int)
                 (constant for constant in code.co_consts if isinstance(constant, str)),
             )
             codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        found |= names
-        held = []
+        names_found |= names
+        contents = []
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # the variable has no value yet
-                held.append(cell.cell_contents)
-        _collect(held, found, seen, depth)
+                contents.append(cell.cell_contents)
+        _collect(contents, names_found, visited, depth)
         if depth:
             called = (function.__globals__.get(name) for name in names)
-            _collect((f for f in called if isinstance(f, FunctionType)), found, seen, depth - 1)
+            _collect(
+                (f for f in called if isinstance(f, FunctionType)), names_found, visited, depth - 1
+            )
 
 
 def _functions(value: Any) -> list[FunctionType]:

@@ -44,11 +44,11 @@ class Holder:
     def restore(self) -> None:
         """Restore the recorded content: delete entries that were added, and write back entries that
         were replaced or deleted."""
-        now = self._read()
-        for key in now.keys() - self.content.keys():
+        current = self._read()
+        for key in current.keys() - self.content.keys():
             self._delete(key)
         for key, value in self.content.items():
-            if now.get(key, GONE) is not value:
+            if current.get(key, GONE) is not value:
                 self._write(key, value)
 
 
@@ -70,14 +70,14 @@ class Entries(Holder):
             while len(self.owner) > self.length:
                 self.owner.pop()
             return
-        now = list(self.owner)
-        before = list(self.content.values())
-        if len(now) != len(before) or any(map(_is_not, now, before)):
+        current = list(self.owner)
+        recorded = list(self.content.values())
+        if len(current) != len(recorded) or any(map(_is_not, current, recorded)):
             self.owner.clear()
             if isinstance(self.owner, set):
-                self.owner.update(before)
+                self.owner.update(recorded)
             else:
-                self.owner.extend(before)
+                self.owner.extend(recorded)
 
 
 def _is_not(one: Any, other: Any) -> bool:
@@ -119,12 +119,12 @@ def entries_of(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Hol
         table: the dictionary.
         names: the keys; None: all entries.
     """
-    wanted = None if names is None else list(names)
+    keys = None if names is None else list(names)
 
     def read() -> Content:
-        if wanted is None:
+        if keys is None:
             return dict(table)
-        return {name: table[name] for name in wanted if name in table}
+        return {name: table[name] for name in keys if name in table}
 
     return Holder(table, read, table.__setitem__, table.__delitem__)
 
@@ -145,6 +145,6 @@ def attributes_of_class(owner: type) -> Holder:
 def slots_of_class(base: type) -> list[str]:
     """Return the names in a class's own `__slots__`, without those that begin with two
     underscores."""
-    own = vars(base).get("__slots__", ())
-    names = (own,) if isinstance(own, str) else own
+    slots = vars(base).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else slots
     return [name for name in names if not name.startswith("__")]

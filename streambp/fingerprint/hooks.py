@@ -84,22 +84,22 @@ class Hooks:
             acted: the forward hooks that modified values since.
             ignored: values in hooks that the layer's own forward changes.
         """
-        told = []
+        texts = []
         for (key, leaf), exact in before.exact.items():
             if (key not in acted and "backward" not in key[1]) or (key, base_of(leaf)) in ignored:
                 continue
             if key not in self.places:
-                told.append(f"{described(key)} is gone")
+                texts.append(f"{described(key)} is gone")
             elif (key, leaf) not in self.exact:
-                told.append(f"{described(key)}: {leaf or 'its code'} is gone")
+                texts.append(f"{described(key)}: {leaf or 'its code'} is gone")
             elif self.exact[key, leaf] != exact:
-                now = self.exact[key, leaf]
-                same = repr(now) == repr(exact)
-                told.append(
+                value = self.exact[key, leaf]
+                repr_is_equal = repr(value) == repr(exact)
+                texts.append(
                     f"{described(key)}: {leaf} "
-                    + ("is another" if same else f"was {exact!r} and is {now!r}")
+                    + ("is another" if repr_is_equal else f"was {exact!r} and is {value!r}")
                 )
-        return list(dict.fromkeys(told))
+        return list(dict.fromkeys(texts))
 
 
 def short_name(hook: Any) -> str:
@@ -114,7 +114,7 @@ def short_name(hook: Any) -> str:
 
 
 def base_of(leaf: str) -> str:
-    """Return a container's name from the name of one of its entries: "cache" from "cache[3]"."""
+    """Return a container's name from the name of an entry, such as "cache" from "cache[3]"."""
     return leaf.partition("[")[0]
 
 
@@ -145,7 +145,7 @@ def hooks_of(
     ids = [number for table in filter(None, tables) for number in table]
     if latest is not None and latest.ids == ids and not latest.places:
         return latest
-    found = Hooks(ids)
+    snapshot = Hooks(ids)
     paths = list(named)
     kinds = []
     for index, table in enumerate(tables):
@@ -159,45 +159,45 @@ def hooks_of(
             peft = isinstance(hook, functools.partial) and getattr(
                 hook.func, "__module__", ""
             ).startswith("peft.")
-            if peft and any(known in FOR_ONE_FORWARD for known in hook.keywords):
-                found.routing.append((named[path], hook))
+            if peft and any(keyword in FOR_ONE_FORWARD for keyword in hook.keywords):
+                snapshot.routing.append((named[path], hook))
                 continue
             name = short_name(hook)
-            same = sum(key[:3] == (path, sort, name) for key in found.places)
-            key = (path, sort, name, same)
-            found.places[key] = (table, number)
+            number_of_namesakes = sum(key[:3] == (path, sort, name) for key in snapshot.places)
+            key = (path, sort, name, number_of_namesakes)
+            snapshot.places[key] = (table, number)
             for leaf in leaves(hook, ""):
                 if (key, base_of(leaf.name)) not in ignored:
-                    found.exact[key, leaf.name] = leaf.exact
+                    snapshot.exact[key, leaf.name] = leaf.exact
                     kinds.append((*key, leaf.name, leaf.kind))
-    found.kind = tuple(map(repr, kinds))
+    snapshot.kind = tuple(map(repr, kinds))
     if (
         latest is not None
         and latest.ids == ids
-        and latest.exact == found.exact
-        and not found.routing
+        and latest.exact == snapshot.exact
+        and not snapshot.routing
     ):
         return latest
-    return found
+    return snapshot
 
 
 @contextlib.contextmanager
 def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
     """Context manager that yields an empty set. Meanwhile, the key of each forward hook or forward
     pre-hook that modifies its inputs or outputs is added to the set."""
-    acted: set[HookKey] = set()
+    modifying_hooks: set[HookKey] = set()
     watched = []
     for key, (table, number) in hooks.places.items():
         if number in table and "forward" in key[1]:
-            own = table[number]
-            table[number] = _Watched(key, own, acted)
-            watched.append((table, number, own))
+            hook = table[number]
+            table[number] = _Watched(key, hook, modifying_hooks)
+            watched.append((table, number, hook))
     try:
-        yield acted
+        yield modifying_hooks
     finally:
-        for table, number, own in watched:
+        for table, number, hook in watched:
             if isinstance(table.get(number), _Watched):  # the hook may have removed itself
-                table[number] = own
+                table[number] = hook
 
 
 class _Watched:
@@ -209,19 +209,19 @@ class _Watched:
         code = getattr(getattr(hook, "func", hook), "__code__", None)
         self.unseen = code is not None and bool(UNSEEN_WRITES & set(code.co_names))
 
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
+    def __call__(self, module: nn.Module, *arguments: Any) -> Any:
         if self.key in self.acted:
-            return self.hook(module, *given)
-        tensors = tensors_in(given, Tensor)
-        before = [version_of(x) for x in tensors]
+            return self.hook(module, *arguments)
+        tensors = tensors_in(arguments, Tensor)
+        versions = [version_of(x) for x in tensors]
         copies = [x.detach().clone() for x in tensors] if self.unseen else []
-        result = self.hook(module, *given)
-        acts = before != [version_of(x) for x in tensors] or not all(map(_equal, tensors, copies))
+        result = self.hook(module, *arguments)
+        acts = versions != [version_of(x) for x in tensors] or not all(map(_equal, tensors, copies))
         if not acts and result is not None:
             # A hook may return its own argument: it only reads, or changes the gradient alone.
-            was = given[-1] if self.key[1] == "forward hook" else given[0]
-            now, then = (tensors_in(values, Tensor) for values in (result, was))
-            acts = len(now) != len(then) or not all(map(_equal, now, then))
+            values_before = arguments[-1] if self.key[1] == "forward hook" else arguments[0]
+            results, inputs = (tensors_in(values, Tensor) for values in (result, values_before))
+            acts = len(results) != len(inputs) or not all(map(_equal, results, inputs))
         if acts:
             self.acted.add(self.key)
         return result
@@ -244,9 +244,9 @@ def _equal(x: Tensor, other: Tensor) -> bool:
 
 @contextlib.contextmanager
 def again(routing: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Context manager for backward's recomputation, so that peft's modules get the same arguments
-    as in forward. Hooks that peft registered for the forward alone are registered again, and
-    removed afterwards.
+    """Context manager for backward's recomputation. peft passes additional arguments to modules by
+    hooks that exist in forward alone. The context manager registers these hooks again, so that the
+    modules get the same arguments, and removes the hooks at the end.
 
     Args:
         routing: each module with its hook.

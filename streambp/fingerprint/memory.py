@@ -87,7 +87,9 @@ def is_theirs(function: Any) -> bool:
         function = function.func
     if isinstance(function, types.BuiltinMethodType) and isinstance(function.__self__, CONTAINERS):
         return True  # the method stores its argument
-    return any(home_of(one).partition(".")[0] not in KNOWN for one in wrapped_functions(function))
+    return any(
+        home_of(wrapped).partition(".")[0] not in KNOWN for wrapped in wrapped_functions(function)
+    )
 
 
 class Memory:
@@ -129,18 +131,20 @@ class Memory:
             before: the values at the earlier time.
             written: the recorded in-place writes; None: writes were not recorded.
         """
-        found = {}
+        changes = {}
         for path, value in self.values.items():
-            then = before.values.get(path, GONE)
-            same = value is then or (
-                isinstance(value, PLAIN) and type(value) is type(then) and value == then
+            earlier = before.values.get(path, GONE)
+            is_unchanged = value is earlier or (
+                isinstance(value, PLAIN) and type(value) is type(earlier) and value == earlier
             )
-            if not same:
-                found[path] = value
+            if not is_unchanged:
+                changes[path] = value
             elif written is not None and isinstance(value, ARRAYS) and written.to(value):
-                found[path] = value.detach().clone() if isinstance(value, Tensor) else value.copy()
-        found.update(dict.fromkeys(before.values.keys() - self.values.keys(), GONE))
-        return found
+                changes[path] = (
+                    value.detach().clone() if isinstance(value, Tensor) else value.copy()
+                )
+        changes.update(dict.fromkeys(before.values.keys() - self.values.keys(), GONE))
+        return changes
 
     def _note(self, path: str, value: Any) -> None:
         name = path
@@ -262,20 +266,23 @@ class Memory:
         if home_of(function).partition(".")[0] in KNOWN:
             return  # a library's wrapper
         names = _names(function.__code__)
-        own = function.__globals__
-        mine = [
+        namespace = function.__globals__
+        read_names = [
             n
             for n in names
-            if n in own and not (isinstance(own[n], types.ModuleType) and _is_known(own[n]))
+            if n in namespace
+            and not (isinstance(namespace[n], types.ModuleType) and _is_known(namespace[n]))
         ]
         self._open(
             "",
-            entries_of(own, [n for n in mine if not isinstance(own[n], types.ModuleType)]),
+            entries_of(
+                namespace, [n for n in read_names if not isinstance(namespace[n], types.ModuleType)]
+            ),
             "{}".format,
         )
-        for name in mine:
-            if isinstance(own[name], types.ModuleType):
-                self._open(name, entries_of(vars(own[name]), names), ".{}".format)
+        for name in read_names:
+            if isinstance(namespace[name], types.ModuleType):
+                self._open(name, entries_of(vars(namespace[name]), names), ".{}".format)
 
     def _visit_cell(self, path: str, cell: types.CellType) -> None:
         if id(cell) in self._seen:
@@ -294,7 +301,7 @@ class Memory:
             self._open(path, entries_of(table), lambda key: f"[{_key(key)}]", WIDE)
             return
         length = len(table)
-        before = dict(itertools.islice(reversed(table.items()), WIDE))
+        last_entries = dict(itertools.islice(reversed(table.items()), WIDE))
 
         def delete(key: Any) -> None:
             if len(table) > length:
@@ -305,18 +312,18 @@ class Memory:
             return dict(late)
 
         holder = Holder(table, read, table.__setitem__, delete)
-        holder.content = before
+        holder.content = last_entries
         self._open(path, holder, lambda key: f"[{_key(key)}]")
 
     def _visit_object(self, path: str, value: Any) -> None:
-        known = type(value)
-        home = _home(known)
-        of_library = home in sys.stdlib_module_names and known.__name__ in HOLDS
+        value_type = type(value)
+        home = _home(value_type)
+        of_library = home in sys.stdlib_module_names and value_type.__name__ in HOLDS
         if home in KNOWN and not (of_library or isinstance(value, PreTrainedConfig)):
             return
         if isinstance(getattr(value, "__dict__", None), dict):
             self._open(path, attributes_of(value, lambda name: name.startswith(THEIRS)))
-        slots = [n for base in known.__mro__ for n in slots_of_class(base)]
+        slots = [n for base in value_type.__mro__ for n in slots_of_class(base)]
         if slots:
 
             def read() -> Content:
@@ -333,7 +340,7 @@ class Memory:
             )
         if home not in KNOWN:
             self._waiting.extend(
-                (base.__name__, base) for base in known.__mro__ if _home(base) not in KNOWN
+                (base.__name__, base) for base in value_type.__mro__ if _home(base) not in KNOWN
             )
 
     def _open(
@@ -352,9 +359,9 @@ class Memory:
             plain: number of entries at the end whose plain values are visited.
         """
         self.holders.append(holder)
-        left = len(holder.content) - plain
+        first_plain = len(holder.content) - plain
         for index, (key, value) in enumerate(holder.content.items()):
-            if index < left and isinstance(value, PLAIN):
+            if index < first_plain and isinstance(value, PLAIN):
                 continue
             self._waiting.append((f"{path}{named(key)}".removeprefix("."), value))
 
@@ -377,8 +384,8 @@ class Writes(TorchDispatchMode):
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()
-        found = [x for x in memory.values.values() if isinstance(x, Tensor)]
-        self._known = {_storage(x): x for x in found if _storage(x) is not None}
+        tensors = [x for x in memory.values.values() if isinstance(x, Tensor)]
+        self._known = {_storage(x): x for x in tensors if _storage(x) is not None}
         self._before: dict[Any, Any] = {}
         self._made: list[weakref.ref[Tensor]] = []
         self._arrays = [
@@ -401,9 +408,9 @@ class Writes(TorchDispatchMode):
     def kept_elsewhere(self, memory: Memory) -> str:
         """Return the shapes, as text, of tensors made in this context that are still alive outside
         of `memory`; "" if all were freed or are in `memory`."""
-        found = self._alive(memory)
-        if found:
-            del found
+        tensors = self._alive(memory)
+        if tensors:
+            del tensors
             gc.collect()  # frees graphs in reference cycles
         # Autograd's device thread may release its last references with a delay.
         deadline = time.monotonic() + PATIENCE
@@ -414,12 +421,14 @@ class Writes(TorchDispatchMode):
     def _alive(self, memory: Memory) -> list[Tensor]:
         """Return the tensors [...] made in this context that are alive and not among the values of
         `memory`."""
-        there = {id(value) for value in memory.values.values()}
-        return [x for x in (made() for made in self._made) if x is not None and id(x) not in there]
+        value_ids = {id(value) for value in memory.values.values()}
+        return [
+            x for x in (made() for made in self._made) if x is not None and id(x) not in value_ids
+        ]
 
-    def _note(self, given: Any) -> None:
+    def _note(self, argument: Any) -> None:
         """Copy the storage of a tensor [...] before the first in-place write to it."""
-        for x in given if isinstance(given, (list, tuple)) else (given,):
+        for x in argument if isinstance(argument, (list, tuple)) else (argument,):
             place = _storage(x)
             if place in self._known and place not in self._before:
                 self._before[place] = self._known[place].untyped_storage().clone()
@@ -427,15 +436,15 @@ class Writes(TorchDispatchMode):
     def to(self, value: Tensor | np.ndarray[Any, Any]) -> bool:
         """True if this tensor or array [...] was written to in place."""
         if isinstance(value, np.ndarray):
-            return any(x is value and x.tobytes() != before.tobytes() for x, before in self._arrays)
+            return any(x is value and x.tobytes() != copied.tobytes() for x, copied in self._arrays)
         return _storage(value) in self._before
 
     def restore(self) -> None:
         """Write back the values from before the recorded writes."""
-        for place, before in self._before.items():
+        for place, copied in self._before.items():
             storage = self._known[place].untyped_storage()
-            if storage.nbytes() == before.nbytes():  # a resized tensor has other bytes
-                storage.copy_(before)
+            if storage.nbytes() == copied.nbytes():  # a resized tensor has other bytes
+                storage.copy_(copied)
         for x, values in self._arrays:
             if x.flags.writeable and self.to(x):
                 x[...] = values
@@ -450,34 +459,37 @@ def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
     Args:
         roots: the objects, as (name, object).
     """
-    before = Memory(roots)
-    writes = Writes(before)
+    memory = Memory(roots)
+    writes = Writes(memory)
     try:
         with writes:
-            yield before, writes
+            yield memory, writes
     finally:
         writes.restore()
-        before.restore()
+        memory.restore()
 
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
     """Return the global names and attributes in a function's code and its inner functions."""
     codes = [code]
-    for one in codes:  # the loop appends to this list
-        codes += [constant for constant in one.co_consts if isinstance(constant, types.CodeType)]
-    return tuple(dict.fromkeys(name for one in codes for name in one.co_names))
+    for inner_code in codes:  # the loop appends to this list
+        codes += [
+            constant for constant in inner_code.co_consts if isinstance(constant, types.CodeType)
+        ]
+    return tuple(dict.fromkeys(name for inner_code in codes for name in inner_code.co_names))
 
 
 def _key(key: Any) -> str:
-    """Return the label of a dictionary key for a path."""
+    """Return the text that stands for a dictionary's key in a path: its repr, or the name of its
+    class if a repr may contain an address."""
     if isinstance(key, (str, int, float, tuple)):
         return repr(key)
     return name_of(type(key)).rpartition(".")[2]
 
 
-def _home(known: type) -> str:
-    return str(known.__module__).partition(".")[0]
+def _home(cls: type) -> str:
+    return str(cls.__module__).partition(".")[0]
 
 
 def _is_known(module: types.ModuleType) -> bool:

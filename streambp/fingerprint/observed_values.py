@@ -83,10 +83,10 @@ def name_of(known: Any) -> str:
 
 def plain_leaf(value: Any, name: str) -> ObservedValue | None:
     """Return the `ObservedValue` of a None, bool, str, int or float; None for every other value."""
-    known = type(value)
-    if value is None or known is bool or known is str:
+    value_type = type(value)
+    if value is None or value_type is bool or value_type is str:
         return ObservedValue(name, value, value)
-    if known is int or known is float:
+    if value_type is int or value_type is float:
         return ObservedValue(name, value, ("number", value != 0))
     return None
 
@@ -110,12 +110,12 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[ObservedValue]
     elif isinstance(value, type):
         yield ObservedValue(name, ObjectIdentity(value), name_of(value))
     elif isinstance(value, (Mapping, *CONTAINERS)):
-        found = contents(value)
-        if found is None or depth == 0:
+        entries = contents(value)
+        if entries is None or depth == 0:
             yield ObservedValue(name, ObjectIdentity(value), name_of(type(value)))
             return
-        yield ObservedValue(name, ("entries", len(found)), name_of(type(value)))
-        for key, part in found:
+        yield ObservedValue(name, ("entries", len(entries)), name_of(type(value)))
+        for key, part in entries:
             yield from leaves(part, f"{name}{key}", depth - 1)
     elif isinstance(value, CALLABLES) and depth == 0:
         yield ObservedValue(name, ObjectIdentity(value), name_of(value))
@@ -130,22 +130,24 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[ObservedValue]
         yield ObservedValue(name, value.__code__, (name_of(value), hash(value.__code__)))
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
-                held = cell.cell_contents
+                content = cell.cell_contents
             except ValueError:  # the variable has no value yet
                 continue
-            if held is not value:
-                yield from leaves(held, f"{variable} in {name}", depth - 1)
+            if content is not value:
+                yield from leaves(content, f"{variable} in {name}", depth - 1)
         yield from leaves(value.__defaults__, f"defaults of {name}", depth - 1)
         yield from leaves(value.__kwdefaults__, f"defaults of {name}", depth - 1)
     else:
-        own = type(value)
-        known = _is_known(own)
-        call = None if known or isinstance(value, nn.Module) else getattr(own, "__call__", None)  # noqa: B004 - its code
+        cls = type(value)
+        is_known = _is_known(cls)
+        call = None if is_known or isinstance(value, nn.Module) else getattr(cls, "__call__", None)  # noqa: B004 - its code
         code = hash(call.__code__) if isinstance(call, types.FunctionType) else None
         yield ObservedValue(
-            name, ObjectIdentity(value), (name_of(own if code or not known else value), code)
+            name,
+            ObjectIdentity(value),
+            (name_of(cls if code or not is_known else value), code),
         )
-        if depth < 2 or known:
+        if depth < 2 or is_known:
             return
         # This includes modules outside the layer.
         for attribute, part in list(getattr(value, "__dict__", {}).items())[:SMALL]:
@@ -186,7 +188,7 @@ def holds_more(value: Any) -> bool:
     return not plain and not _is_known(type(value))
 
 
-def _is_known(own: type) -> bool:
+def _is_known(cls: type) -> bool:
     """True if objects of this class need no comparison of their attributes: the class is from a
     library whose objects do not store a program's values."""
-    return own.__module__.partition(".")[0] in OBJECTS_ARE_KNOWN
+    return cls.__module__.partition(".")[0] in OBJECTS_ARE_KNOWN

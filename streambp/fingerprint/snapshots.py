@@ -102,9 +102,10 @@ class ValueList:
         self.live: list[tuple[str, dict[str, Any], str]] = []
 
     def read(self) -> list[Any]:
-        """Return the current values: ids of tensors, and attributes."""
-        found: list[Any] = list(map(len, self.dicts))
-        extend = found.extend
+        """Return the present values of the modules' attributes as one flat list, with id() in place
+        of a tensor. Two lists are equal if nothing was replaced in between."""
+        current: list[Any] = list(map(len, self.dicts))
+        extend = current.extend
         for getter, values in self.getters:
             extend(getter(values))
         # the ids of live tensors, so no other object can reuse an id
@@ -115,10 +116,10 @@ class ValueList:
         extend(ALL_OF(self.lists))
         extend(map(type, self.modules))
         extend(map(getattr, self.types, itertools.repeat("forward"), itertools.repeat(None)))
-        found.append(any(self.expected_empty))
+        current.append(any(self.expected_empty))
         for path, values, name in self.live:
             extend(leaf.exact for leaf in leaves(values[name], path))
-        return found
+        return current
 
 
 class ModuleSnapshot:
@@ -154,10 +155,10 @@ class ModuleSnapshot:
         kinds: list[Any] = []
         for path, module in self.named.items():
             self._read(path, module, ignored, kinds)
-        for known in self._values.types:
+        for cls in self._values.types:
             self._add(
                 (CLASSES, ""),
-                leaves(getattr(known, "forward", None), f"{known.__qualname__}.forward"),
+                leaves(getattr(cls, "forward", None), f"{cls.__qualname__}.forward"),
                 kinds,
             )
         self.kind = hashlib.blake2b(repr(kinds).encode(), digest_size=16).hexdigest()
@@ -186,21 +187,23 @@ class ModuleSnapshot:
             kinds: the list from which `kind` is computed; entries are appended.
         """
         values = self._values
-        own = module.__dict__
+        attributes = module.__dict__
         counts = [
             name
-            for name in own
+            for name in attributes
             if name not in TORCHS
             and not name.startswith(THEIRS)
             and (path or name not in OUTSIDE)
             and (path, name) not in ignored
         ]
-        read = [name for name in READ if name in own]  # modules of torch.compile lack some of these
-        values.getters.append((operator.itemgetter(*dict.fromkeys((*read, *counts))), own))
+        read = [
+            name for name in READ if name in attributes
+        ]  # modules of torch.compile lack some of these
+        values.getters.append((operator.itemgetter(*dict.fromkeys((*read, *counts))), attributes))
         for table in (module._parameters, module._buffers):
-            kept = tuple(name for name in table if (path, name) not in ignored)
-            if len(kept) < len(table):
-                values.tensor_names.append((table, kept))
+            compared_names = tuple(name for name in table if (path, name) not in ignored)
+            if len(compared_names) < len(table):
+                values.tensor_names.append((table, compared_names))
             else:
                 (values.tensor_tables if table else values.expected_empty).append(table)
         (values.tables if module._modules else values.expected_empty).append(module._modules)
@@ -219,7 +222,7 @@ class ModuleSnapshot:
                 self._count_versions((path, name), tensor)
         self.parameters += [p for p in module._parameters.values() if p is not None]
         for name in counts:
-            key, value = (path, name), own[name]
+            key, value = (path, name), attributes[name]
             if (plain := plain_leaf(value, "")) is not None:
                 self._add(key, [plain], kinds)
                 continue
@@ -233,7 +236,7 @@ class ModuleSnapshot:
                 continue
             self._add(key, leaves(value, ""), kinds)
             if holds_more(value):
-                values.live.append((name, own, name))
+                values.live.append((name, attributes, name))
             for inner in (value, *(part for _, part in contents(value) or ())):
                 if isinstance(inner, Generator) and not isinstance(inner, random.SystemRandom):
                     self.generators.append(inner)
@@ -248,15 +251,15 @@ class ModuleSnapshot:
             self.tensors.append(tensor)
             self.keys.append(key)
 
-    def _add(self, key: Key, found: Iterable[ObservedValue], kinds: list[Any]) -> None:
+    def _add(self, key: Key, parts: Iterable[ObservedValue], kinds: list[Any]) -> None:
         """Add the comparable parts of one attribute, parameter or buffer to the snapshot.
 
         Args:
             key: (module name, attribute name).
-            found: the parts.
+            parts: the parts.
             kinds: the list from which `kind` is computed; entries are appended.
         """
-        for leaf in found:
+        for leaf in parts:
             self.exact[(*key, leaf.name)] = leaf.exact
             kinds.append((*key, leaf.name, leaf.kind))
 
@@ -331,13 +334,22 @@ class Fingerprint:
     def look(self, layer: nn.Module) -> LayerSnapshot:
         """Return a snapshot of the layer; the object `last` itself if nothing changed."""
         latest = self.last
-        same = latest is not None and latest.body.unchanged()
-        if same and latest is not None and not latest.hooks.ids and not any(latest.body.hooks):
+        body_is_unchanged = latest is not None and latest.body.unchanged()
+        if (
+            body_is_unchanged
+            and latest is not None
+            and not latest.hooks.ids
+            and not any(latest.body.hooks)
+        ):
             return latest
-        body = latest.body if latest is not None and same else ModuleSnapshot(layer, self._ignored)
-        known = latest.hooks if latest is not None and same else None
-        hooks = hooks_of(body.hooks, body.named, self._ignored_of_hooks, known)
-        if latest is None or not same or hooks is not latest.hooks:
+        body = (
+            latest.body
+            if latest is not None and body_is_unchanged
+            else ModuleSnapshot(layer, self._ignored)
+        )
+        latest_hooks = latest.hooks if latest is not None and body_is_unchanged else None
+        hooks = hooks_of(body.hooks, body.named, self._ignored_of_hooks, latest_hooks)
+        if latest is None or not body_is_unchanged or hooks is not latest.hooks:
             self.last = latest = LayerSnapshot(body, hooks)
         return latest
 
@@ -353,19 +365,23 @@ class Fingerprint:
             versions: version counters of the tensors in `before` at that time; None: they are not
                 compared.
         """
-        now = self.look(layer)
-        same = now.body is before.body
-        changed = (
-            set() if same else {key[:2] for key in _differing(before.body.exact, now.body.exact)}
+        current = self.look(layer)
+        body_is_unchanged = current.body is before.body
+        changed_keys = (
+            set()
+            if body_is_unchanged
+            else {key[:2] for key in _differing(before.body.exact, current.body.exact)}
         )
-        if versions is not None and versions != (after := versions_of(before)):
-            changed |= {
-                key for key, a, b in zip(before.body.keys, versions, after, strict=True) if a != b
+        if versions is not None and versions != (current_versions := versions_of(before)):
+            changed_keys |= {
+                key
+                for key, a, b in zip(before.body.keys, versions, current_versions, strict=True)
+                if a != b
             }
-        hooks = set() if now is before else _differing(before.hooks.exact, now.hooks.exact)
-        if not changed and not hooks:
-            return now
-        self._ignored |= changed
+        hooks = set() if current is before else _differing(before.hooks.exact, current.hooks.exact)
+        if not changed_keys and not hooks:
+            return current
+        self._ignored |= changed_keys
         self._ignored_of_hooks |= {(key, base_of(leaf)) for key, leaf in hooks}
         self.last = None
         return self.look(layer)
@@ -402,16 +418,20 @@ class Fingerprint:
             BackwardError: the layer changed; the message names the changes.
         """
         self.pending = max(0, self.pending - 1)
-        told: list[str] = []
+        texts: list[str] = []
         if now is not seen.look:
-            before, after = seen.look.body.exact, now.body.exact
-            differing = set() if before is after else _differing(before, after)
+            values_in_forward, values_in_backward = seen.look.body.exact, now.body.exact
+            differing = (
+                set()
+                if values_in_forward is values_in_backward
+                else _differing(values_in_forward, values_in_backward)
+            )
             differing = {
                 key
                 for key in differing
                 if key[:2] not in self._ignored
                 # classes come and go with their modules
-                and (key[0] != CLASSES or (key in before and key in after))
+                and (key[0] != CLASSES or (key in values_in_forward and key in values_in_backward))
             }
             if differing:  # an attribute counts only if the layer's code may read it
                 modules = [*now.body.modules, *seen.look.body.modules]
@@ -428,17 +448,19 @@ class Fingerprint:
                 differing = {
                     key for key in differing if not key[1] or key[0] == CLASSES or key[1] in read
                 }
-            told += [_told(key, before, after) for key in sorted(differing)]
-            told += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
+            texts += [
+                _told(key, values_in_forward, values_in_backward) for key in sorted(differing)
+            ]
+            texts += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
         if (versions := versions_of(seen.look)) != seen.versions:
-            for key, then, version in zip(
+            for key, version_in_forward, version in zip(
                 seen.look.body.keys, seen.versions, versions, strict=True
             ):
-                if then != version and key not in self._ignored:
-                    told.append(f"{_path(*key)} was changed in place")
-        if told:
-            more = f"; and {len(told) - NAMED_AT_MOST} more" if len(told) > NAMED_AT_MOST else ""
-            raise changed(layer, "; ".join(told[:NAMED_AT_MOST]) + more)
+                if version_in_forward != version and key not in self._ignored:
+                    texts.append(f"{_path(*key)} was changed in place")
+        if texts:
+            more = f"; and {len(texts) - NAMED_AT_MOST} more" if len(texts) > NAMED_AT_MOST else ""
+            raise changed(layer, "; ".join(texts[:NAMED_AT_MOST]) + more)
 
 
 def changed(layer: nn.Module, what: str) -> BackwardError:
@@ -461,29 +483,29 @@ def versions_of(look: LayerSnapshot) -> list[int]:
     return list(map(VERSION, look.body.tensors))
 
 
-def _differing(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
+def _differing(old: dict[Any, Any], new: dict[Any, Any]) -> set[Any]:
     """Return the keys whose values differ between two dicts or are missing in either."""
     missing = object()
-    pairs = ((key, then, after.get(key, missing)) for key, then in before.items())
-    return {key for key, then, now in pairs if then is not now and not bool(then == now)} | (
-        after.keys() - before.keys()
-    )
+    pairs = ((key, earlier, new.get(key, missing)) for key, earlier in old.items())
+    return {
+        key for key, earlier, value in pairs if earlier is not value and not bool(earlier == value)
+    } | (new.keys() - old.keys())
 
 
 def _path(path: str, name: str) -> str:
     return ".".join(part for part in (path, name) if part) or "the layer"
 
 
-def _told(key: tuple[str, str, str], before: dict[Any, Any], after: dict[Any, Any]) -> str:
+def _told(key: tuple[str, str, str], old: dict[Any, Any], new: dict[Any, Any]) -> str:
     path, attribute, leaf = key
     if path == CLASSES:
         return f"{leaf} is another function"
     name = _path(path, attribute) + (leaf if not leaf or leaf.startswith("[") else f" ({leaf})")
-    if key not in after:
+    if key not in new:
         return f"{name} is gone"
-    if key not in before:
+    if key not in old:
         return f"{name} has come"
-    return f"{name} was {_value(before[key])} and is {_value(after[key], before[key])}"
+    return f"{name} was {_value(old[key])} and is {_value(new[key], old[key])}"
 
 
 def _value(exact: Any, other: Any = None) -> str:

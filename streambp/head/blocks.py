@@ -4,10 +4,9 @@ Everything after the matrix product is computed in promote_types(dtype, float32)
 its gradient are computed in the hidden states' dtype, as in the model. N tokens, V vocabulary
 entries, h hidden size.
 
-[Note: logits in place] The Triton kernels (`triton_fold.serves`) need the raw products of a block
-only, in the dtype of the matrix product. A first kernel reads the products for the statistics, and
-a second kernel overwrites the products with the gradient. torch's operators need float32 copies, so
-their blocks are smaller.
+The Triton kernels (`triton_fold.serves`) need the raw products of a block only, in the dtype of the
+matrix product. A first kernel reads the products for the statistics, and a second kernel overwrites
+the products with the gradient. torch's operators need float32 copies, so their blocks are smaller.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ def block_size(
     The result depends on shapes only, so that runs are bitwise reproducible. Each block of tokens
     reads and writes dW, 4 V h bytes each, so blocks need many tokens. Blocks of 2,048 tokens, less
     if BYTES_PER_BLOCK requires it, read and write dW in less time than the matrix products take.
-    [Note: logits in place]
 
     Args:
         vocabulary: V.
@@ -208,14 +206,14 @@ class Fold:
         """
         top = torch_own.maximum(self.max, other.max)
         base = _finite(top)
-        mine = torch_own.exp(self.max - base)
-        theirs = torch_own.exp(other.max - base)
+        own_factor = torch_own.exp(self.max - base)
+        other_factor = torch_own.exp(other.max - base)
         return Fold(
             top,
-            self.sum * mine + other.sum * theirs,
+            self.sum * own_factor + other.sum * other_factor,
             self.target + other.target,
-            self.mean * mine + other.mean * theirs,
-            self.squares * mine.square() + other.squares * theirs.square(),
+            self.mean * own_factor + other.mean * other_factor,
+            self.squares * own_factor.square() + other.squares * other_factor.square(),
             self.total + other.total,
             torch_own.where(other.max > self.max, other.best, self.best),
         )
@@ -256,8 +254,8 @@ def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
     """
     top, best = logits.max(-1)
     weights = (logits - _finite(top)[:, None]).exp_()  # [n, v]
-    here, column = locate(labels, block)
-    target = torch_own.where(here, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
+    in_block, column = locate(labels, block)
+    target = torch_own.where(in_block, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
     squares = torch.linalg.vecdot(weights, weights)
     total = logits.sum(-1)
     summed = weights.sum(-1)
@@ -287,8 +285,8 @@ def fold_vocabulary(
     """
     folded: Fold | None = None
     for columns in token_blocks(products.vocabulary, entries):
-        found = fold(products.of(normed, columns), projection, labels, columns)
-        folded = found if folded is None else folded.merge(found)
+        block_fold = fold(products.of(normed, columns), projection, labels, columns)
+        folded = block_fold if folded is None else folded.merge(block_fold)
     assert folded is not None
     return folded
 
@@ -296,8 +294,8 @@ def fold_vocabulary(
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     """Return a mask [n] of the labels that are in a block of vocabulary entries, and the labels'
     columns in the block [n] (0 outside of the mask)."""
-    here = (labels >= block.start) & (labels < block.stop)
-    return here, torch_own.where(here, labels - block.start, 0)
+    in_block = (labels >= block.start) & (labels < block.stop)
+    return in_block, torch_own.where(in_block, labels - block.start, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +335,7 @@ def product_gradient(
     """Return the gradient of the output projection's matrix products [n, v], for a block of
     vocabulary entries, in the products' dtype.
 
-    A Triton kernel on CUDA overwrites `product` with the gradient. [Note: logits in place]
+    A Triton kernel on CUDA overwrites `product` with the gradient.
 
     Args:
         product: [n, v].
@@ -358,8 +356,15 @@ def product_gradient(
 def gradient_in_torch(
     product: Tensor, projection: Projection, given: TokenGradients, block: slice
 ) -> Tensor:
-    """Compute `product_gradient` [n, v] by torch's operators, without a change of `product`. Tests
-    compare the Triton kernel with this function."""
+    """Compute the result of `product_gradient` [n, v] by torch's operators, without a change of
+    `product`. Tests compare the Triton kernel with this function.
+
+    Args:
+        product: [n, v], matrix products of the output projection.
+        projection: the map from matrix products to logits.
+        given: softmax statistics and gradients of the n tokens.
+        block: the vocabulary entries of the v columns.
+    """
     logits = projection.logits(product)
     return projection.backward(logits_gradient(logits, given, block), logits).to(product.dtype)
 
@@ -392,7 +397,7 @@ def logits_gradient(logits: Tensor, given: TokenGradients, block: slice) -> Tens
         grad.add_(given.d_mean_log_probs[:, None] / given.vocabulary)
     if given.d_log_probs is None:
         return grad
-    here, column = locate(given.labels, block)
+    in_block, column = locate(given.labels, block)
     return grad.scatter_add_(
-        -1, column[:, None], torch_own.where(here, given.d_log_probs, 0.0)[:, None]
+        -1, column[:, None], torch_own.where(in_block, given.d_log_probs, 0.0)[:, None]
     )

@@ -70,9 +70,10 @@ METRICS = ("is_top1", "mean_logits", "log_sum_sq_probs")
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogProbs:
-    """Result of `token_log_probs`: tensors shaped like the labels, 0 (False) at ignored labels.
+    """Result of `token_log_probs`: tensors shaped like the labels. Ignored labels have 0 (False).
 
-    The first three have gradients and are in promote_types(hidden dtype, float32).
+    log_probs, entropy and mean_log_probs have gradients, and are in promote_types(hidden dtype,
+    float32).
 
     Attributes:
         log_probs: log-probability of the label.
@@ -240,13 +241,13 @@ def token_log_probs(
         hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index
     )
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    wanted = tuple(metrics)
+    fields = tuple(metrics)
     if mean_log_probs:
-        wanted = ("mean_log_probs", *wanted)
+        fields = ("mean_log_probs", *fields)
     if entropy:
-        wanted = ("entropy", *wanted)
+        fields = ("entropy", *fields)
     values = BlockwiseLogProbs.apply(
-        inputs, wanted, flat, weight, bias, *inputs.norm_parameters.current()
+        inputs, fields, flat, weight, bias, *inputs.norm_parameters.current()
     )
     return TokenLogProbs(*values).each(lambda value: value.view(labels.shape))
 
@@ -290,11 +291,9 @@ def refuse_second_derivatives() -> None:
 
 
 class BlockwiseLogProbs(torch.autograd.Function):
-    """Autograd function from hidden states [N, h] to the fields of `TokenLogProbs`, [N] each or
-    None. Logits exist block by block.
-
-    Further inputs: weight [V, h], bias [V] or None, and the norm's parameters.
-    """
+    """Autograd function from hidden states [N, h], weight [V, h], bias [V] or None, and the norm's
+    parameters to the fields of `TokenLogProbs`, [N] each or None. Logits exist for one block of
+    tokens at a time."""
 
     @staticmethod
     def forward(
@@ -308,8 +307,16 @@ class BlockwiseLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of `TokenLogProbs`, [N] each, with 0 at positions without a label.
 
-        Optional fields that are not `wanted` are None. Saved for backward are hidden, weight, bias,
-        and the logsumexp [n] of the n positions with a label.
+        Saved for backward are hidden, weight, bias, and the logsumexp [n] of the n positions with a
+        label.
+
+        Args:
+            inputs: labels, final norm and options of the head.
+            wanted: names of optional fields to compute. Other optional fields are None.
+            hidden: hidden states [N, h] before the final norm.
+            weight: weight [V, h] of the head.
+            bias: bias [V] of the head, or None.
+            norm: parameters [...] of the final norm.
         """
         rows = inputs.rows
         labels = inputs.row_labels
@@ -320,8 +327,8 @@ class BlockwiseLogProbs(torch.autograd.Function):
             products = Products(weight, bias)
             tokens, entries = inputs.block_size(hidden, weight.shape[0])
             for block in token_blocks(labels.shape[0], tokens):
-                chosen = block if rows is None else rows[block]
-                normed = inputs.normed(hidden[chosen])  # [n, h]
+                positions = block if rows is None else rows[block]
+                normed = inputs.normed(hidden[positions])  # [n, h]
                 folded = fold_vocabulary(
                     normed, products, inputs.projection, labels[block], entries
                 )
@@ -391,17 +398,17 @@ class BlockwiseLogProbs(torch.autograd.Function):
         upstream = list(grads[:3])
         if rows is not None:
             upstream = [None if grad is None else grad[rows] for grad in upstream]
-        given = TokenGradients(labels, lse, ctx.entropies, weight.shape[0], *upstream)
+        token_gradients = TokenGradients(labels, lse, ctx.entropies, weight.shape[0], *upstream)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
         products = Products(weight, bias)
         tokens, entries = inputs.block_size(hidden, weight.shape[0])
         with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
             for block in token_blocks(labels.shape[0], tokens):
                 normed_input, normed = work.recompute(rows, block)
-                here = given.at(block)
+                block_gradients = token_gradients.at(block)
                 for columns in token_blocks(weight.shape[0], entries):
                     product = products.of(normed.detach(), columns)  # [n, v]
-                    grad = product_gradient(product, inputs.projection, here, columns)
+                    grad = product_gradient(product, inputs.projection, block_gradients, columns)
                     work.add_block(grad, normed, products, columns)
                     del product, grad
                 work.finish_tokens(normed_input, normed, shadows, rows, block)
@@ -456,8 +463,8 @@ class HeadGradients:
             rows: positions with a label; None: all positions.
             block: the block's indices in `rows`.
         """
-        chosen = block if rows is None else rows[block]
-        leaf = self.hidden[chosen].detach().requires_grad_(self.needs_hidden)
+        positions = block if rows is None else rows[block]
+        leaf = self.hidden[positions].detach().requires_grad_(self.needs_hidden)
         with torch.enable_grad():
             normed = self.inputs.normed(leaf)
         return leaf, normed
@@ -497,15 +504,15 @@ class HeadGradients:
             return
         grad = self.d_normed.to(normed.dtype)
         self.d_normed = None
-        wanted = [leaf, *shadows] if self.needs_hidden else shadows
+        sources = [leaf, *shadows] if self.needs_hidden else shadows
         parts: list[Tensor | None] = list(
-            torch.autograd.grad(normed, wanted, grad, allow_unused=True)
+            torch.autograd.grad(normed, sources, grad, allow_unused=True)
         )
         if self.needs_hidden:
             assert self.d_hidden is not None
             assert parts[0] is not None
-            chosen = block if rows is None else rows[block]
-            self.d_hidden[chosen] = parts.pop(0)  # type: ignore[assignment]
+            positions = block if rows is None else rows[block]
+            self.d_hidden[positions] = parts.pop(0)  # type: ignore[assignment]
         self.d_norm.add(parts)
 
     def places(self) -> tuple[Tensor | None, ...]:
@@ -607,6 +614,6 @@ def _finished(
     else:
         # reshaped, because a 0-d tensor would be rounded to total's dtype before the product
         factors = [factor.reshape(1)] * len(parts)
-    for part, one, place in zip(parts, factors, places, strict=True):
-        torch_own.mul(part, one, out=place)
+    for part, part_factor, place in zip(parts, factors, places, strict=True):
+        torch_own.mul(part, part_factor, out=place)
     return out

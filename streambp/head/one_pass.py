@@ -11,14 +11,13 @@ While a forward of a head is pending, the head starts no second one-pass forward
 pass is also disabled inside torch's checkpoint and `save_on_cpu`. A checkpoint repeats forward
 while the first run is pending, and the repetition must save the same tensors.
 
-[Note: expected scale] A late factor that is no power of two rounds dhidden a second time. A loss
-divided by 3 for gradient accumulation lost 7 % of the full gradient's precision in bf16. The
-expected scale is 1 / number of labels (or 1 / num_items_in_batch), times the ratio of the last
-backward's upstream gradient to that scale. If an engine or trainer always divides losses by the
-same number, the factor is 1 from the second backward on. A factor of implausible size is not
-expected again: at a scale of 1e-36 the next loss's gradients would underflow. A scale that is
-infinite, NaN or zero (num_items_in_batch of 0) is replaced by 1. A batch without labels does not
-change the expected factor.
+A late factor that is no power of two rounds dhidden a second time. A loss divided by 3 for gradient
+accumulation lost 7 % of the full gradient's precision in bf16. The expected scale is 1 / number of
+labels (or 1 / num_items_in_batch), times the ratio of the last backward's upstream gradient to that
+scale. If an engine or trainer always divides losses by the same number, the factor is 1 from the
+second backward on. A factor of implausible size is not expected again: at a scale of 1e-36 the next
+loss's gradients would underflow. A scale that is infinite, NaN or zero (num_items_in_batch of 0) is
+replaced by 1. A batch without labels does not change the expected factor.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Pending:
     def learn(self, factor: Tensor) -> None:
         """Store the loss scale to expect in the next step.
 
-        A factor of 0, or with a size outside of 2^-64 to 2^64, counts as 1. [Note: expected scale]
+        A factor of 0, or with a size outside of 2^-64 to 2^64, counts as 1.
 
         Args:
             factor: a scalar: the gradient that arrived at the loss, divided by the gradient of an
@@ -77,8 +76,8 @@ class Pending:
 
 
 def _usual(scale: Tensor) -> Tensor:
-    """Return the scalar `scale`; 1 in its place if its absolute value is not between 2^-64 and
-    2^64."""
+    """Return the scalar `scale` if its absolute value is between 2^-64 and 2^64; otherwise return
+    1."""
     size = scale.abs()
     return torch_own.where((size > SMALLEST) & (size < 1 / SMALLEST), scale, 1.0)
 
@@ -118,10 +117,19 @@ class OnePassNLL(torch.autograd.Function):
 
         The gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters are
         computed too, and stored for backward.
+
+        Args:
+            inputs: labels, final norm and settings.
+            pending: state of the head's losses, which gets the gradients until backward.
+            scale: upstream gradient of an unscaled loss, a scalar.
+            hidden: [N, h].
+            weight: [V, h].
+            bias: [V] or None.
+            norm: parameters of the final norm.
         """
         rows = inputs.rows
         labels = inputs.row_labels
-        expected = scale  # [Note: expected scale]
+        expected = scale
         if pending.factor is not None:
             expected = scale * pending.factor.to(scale)
         expected = _usual(expected)
@@ -141,10 +149,10 @@ class OnePassNLL(torch.autograd.Function):
                     folded = fold(product, inputs.projection, labels[block], everything)
                     lse = folded.lse()  # [n]
                     total += (lse - folded.target).sum()
-                    given = TokenGradients(
+                    token_gradients = TokenGradients(
                         labels[block], lse, None, weight.shape[0], upstream[block]
                     )
-                    grad = product_gradient(product, inputs.projection, given, everything)
+                    grad = product_gradient(product, inputs.projection, token_gradients, everything)
                     work.add_block(grad, normed, products, everything)
                     del grad, product
                 work.finish_tokens(leaf, normed, shadows, rows, block)
@@ -157,10 +165,8 @@ class OnePassNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients that forward computed, times `upstream` (a scalar) over the value
-        that forward expected for it.
-
-        [Note: expected scale]
+        """Return the gradients that forward computed, multiplied by upstream / expected: `upstream`
+        is the loss's gradient, a scalar, and forward assumed the expected value in its place.
 
         Raises:
             BackwardError: this is the second backward, or second derivatives are requested

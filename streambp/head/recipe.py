@@ -192,26 +192,28 @@ class LogitsExpression:
         if norm is None:
             norm = nn.Identity()
         parameters = Parameters(norm, source.device)
-        named = {id(own): place for place, own in enumerate(parameters.current())}
+        named = {id(parameter): place for place, parameter in enumerate(parameters.current())}
         leaves = []
         for x in (source, self.weight, self.bias):
             if x is not None:
                 leaves.append(x.detach().requires_grad_(x.requires_grad))
-        places = [named.get(id(own)) for own in norm.parameters()]
+        places = [named.get(id(parameter)) for parameter in norm.parameters()]
         with torch.enable_grad(), autocast.restored(), parameters.shadowed() as shadows:
-            rest = iter(leaves[1:])
+            remaining = iter(leaves[1:])
             weight = bias = None
             if self.weight is not None:
-                weight = next(rest)
+                weight = next(remaining)
             if self.bias is not None:
-                bias = next(rest)
+                bias = next(remaining)
             value = dataclasses.replace(self, weight=weight, bias=bias).build(leaves[0])
-        wanted = [leaf for leaf in (*leaves, *shadows) if leaf.requires_grad]
-        given = torch.autograd.grad(value, wanted, gradient.to(value.dtype), allow_unused=True)
-        found = dict(zip(map(id, wanted), given, strict=True))
-        gradients = [found.get(id(leaf)) for leaf in leaves]
+        sources = [leaf for leaf in (*leaves, *shadows) if leaf.requires_grad]
+        source_gradients = torch.autograd.grad(
+            value, sources, gradient.to(value.dtype), allow_unused=True
+        )
+        by_id = dict(zip(map(id, sources), source_gradients, strict=True))
+        gradients = [by_id.get(id(leaf)) for leaf in leaves]
         for place in places:
-            gradients.append(None if place is None else found[id(shadows[place])])
+            gradients.append(None if place is None else by_id[id(shadows[place])])
         return gradients
 
 
@@ -259,8 +261,16 @@ def blockwise_loss(
 def _loss(
     source: Tensor, recipe: LogitsExpression, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """Compute `blockwise_loss` for hidden states [N, h] whose tokens are those of `target` [N], in
-    the same order. If the function raises for lack of memory, the caller may call it again."""
+    """Compute `blockwise_loss` for hidden states [N, h] and their labels `target` [N]. No state
+    changes before the function can run out of memory, so the caller may call the function again.
+
+    Args:
+        source: hidden states [N, h].
+        recipe: the steps from source to logits.
+        target: labels [N].
+        ignore_index: label of ignored positions.
+        reduction: "none", "mean" or "sum", with the meaning of F.cross_entropy.
+    """
     assert recipe.weight is not None
     check_labels(target, recipe.weight.shape[0], ignore_index)
     request = recipe.request
@@ -284,18 +294,18 @@ def _loss(
     request.outcome.used = True
     request.outcome.empty = inputs.labelled == 0
     if one_pass:
-        one = torch.ones(
+        unit = torch.ones(
             (), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device
         )
-        scale = one / divisor
+        scale = unit / divisor
         if scale.numel() == 1:  # a count may be a tensor of any shape
             scale = scale.reshape(())
         total: Any = OnePassNLL.apply(inputs, request.pending, scale, *tensors)
     else:
-        found = BlockwiseLogProbs.apply(inputs, request.wanted or (), *tensors)
+        values = BlockwiseLogProbs.apply(inputs, request.wanted or (), *tensors)
         request.hidden_states = lambda: source
         request.norm = recipe.norm
-        request.values = TokenLogProbs(*found)
+        request.values = TokenLogProbs(*values)
         if reduction == "none":
             return -request.values.log_probs
         total = -request.values.log_probs.sum()
@@ -310,16 +320,24 @@ def _loss_at_places(
     ignore_index: int,
     reduction: str,
 ) -> Tensor:
-    """Compute `blockwise_loss` for tokens whose hidden states are at `places` [M] of `source` [N,
-    h]. [Note: places]
+    """Compute `blockwise_loss` for M tokens whose hidden states are rows of `source`: token i has
+    row `places[i]`. [Note: places]
 
     Several tokens may have the same hidden state. If many of them share the label too, each pair of
     hidden state and label is computed once, in two passes.
+
+    Args:
+        source: hidden states [N, h].
+        recipe: the steps from source to logits.
+        places: [M], the row of each token.
+        target: labels [M].
+        ignore_index: label of ignored positions.
+        reduction: "none", "mean" or "sum", with the meaning of F.cross_entropy.
     """
-    chosen = (target != ignore_index).nonzero().squeeze(-1)
+    labelled = (target != ignore_index).nonzero().squeeze(-1)
     plain = dataclasses.replace(recipe, places=None, late=None)
-    read = places[chosen]
-    labels = target[chosen]
+    read = places[labelled]
+    labels = target[labelled]
     repeats = None
     source = recipe.reaching(source, read)
     inner_reduction = reduction
@@ -338,7 +356,7 @@ def _loss_at_places(
             (False) at tokens without a label."""
             if repeats is not None:
                 values = values[repeats]
-            return values.new_zeros(target.shape[0]).index_copy(0, chosen, values)
+            return values.new_zeros(target.shape[0]).index_copy(0, labelled, values)
 
         request.values = request.values.each(spread)
         # Values at padding are masked by the trainers that read them: padding gets a token's hidden
@@ -352,7 +370,7 @@ def _loss_at_places(
         if reduction != "none":
             loss = loss.sum()
         if reduction == "mean":
-            loss = loss / chosen.shape[0]
+            loss = loss / labelled.shape[0]
     if reduction == "none":
-        return loss.new_zeros(target.shape).index_copy(0, chosen, loss)
+        return loss.new_zeros(target.shape).index_copy(0, labelled, loss)
     return loss

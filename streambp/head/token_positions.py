@@ -62,7 +62,7 @@ class LatePadding:
     Attributes:
         source: [N, h], hidden states of all tokens without padding, in one packed row.
         compute: returns hidden states of the batch, [B * T, h]; argument: True for a gradient.
-        whole: cached results of `completed`, by whether the result is differentiable.
+        whole: cached results of `completed`; the key is True for a differentiable result.
     """
 
     source: Tensor

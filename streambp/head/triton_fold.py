@@ -67,17 +67,19 @@ if AVAILABLE:
         best = tl.zeros((), dtype=tl.int64)
         for start in range(0, columns, width):
             column = start + tl.arange(0, width)
-            inside = column < columns
+            in_vocabulary = column < columns
             z = (
-                tl.load(product + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+                tl.load(product + row * stride + column, mask=in_vocabulary, other=0.0).to(
+                    tl.float32
+                )
                 * scale
             )
             if capped:
                 z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)  # tanh
             z = z / temperature
-            total += tl.sum(tl.where(inside, z, 0.0), axis=0)
-            target += tl.sum(tl.where(inside & (column == label), z, 0.0), axis=0)
-            z = tl.where(inside, z, -float("inf"))
+            total += tl.sum(tl.where(in_vocabulary, z, 0.0), axis=0)
+            target += tl.sum(tl.where(in_vocabulary & (column == label), z, 0.0), axis=0)
+            z = tl.where(in_vocabulary, z, -float("inf"))
             largest = tl.max(z, axis=0)
             best = tl.where(largest > top, start + tl.argmax(z, axis=0).to(tl.int64), best)
             higher = tl.maximum(top, largest)

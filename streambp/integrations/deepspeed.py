@@ -95,17 +95,19 @@ def read(source: Any) -> dict[str, Any]:
             with contextlib.suppress(ValueError):
                 decoded = base64.urlsafe_b64decode(text).decode()
                 text = decoded if decoded.lstrip().startswith("{") else text
-        found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text("utf-8"))
+        config = json.loads(
+            text if text.lstrip().startswith("{") else Path(text).read_text("utf-8")
+        )
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"No DeepSpeed config could be read from {shown(source)} ({reason(error)}). Pass the "
             "path of an existing JSON file, the file's text, the text in base64, or a dictionary."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ConfigError(
-            f"The DeepSpeed config is a {type(found).__name__}; it must be a JSON object."
+            f"The DeepSpeed config is a {type(config).__name__}; it must be a JSON object."
         )
-    return found
+    return config
 
 
 def stream_config(settings: dict[str, Any]) -> StreamConfig | None:

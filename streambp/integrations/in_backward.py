@@ -89,8 +89,10 @@ class InBackward:
                 f"The state is of other weights: {other} trains in one of them alone. Freeze the "
                 "same."
             )
-        for name, one in state.items():
-            self.optimizers[name].load_state_dict(one)  # moves states to the weight's device
+        for name, optimizer_state in state.items():
+            self.optimizers[name].load_state_dict(
+                optimizer_state
+            )  # moves states to the weight's device
             for values in self.optimizers[name].state.values() if self.on_host else ():
                 values.update(
                     {key: x.to("cpu") if isinstance(x, Tensor) else x for key, x in values.items()}
@@ -119,10 +121,10 @@ class Guard:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled() or not self.weights:
             return
-        there = set(map(id, contents_of(module)[1]))
+        parameter_ids = set(map(id, contents_of(module)[1]))
         for name, weight in self.weights.items():
             # FSDP2 replaces a DTensor by the gathered weight.
-            if id(weight) not in there and not isinstance(weight, DTensor):
+            if id(weight) not in parameter_ids and not isinstance(weight, DTensor):
                 raise ConfigError(
                     f"{name} has an optimizer in backward and is no longer a parameter of this "
                     f"{type(module).__name__}, so the weight would not train. Calls such as "
@@ -155,20 +157,20 @@ def _step(optimizer: Optimizer, on_host: bool, parameter: Tensor) -> None:
         parameter: the parameter.
     """
     _refuse_engine(parameter)  # calling a submodule skips the guard
-    here = parameter.data
+    weight_on_device = parameter.data
     gradient = parameter.grad
-    if not on_host or here.device.type == "cpu" or gradient is None:
+    if not on_host or weight_on_device.device.type == "cpu" or gradient is None:
         optimizer.step()
     else:
         parameter.grad = None  # a gradient must be on its weight's device
-        parameter.data = here.to("cpu")
+        parameter.data = weight_on_device.to("cpu")
         parameter.grad = gradient.to("cpu")
         try:
             optimizer.step()
         finally:
             stepped = parameter.data
             parameter.grad = None
-            parameter.data = here.copy_(stepped)
+            parameter.data = weight_on_device.copy_(stepped)
     parameter.grad = None
 
 

@@ -94,9 +94,9 @@ class TokenBatchSampler(Sampler[list[int]]):
                 f"Row {self.lengths.index(min(self.lengths))} has no token. Leave such rows out."
             )
         order = range(len(self.lengths))
-        most = max(len(self._in_windows(self._shuffled(0))), len(self._filled(order)))
+        largest_count = max(len(self._in_windows(self._shuffled(0))), len(self._filled(order)))
         # number for all ranks, the same in every epoch
-        self._count = -(-most // num_replicas) * num_replicas
+        self._count = -(-largest_count // num_replicas) * num_replicas
 
     @property
     def sampler(self) -> TokenBatchSampler:
@@ -131,17 +131,20 @@ class TokenBatchSampler(Sampler[list[int]]):
         skipped = self._done
         self._done = 0
         order = self._shuffled(epoch)
-        found = self._in_windows(order)
-        if len(found) > self._count:
-            found = self._filled(order)  # `_count` batches at most, in every epoch
-        while len(found) < self._count:
-            which = max(range(len(found)), key=lambda batch: len(found[batch]))
-            rows = found[which]
+        batches = self._in_windows(order)
+        if len(batches) > self._count:
+            batches = self._filled(order)  # `_count` batches at most, in every epoch
+        while len(batches) < self._count:
+            which = max(range(len(batches)), key=lambda batch: len(batches[batch]))
+            rows = batches[which]
             # or repeat a row
-            found[which : which + 1] = [rows[::2], rows[1::2] or [order[len(found) % len(order)]]]
+            batches[which : which + 1] = [
+                rows[::2],
+                rows[1::2] or [order[len(batches) % len(order)]],
+            ]
         groups = []
         for start in range(0, self._count, self.num_replicas):
-            groups.append(found[start : start + self.num_replicas])
+            groups.append(batches[start : start + self.num_replicas])
         random.Random(f"{self.seed} {epoch} groups").shuffle(groups)
         longest = [max(self.lengths[row] for batch in group for row in batch) for group in groups]
         groups.insert(0, groups.pop(longest.index(max(longest))))
@@ -192,14 +195,14 @@ def _whole_numbers(lengths: Any) -> list[int]:
         ConfigError: `lengths` has another type.
     """
     if hasattr(lengths, "tolist"):
-        found = lengths.tolist()
+        values = lengths.tolist()
     else:
-        found = lengths
+        values = lengths
     try:
-        whole = [operator.index(length) for length in found]
+        numbers = [operator.index(length) for length in values]
     except TypeError:
         raise ConfigError(
             f"lengths is {shown(lengths)}; it must be one whole number for each row, its tokens. "
             "Give [len(ids) for ids in dataset['input_ids']], say."
         ) from None
-    return whole
+    return numbers

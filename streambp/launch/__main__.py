@@ -50,24 +50,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     code, or 96 if the script succeeded without a patched model and no flag allows this. A wrong
     command line returns 2."""
     try:
-        given = parsed(app, sys.argv[1:] if argv is None else argv, "python -m streambp.launch")
-        if isinstance(given, int):
-            return given
-        os.environ[VARIABLE] = from_flags(given).to_json()
+        parsed_line = parsed(
+            app, sys.argv[1:] if argv is None else argv, "python -m streambp.launch"
+        )
+        if isinstance(parsed_line, int):
+            return parsed_line
+        os.environ[VARIABLE] = from_flags(parsed_line).to_json()
     except StreamBPError as error:
         print(f"streambp: launch: {error}", file=sys.stderr)
         return FAILED
     hook: Hook = install()
-    sys.argv[:] = [given.script, *(given.arguments or ())]
+    sys.argv[:] = [parsed_line.script, *(parsed_line.arguments or ())]
     code = 0
     try:
-        if given.as_module:
-            runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+        if parsed_line.as_module:
+            runpy.run_module(parsed_line.script, run_name="__main__", alter_sys=True)
         else:
             if not getattr(sys.flags, "safe_path", False):
                 # `-m streambp.launch` has set it to the working directory
-                sys.path[0] = os.path.dirname(os.path.abspath(given.script))
-            runpy.run_path(given.script, run_name="__main__")
+                sys.path[0] = os.path.dirname(os.path.abspath(parsed_line.script))
+            runpy.run_path(parsed_line.script, run_name="__main__")
     except SystemExit as end:
         if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             code = 1
     return told(
-        lambda: judge(code, streamed([hook.launched.account()]), given.allow_unpatched),
+        lambda: judge(code, streamed([hook.launched.account()]), parsed_line.allow_unpatched),
         otherwise=lambda why: code,
     )
 

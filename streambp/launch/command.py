@@ -188,7 +188,7 @@ def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
     for name in PASSED_ON:
         if hasattr(signal, name):
             numbers.append(getattr(signal, name))
-    before = {
+    handlers = {
         number: signal.signal(number, handle)
         for number in numbers
         if signal.getsignal(number) != signal.SIG_IGN
@@ -196,5 +196,5 @@ def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -1,11 +1,11 @@
 """Put rows of one prompt into one micro-batch, for TRL trainers that shuffle a generation batch.
 
-[Note: whole groups] GRPO's and RLOO's trainers permute all completions and split them into
-micro-batches. Rows of one prompt end up far apart and cannot share computation. This module
-regroups the split rows: prompts stay in the order of their first rows in the permutation, and all
-rows of a prompt follow each other. The result is a shuffle of complete groups. Regrouping draws no
-random number, so later generations are the same. An optimizer step has the same rows if it covers
-the full generation batch.
+GRPO's and RLOO's trainers permute all completions and split them into micro-batches. Rows of one
+prompt end up far apart and cannot share computation. This module regroups the split rows: prompts
+stay in the order of their first rows in the permutation, and all rows of a prompt follow each
+other. The result is a shuffle of complete groups. Regrouping draws no random number, so later
+generations are the same. An optimizer step has the same rows if it covers the full generation
+batch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ def keep_groups(trainer: Any) -> None:
     """Make a TRL trainer that generates completions (GRPO, RLOO) keep all completions of a prompt
     in one micro-batch.
 
-    [Note: whole groups]
-
     The change has an effect only while the trainer's model has rows="packed". Trainers that do not
     buffer generated batches do not change. `StreamGRPOTrainer` and `streambp launch` call this
     function themselves.
@@ -41,11 +39,15 @@ def keep_groups(trainer: Any) -> None:
 def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
     """Return the result of a TRL trainer's `_prepare_inputs`. If the model has rows="packed", newly
     generated rows are regrouped: the completions of each prompt are adjacent in the micro-batches.
+
+    Args:
+        trainer: the trainer.
+        generation_batch: the argument of `_prepare_inputs`.
     """
-    before = getattr(trainer, ROLLOUTS, None)
+    earlier_rollouts = getattr(trainer, ROLLOUTS, None)
     inputs = getattr(type(trainer), PREPARES)(trainer, generation_batch)
     cut = getattr(trainer, ROLLOUTS, None)
-    if cut is None or cut is before:
+    if cut is None or cut is earlier_rollouts:
         return inputs
     patched = []
     for part in trainer.model.modules():
@@ -84,19 +86,19 @@ def grouped(batches: list[Batch]) -> list[Batch]:
         return batches
     # [rows, 2 P]
     prompts = torch.cat([torch.cat([batch[name] for name in PROMPTS], dim=1) for batch in batches])
-    found: dict[int, int] = {}  # prompt -> its first row
+    first_rows: dict[int, int] = {}  # prompt -> its first row
     which = prompts.unique(dim=0, return_inverse=True)[1].tolist()
-    order = sorted(range(len(which)), key=lambda row: found.setdefault(which[row], row))
-    whole: dict[str, Any] = {}
+    order = sorted(range(len(which)), key=lambda row: first_rows.setdefault(which[row], row))
+    joined: dict[str, Any] = {}
     for name in of_rows:
         parts = [batch[name] for batch in batches]
         if isinstance(parts[0], Tensor):
-            whole[name] = torch.cat(parts)[order]
+            joined[name] = torch.cat(parts)[order]
         else:
             values = list(itertools.chain.from_iterable(parts))
-            whole[name] = [values[row] for row in order]
+            joined[name] = [values[row] for row in order]
     ends = list(itertools.accumulate(sizes, initial=0))
     regrouped: list[Batch] = []
     for batch, (start, stop) in zip(batches, itertools.pairwise(ends), strict=True):
-        regrouped.append({**batch, **{name: value[start:stop] for name, value in whole.items()}})
+        regrouped.append({**batch, **{name: value[start:stop] for name, value in joined.items()}})
     return regrouped

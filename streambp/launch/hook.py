@@ -1,11 +1,10 @@
 """The import hook that `streambp launch` installs in every Python process of a program.
 
-[Note: launch hook] This file runs at interpreter start and is loaded by its path. An import of
-streambp would import torch into processes that do not use torch. Therefore nothing is imported
-until a program creates a Trainer or trains a model. This includes the standard library: `typing`
-and `json` would be most of the hook's cost at every start. A finder on sys.meta_path waits for the
-modules of interest and changes each after its import. The settings are read from the environment on
-first use.
+This file runs at interpreter start and is loaded by its path. An import of streambp would import
+torch into processes that do not use torch. Therefore nothing is imported until a program creates a
+Trainer or trains a model. This includes the standard library: `typing` and `json` would be most of
+the hook's cost at every start. A finder on sys.meta_path waits for the modules of interest and
+changes each after its import. The settings are read from the environment on first use.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ WITH_TRLS_HEAD = ("sft", "dpo", "grpo", "rloo", "kto")
 
 class Hook:
     """Import finder (`sys.meta_path`) that changes modules of transformers and TRL right after
-    their import, so that they patch models. [Note: launch hook]"""
+    their import, so that they patch models."""
 
     streambp_launch = True  # marks the finder for other copies of this file
 
@@ -49,11 +48,11 @@ class Hook:
         action = self.actions.get(name)
         if action is None:
             return None
-        others = []
+        finders = []
         for finder in sys.meta_path:
             if finder is not self and hasattr(finder, "find_spec"):
-                others.append(finder.find_spec)
-        spec = next(filter(None, (find(name, path, target) for find in others)), None)
+                finders.append(finder.find_spec)
+        spec = next(filter(None, (find(name, path, target) for find in finders)), None)
         loader: Any = getattr(spec, "loader", None)
         load = getattr(loader, "exec_module", None)
         if load is not None:
@@ -148,15 +147,15 @@ def read() -> dict[str, Any]:
 
     text = os.environ.get(VARIABLE, "{}")
     try:
-        found = json.loads(text)
+        settings = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        settings = None
+    if not isinstance(settings, dict):
         raise ValueError(
             f"{VARIABLE} is {text!r}; it must be a JSON object with the settings, such as "
             '{"chunk_size": 8192, "saves": ["attn_out"]}, or {} for the defaults.'
         )
-    return found
+    return settings
 
 
 def install() -> Any:

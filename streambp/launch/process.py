@@ -63,12 +63,12 @@ class Launched:
         which read logits. The `stream_*` arguments of streambp's own trainers take precedence over
         the launch settings.
         """
-        own = getattr(trainer.args, "stream_config", None)
-        config = self.config if own is None else own()
-        wanted = (
+        trainers_config = getattr(trainer.args, "stream_config", None)
+        config = self.config if trainers_config is None else trainers_config()
+        reads_logits = (
             trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None
         )
-        if wanted and config.head:
+        if reads_logits and config.head:
             return dataclasses.replace(config, eval_logits=True)
         return config
 
@@ -115,11 +115,11 @@ class Launched:
             ConfigError: the settings do not fit the model.
         """
         if is_patched(model):
-            ours = next((part for part in model.modules() if part in self._ours), None)
-            if ours is None or config is None or self._ours[ours] == config:
-                self._note(model if ours is None else ours)
+            patched = next((part for part in model.modules() if part in self._ours), None)
+            if patched is None or config is None or self._ours[patched] == config:
+                self._note(model if patched is None else patched)
                 return True
-            model = ours
+            model = patched
         elif model in self._seen:
             return False
         config = self.config if config is None else config
@@ -140,7 +140,8 @@ class Launched:
         return True
 
     def _note(self, model: nn.Module) -> None:
-        """Record a patched model for the report, unless it or a model around it is recorded."""
+        """Record a patched model for the report, unless the model or a model around it is recorded
+        already."""
         if self._knows(model):
             return
         self._seen[model] = Model(type(model).__name__)
@@ -148,8 +149,8 @@ class Launched:
         self.account()
 
     def _knows(self, model: nn.Module) -> bool:
-        """True if a model, or a model around it, is recorded."""
-        return any(part is model for seen in self._seen for part in seen.modules())
+        """True if the record has this model or a model around it."""
+        return any(part is model for recorded in self._seen for part in recorded.modules())
 
     def account(self) -> Account:
         """Return the record of this process's models. The record is also written to a file, which
@@ -158,19 +159,19 @@ class Launched:
         A model that was deleted has the description from its last record.
         """
         try:
-            for model, known in list(self._seen.items()):
-                if known.left is None and is_patched(model):
-                    known.description = told(
+            for model, record in list(self._seen.items()):
+                if record.left is None and is_patched(model):
+                    record.description = told(
                         lambda it: str(describe(it)),
                         model,
                         otherwise=lambda why: f"could not be told ({why})",
                     )
-            here = torch.accelerator.current_accelerator()
+            accelerator = torch.accelerator.current_accelerator()
             device: Any
-            if here is None:
+            if accelerator is None:
                 device = None
             else:
-                device = torch.get_device_module(here)
+                device = torch.get_device_module(accelerator)
             used = hasattr(device, "max_memory_allocated") and device.is_initialized()
             peak = int(device.max_memory_allocated()) if used else None
             account = Account(

@@ -65,9 +65,9 @@ def leave(account: Account) -> bool:
     try:
         if not folder:
             return False
-        written = file.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(dataclasses.asdict(account)), "utf-8")
-        written.replace(file)  # atomic, because the program may be killed at any time
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(dataclasses.asdict(account)), "utf-8")
+        temporary.replace(file)  # atomic, because the program may be killed at any time
     except (OSError, ValueError):  # folder of another machine, or not writable
         return False
     return True
@@ -79,13 +79,13 @@ def collect(folder: Path) -> tuple[list[Account], list[str]]:
 
     [Note: reports]
     """
-    found: list[Account] = []
-    left = []
+    accounts: list[Account] = []
+    complaints = []
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"a")
     except Exception as error:
-        left.append(
+        complaints.append(
             f"what processes did could not be told: no account can be left in {folder} "
             f"({reason(error)})"
         )
@@ -93,10 +93,12 @@ def collect(folder: Path) -> tuple[list[Account], list[str]]:
         try:
             fields = json.loads(path.read_text("utf-8"))
             fields["models"] = [Model(**model) for model in fields["models"]]
-            found.append(Account(**fields))
+            accounts.append(Account(**fields))
         except Exception as error:
-            left.append(f"what process {path.stem} did could not be told ({reason(error)})")
-    return sorted(found, key=lambda account: (*_place(account.rank), account.process)), left
+            complaints.append(f"what process {path.stem} did could not be told ({reason(error)})")
+    return sorted(
+        accounts, key=lambda account: (*_place(account.rank), account.process)
+    ), complaints
 
 
 def _place(rank: str | None) -> tuple[bool, int, str]:
@@ -126,14 +128,14 @@ def table(accounts: list[Account]) -> str:
         lines = [f"  program     {account.program}"]
         models = [(model.kind, model.left, model.description) for model in account.models]
         for model in dict.fromkeys(models):
-            kind, left, description = model
+            kind, reason_left, description = model
             if models.count(model) > 1:
                 count = f"{models.count(model)} x "
             else:
                 count = ""
             lines.append(
                 f"  model       {count}{kind}, "
-                + ("patched" if left is None else f"left as it was: {left}")
+                + ("patched" if reason_left is None else f"left as it was: {reason_left}")
             )
             lines += ["  " + line for line in (description or "").splitlines()]
         groups.setdefault("\n".join(lines), []).append(account)

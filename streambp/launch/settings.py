@@ -42,12 +42,14 @@ class Settings:
     def to_json(self) -> str:
         """Return the settings that differ from the defaults as JSON, for an environment
         variable."""
-        given = {name: getattr(self.config, name) for name in FIELDS}
-        changed: dict[str, Any] = {}
-        for name, value in given.items():
+        fields = {name: getattr(self.config, name) for name in FIELDS}
+        changed_fields: dict[str, Any] = {}
+        for name, value in fields.items():
             if value != getattr(DEFAULTS, name):
-                changed[name] = value
-        return json.dumps(changed if self.at == "trainer" else {**changed, "at": self.at})
+                changed_fields[name] = value
+        return json.dumps(
+            changed_fields if self.at == "trainer" else {**changed_fields, "at": self.at}
+        )
 
 
 def from_fields(found: dict[str, Any]) -> Settings:
@@ -93,37 +95,37 @@ def with_flags(function: Callable[..., T]) -> Callable[..., T]:
     the value None.
     """
     signature = inspect.signature(function, eval_str=True)
-    own = []
+    arguments = []
     for parameter in signature.parameters.values():
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            own.append(parameter)
+            arguments.append(parameter)
     hints = typing.get_type_hints(StreamConfig)
     flags = []
     for name in FIELDS:
         flag = name.replace("_", "-")
         default = getattr(DEFAULTS, name)
-        told = f"StreamConfig's {name} (default: {default!r})"
+        help_text = f"StreamConfig's {name} (default: {default!r})"
         if bool in (hints[name], *typing.get_args(hints[name])):
             kind: Any = Annotated[
                 bool | None,
-                typer.Option(f"--{flag}/--no-{flag}", help=told, rich_help_panel="Settings"),
+                typer.Option(f"--{flag}/--no-{flag}", help=help_text, rich_help_panel="Settings"),
             ]
         else:
             kind = Annotated[
-                str | None, typer.Option(f"--{flag}", help=told, rich_help_panel="Settings")
+                str | None, typer.Option(f"--{flag}", help=help_text, rich_help_panel="Settings")
             ]
         flags.append(
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
         )
-    told = (
+    help_text = (
         '"trainer" (the default): models of HF Trainer and its subclasses; "train": any transformers model too whose '
         "train() is called, for programs with a loop of their own"
     )
-    place = Annotated[str | None, typer.Option(help=told, metavar="trainer|train")]
+    place = Annotated[str | None, typer.Option(help=help_text, metavar="trainer|train")]
     flags.append(
         inspect.Parameter("at", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=place)
     )
-    parameters = [*own, *flags]
+    parameters = [*arguments, *flags]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return function
@@ -135,10 +137,10 @@ def from_flags(arguments: Any) -> Settings:
     Raises:
         ConfigError: `StreamConfig` rejects a value.
     """
-    found = {}
+    fields = {}
     for name, value in vars(arguments).items():
         if name in (*FIELDS, "at") and value is not None:
-            found[name] = value
-    if "saves" in found:
-        found["saves"] = tuple(name for name in found["saves"].split(",") if name)
-    return from_fields(found)
+            fields[name] = value
+    if "saves" in fields:
+        fields["saves"] = tuple(name for name in fields["saves"].split(",") if name)
+    return from_fields(fields)

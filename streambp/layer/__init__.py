@@ -1,9 +1,8 @@
 """The step of one decoder layer: forward without a graph, backward chunk by chunk. Who may stream
 is decided elsewhere.
 
-[Note: tensors of a layer call] B rows, T tokens in chunks of C, H heads of queries, H_kv of keys,
-"wide" is promote_types(dtype, float32). A tensor lives in the whole sequence's shape, or in a
-chunk's.
+B rows, T tokens in chunks of C, H heads of queries, H_kv of keys, "wide" is promote_types(dtype,
+float32). A tensor lives in the whole sequence's shape, or in a chunk's.
 
     of the caller
         hidden_states      [..., B, T, h]       the layer's input, without its history; a chunk's part is a view
@@ -26,8 +25,7 @@ chunk's.
     given back
         the output         [..., B, T, h]       and extra outputs, put together from the chunks (`call.py`)
         its input's grad   [..., B, T, h]       written chunk by chunk, into the buffer of the gradient that came in, if
-                                                nobody else holds that (`gradients.py`, [Note:
-                                                gradient reuse])
+                                                nobody else holds that (`gradients.py`)
         parameters' grads as parameters, wide sums over chunks, cast to the parameter's dtype at the
         end
 """

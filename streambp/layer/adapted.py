@@ -58,8 +58,8 @@ class Factor(NamedTuple):
 
     @property
     def wide(self) -> Tensor:
-        """Return a slice of `stack` that contains hi once, and then lo if the matrix has a lo:
-        [rank, m] or [2 * rank, m]."""
+        """Return the rows of `stack` that contain each value once: hi [rank, m], or [2 * rank, m]
+        with hi and lo if the matrix has a lo."""
         first = self.rank if self.parts > 1 else 0
         return self.stack[first : self.parts * self.rank]
 
@@ -90,14 +90,14 @@ def factor_of(matrix: Tensor, dtype: torch.dtype, rows: tuple[Tensor, ...] = ())
     return Factor(stack, rank, parts)
 
 
-def _parts(own: torch.dtype, dtype: torch.dtype) -> int:
+def _parts(matrix_dtype: torch.dtype, dtype: torch.dtype) -> int:
     if dtype not in HALF:
         return 1
-    return 2 if own == dtype else 3
+    return 2 if matrix_dtype == dtype else 3
 
 
-def _rows(own: torch.dtype, dtype: torch.dtype) -> int:
-    return 2 if dtype in HALF and own != dtype else 1
+def _rows(bias_dtype: torch.dtype, dtype: torch.dtype) -> int:
+    return 2 if dtype in HALF and bias_dtype != dtype else 1
 
 
 class Group(NamedTuple):
@@ -146,8 +146,8 @@ class Work:
         scales: scales of each adapter.
         value: the saved output [..., out], returned as a view. None: compute the output. A slice:
             compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
-        add: callback for backward: gets the weight gradient's two factors, [out, n] and [n, in],
-            and adds their product to a sum; None: autograd returns the gradient.
+        add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
+            weight's gradient, and adds this product to a sum; None: autograd returns the gradient.
         decode: returns a quantized base weight in the compute dtype; backward calls it instead of
             saving the weight.
         shared: x A^T of several Linears with the same x, computed by one product; None: this Linear
@@ -168,17 +168,24 @@ class Work:
 def thin(left: Tensor, factor: Factor) -> Tensor:
     """Return left [n, m] times the transpose of the LoRA matrix: [n, rank] in promote_types(dtype,
     float32)."""
-    found = add_product(None, left, factor.wide.mT)
+    products = add_product(None, left, factor.wide.mT)
     if factor.parts < 3:
-        return found
-    return found[:, : factor.rank].add_(found[:, factor.rank :])
+        return products
+    return products[:, : factor.rank].add_(products[:, factor.rank :])
 
 
 def spread(found: Tensor, factor: Factor) -> Tensor:
-    """Return the left operand of a product with `factor.stack`, made from `found` [n, rank], which
-    is x A^T or its gradient, in float32. Its columns are hi for one part, [hi, lo] for two and
-    [hi, lo, hi] for three, followed by ones for the bias rows. hi are the rounded values, lo the
-    rounding errors."""
+    """Return the left operand of a matrix product with `factor.stack`. The operand is made of
+    `found`, which is x A^T or its gradient in float32.
+
+    hi are the rounded values and lo the rounding errors. The columns are hi for a factor of one
+    part, [hi, lo] for two parts, and [hi, lo, hi] for three. A column of ones follows for each bias
+    row of `factor.stack`.
+
+    Args:
+        found: [n, rank].
+        factor: the right operand.
+    """
     rank, width = found.shape[1], factor.stack.shape[0]
     if factor.parts == 1 and width == rank:
         return found
@@ -195,8 +202,8 @@ def spread(found: Tensor, factor: Factor) -> Tensor:
 
 
 def summed_parts(found: Tensor, dim: int) -> Tensor:
-    """Return the sum of the two halves of a product [...] along `dim`: one was computed from
-    rounded values, the other from their rounding errors."""
+    """Return the sum of the two halves of a tensor [...] along `dim`. One half is a product with
+    rounded values, the other half the product with their rounding errors."""
     first, second = found.chunk(2, dim)
     return first.add_(second)
 
@@ -245,13 +252,13 @@ class Shared:
         Args:
             place: the Linear's index.
         """
-        found = self.found
-        assert found is not None
+        products = self.found
+        assert products is not None
         self.readers -= 1
         if not self.readers:
             self.found = None
         start = sum(factor.rank for factor in self.factors[:place])
-        return found[:, start : start + self.factors[place].rank]
+        return products[:, start : start + self.factors[place].rank]
 
     def read(self, rows: Tensor) -> None:
         """Compute x A^T for all Linears from x [n, in], and store it in `found`."""
@@ -259,8 +266,9 @@ class Shared:
         self.found = thin(rows, self.joined)
 
     def collect(self, place: int, left: Tensor, flat: Tensor, weight: Tensor | None) -> None:
-        """Add one Linear's gradient of x, flat [n, out] @ weight, to `total`. Store the Linear's
-        gradient of x A^T for `SharedInput.backward`. Called by the Linear's backward.
+        """Add one Linear's part of the gradient of x, flat [n, out] @ weight, to `total`. Store the
+        Linear's gradient of x A^T for `SharedInput.backward`. The Linear's backward calls this
+        method.
 
         Args:
             place: the Linear's index.
@@ -311,10 +319,10 @@ class SharedInput(torch.autograd.Function):
 
 def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     shared: Shared = ctx.shared
-    total, left, shared.total, shared.left = shared.total, shared.left, None, {}
-    places = sorted(left)
+    total, gradients_by_place, shared.total, shared.left = shared.total, shared.left, None, {}
+    places = sorted(gradients_by_place)
     stacks = [shared.factors[place].stack for place in places]
-    joined = torch.cat([left[place] for place in places], 1) if places else None
+    joined = torch.cat([gradients_by_place[place] for place in places], 1) if places else None
     if total is not None and joined is not None:
         total.addmm_(joined, torch.cat(stacks))
     d_x = (
@@ -327,7 +335,7 @@ def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor |
     of_a: dict[int, Tensor] = {}
     if joined is not None and any(ctx.needs_input_grad[3:]):
         products = add_product(None, joined.mT, x.flatten(0, -2)).split(
-            [left[place].shape[1] for place in places]
+            [gradients_by_place[place].shape[1] for place in places]
         )
         for place, product in zip(places, products, strict=True):
             rank = shared.factors[place].rank
@@ -336,17 +344,17 @@ def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor |
                 if product.shape[0] == rank
                 else product[:rank] + product[rank : 2 * rank]
             )
-    found: list[Tensor | None] = []
+    gradients: list[Tensor | None] = []
     ranks = iter(ctx.ranks)
     for place, count in enumerate(ctx.counts):
         rows = [next(ranks) for _ in range(count)]
-        found += of_a[place].split(rows) if place in of_a else [None] * count
-    wanted = zip(ctx.needs_input_grad[3:], found, strict=True)
+        gradients += of_a[place].split(rows) if place in of_a else [None] * count
+    pairs = zip(ctx.needs_input_grad[3:], gradients, strict=True)
     return (
         None,
         None,
         d_x if ctx.needs_input_grad[2] else None,
-        *(one if needs else None for needs, one in wanted),
+        *(one if needs else None for needs, one in pairs),
     )
 
 
@@ -393,8 +401,8 @@ def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
     ctx.work = dataclasses.replace(
         work, value=None, groups=[group._replace(mask=None) for group in work.groups]
     )
-    kept = weight if needs[1] and work.decode is None else None
-    ctx.save_for_backward(x, kept, left, *[group.mask for group in work.groups])
+    saved_weight = weight if needs[1] and work.decode is None else None
+    ctx.save_for_backward(x, saved_weight, left, *[group.mask for group in work.groups])
     if isinstance(work.value, Tensor):
         return work.value.view_as(work.value)
     assert left is not None
@@ -415,13 +423,20 @@ def _left(work: Work, rows: Tensor) -> Tensor:
     bias rows: [n, parts * rank + bias rows]. The result multiplies `work.b.stack`."""
     if work.shared is not None:
         return spread(work.shared.of(work.place), work.b)
-    found = [thin(group.read(rows), group.factor) for group in work.groups]
-    return spread(found[0] if len(found) == 1 else torch.cat(found, 1), work.b)
+    products = [thin(group.read(rows), group.factor) for group in work.groups]
+    return spread(products[0] if len(products) == 1 else torch.cat(products, 1), work.b)
 
 
 def _product(rows: Tensor, weight: Tensor, left: Tensor, b: Factor) -> Tensor:
-    """Return y [n, out]: the product of x (rows [n, in]) with the Linear's weight, plus the product
-    of x A^T (left, from `_left`) with `b.stack`."""
+    """Return y [n, out]: the product of x with the Linear's weight, plus the product of x A^T with
+    `b.stack`.
+
+    Args:
+        rows: x, [n, in].
+        weight: [out, in].
+        left: x A^T with ones for the bias rows, from `_left`.
+        b: the adapters' B matrices, with the biases as further rows.
+    """
     return (left @ b.stack).addmm_(rows, weight.mT)
 
 
@@ -462,10 +477,10 @@ def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> 
     """
     total: Tensor | None = None
     for group, left in zip(work.groups, lefts, strict=True):
-        found = left @ group.factor.stack
+        product = left @ group.factor.stack
         if group.mask is not None:
-            found.mul_(group.mask)
-        total = found if total is None else total.add_(found)
+            product.mul_(group.mask)
+        total = product if total is None else total.add_(product)
     assert total is not None
     return total.addmm_(flat, weight)
 
@@ -478,12 +493,12 @@ def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
         lefts: gradient of x A^T for each group, split into hi and lo.
         rows: x, [n, in].
     """
-    found = []
+    gradients = []
     for group, left in zip(work.groups, lefts, strict=True):
         rank, parts = group.factor.rank, min(group.factor.parts, 2)
         product = add_product(None, left[:, : parts * rank].mT, group.read(rows))
-        found.append(product if parts == 1 else summed_parts(product, 0))
-    return found[0] if len(found) == 1 else torch.cat(found)
+        gradients.append(product if parts == 1 else summed_parts(product, 0))
+    return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
 
 def _of_adapters(
@@ -507,13 +522,13 @@ def _of_adapters(
         of_b = add_product(None, flat.mT, left[:, : parts * work.b.rank])  # [out, rank or 2 rank]
         of_b = summed_parts(of_b, 1) if parts == 2 else of_b
     wide = torch.promote_types(flat.dtype, torch.float32)
-    found: list[Tensor | None] = []
+    gradients: list[Tensor | None] = []
     start = 0
     for number, scale in enumerate(work.scales):
         stop = start + scale.rank
         wants_a, wants_b, wants_bias = needs[3 * number : 3 * number + 3]
-        found.append(of_a[start:stop] if wants_a and of_a is not None else None)
-        found.append(of_b[:, start:stop] * scale.b if wants_b and of_b is not None else None)
-        found.append(flat.sum(0, dtype=wide) * scale.bias if wants_bias else None)
+        gradients.append(of_a[start:stop] if wants_a and of_a is not None else None)
+        gradients.append(of_b[:, start:stop] * scale.b if wants_b and of_b is not None else None)
+        gradients.append(flat.sum(0, dtype=wide) * scale.bias if wants_bias else None)
         start = stop
-    return found
+    return gradients

@@ -89,13 +89,14 @@ class Adapter(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Reading:
-    """A LoRA Linear of peft, and whether streambp computes it with `AdaptedLinear`.
+    """A LoRA Linear of peft, and the decision whether streambp computes it with `AdaptedLinear` or
+    calls peft's own forward.
 
     Attributes:
         module: peft's module.
         base: the module's base Linear.
         adapters: the active adapters.
-        why: the reason why peft's own forward runs in every call; None: `AdaptedLinear` may run.
+        why: the reason to call peft's own forward in every call; None: `AdaptedLinear` may run.
         why_in_call: the reason why peft's own forward ran in the last call; None: `AdaptedLinear`
             ran.
     """
@@ -119,15 +120,15 @@ def readings(layer: nn.Module) -> dict[str, Reading]:
     if not kinds:
         return {}
     compiled = {id(inner) for module in compiled_inside(layer) for inner in module.modules()}
-    found = {}
+    by_name = {}
     for name, module in layer.named_modules():
         if type(module) in kinds and not (module.disable_adapters or module.merged_adapters):
             reading = (
                 Reading(module, why="it is compiled") if id(module) in compiled else _read(module)
             )
             if reading.why is not None or reading.adapters:
-                found[name] = reading
-    return found
+                by_name[name] = reading
+    return by_name
 
 
 def keep_reasons(before: dict[str, Reading], found: dict[str, Reading]) -> None:
@@ -139,9 +140,9 @@ def keep_reasons(before: dict[str, Reading], found: dict[str, Reading]) -> None:
         found: the new readings, by name; `why_in_call` is set.
     """
     for name, reading in found.items():
-        known = before.get(name)
-        if known is not None and known.module is reading.module:
-            reading.why_in_call = known.why_in_call
+        earlier = before.get(name)
+        if earlier is not None and earlier.module is reading.module:
+            reading.why_in_call = earlier.why_in_call
 
 
 def _kinds() -> tuple[Any, ...]:
@@ -173,8 +174,8 @@ def _read(module: Any) -> Reading:
 def _why_not(
     module: Any, base: Any, names: list[str], parts: list[tuple[Any, Any, Any]]
 ) -> str | None:
-    """Return the reason, as text for `describe`, why this LoRA Linear must run peft's own forward.
-    Return None if peft's forward is exactly x W^T plus the products with A and B, so that
+    """Return the reason, as text for `describe`, to call peft's own forward of this LoRA Linear.
+    None if peft's forward computes exactly x W^T plus the products with A and B, so that
     `AdaptedLinear` can replace it.
 
     Args:
@@ -239,9 +240,9 @@ Factors = dict[Any, Made]
 def bytes_of(factors: Iterable[Factors]) -> int:
     """Return the bytes of the cached LoRA factors of several Linears."""
     total = 0
-    for some in factors:
-        for made in some.values():
-            total += made.factor.stack.nbytes
+    for of_linear in factors:
+        for cached in of_linear.values():
+            total += cached.factor.stack.nbytes
     return total
 
 
@@ -305,8 +306,9 @@ class Adaptation:
             x: [..., in].
             value: the saved output [..., out], returned as a view. None: compute the output. A
                 slice: compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
-            add: callback for backward: gets the weight gradient's two factors, [out, n] and
-                [n, in], and adds their product to a sum; None: autograd returns the gradient.
+            add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
+                weight's gradient, and adds this product to a sum; None: autograd returns the
+                gradient.
             cast: function of a dtype that returns the base's weight in this dtype; None: cast here.
         """
         dtype = cast_to(x)
@@ -314,13 +316,13 @@ class Adaptation:
         if self.reading.why_in_call is not None:
             return self.own(self.reading.module, x)
         weight, bias = self._base(x, dtype, cast)
-        given, masks = x, [self._mask(x, adapter) for adapter in self.reading.adapters]
+        caller_input, masks = x, [self._mask(x, adapter) for adapter in self.reading.adapters]
         if value is UNREAD and not torch.is_grad_enabled():
             return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan, dtype=dtype or x.dtype)
         x = x if dtype is None else x.to(dtype)
         shared = None
         if self.siblings is not None and all(mask is None for mask in masks):
-            shared = self.siblings.shared(given, x, self)
+            shared = self.siblings.shared(caller_input, x, self)
         if shared is None:
             work, tensors = self._work(x.dtype, masks, value, add)
         else:
@@ -332,8 +334,8 @@ class Adaptation:
         return out
 
     def why_not(self, x: Tensor, dtype: torch.dtype) -> str | None:
-        """Return the reason, as text for `describe`, why peft's own forward must run for this input
-        x [..., in]. Return None if `AdaptedLinear` has at least the precision of peft's forward.
+        """Return the reason, as text for `describe`, to call peft's own forward for this input x
+        [..., in]. None if `AdaptedLinear` has at least the precision of peft's forward.
 
         Args:
             x: the Linear's input.
@@ -344,16 +346,18 @@ class Adaptation:
             return "its input is no tensor [..., tokens, features] with entries"
         if dtype not in DTYPES:
             return f"it is computed in {_word(dtype)}"
-        own: set[torch.dtype] = set()
+        adapter_dtypes: set[torch.dtype] = set()
         for adapter in self.reading.adapters:
             for tensor in _tensors(adapter):
                 if tensor is not None:
-                    own.add(tensor.dtype)
-        if not (own <= {dtype, torch.float32} if dtype in HALF else own == {dtype}):
-            kinds = " and ".join(sorted(map(_word, own)))
+                    adapter_dtypes.add(tensor.dtype)
+        if not (
+            adapter_dtypes <= {dtype, torch.float32} if dtype in HALF else adapter_dtypes == {dtype}
+        ):
+            kinds = " and ".join(sorted(map(_word, adapter_dtypes)))
             return f"its adapter is {kinds}, and it is computed in {_word(dtype)}"
         if cast_to(x) is None and not (
-            getattr(module, "cast_input_dtype_enabled", True) or own == {dtype}
+            getattr(module, "cast_input_dtype_enabled", True) or adapter_dtypes == {dtype}
         ):
             return "peft's casts of inputs are switched off"
         if has_packed_weight(base):
@@ -370,7 +374,13 @@ class Adaptation:
         self, x: Tensor, dtype: torch.dtype | None, cast: Cast | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the base Linear's weight [out, in] and bias [out] in the dtype of the matrix
-        products."""
+        products.
+
+        Args:
+            x: the Linear's input.
+            dtype: the dtype that autocast casts to; None: the weight is not cast.
+            cast: function of a dtype that returns the weight in this dtype; None: cast here.
+        """
         base = self.reading.base
         slots = vars(base)[PARAMETERS]
         bias = slots["bias"]
@@ -393,8 +403,8 @@ class Adaptation:
         packed = has_packed_weight(self.reading.base) and torch.is_autocast_enabled()
         dtype = x.dtype if packed else _slot(adapter.a).dtype
         with torch.no_grad():
-            left: Tensor = adapter.dropout(torch.ones_like(x, dtype=dtype))
-            return (left != 0).flatten(0, -2)
+            dropped_ones: Tensor = adapter.dropout(torch.ones_like(x, dtype=dtype))
+            return (dropped_ones != 0).flatten(0, -2)
 
     def _work(
         self,
@@ -412,15 +422,18 @@ class Adaptation:
             masks: dropout mask of each adapter's input, shaped like x; None: no dropout.
             value: the saved output [..., out], returned as a view. None: compute the output. A
                 slice: compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
-            add: callback for backward: gets the weight gradient's two factors, [out, n] and
-                [n, in], and adds their product to a sum; None: autograd returns the gradient.
+            add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
+                weight's gradient, and adds this product to a sum; None: autograd returns the
+                gradient.
             factor: the A matrices of all adapters, concatenated; None: use the cached one.
         """
         adapters, base = self.reading.adapters, self.reading.base
         scales = []
         for adapter, mask in zip(adapters, masks, strict=True):
-            kept = 1.0 if mask is None else 1.0 - adapter.drops
-            scales.append(Scale(_slot(adapter.a).shape[0], adapter.scale / kept, adapter.scale))
+            keep_probability = 1.0 if mask is None else 1.0 - adapter.drops
+            scales.append(
+                Scale(_slot(adapter.a).shape[0], adapter.scale / keep_probability, adapter.scale)
+            )
         groups, start = [], 0
         if all(mask is None for mask in masks):
             factor = self.a(dtype) if factor is None else factor
@@ -437,13 +450,19 @@ class Adaptation:
         """Return the matrix A of one adapter, split for the matrix products. None stands for all
         adapters of this Linear: their A matrices are concatenated."""
         adapters = self.reading.adapters if adapter is None else (adapter,)
-        held = [_slot(one.a) for one in adapters]
-        return self._made((dtype, adapter), held, lambda: factor_of(_joined(held), dtype))
+        matrices = [_slot(one.a) for one in adapters]
+        return self._made((dtype, adapter), matrices, lambda: factor_of(_joined(matrices), dtype))
 
     def _b(self, dtype: torch.dtype, scales: list[Scale]) -> Factor:
-        """Return the matrices B of all adapters, transposed and scaled, with the biases below."""
+        """Return the matrices B of all adapters, transposed and scaled, with the biases as further
+        rows.
+
+        Args:
+            dtype: the dtype of the matrix products.
+            scales: scale factors of each adapter.
+        """
         bias = vars(self.reading.base)[PARAMETERS]["bias"]
-        held = [
+        tensors = [
             *itertools.chain(*(_tensors(adapter)[1:] for adapter in self.reading.adapters)),
             bias,
         ]
@@ -451,25 +470,39 @@ class Adaptation:
         def make() -> Factor:
             scaled = [
                 b.mT * scale.b
-                for b, scale in zip(held[:-1:2], scales, strict=True)
+                for b, scale in zip(tensors[:-1:2], scales, strict=True)
                 if b is not None
             ]
-            pairs = zip(held[1:-1:2], scales, strict=True)
-            rows = [bias, *(None if own is None else own * scale.bias for own, scale in pairs)]
+            pairs = zip(tensors[1:-1:2], scales, strict=True)
+            rows = [
+                bias,
+                *(
+                    None if adapter_bias is None else adapter_bias * scale.bias
+                    for adapter_bias, scale in pairs
+                ),
+            ]
             return factor_of(_joined(scaled), dtype, tuple(row for row in rows if row is not None))
 
-        return self._made((dtype, *(scale.b for scale in scales)), held, make)
+        return self._made((dtype, *(scale.b for scale in scales)), tensors, make)
 
-    def _made(self, key: Any, held: list[Any], make: Callable[[], Factor]) -> Factor:
-        """Return `make()`, cached until one of the tensors `held` is replaced or written to."""
-        state = list(map(_state, held))
-        known = self.factors.get(key)
-        if known is not None and known.state == state:
-            return known.factor
+    def _made(self, key: Any, tensors: list[Any], make: Callable[[], Factor]) -> Factor:
+        """Return `make()`, cached until one of `tensors` is replaced or written to.
+
+        Args:
+            key: key of the cache.
+            tensors: the tensors from which `make` computes its result; None for missing ones.
+            make: computes the factor.
+        """
+        state = list(map(_state, tensors))
+        cached = self.factors.get(key)
+        if cached is not None and cached.state == state:
+            return cached.factor
         with torch.no_grad():
-            found = make()
-        self.factors[key] = Made([one.detach() for one in held if one is not None], state, found)
-        return found
+            factor = make()
+        self.factors[key] = Made(
+            [one.detach() for one in tensors if one is not None], state, factor
+        )
+        return factor
 
 
 @dataclasses.dataclass(eq=False)
@@ -492,9 +525,12 @@ class Siblings:
     def shared(
         self, given: Tensor, x: Tensor, member: Adaptation
     ) -> tuple[Tensor, Shared, int] | None:
-        """Return x [..., in] for one of the Linears, the values shared by all of them, and the
-        Linear's index in these values. Return None if an adapter has an active dropout, if peft's
-        own forward runs for one of the Linears, or if the A matrices are split differently.
+        """Return x [..., in] in the compute dtype for one of the Linears, the values that all of
+        the Linears share, and the Linear's index in these values.
+
+        Return None if the Linears cannot share a product. Reasons are an active dropout of an
+        adapter, a Linear for which peft's own forward runs, and A matrices with different numbers
+        of parts.
 
         Args:
             given: the Linear's input.
@@ -504,23 +540,23 @@ class Siblings:
         place = self.members.index(member)
         if given.is_inference():
             return None
-        held, state = self.held, (given._version, torch.is_grad_enabled())
-        if held is None or held[0] is not given or held[1] != state or place in held[4]:
+        running, state = self.held, (given._version, torch.is_grad_enabled())
+        if running is None or running[0] is not given or running[1] != state or place in running[4]:
             shared = self._begun(given, x)
-            held = self.held = None if shared is None else (given, state, *shared, set())
-        if held is None:
+            running = self.held = None if shared is None else (given, state, *shared, set())
+        if running is None:
             return None
-        held[4].add(place)
-        if len(held[4]) == len(self.members):
+        running[4].add(place)
+        if len(running[4]) == len(self.members):
             self.held = None  # free x as early as in the unpatched model
-        return held[3], held[2], place
+        return running[3], running[2], place
 
-    def _begun(self, given: Tensor, x: Tensor) -> tuple[Shared, Tensor] | None:
-        if any(adapter.drops for one in self.members for adapter in one.reading.adapters):
+    def _begun(self, caller_input: Tensor, x: Tensor) -> tuple[Shared, Tensor] | None:
+        if any(adapter.drops for sibling in self.members for adapter in sibling.reading.adapters):
             return None
-        if any(one.why_not(given, x.dtype) is not None for one in self.members):
+        if any(sibling.why_not(caller_input, x.dtype) is not None for sibling in self.members):
             return None
-        factors = [one.a(x.dtype) for one in self.members]
+        factors = [sibling.a(x.dtype) for sibling in self.members]
         if len({factor.parts for factor in factors}) > 1:
             return None
         if self.joined is None or any(map(operator.is_not, self.joined[0], factors)):
@@ -529,7 +565,10 @@ class Siblings:
         needs_x = x.requires_grad and torch.is_grad_enabled()
         shared = Shared(factors, self.joined[1], needs_x)
         if torch.is_grad_enabled():
-            a = [[_slot(adapter.a) for adapter in one.reading.adapters] for one in self.members]
+            a = [
+                [_slot(adapter.a) for adapter in sibling.reading.adapters]
+                for sibling in self.members
+            ]
             counts = [len(tensors) for tensors in a]
             x = SharedInput.apply(shared, counts, x, *itertools.chain(*a))  # type: ignore[no-untyped-call]
         else:
@@ -561,21 +600,21 @@ def adapted(found: dict[str, Reading], factors: dict[str, Factors] | None = None
 
     Args:
         found: the LoRA Linears by name.
-        factors: cached LoRA matrices by name, read and written; None: a cache that ends with the
-            context.
+        factors: cached LoRA matrices by name, read and written; None: a new cache, dropped at the
+            end of the context.
     """
     factors = {} if factors is None else factors
-    here: list[dict[str, Any]] = []
+    changed_modules: list[dict[str, Any]] = []
     groups: dict[tuple[str, int], Siblings] = {}
     try:
         for name, reading in found.items() if not hooked_everywhere() else ():
-            own = vars(reading.module)
-            if reading.why is not None or ADAPTED in own:
+            attributes = vars(reading.module)
+            if reading.why is not None or ADAPTED in attributes:
                 continue
             cache = factors.setdefault(name, {})
             adaptation = Adaptation(reading, type(reading.module).forward, cache)
-            here.append(own)
-            own[FORWARD] = own[ADAPTED] = adaptation
+            changed_modules.append(attributes)
+            attributes[FORWARD] = attributes[ADAPTED] = adaptation
             parent, _, last = name.rpartition(".")
             number = ONE_INPUT.get(last)
             if number is not None:
@@ -586,9 +625,9 @@ def adapted(found: dict[str, Reading], factors: dict[str, Factors] | None = None
         yield
     finally:
         # in a reference cycle, factors and the last input would stay until a garbage collection
-        for own in here:
-            del own[FORWARD]
-            own.pop(ADAPTED).factors = {}
+        for attributes in changed_modules:
+            del attributes[FORWARD]
+            attributes.pop(ADAPTED).factors = {}
         for siblings in groups.values():
             siblings.members.clear()
             siblings.held = siblings.joined = None

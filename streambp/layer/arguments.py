@@ -91,20 +91,22 @@ class Arguments:
         self.named = _bind(forward, layer, args, kwargs)
         # recurrent_gemma: activations
         first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))
-        given: Tensor = self.named.pop(first)
-        if not isinstance(given, Tensor):
+        layer_input: Tensor = self.named.pop(first)
+        if not isinstance(layer_input, Tensor):
             raise UnsupportedModelError(
                 f"The forward of {type(layer).__name__} takes hidden states as *{first}, without a "
                 "name. Give it the original's signature (functools.wraps), or replace `forward` on "
                 "the layer itself."
             )
         self.token_shape = (
-            given.shape[-1:]
-            if given.dim() < 4
-            else _token_shape(given, self.named.get("position_ids"))
+            layer_input.shape[-1:]
+            if layer_input.dim() < 4
+            else _token_shape(layer_input, self.named.get("position_ids"))
         )
         self.folds = len(self.token_shape) > 1  # M residual streams are folded into h: M * h
-        self.hidden_states = given.flatten(-2) if self.folds else given  # [..., B, T, h]
+        self.hidden_states = (
+            layer_input.flatten(-2) if self.folds else layer_input
+        )  # [..., B, T, h]
         self.length = self.hidden_states.shape[-2]
         self.position_cache = position_cache
         # The form of the arguments, independent of the batch: calls of one kind stream alike.
@@ -131,7 +133,7 @@ class Arguments:
             elif value is not None:
                 kinds.append((name, value if isinstance(value, bool) else type(value)))
         kinds += [
-            (first, (given.dim(), len(self.token_shape))),
+            (first, (layer_input.dim(), len(self.token_shape))),
             ("a graph", torch.is_grad_enabled()),
         ]
         self.kind = frozenset((*kinds, ("packed rows", packed_rows is not None), ("state", state)))
@@ -139,8 +141,12 @@ class Arguments:
         self._documents: Documents | None = None
 
     def tell(self, documents: Documents) -> None:
-        """Add document boundaries of packed rows to the layer's arguments, if the caller passed
-        none. The layer's attention and state kernels then keep the documents apart."""
+        """Add document boundaries of packed rows to the layer's arguments if the caller passed
+        none, so that the layer's attention and state kernels keep the documents separate.
+
+        Args:
+            documents: the documents of packed rows.
+        """
         self.named.update(documents.arguments)
         self.kind |= {("told", tuple(documents.arguments))}
         self._documents, self.tells = documents, True
@@ -184,13 +190,13 @@ class Arguments:
 
     def leaves(self, chunk: Chunk, wanted: list[bool]) -> list[Tensor]:
         """Return new autograd leaves for this chunk, one for each argument that requires a
-        gradient: the argument's slice [..., C, ...], or the full tensor if no dimension counts
-        tokens.
+        gradient. A leaf is the argument's slice [..., C, ...], or the full tensor if no dimension
+        counts tokens.
 
         Args:
             chunk: the chunk.
-            wanted: a flag per such argument: True if its gradient is needed. Other leaves require
-                none.
+            wanted: a flag for each of these arguments, True if its gradient is needed. Leaves of
+                other arguments have requires_grad=False.
         """
         return [
             (d.tensor if d.dim is None else chunk.part(d.tensor, d.dim))
@@ -272,13 +278,13 @@ class Arguments:
             changes: new values by argument name.
             packed_rows: the documents; None: each row is one document.
         """
-        before = self.named, self._parts, self._documents, self.packed_rows
+        previous = self.named, self._parts, self._documents, self.packed_rows
         self.named, self._parts, self._documents = {**self.named, **changes}, {}, None
         self.packed_rows = packed_rows
         try:
             yield
         finally:
-            self.named, self._parts, self._documents, self.packed_rows = before
+            self.named, self._parts, self._documents, self.packed_rows = previous
 
     def _check_length(self, name: str, tensor: Tensor) -> None:
         dim = TOKEN_DIMS.get(name)
@@ -305,12 +311,19 @@ def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
 
 
 def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the call's arguments by name. Caches are replaced by None, and use_cache by False."""
-    signature, rest = _signature(forward)
+    """Return a call's arguments by name. Caches are replaced by None, and use_cache by False.
+
+    Args:
+        forward: the layer class's forward.
+        layer: the decoder layer.
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
+    """
+    signature, var_keyword = _signature(forward)
     named = signature.bind(layer, *args, **kwargs).arguments
     del named[next(iter(named))]
-    if rest is not None:
-        named.update(named.pop(rest, {}))
+    if var_keyword is not None:
+        named.update(named.pop(var_keyword, {}))
     for name, value in named.items():
         kind: Any = type(value)
         if value is not None and is_cache_class(kind):
@@ -325,10 +338,10 @@ def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | No
     """Return the signature of a class's forward, and the name of its `**kwargs` parameter; None
     without one."""
     signature = inspect.signature(forward)
-    rest = (
+    var_keywords = (
         p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD
     )
-    return signature, next(rest, None)
+    return signature, next(var_keywords, None)
 
 
 def _is_constant(value: Any) -> bool:

@@ -1,13 +1,16 @@
-"""One call of one decoder layer over one batch, and the computation of each chunk.
+"""One call of one decoder layer over one batch. `LayerCall` cuts the sequence into chunks, prepares
+the layer for running on a chunk, and runs the layer's own forward on one chunk at a time. The loops
+over chunks are in `function.py`.
 
-Values that pass from chunk to chunk are in `carried`; tensors saved for backward are in `kept`.
-[Note: tensors of a layer call]
+`LayerCall` also contains the values that pass from chunk to chunk (`carried`) and the tensors saved
+for backward (`kept`). See `layer/__init__.py`. The functions of this file join the chunks' outputs
+to those of the full sequence, and return them in the form of the layer's own result.
 
 A decoder layer has three kinds of outputs beside its hidden states. Transformers' forward hooks
 record modules inside the layer (router logits for the load-balancing loss). Some layers write keys
 and values into a mapping that later layers read. Some layers return a tensor behind their hidden
 states. All three are outputs of the layer's autograd Function and receive gradients. States are not
-outputs of the layer, only of a chunk. [Note: states]
+outputs of the layer, only of a chunk. See `recurrent/states.py`.
 """
 
 from __future__ import annotations
@@ -136,9 +139,9 @@ def collect(
             extras[OutputSlot(name, index, flat=flat)] = (
                 tensor.unflatten(0, (rows, tokens)) if flat else tensor
             )
-    for name, (before, after) in mappings.items():
-        for key, parts in after.items():
-            if key not in before or parts is not before[key]:  # new tuples of tensors [..., C, D]
+    for name, (earlier, current) in mappings.items():
+        for key, parts in current.items():
+            if key not in earlier or parts is not earlier[key]:  # new tuples of tensors [..., C, D]
                 extras.update(
                     {OutputSlot(name, index, key): part for index, part in enumerate(parts)}
                 )
@@ -150,8 +153,8 @@ Whole = dict[OutputSlot | None, Tensor]
 
 
 def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
-    """Copy a chunk's outputs into the outputs of the full sequence, and return `output`. A tensor
-    that already has all `length` positions is stored without a copy.
+    """Copy a chunk's outputs into the outputs of the full sequence, and return `output`. An output
+    that does not have the chunk's length, but all `length` positions, is stored without a copy.
 
     Args:
         whole: dict of the full sequence's outputs, modified in place: key None holds the hidden
@@ -208,8 +211,9 @@ def deliver(extras: dict[OutputSlot, Tensor], mappings: Mapping[str, Any]) -> No
 
 @contextlib.contextmanager
 def recording(keys: tuple[str, ...]) -> Iterator[Collected]:
-    """Context manager in which transformers' output hooks record into the yielded dict. The model's
-    own collector would count each chunk's tensors as those of another layer.
+    """Context manager in which transformers' output hooks record into the yielded dict, instead of
+    the model's own collector. The model's collector would take each chunk's tensors for those of
+    another layer.
 
     Args:
         keys: the keys to record.
@@ -299,16 +303,16 @@ class BackwardState:
         gradients_of_a_parameter: number of terms in the sum of each parameter's gradient: one for
             each chunk.
         parameters: the layer's parameters at the start of the call.
-        wanted: (True if hidden_states need a gradient, a list with the same for each argument that
-            requires a gradient); set by the autograd Function's forward.
+        wanted: pair, set by the autograd Function's forward: True if hidden_states need a gradient,
+            and a list with the same flag for each argument that requires a gradient.
         seen: snapshot of the layer at the end of forward. [Note: fingerprint]
-        witness: compares recomputed values with those of forward; None: no comparison.
-            [Note: witness]
+        witness: compares recomputed values with those of forward; None: no comparison. [Note:
+            witness]
         send_gradients: moves gradients of weights that are stored on the host; None: weights are on
             the device.
         factors: cached LoRA matrices in the compute dtype, by Linear. [Note: adapters]
-        situation: cache of `LayerCall.situation`: (its last arguments, its last result); None: not
-            called yet.
+        situation: the last arguments and the last result of `LayerCall.situation`, as a cache;
+            None: empty.
     """
 
     training: bool
@@ -382,8 +386,8 @@ class LayerCall:
         self.backward = BackwardState(site.layer.training, len(self.plan.ends))
 
     def _move_ends(self, arguments: Arguments, least: int) -> None:
-        """Move chunk ends to positions where the layer can be split, and store why a chunk is
-        longer than requested. [Note: chunk ends]
+        """Move chunk ends to positions where the layer can be split. If a chunk becomes longer than
+        requested, store the reason in `why_longer`. [Note: chunk ends]
 
         Args:
             arguments: the layer's arguments, which may forbid positions.
@@ -446,22 +450,22 @@ class LayerCall:
         return pieces if stop - first >= LEAST_TOKENS else pieces[:1]
 
     def situation(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
-        """Return the key under which the skippable Linear outputs of calls like this one are
-        cached.
+        """Return the key under which the layer's tests cache the names of the Linears whose outputs
+        backward can skip.
 
         Args:
             linears: names of the layer's Linears.
             needs_input: True if the input needs a gradient.
         """
-        asked = linears, needs_input, self.arguments.kind
-        known = self.backward.situation
-        if known is None or any(map(operator.is_not, asked, known[0])):
+        question = linears, needs_input, self.arguments.kind
+        cached = self.backward.situation
+        if cached is None or any(map(operator.is_not, question, cached[0])):
             stops = [chunk.stop for chunk in self.first_chunks(TRIAL_TOKENS)]
-            known = self.backward.situation = (
-                asked,
+            cached = self.backward.situation = (
+                question,
                 (self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops),
             )
-        return known[1]
+        return cached[1]
 
     def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
         """Start recording this chunk's values in forward; in backward, start comparing recomputed
@@ -506,7 +510,7 @@ class LayerCall:
         Args:
             keeps_factors: True if backward may use the cached LoRA matrices again.
         """
-        before = self.form.collected
+        previous = self.form.collected
         hooks = self.parts.engine_hooks
         modules = self.parts.checkpointed
         recorded: contextlib.AbstractContextManager[Collected] = contextlib.nullcontext({})
@@ -524,7 +528,7 @@ class LayerCall:
             try:
                 yield
             finally:
-                self.form.collected = before
+                self.form.collected = previous
                 if self.backward.factors and not (keeps_factors and self._can_keep_factors()):
                     self.backward.factors.clear()
 
@@ -532,9 +536,9 @@ class LayerCall:
         """True if the cached LoRA matrices may stay from forward to backward. The matrices must be
         small beside the layer's input, and parameters neither gathered by ZeRO-3 or FSDP nor stored
         on the host."""
-        most = self.hidden_states.nbytes // MIN_INPUT_TO_FACTORS
+        limit = self.hidden_states.nbytes // MIN_INPUT_TO_FACTORS
         managed = self.site.on_host or held(self.site.layer).weights
-        return not managed and bytes_of(self.backward.factors.values()) <= most
+        return not managed and bytes_of(self.backward.factors.values()) <= limit
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
         """Split a layer's result into its hidden states [..., B, C, h] and the tensors [B, C, ...]
@@ -548,25 +552,25 @@ class LayerCall:
             self.form.width = 0
             return result.flatten(-2) if self.arguments.folds else result, {}
         self.form.is_tuple = isinstance(result, tuple)
-        hidden_states, *rest = result if self.form.is_tuple else (result,)
+        hidden_states, *returned = result if self.form.is_tuple else (result,)
         if isinstance(hidden_states, Tensor) and self.arguments.folds:
             hidden_states = hidden_states.flatten(-2)
         if self.site.kind.attention.returns_weights and any(
-            x is not None and x.is_floating_point() for x in rest
+            x is not None and x.is_floating_point() for x in returned
         ):
-            rest = [None] * len(rest)
-        found = {index: part for index, part in enumerate(rest) if part is not None}
-        whole = isinstance(hidden_states, Tensor) and hidden_states.shape[-3:-1]
-        if not whole or not all(
-            isinstance(part, Tensor) and part.shape[:2] == whole for part in found.values()
+            returned = [None] * len(returned)
+        tensors = {index: part for index, part in enumerate(returned) if part is not None}
+        batch_shape = isinstance(hidden_states, Tensor) and hidden_states.shape[-3:-1]
+        if not batch_shape or not all(
+            isinstance(part, Tensor) and part.shape[:2] == batch_shape for part in tensors.values()
         ):
             raise UnsupportedModelError(
                 f"{type(self.site.layer).__name__} returns more than its hidden states and tensors "
                 "[B, T, ...] beside them, which streambp does not support. Use gradient checkpointing "
                 "for this model."
             )
-        self.form.width = len(rest)
-        return hidden_states, found
+        self.form.width = len(returned)
+        return hidden_states, tensors
 
     def wrap(self, hidden_states: Tensor, extras: dict[OutputSlot, Tensor]) -> Any:
         """Return hidden_states [..., B, T, h] and the tensors [B, T, ...] returned behind them as
@@ -577,9 +581,9 @@ class LayerCall:
             extras: the outputs beside hidden_states. Recorded tensors and tensors of dict arguments
                 among them are ignored.
         """
-        rest = [extras.get(OutputSlot(RETURNED, index)) for index in range(self.form.width)]
+        returned = [extras.get(OutputSlot(RETURNED, index)) for index in range(self.form.width)]
         hidden_states = self.arguments.as_given(hidden_states)
-        return (hidden_states, *rest) if self.form.is_tuple else hidden_states
+        return (hidden_states, *returned) if self.form.is_tuple else hidden_states
 
     def compute(
         self,
@@ -605,10 +609,12 @@ class LayerCall:
             states: the recurrent states at the chunk's start; None: no cache is passed, as in the
                 unpatched model.
         """
-        own = prefix is None
-        again = stage is Stage.RECOMPUTE and own
-        saved = self.kept.attended() if again else None
-        picks = self.kept.picks() if again and self.site.kind.attention.picks_keys else None
+        uses_own_prefix = prefix is None
+        is_recomputation = stage is Stage.RECOMPUTE and uses_own_prefix
+        saved = self.kept.attended() if is_recomputation else None
+        picks = (
+            self.kept.picks() if is_recomputation and self.site.kind.attention.picks_keys else None
+        )
         overwritten = self.site.tests.overwritten
         if overwritten.inputs:  # [Note: writes through pointers]
             states = (
@@ -624,7 +630,7 @@ class LayerCall:
         prefix.overwritten |= overwritten.attended
         mask = PrefixChunkAttention(prefix, chunk, stage, saved, picks)
         witness = self.backward.witness
-        if own and witness is not None and witness.last and stage is not Stage.REFILL:
+        if uses_own_prefix and witness is not None and witness.last and stage is not Stage.REFILL:
             mask.see = witness.see if "attn_out" in self.kept.saves else None
         return self.run(hidden_chunk, chunk, mask, leaves, states), mask.attended
 
@@ -657,7 +663,7 @@ class LayerCall:
         if self.packing is not ONE_DOCUMENT:
             named, cache = kind.states.hand(named, chunk, states, read)
             named, starting = self.packing.entered(named, chunk, cache)
-        before = {name: dict(named[name]) for name in shared} if shared else {}
+        earlier_mappings = {name: dict(named[name]) for name in shared} if shared else {}
         picked = picking(self.parts.indexers, point) if kind.attention.picks_keys else NULL_CONTEXT
         if self.site.choices is None:
             choosing = NULL_CONTEXT
@@ -683,12 +689,12 @@ class LayerCall:
         point.finish()
         result = kind.states.collect(result, cache) if kind.states.carries else result
         hidden_states, returned = self.unwrap(result)
-        if returned or before or self.form.collected:
+        if returned or earlier_mappings or self.form.collected:
             output = collect(
                 hidden_states,
                 returned,
                 self.form.collected,
-                {name: (before[name], named[name]) for name in before},
+                {name: (earlier_mappings[name], named[name]) for name in earlier_mappings},
             )
         else:
             output = ChunkOutput(hidden_states, {})

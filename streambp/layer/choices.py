@@ -26,15 +26,14 @@ CHOOSING = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "argmin": 1, "max":
 
 
 class ReplayedChoices(TorchFunctionMode):
-    """Torch function mode that records the experts that a layer's routers choose for each token in
-    the first run. Later runs use the same choices. [Note: choices]
+    """Torch function mode that records the experts chosen by a layer's routers for each token in
+    the first run, and replays these choices in later runs. [Note: choices]
 
     Attributes:
-        far: dict from a chunk's start to a tensor [B, C], the distance of each token's router
-            scores in the latest run from those in the first run. The distance is squared and
-            relative to the spread of the scores.
-        differing: the number of tokens whose choices differed in the latest run before they were
-            replaced.
+        far: dict from a chunk's start position to a tensor [B, C]: the squared distance of each
+            token's router scores from those of the first run, relative to the scores' spread.
+        differing: the number of tokens whose own choice in the latest run differed from the
+            replayed one.
     """
 
     def __init__(self) -> None:
@@ -59,19 +58,20 @@ class ReplayedChoices(TorchFunctionMode):
             yield
 
     def rearranged(self, change: Callable[[Tensor], Tensor]) -> ReplayedChoices:
-        """Return a copy of the recorded choices, rearranged for a batch that has the same tokens in
-        other rows and positions.
+        """Return a copy of the recorded choices for a batch that has the same tokens in other rows
+        and positions.
 
         Args:
-            change: maps a recorded tensor [B, T, ...] to the new arrangement [B', T', ...].
+            change: moves the entries of a recorded tensor [B, T, ...] to their new rows and
+                positions, [B', T', ...].
         """
-        found = ReplayedChoices()
-        for call, made in self._made.items():
+        copied = ReplayedChoices()
+        for call, records in self._made.items():
             scores, chosen = (
-                change(torch.cat([of_chunk[index] for of_chunk in made], 1)) for index in (1, 2)
+                change(torch.cat([of_chunk[index] for of_chunk in records], 1)) for index in (1, 2)
             )
-            found._made[call] = [(scores.shape[1], scores, chosen)]
-        return found
+            copied._made[call] = [(scores.shape[1], scores, chosen)]
+        return copied
 
     def furthest(self) -> float:
         """Return the largest relative distance, over all tokens, of a token's router scores from
@@ -110,25 +110,26 @@ class ReplayedChoices(TorchFunctionMode):
         ):
             return result
         # [B, C, ...] each
-        now, chosen_now = (
+        router_scores, chosen_now = (
             x.detach().unflatten(0, self._tokens) if flat else x.detach() for x in (scores, chosen)
         )
-        kind = name, now.dim(), now.shape[-1]
+        kind = name, router_scores.dim(), router_scores.shape[-1]
         call = *kind, self._calls[kind]
-        made = self._made.get(call, [])
+        records = self._made.get(call, [])
         self._calls[kind] += 1
-        if self._chunk.start == (made[-1][0] if made else 0):
-            self._made[call] = [*made, (self._chunk.stop, now, chosen_now)]
+        if self._chunk.start == (records[-1][0] if records else 0):
+            self._made[call] = [*records, (self._chunk.stop, router_scores, chosen_now)]
             return result
-        if not made:  # the first chunk has fewer choices: it starts without a state
+        if not records:  # the first chunk has fewer choices: it starts without a state
             return result
-        here = slice(self._chunk.start, self._chunk.stop)
-        then, chosen_then = (
-            torch.cat([of_chunk[index] for of_chunk in made], 1)[:, here] for index in (1, 2)
+        positions = slice(self._chunk.start, self._chunk.stop)
+        first_scores, chosen_then = (
+            torch.cat([of_chunk[index] for of_chunk in records], 1)[:, positions]
+            for index in (1, 2)
         )
-        if then.shape != now.shape or chosen_then.shape != chosen_now.shape:
+        if first_scores.shape != router_scores.shape or chosen_then.shape != chosen_now.shape:
             return result
-        self._note(then, now, chosen_then, chosen_now, name == "topk")
+        self._note(first_scores, router_scores, chosen_then, chosen_now, name == "topk")
         handed = chosen_then.reshape(chosen.shape)
         if isinstance(result, Tensor):
             return handed
@@ -137,27 +138,36 @@ class ReplayedChoices(TorchFunctionMode):
         return type(result)((scores.gather(-1, handed[..., None]).squeeze(-1), handed))
 
     def _note(
-        self, then: Tensor, now: Tensor, chosen_then: Tensor, chosen_now: Tensor, in_any_order: bool
+        self,
+        first_scores: Tensor,
+        scores: Tensor,
+        chosen_then: Tensor,
+        chosen_now: Tensor,
+        in_any_order: bool,
     ) -> None:
         """Add to `far` and `differing` how this run's scores and choices differ from the first
         run's.
 
         Args:
-            then: scores of the first run, [B, C, ..., n].
-            now: scores of this run, [B, C, ..., n].
+            first_scores: scores of the first run, [B, C, ..., n].
+            scores: scores of this run, [B, C, ..., n].
             chosen_then: choices of the first run, [B, C, ...].
             chosen_now: choices of this run, [B, C, ...].
             in_any_order: True: the order of a token's choices does not matter, as for the indices
                 of topk.
         """
         # a mask's -inf may be among them
-        finite, eps = (then.isfinite() & now.isfinite(), torch.finfo(now.dtype).eps)
-        then, now = (torch.where(finite, x, 0.0).double().flatten(2) for x in (then, now))
-        spread = (then - then.mean(-1, keepdim=True)).square().sum(-1).mean()
-        rounding = (16 * eps) ** 2 * then.square().sum(-1).mean()  # scores may be nearly all alike
-        off = (then - now).square().sum(-1) / (spread + rounding).clamp(min=1e-300)
+        finite, eps = (first_scores.isfinite() & scores.isfinite(), torch.finfo(scores.dtype).eps)
+        first_scores, scores = (
+            torch.where(finite, x, 0.0).double().flatten(2) for x in (first_scores, scores)
+        )
+        spread = (first_scores - first_scores.mean(-1, keepdim=True)).square().sum(-1).mean()
+        rounding = (16 * eps) ** 2 * first_scores.square().sum(
+            -1
+        ).mean()  # scores may be nearly all alike
+        off = (first_scores - scores).square().sum(-1) / (spread + rounding).clamp(min=1e-300)
         start = self._chunk.start
         self.far[start] = self.far[start] + off if start in self.far else off
         chosen = (x.reshape(*x.shape[:2], -1) for x in (chosen_then, chosen_now))
-        one, other = (x.sort(-1).values if in_any_order else x for x in chosen)
-        self.differing += int((one != other).any(-1).sum())
+        first_choice, this_choice = (x.sort(-1).values if in_any_order else x for x in chosen)
+        self.differing += int((first_choice != this_choice).any(-1).sum())

@@ -57,28 +57,28 @@ class Carried:
         """
         if not self.states:
             return {}
-        before = plan.before[chunk.index]
-        found = {} if before is None else self.states[before]
+        predecessor = plan.before[chunk.index]
+        states = {} if predecessor is None else self.states[predecessor]
         for index in [index for index in self.states if plan.behind[index][1] <= chunk.index]:
             del self.states[index]
-        return found
+        return states
 
     def went_on(self, plan: ChunkPlan, chunk: Chunk, grads: States) -> None:
-        """Add the gradients of a chunk's start states to the gradients of its predecessor's end
-        states.
+        """Add the gradients of a chunk's start states to the gradients of the end states of the
+        chunk before it.
 
-        If several chunks have the same predecessor, their gradients are summed in
-        promote_types(dtype, float32).
+        Several chunks may follow the same chunk, if documents of a packed row share a prefix.
+        Gradients from these chunks are summed in promote_types(dtype, float32).
 
         Args:
             plan: the chunks.
             chunk: the chunk.
             grads: gradients of the chunk's start states.
         """
-        before = plan.before[chunk.index] if grads else None
-        if before is None:
+        predecessor = plan.before[chunk.index] if grads else None
+        if predecessor is None:
             return
-        summed = self.upstream.setdefault(before, {})
+        summed = self.upstream.setdefault(predecessor, {})
         for key, grad in grads.items():
             if key in summed:
                 wide = torch.promote_types(grad.dtype, torch.float32)

@@ -59,12 +59,12 @@ class DataFlow(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         labels = frozenset().union(*map(self.of, _tensors((*args, *(kwargs or {}).values()))))
         if labels:
-            written = [
+            overwritten = [
                 value
                 for value, argument in zip(args, func._schema.arguments, strict=False)
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
-            for x in _tensors((result, *written)):
+            for x in _tensors((result, *overwritten)):
                 self.add(x, labels)
         return result
 
@@ -80,8 +80,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) -> DataFlow:
-    """Run a few tokens through the layer. Return the Linears whose outputs influence the results,
-    and the Linears whose outputs influence a tensor saved by autograd.
+    """Run a few tokens through the layer. Return a `DataFlow` with the names of the Linears whose
+    outputs influence the results, and of those whose outputs influence a tensor saved by autograd.
 
     Args:
         linears: the layer's Linears by name, as returned by `plain_linears`.

@@ -51,7 +51,7 @@ class Strategy:
 
     Attributes:
         make: creates a `LayerCall` from the layer's settings and arguments.
-        forward: function of a call, and of True if tensors for backward are to be saved. Returns
+        forward: function of a call and a flag, True if tensors must be saved for backward. Returns
             hidden_states of the full sequence, then the other outputs in the order of
             `call.form.extras`.
         backward: computes the gradients and adds them to a `BackwardPass`.
@@ -73,26 +73,26 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         keep: True: save the tensors that backward needs.
     """
     site = call.site
-    kept = call.kept
+    saved = call.kept
     carried = call.carried
     # Memory for the prefix of keys and values, and for the outputs.
     if site.offloader is not None:
         call.limit_prefix(site.offloader)
     states = States()
     carries = site.kind.states.carries
-    whole: Whole = {}
+    outputs: Whole = {}
     # The saves are chosen before the first chunk; the witness records each chunk's output.
     if keep:
-        kept.find_products()
-        if kept.watch is not None:
-            kept.watch.mark()
+        saved.find_products()
+        if saved.watch is not None:
+            saved.watch.mark()
         call.backward.witness = site.witness(call.hidden_states, call.autocast)
     seeing = call.inputs_seen() if keep else NULL_CONTEXT
     with torch.no_grad(), call.streaming(keeps_factors=keep), seeing:
         for chunk in call.plan.chunks:
             # The chunk's start: random state, input, states of the chunk before.
             if keep:
-                kept.random.append(RandomState.capture(call.device))
+                saved.random.append(RandomState.capture(call.device))
             hidden_chunk = chunk.part(call.hidden_states, -2)
             original = (
                 hidden_chunk.clone() if keep and site.tests.overwritten.inputs else hidden_chunk
@@ -100,33 +100,33 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             if carries:
                 states = carried.start(call.plan, chunk)
                 if keep:
-                    kept.keep_states(chunk, states)
+                    saved.keep_states(chunk, states)
             # The layer's own forward; its attention appends K and V to the prefix and reads all
             # before them.
             compute = functools.partial(
-                _forward_chunk, call, whole, hidden_chunk, chunk, states, original
+                _forward_chunk, call, outputs, hidden_chunk, chunk, states, original
             )
             output, attended = call.attempt(compute) if keep else compute(False)
             # Start states for the next chunk, and tensors for backward.
             if carries and output.states and chunk.index in call.plan.behind:
                 carried.states[chunk.index] = output.states
             if keep:
-                kept.keep(chunk, original, attended)
+                saved.keep(chunk, original, attended)
             del output, attended
     # End of forward: report the attention kernels; the prefix stays only if it holds saved keys and
     # values.
-    if kept.graph is None:  # a kept graph is computed as in backward, which records no kernels
+    if saved.graph is None:  # a kept graph is computed as in backward, which records no kernels
         site.last_call.kernels = carried.prefix.used
     if keep:
         site.last_call.sdpa = carried.prefix.sdpa
-        kept.seal(carried.prefix.backward_bytes)
-    if keep and "kv" in kept.saves and not kept.moves_kv:
+        saved.seal(carried.prefix.backward_bytes)
+    if keep and "kv" in saved.saves and not saved.moves_kv:
         carried.prefix.pack()
     else:
         carried.prefix.drop_buffers()
         carried.states = {}
         carried.upstream = {}
-    return outputs_of(call, whole)
+    return outputs_of(call, outputs)
 
 
 def _forward_chunk(
@@ -136,7 +136,7 @@ def _forward_chunk(
     chunk: Chunk,
     states: States,
     original: Tensor,
-    again: bool,
+    is_retry: bool,
 ) -> tuple[ChunkOutput, list[Attended]]:
     """Compute one chunk of a layer call without a graph, copy its outputs into `whole`, and return
     them with the output and logsumexp of each attention call. Linear outputs named by `saves` are
@@ -150,28 +150,28 @@ def _forward_chunk(
         states: the recurrent states at the chunk's start.
         original: the chunk's input as before the layer's forward, which may overwrite
             `hidden_chunk`.
-        again: True if the chunk is computed a second time, after running out of memory.
+        is_retry: True if the chunk is computed a second time, after running out of memory.
     """
-    kept = call.kept
+    saved = call.kept
     witness = call.backward.witness
-    if again:
-        kept.random[-1].restore()
+    if is_retry:
+        saved.random[-1].restore()
         if hidden_chunk is not original:
             hidden_chunk.copy_(original)
     see = call.seeing(chunk, again=False)
-    if kept.keeps_graph:
+    if saved.keeps_graph:
         with call.backward.parameters.shadowed() as shadows:
             graph = computed_with_graph(
                 call, hidden_chunk, chunk, call.backward.wanted, shadows, {}
             )
-        kept.graph = graph
+        saved.graph = graph
         if witness is not None:
             witness.see_output(original, graph.output.hidden_states)
         extras = {place: part.detach() for place, part in graph.output.extras.items()}
         return put(
             whole, ChunkOutput(graph.output.hidden_states.detach(), extras), chunk, call.plan.length
         ), []
-    with kept.products.capture_outputs(see=see) if kept.products.names else NULL_CONTEXT:
+    with saved.products.capture_outputs(see=see) if saved.products.names else NULL_CONTEXT:
         output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
     if witness is not None:
@@ -181,7 +181,13 @@ def _forward_chunk(
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
     """Return the layer's outputs as a tuple: hidden_states [..., B, T, h], then the others. Store
-    the order of the others in `call.form.extras`."""
+    the order of the others in `call.form.extras`.
+
+    Args:
+        call: the layer call.
+        whole: the outputs of the full sequence; key None holds the hidden states, the other keys
+            are `OutputSlot`s.
+    """
     result = whole.pop(None)
     call.form.extras = [place for place in whole if place is not None]
     return result, *(whole[place] for place in call.form.extras)
@@ -251,9 +257,14 @@ class BackwardPass:
         self.hidden_states = mark(buffer)
 
     def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
-        """Return a list of the chunk's outputs that have a graph and an incoming gradient,
-        hidden_states [..., B, C, h] first. Return a second list with this chunk's part of each
-        incoming gradient."""
+        """Return two lists for one chunk's backward: the chunk's outputs that have a graph and an
+        incoming gradient, hidden_states [..., B, C, h] first, and the chunk's slices of these
+        gradients.
+
+        Args:
+            output: the chunk's outputs.
+            chunk: the chunk's range of positions.
+        """
         tensors, gradients = [], []
         for place, grad in ((None, self.of_output), *self.of_extras.items()):
             tensor = output.hidden_states if place is None else output.extras[place]
@@ -297,13 +308,13 @@ class BackwardPass:
         if not self._arguments:
             return [None] * len(self.wanted)
         sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
-        found = iter(
+        gradients = iter(
             [
                 total if buffer is None else buffer
                 for buffer, total in zip(self._buffers, sums, strict=True)
             ]
         )
-        return [next(found) if needs else None for needs in self.wanted]
+        return [next(gradients) if needs else None for needs in self.wanted]
 
 
 class StreamedLayer(torch.autograd.Function):
@@ -349,15 +360,17 @@ class StreamedLayer(torch.autograd.Function):
             weights = NULL_CONTEXT
             if call.site.weights is not None:
                 weights = call.site.weights_here("forward", call.device)
-            with weights, watching(hooks) if hooks.places else NO_HOOKS as acted:
+            with weights, watching(hooks) if hooks.places else NO_HOOKS as modifying_hooks:
                 outputs = strategy.forward(call, True)
-            if acted:
-                call.site.tests.refuse_untested(acted, call.site.layer)
+            if modifying_hooks:
+                call.site.tests.refuse_untested(modifying_hooks, call.site.layer)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
             raise explained(error, call.site, call.plan) from error
-        call.backward.seen = call.site.fingerprint.seen(call.site.layer, call.look, versions, acted)
+        call.backward.seen = call.site.fingerprint.seen(
+            call.site.layer, call.look, versions, modifying_hooks
+        )
         if call.kept.store.copies:
             # The shape without storage: the tensors are offloaded.
             call.hidden_states = hidden_states.new_empty((), device="meta").expand_as(hidden_states)
@@ -401,14 +414,14 @@ class StreamedLayer(torch.autograd.Function):
             # Recompute and differentiate the layer with shadows in its parameters' slots.
             # `recomputing` exits after the parameters are back, because it takes a snapshot of the
             # layer.
-            here = NULL_CONTEXT
+            weights_on_device = NULL_CONTEXT
             if call.site.weights is not None:
-                here = call.site.weights_here("backward", call.device)
+                weights_on_device = call.site.weights_here("backward", call.device)
             with (
                 call.autocast.off(),
                 call.streaming(),
                 recomputing(call),
-                here,
+                weights_on_device,
                 parameters.shadowed() as work.shadows,
             ):
                 work.sums.places = {id(shadow): index for index, shadow in enumerate(work.shadows)}
@@ -422,18 +435,18 @@ class StreamedLayer(torch.autograd.Function):
             call.carried.upstream = {}
             # One gradient for each parameter, in its dtype.
             values = parameters.current()
-            found = call.attempt(lambda _: work.sums.result(values))
+            summed = call.attempt(lambda _: work.sums.result(values))
             if call.backward.send_gradients is None:
-                found = found
+                summed = summed
             else:
-                found = call.backward.send_gradients(values, found)
+                summed = call.backward.send_gradients(values, summed)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
             raise explained(error, call.site, call.plan) from error
         finally:
             use.__exit__()
-        pairs = zip(found, values, strict=True)
+        pairs = zip(summed, values, strict=True)
         gradients = [
             zeros_for_engines(parameter) if gradient is None else gradient
             for gradient, parameter in pairs
@@ -445,12 +458,12 @@ FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
 
 
 def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -> None:
-    """Recompute and differentiate the chunks of a layer call, last chunk first.
-    [Note: prefix accumulation order]
+    """Recompute and differentiate the chunks of a layer call, last chunk first. [Note: prefix
+    accumulation order]
 
     Args:
-        find_unread: function of the call, the layer's Linears by name, and True if the input needs
-            a gradient. Returns the Linears whose outputs backward never reads.
+        find_unread: returns the Linears whose outputs backward never reads, from the call, the
+            layer's Linears by name, and a flag, True if the input needs a gradient.
         call: the layer call.
         work: receives the gradients.
     """
@@ -463,27 +476,29 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     situation = call.situation(linears, work.needs_input)
     unread = call.site.tests.unread.get(situation)
     if unread is None:
-        found = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
-        unread = remember(call.site.tests.unread, situation, found)
+        products = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
+        unread = remember(call.site.tests.unread, situation, products)
     # Recompute keys and values of all chunks except the last, which writes its own. Skip the
     # recomputation if keys and values were saved, or if the layer has no attention.
     prefix = call.carried.prefix
-    kept = call.kept
-    missing = (len(call.plan) > 1 or kept.moves_kv) and prefix.calls and not prefix.filled_until
-    if missing and kept.keys_are_stored:
+    saved = call.kept
+    needs_refill = (
+        (len(call.plan) > 1 or saved.moves_kv) and prefix.calls and not prefix.filled_until
+    )
+    if needs_refill and saved.keys_are_stored:
         prefix.find_saved()
-    elif missing:
+    elif needs_refill:
         with torch.no_grad(), left_out(linears, unread.refill):
-            for chunk in kept.refilled:
-                starts = kept.starts(chunk.index)
-                kept.bring(chunk, starts, again=dict(starts))
+            for chunk in saved.refilled:
+                starts = saved.starts(chunk.index)
+                saved.bring(chunk, starts, again=dict(starts))
                 call.attempt(functools.partial(_refill, call, chunk))
     # Recompute and differentiate each chunk. Chunks of later queries are first: the dK and dV of a
     # chunk are complete when its own turn begins.
-    left = unread.recompute.difference(call.kept.products.names)
+    skipped = unread.recompute.difference(call.kept.products.names)
     if call.backward.witness is not None:
-        left &= call.backward.witness.left_out
-    with summed(linears, work.sums, left, call.backward.witness):
+        skipped &= call.backward.witness.left_out
+    with summed(linears, work.sums, skipped, call.backward.witness):
         for chunk in call.plan.backward:
             _chunk_backward(call, chunk, work, unread.states or any(work.wanted))
 
@@ -514,15 +529,15 @@ def computed_with_graph(
     origin = GraphMarker()
     with torch.enable_grad():
         if chunk.stop == call.plan.length:
-            given = MarkGraphStart.apply(hidden_chunk, origin, False)
+            layer_input = MarkGraphStart.apply(hidden_chunk, origin, False)
         else:
-            given = hidden_chunk
-        output, _ = call.compute(given, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
+            layer_input = hidden_chunk
+        output, _ = call.compute(layer_input, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
     assert output is not None
     return Graph(output, origin, hidden_chunk, leaves, shadows)
 
 
-def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:
+def _refill(call: LayerCall, chunk: Chunk, is_retry: bool) -> None:
     with call.kept.random[chunk.index].replayed():
         states = call.kept.states() if call.site.kind.states.carries else None
         call.compute(call.kept.brought["x"], chunk, Stage.REFILL, states=states)
@@ -540,20 +555,20 @@ def _chunk_backward(
         work: receives the gradients.
         through_states: True if the chunk's start states depend on a tensor that needs a gradient.
     """
-    kept = call.kept
+    saved = call.kept
     carries = call.site.kind.states.carries
-    kept.bring(chunk, kept.reads(chunk.index))
-    x = kept.brought["x"]
+    saved.bring(chunk, saved.reads(chunk.index))
+    x = saved.brought["x"]
     states = States()
     upstream = States()
     if carries:
-        states = kept.states()
+        states = saved.states()
         upstream = call.carried.upstream.pop(chunk.index, {})
         states = leaves_of(states) if through_states else states
     of_inputs, through, of_parameters = call.attempt(
         functools.partial(_differentiated, call, chunk, work, x, states, upstream)
     )
-    kept.brought.clear()
+    saved.brought.clear()
     if carries:
         call.carried.went_on(call.plan, chunk, through)
     work.add(chunk, of_inputs)
@@ -567,7 +582,7 @@ def _differentiated(
     x: Tensor,
     states: States,
     of_states: States,
-    again: bool,
+    is_retry: bool,
 ) -> tuple[list[Tensor | None], States, list[Tensor | None]]:
     """Return the gradients of one chunk: of x and the arguments with requires_grad, of the chunk's
     start states, and of the parameters.
@@ -579,27 +594,27 @@ def _differentiated(
         x: [..., B, C, h], the chunk's hidden_states.
         states: the recurrent states that the chunk starts from.
         of_states: the gradients of the chunk's end states.
-        again: True in a retry after running out of memory: terms that the first attempt added to
+        is_retry: True in a retry after running out of memory: terms that the first attempt added to
             sums are not added again.
     """
     if call.attempt is not RUN_ONCE:
-        work.sums.begin(again)
-        call.carried.prefix.begin_backward(again)
+        work.sums.begin(is_retry)
+        call.carried.prefix.begin_backward(is_retry)
     graph, call.kept.graph = call.kept.graph, None
     if graph is None or any(
-        one is not other
-        and one.data_ptr() != other.data_ptr()  # an engine has gathered the parameters again
-        for one, other in zip(graph.shadows, work.shadows, strict=True)
+        of_graph is not of_pass
+        and of_graph.data_ptr() != of_pass.data_ptr()  # an engine has gathered the parameters again
+        for of_graph, of_pass in zip(graph.shadows, work.shadows, strict=True)
     ):
-        kept = call.kept
+        saved = call.kept
         see = call.seeing(chunk, again=True)
         with (
-            kept.random[chunk.index].replayed(),
-            kept.products.use_outputs(kept.brought, sums=work.sums, see=see)
-            if kept.products.names
+            saved.random[chunk.index].replayed(),
+            saved.products.use_outputs(saved.brought, sums=work.sums, see=see)
+            if saved.products.names
             else NULL_CONTEXT,
-            counting(call, kept.watch, (x, *work.shadows))
-            if kept.watch is not None
+            counting(call, saved.watch, (x, *work.shadows))
+            if saved.watch is not None
             else NULL_CONTEXT,
         ):
             graph = computed_with_graph(
@@ -615,21 +630,21 @@ def _differentiated(
             upstream.append(grad.to(output.states[key].dtype))
     targets = [leaf for leaf in (graph.hidden_chunk, *graph.leaves) if leaf.requires_grad]
     starts = {key: state for key, state in states.items() if state.requires_grad} if states else {}
-    wanted = [*targets, *starts.values(), *graph.shadows]
+    sources = [*targets, *starts.values(), *graph.shadows]
     if last:
-        refuse_other_leaves(call.site.layer, outputs, wanted)
-    found: list[Tensor | None] = list(
-        torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
+        refuse_other_leaves(call.site.layer, outputs, sources)
+    gradients: list[Tensor | None] = list(
+        torch.autograd.grad(outputs, sources, upstream, allow_unused=True)
     )
     del outputs, upstream, output, graph
-    held = weakref.ref(origin)
+    marker = weakref.ref(origin)
     del origin
     if last:
-        refuse_kept(call, held)
+        refuse_kept(call, marker)
     first, second = len(targets), len(targets) + len(starts)
-    through = zip(starts, found[first:second], strict=True)
+    through = zip(starts, gradients[first:second], strict=True)
     return (
-        found[:first],
+        gradients[:first],
         {key: grad for key, grad in through if grad is not None} if starts else {},
-        found[second:],
+        gradients[second:],
     )

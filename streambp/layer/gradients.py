@@ -3,14 +3,14 @@ autograd graph, and of the incoming gradient's buffer.
 
 The recomputation's results are compared as well. [Note: witness]
 
-[Note: gradient reuse] The backward of layer i returns dx, a buffer that streambp allocated, and
-autograd passes it to layer i - 1 as its incoming gradient. Layer i - 1 may write its own dx into
-the buffer if no other code needs it, which saves 8 KB a token on an 8B model. Other users are
-`autograd.grad(loss, [x, h])`, a tensor hook, `retain_grad`, and operations that share the storage.
-Each of these users holds a reference. The buffer is reused only if it has streambp's mark and if
-its tensor, Python and storage reference counts equal the counts of a gradient that only the engine
-holds. These counts are measured once, on a chain of two Functions. If the counts differ for another
-reason, the buffer is not reused, which costs memory only.
+The backward of layer i returns dx, a buffer that streambp allocated, and autograd passes it to
+layer i - 1 as its incoming gradient. Layer i - 1 may write its own dx into the buffer if no other
+code needs it, which saves 8 KB a token on an 8B model. Other users are `autograd.grad(loss, [x,
+h])`, a tensor hook, `retain_grad`, and operations that share the storage. Each of these users holds
+a reference. The buffer is reused only if it has streambp's mark and if its tensor, Python and
+storage reference counts equal the counts of a gradient that only the engine holds. These counts are
+measured once, on a chain of two Functions. If the counts differ for another reason, the buffer is
+not reused, which costs memory only.
 
 [Note: kept graphs] If a short sequence is one chunk and the device has enough memory, the layer
 runs as in the unpatched model. Forward builds the graph for backward, and nothing is recomputed.
@@ -94,8 +94,8 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
         )
     check_mode(call.site.layer, call.backward.training)
     call.look = call.site.fingerprint.look(call.site.layer)
-    same = call.look is ctx.parameters.look and call.look.trained == ctx.parameters.trained
-    ctx.parameters.check_unchanged([] if same else call.site.of(slots_of))
+    is_unchanged = call.look is ctx.parameters.look and call.look.trained == ctx.parameters.trained
+    ctx.parameters.check_unchanged([] if is_unchanged else call.site.of(slots_of))
     refuse_written(call.arguments.seen)
     call.site.fingerprint.check(call.site.layer, call.backward.seen, call.look)
     return call, ctx.parameters
@@ -112,13 +112,18 @@ def recomputing(call: LayerCall) -> Iterator[None]:
     assert call.backward.seen is not None
     site = call.site
     hooks = call.look.hooks
-    with watching(hooks) if hooks.places else NO_HOOKS as acted:
+    with watching(hooks) if hooks.places else NO_HOOKS as modifying_hooks:
         yield
-    for key in sorted(acted ^ call.backward.seen.acted):
-        now, then = (
-            ("changes what", "changed nothing") if key in acted else ("changes nothing that", "did")
+    for key in sorted(modifying_hooks ^ call.backward.seen.acted):
+        in_backward, in_forward = (
+            ("changes what", "changed nothing")
+            if key in modifying_hooks
+            else ("changes nothing that", "did")
         )
-        raise changed(call.site.layer, f"{described(key)} {now} it is given, and {then} in forward")
+        raise changed(
+            call.site.layer,
+            f"{described(key)} {in_backward} it is given, and {in_forward} in forward",
+        )
     if site.fingerprint.pending:
         site.fingerprint.learn(call.site.layer, call.look)
 
@@ -223,16 +228,16 @@ def can_keep_graph(call: LayerCall) -> bool:
 
 @contextlib.contextmanager
 def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager that counts the bytes of the tensors that autograd saves for a chunk, and
+    """Context manager that counts the bytes of the tensors that autograd saves for one chunk, and
     adds them to `watch.graph`.
 
-    Tensors that are alive anyway are not counted: `known`, frozen weights and the call's arguments,
-    such as cosines and sines.
+    Tensors that exist without the graph are not counted: `known`, frozen weights and the call's
+    arguments, such as cosines and sines.
 
     Args:
         call: the call of the layer.
         watch: the recorded costs of the layer.
-        known: tensors [...] that are alive without the graph.
+        known: tensors [...] that exist without the graph.
     """
     if call.attempt is RUN_ONCE:
         yield
@@ -240,13 +245,15 @@ def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> 
     arguments = [tensor for _, tensor, _ in call.arguments.seen if tensor.layout == torch.strided]
     # without shadows
     frozen = [weight for weight in call.site.layer.parameters() if not weight.requires_grad]
-    there = {tensor.untyped_storage()._cdata for tensor in (*known, *frozen, *arguments)}
+    existing_storages = {
+        tensor.untyped_storage()._cdata for tensor in (*known, *frozen, *arguments)
+    }
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            if storage._cdata not in there:
+            if storage._cdata not in existing_storages:
                 sizes[storage._cdata] = storage.nbytes()
         return tensor.detach()  # the tensor itself would make a cycle of node and output
 
@@ -276,30 +283,30 @@ def refuse_other_leaves(
             "layer, or set requires_grad to False, or run the model unpatched "
             "(streambp.unpatch(model)) with gradient checkpointing."
         )
-        told = "" if getattr(leaf, FLAT_PARAMETER, False) else otherwise
-        raise UnsupportedModelError(f"{type(layer).__name__} {depends(leaf)}{told}")
+        remedy = "" if getattr(leaf, FLAT_PARAMETER, False) else otherwise
+        raise UnsupportedModelError(f"{type(layer).__name__} {depends(leaf)}{remedy}")
 
 
 def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
     """Return all autograd nodes that computed these tensors [...], each node once."""
-    found: list[Any] = list(
+    nodes: list[Any] = list(
         dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
     )
-    seen: set[Any] = {None, *found}
-    for node in found:  # the list grows during the loop
-        for before, _ in node.next_functions:
-            if before not in seen:
-                seen.add(before)
-                found.append(before)
-    return found
+    visited: set[Any] = {None, *nodes}
+    for node in nodes:  # the list grows during the loop
+        for predecessor, _ in node.next_functions:
+            if predecessor not in visited:
+                visited.add(predecessor)
+                nodes.append(predecessor)
+    return nodes
 
 
 def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
     """Return a leaf [...] of these outputs' autograd graph that is not among `differentiated`; None
     if all leaves are."""
-    known = {id(tensor) for tensor in differentiated}
+    leaf_ids = {id(tensor) for tensor in differentiated}
     for node in nodes_behind(outputs):
-        if type(node) is LEAF_NODE and id(node.variable) not in known:
+        if type(node) is LEAF_NODE and id(node.variable) not in leaf_ids:
             leaf: Tensor = node.variable
             return leaf
     return None
@@ -320,11 +327,9 @@ def depends(leaf: Tensor) -> str:
 
 
 def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
-    """Raise if other code still holds part of a chunk's graph after the chunk's backward. Example:
-    a hook collects an auxiliary loss. The hook got tensors without a graph in forward, so the
-    gradient of this loss would be lost.
-
-    Later calls of this kind run unchunked.
+    """Raise if other code still holds part of a chunk's graph after the chunk's backward, for
+    example a hook that collects an auxiliary loss. The hook got tensors without a graph in forward,
+    so the gradient of this loss would be lost. Later calls of this kind run unchunked.
 
     Args:
         call: the layer call.
@@ -370,8 +375,8 @@ def reference_counts(gradient: Tensor) -> Counts:
 
 
 def mark(gradient: Tensor) -> Tensor:
-    """Mark this buffer [..., B, T, h] by an attribute, as allocated by streambp for a gradient, and
-    return it."""
+    """Set an attribute on this buffer [..., B, T, h] and return it. The attribute says that
+    streambp allocated the buffer for a gradient, so `may_overwrite` may allow its reuse."""
     gradient._streambp_buffer = True  # type: ignore[attr-defined]
     return gradient
 
@@ -400,7 +405,7 @@ def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
 def counts_when_alone() -> Counts:
     """Return the `reference_counts` of a gradient that only autograd's engine holds. The counts are
     measured once in a process."""
-    seen: list[Counts] = []
+    counts: list[Counts] = []
 
     class Probe(torch.autograd.Function):
         @staticmethod
@@ -409,10 +414,10 @@ def counts_when_alone() -> Counts:
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            seen.append(reference_counts(gradient))
+            counts.append(reference_counts(gradient))
             return mark(torch.empty_like(gradient))
 
     with torch.enable_grad():
         x = torch.zeros(2, requires_grad=True, device="cpu")
         torch.autograd.grad(Probe.apply(Probe.apply(x)), [x], torch.zeros_like(x))
-    return seen[1]
+    return counts[1]

@@ -33,11 +33,11 @@ def with_memory(
     let_go: Callable[[], bool] | None,
     check_room: Callable[[], None] | None = None,
 ) -> T:
-    """Return the result of `compute`. If it runs out of device memory, free saved tensors that
-    backward can recompute, and call it once more. [Note: once for each chunk]
+    """Return the result of `compute`. If `compute` runs out of device memory, free saved tensors
+    that backward can recompute, and call it again. [Note: once for each chunk]
 
     Args:
-        compute: takes one argument, True in the retry.
+        compute: the computation; its argument is True in the retry, otherwise False.
         device: the device whose memory is freed.
         let_go: frees saved tensors and returns True if there were any; None: there are none.
         check_room: called before the first attempt; frees saved tensors if memory is short.
@@ -81,8 +81,8 @@ def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceM
 
 
 def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
-    """Return one sentence that names the setting to change: the least costly one that lowers peak
-    memory.
+    """Return one sentence that advises to change a setting: the least costly change that lowers
+    peak memory.
 
     Args:
         config: the user's settings.

@@ -18,17 +18,18 @@ from streambp.recurrent.states import StateCache
 
 
 class Packing:
-    """The documents of packed rows in one call of a layer with recurrent states: the layer's states
-    begin anew with each document.
+    """The documents of packed rows in one call of a layer with recurrent states, which must start
+    anew with each document.
 
     Attributes:
         arguments: the call's arguments; None for a layer without states, whose attention mask
             separates the documents.
-        told: names of the arguments that pass document boundaries to the layer's kernels; () for
+        told: names of the arguments through which the layer's kernels get document boundaries; ():
             none.
         rows: the documents that position_ids mark, for modules that must run once for each
             document; None: position_ids mark none. [Note: segments]
-        marks_documents: True if this layer separates several documents in a row.
+        marks_documents: True if the call has document boundaries, in the arguments `told` or in
+            `rows`.
     """
 
     def __init__(self, site: LayerSite | None = None, arguments: Arguments | None = None) -> None:

@@ -92,16 +92,16 @@ def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn
         for hook in getattr(m, table).values()
     ):
         return {}
-    apart = [*indexers_of(layer), *compiled_inside(layer)]
-    inside = {id(module) for found in apart for module in found.modules()}
-    known = set(adapted)
-    for name in known:
-        whole = layer.get_submodule(name)
-        inside |= {id(module) for module in whole.modules() if module is not whole}
+    excluded = [*indexers_of(layer), *compiled_inside(layer)]
+    inner_ids = {id(module) for found in excluded for module in found.modules()}
+    adapted_names = set(adapted)
+    for name in adapted_names:
+        wrapper = layer.get_submodule(name)
+        inner_ids |= {id(module) for module in wrapper.modules() if module is not wrapper}
     return {
         name: module
         for name, module in layer.named_modules()
-        if id(module) not in inside and (name in known or _is_plain(module))
+        if id(module) not in inner_ids and (name in adapted_names or _is_plain(module))
     }
 
 
@@ -167,22 +167,22 @@ class SwappedForwards:
     def __enter__(self) -> None:
         self.before: list[tuple[dict[str, Any], Any]] = []
         for module, forward in self.forwards.items():
-            own = module.__dict__
-            self.before.append((own, own.get("forward")))
-            own["forward"] = forward
+            attributes = module.__dict__
+            self.before.append((attributes, attributes.get("forward")))
+            attributes["forward"] = forward
 
     def __exit__(self, *_: object) -> None:
-        for own, found in self.before:
-            own.pop("forward", None)
-            if found is not None:
-                own["forward"] = found
+        for attributes, forward in self.before:
+            attributes.pop("forward", None)
+            if forward is not None:
+                attributes["forward"] = forward
 
 
 def summed(
     linears: dict[str, nn.Linear], sums: GradientSum, unread: Labels, witness: Witness | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Context manager in which the backward of these Linears adds each chunk's weight gradient
-    directly to the sum over chunks. [Note: sums inside products]
+    directly to the sum over chunks. See `accumulate.py`.
 
     Args:
         linears: the layer's Linears by name.
@@ -226,15 +226,14 @@ def _adding(
     witness: Witness | None,
     name: str,
 ) -> Callable[[Tensor], Tensor]:
-    """Return a replacement for this Linear's forward. The replacement computes the output
-    [..., out] from x [..., in], and passes x to the witness. Valid while the module keeps its
-    weight.
+    """Return a replacement for this Linear's forward. The replacement computes the output [...,
+    out] from x [..., in], and passes x to the witness. Valid while the module keeps its weight.
 
     Args:
         module: the Linear.
         value: `UNREAD`: no code reads the output, so it is NaN; None: compute the output.
-        add: callback for backward: gets the weight gradient's two factors, [out, n] and [n, in],
-            and adds their product to a sum; None: autograd returns the gradient.
+        add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
+            weight's gradient, and adds this product to a sum; None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype; None: cast here.
         witness: gets the Linear's inputs, to compare them with forward; None: there is no
             comparison.
@@ -261,24 +260,26 @@ def _adding(
 def left_out(
     linears: dict[str, nn.Linear], names: Labels
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which Linears return NaN instead of computing their output; only for
-    Linears whose output no code reads. The Linears' backward computes the usual gradients.
+    """Return a context manager in which Linears return NaN instead of computing their output. Only
+    for Linears whose output values no code reads; the Linears' backward computes the usual
+    gradients.
 
     Args:
         linears: the layer's Linears by name.
         names: names of the Linears to skip.
     """
-    chosen = [linears[name] for name in names if name in linears]
+    skipped = [linears[name] for name in names if name in linears]
     return SwappedForwards(
-        {module: functools.partial(_product, module, UNREAD, None, None) for module in chosen}
+        {module: functools.partial(_product, module, UNREAD, None, None) for module in skipped}
     )
 
 
 def computed(
     linears: dict[str, nn.Linear], names: Iterable[str]
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager for a test of `left_out`. The Linears compute their output, but with the same
-    backward as in `left_out`, so the test can compare gradients bit by bit.
+    """Return a context manager for the comparison run in a test of `left_out`. The Linears compute
+    their output, but have the same backward as in `left_out`. Gradients can then be compared bit by
+    bit.
 
     Args:
         linears: the layer's Linears by name.
@@ -359,14 +360,14 @@ def _product(
         module: the Linear, or a LoRA Linear.
         value: the saved output [..., out]. None: compute the output. A slice: compute these rows
             only; all other rows are NaN. `UNREAD` is the empty slice.
-        add: callback for backward: gets the weight gradient's two factors, [out, n] and [n, in],
-            and adds their product to a sum; None: autograd returns the gradient.
+        add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
+            weight's gradient, and adds this product to a sum; None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype; None: cast here.
         x: [..., in].
     """
     if (adaptation := module.__dict__.get(ADAPTED)) is not None:
-        found: Tensor = adaptation.product(x, value, add, cast)
-        return found
+        output: Tensor = adaptation.product(x, value, add, cast)
+        return output
     weight, bias = weights_of(module)
     dtype = cast_to(x)
     if value is UNREAD and not torch.is_grad_enabled():
@@ -406,8 +407,9 @@ class LinearWithKnownOutput(torch.autograd.Function):
             bias: [out].
             value: the saved output [..., out], returned as a view. None: compute the output. A
                 slice: compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
-            add: callback for backward: gets the weight gradient's two factors, [out, n] and
-                [n, in], and adds their product to a sum; None: autograd returns the gradient.
+            add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
+                weight's gradient, and adds this product to a sum; None: autograd returns the
+                gradient.
         """
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
@@ -425,10 +427,8 @@ class LinearWithKnownOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x [..., in], weight [out, in] and bias [out] for grad [..., out].
-
-        The weight's gradient is None if forward got `add`, which receives the gradient's two
-        factors.
-        """
+        The weight's gradient is None if `add` was passed to forward, because `add` has then summed
+        it."""
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)
         # [..., in]

@@ -38,10 +38,10 @@ NULL_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Autocast(NamedTuple):
-    """The state of torch's autocast, for a device and for the CPU. [Note: autocast]
+    """The settings of torch's autocast for one device and for the CPU. [Note: autocast]
 
     Attributes:
-        states: (device type, enabled, dtype) for each device type.
+        states: (device type, enabled, dtype) for each of the two device types.
         cache: True if autocast caches weight copies.
         on: True if autocast is enabled for one of the device types.
     """
@@ -207,27 +207,27 @@ class Parameters:
         self._module = module
 
     def renewed(self, look: LayerSnapshot, trained: bytes) -> Parameters:
-        """Return a copy for a new forward of the layer. The copy stores the current ids and version
-        counters of the parameters, for `check_unchanged` in backward.
+        """Return a copy for a new forward of the layer, with the current ids and version counters
+        of the parameters. `check_unchanged` reads the ids and counters in backward.
 
         Args:
             look: snapshot of the layer's modules, attributes and hooks at this forward.
             trained: the parameters' requires_grad flags at this forward, one byte each.
         """
-        found = copy.copy(self)
-        held = found.current()
-        found._identities = list(map(id, held))
-        found._versions = list(map(VERSION, held))
-        found.look = look
-        found.trained = trained
-        return found
+        renewed = copy.copy(self)
+        parameters = renewed.current()
+        renewed._identities = list(map(id, parameters))
+        renewed._versions = list(map(VERSION, parameters))
+        renewed.look = look
+        renewed.trained = trained
+        return renewed
 
     def current(self) -> list[Tensor]:
         """Return the module's current parameters [...], one for each distinct parameter."""
-        found: list[Any] = []
+        parameters: list[Any] = []
         for (owner, name), *_ in self.groups:
-            found.append(owner._parameters[name])
-        return found
+            parameters.append(owner._parameters[name])
+        return parameters
 
     def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
         """Raise BackwardError if a parameter was written to or replaced since forward, or if a
@@ -237,9 +237,12 @@ class Parameters:
             slots: `slots_of` the module now; None: search the module; []: requires_grad flags are
                 known to be unchanged.
         """
-        held = self.current()
-        if list(map(id, held)) != self._identities or list(map(VERSION, held)) != self._versions:
-            known_as = zip(self.names, held, self._identities, self._versions, strict=True)
+        parameters = self.current()
+        if (
+            list(map(id, parameters)) != self._identities
+            or list(map(VERSION, parameters)) != self._versions
+        ):
+            known_as = zip(self.names, parameters, self._identities, self._versions, strict=True)
             for name, parameter, identity, version in known_as:
                 if id(parameter) != identity:
                     raise BackwardError(
@@ -256,12 +259,13 @@ class Parameters:
                         "optimizer.step() or any other update."
                     )
         slots = slots_of(self._module) if slots is None else slots
-        known = set(self._identities) if slots else ()
+        ids = set(self._identities) if slots else ()
         for _, (owner, name) in slots:
-            now = owner._parameters[name]
-            if now is not None and now.requires_grad and id(now) not in known:
+            current = owner._parameters[name]
+            if current is not None and current.requires_grad and id(current) not in ids:
                 raise BackwardError(
-                    f"{type(owner).__name__}.{name} {list(now.shape)} wants a gradient in backward "
+                    f"{type(owner).__name__}.{name} {list(current.shape)} wants a gradient in "
+                    "backward "
                     "and wanted none in forward (another adapter is active?), so recomputing the "
                     "layer would give the gradient of another model. Call backward before "
                     "set_adapter or requires_grad_."
@@ -288,8 +292,8 @@ class Parameters:
         """
         together = zip(self.groups, others, self.current(), strict=True)
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
-            (owner._parameters, name, other, own)
-            for slots, other, own in together
+            (owner._parameters, name, other, parameter)
+            for slots, other, parameter in together
             for owner, name in slots
         ]
         try:
@@ -297,5 +301,5 @@ class Parameters:
                 table[name] = other
             yield others
         finally:
-            for table, name, _, own in places:
-                table[name] = own
+            for table, name, _, parameter in places:
+                table[name] = parameter

@@ -48,8 +48,9 @@ from streambp.recurrent.states import Key, States
 
 @dataclasses.dataclass(eq=False)
 class InMemory:
-    """Store for the tensors that a layer call saves for backward, on the device. The store keeps
-    references, each from `put` to `take`. `HostTensors` has the same methods for host memory."""
+    """Store for the tensors that a layer call saves for backward, on the device. The store
+    references each tensor from `put` until `take`. `HostTensors` has the same methods for host
+    memory."""
 
     copies = False
     tensors: dict[Access, Tensor] = dataclasses.field(default_factory=dict)
@@ -63,10 +64,10 @@ class InMemory:
         return (name, chunk) in self.tensors
 
     def reserve(self, size: int) -> None:
-        """Reserve no memory: references need none."""
+        """Ignore the request: this store keeps references and needs no memory of its own."""
 
     def load(self, name: str, chunk: int) -> None:
-        """Load nothing: the tensor never left the device."""
+        """Ignore the request: the tensor never left the device."""
 
     def peek(self, name: str, chunk: int) -> Tensor:
         """Return a chunk's tensor [...], which stays stored."""
@@ -75,7 +76,7 @@ class InMemory:
     borrow = peek  # in-place changes need no copy back
 
     def read_ahead(self) -> None:
-        """Read nothing ahead: no tensor needs a copy."""
+        """Ignore the request: no tensor has to be copied to the device."""
 
     def take(self, name: str, chunk: int) -> Tensor:
         """Remove a chunk's tensor [...] from the store and return it."""
@@ -223,7 +224,8 @@ class SavedForBackward:
         """Free every saved tensor that backward can recompute.
 
         Args:
-            at_work: True if the layer is running and still needs its buffers of keys and values.
+            at_work: True if the layer is running, so that the buffers of keys and values must stay;
+                False: free these buffers as well.
         """
         self.saves = ()
         self.keeps_graph = False
@@ -247,7 +249,8 @@ class SavedForBackward:
         return "kv" in self.saves and self.store.copies
 
     def seal(self, backward_bytes: int) -> None:
-        """End forward: give a store on the host the order in which backward will read.
+        """End forward. A store on the host gets the order in which backward will read, so that it
+        can prefetch.
 
         Args:
             backward_bytes: device memory that backward needs for keys, values and their gradients.
@@ -263,17 +266,18 @@ class SavedForBackward:
                 self.store.put(f"state.{number}", chunk.index, state)
 
     def _state_chunk(self, index: int) -> int | None:
-        """Return the chunk index under which a chunk's start states are stored: that of the first
-        chunk with the same predecessor. None if the chunk starts without states."""
-        before = self.plan.before[index] if self._state_keys else None
-        return None if before is None else self.plan.behind[before][0]
+        """Return the chunk index under which a chunk's start states are stored. Chunks with the
+        same predecessor start from the same states, which are stored once, under the first of these
+        chunks. None if the chunk starts without states."""
+        predecessor = self.plan.before[index] if self._state_keys else None
+        return None if predecessor is None else self.plan.behind[predecessor][0]
 
     def states(self) -> States:
         """Return the start states of the chunk that backward is computing."""
-        found = (self.brought.get(f"state.{number}") for number in range(len(self._state_keys)))
+        states = (self.brought.get(f"state.{number}") for number in range(len(self._state_keys)))
         return {
             key: state
-            for key, state in zip(self._state_keys, found, strict=True)
+            for key, state in zip(self._state_keys, states, strict=True)
             if state is not None
         }
 
@@ -301,9 +305,9 @@ class SavedForBackward:
                     raise self._overwritten()
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
                 self.store.put(f"lse.{site}", chunk.index, part.lse)
-            whole = self.carried.prefix.sites[site] if self.moves_kv else None
-            if isinstance(whole, KVBuffer):  # tiles are already in the store
-                k, v = whole.part(chunk)
+            storage = self.carried.prefix.sites[site] if self.moves_kv else None
+            if isinstance(storage, KVBuffer):  # tiles are already in the store
+                k, v = storage.part(chunk)
                 self.store.put(f"k.{site}", chunk.index, k)
                 self.store.put(f"v.{site}", chunk.index, v)
         if self.watch is None:
@@ -369,14 +373,14 @@ class SavedForBackward:
                 products = matching(linears, names)
             else:
                 products = [name for name in linears if name in names]
-            kept = [name for name in products if name not in overwritten.products]
-            if self.named and len(kept) < len(products):
+            savable = [name for name in products if name not in overwritten.products]
+            if self.named and len(savable) < len(products):
                 raise self._overwritten(
                     *(name for name in products if name in overwritten.products)
                 )
             unread = [found.recompute for found in self.site.tests.unread.values()]
             never_read = frozenset.intersection(*unread) if unread else frozenset()
-            self.products.names = [name for name in kept if name not in never_read]
+            self.products.names = [name for name in savable if name not in never_read]
 
     def _overwritten(self, *names: str) -> UnsupportedModelError:
         """Return the error for tensors that must be saved, but are overwritten in place by the
@@ -425,28 +429,31 @@ class SavedForBackward:
         """True if backward reads the keys and values of all chunks from the store instead of
         recomputing them."""
         sites = range(self.carried.prefix.calls or 0)
-        wanted = [
+        accesses = [
             (f"{part}.{site}", chunk.index)
             for site in sites
             for chunk in self.plan
             for part in "kv"
         ]
-        return self.moves_kv and bool(wanted) and all(self.store.has(*access) for access in wanted)
+        return (
+            self.moves_kv and bool(accesses) and all(self.store.has(*access) for access in accesses)
+        )
 
     @property
     def refilled(self) -> tuple[Chunk, ...]:
-        """Return the chunks whose keys and values are recomputed at the start of backward if not
-        saved: all but the last chunk, whose own recomputation writes its keys and values."""
+        """Return all chunks but the last one: the chunks whose keys and values must be recomputed
+        at the start of backward, unless these are saved. The last chunk's own recomputation writes
+        its keys and values."""
         return self.plan.chunks[:-1]
 
     def starts(self, index: int) -> list[Access]:
         """Return the names of the saved tensors that a chunk's recomputation starts from, its input
         and recurrent states, as (name, chunk index)."""
         reads = [("x", index)]
-        kept = self._state_chunk(index)
-        if kept is not None:
+        state_chunk = self._state_chunk(index)
+        if state_chunk is not None:
             for number in range(len(self._state_keys)):
-                reads.append((f"state.{number}", kept))
+                reads.append((f"state.{number}", state_chunk))
         return reads
 
     def reads(self, index: int) -> list[Access]:
@@ -515,8 +522,8 @@ def _is_needed(name: str) -> bool:
 
 
 def _computes_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
-    """Return the dtype of a Linear's output for x [..., h]: that of its weight, or that of x if the
-    weight is quantized."""
+    """Return the dtype of a Linear's output for x [..., h]: the dtype of its weight, or that of x
+    if the weight is quantized."""
     return linear.weight.dtype if linear.weight.is_floating_point() else x.dtype
 
 

@@ -37,28 +37,33 @@ def buffers_of(layer: nn.Module) -> Buffers:
 @contextlib.contextmanager
 def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
     """Context manager that replaces these buffers in their modules by detached copies, and puts the
-    original tensors back. The originals are not written to, because autograd graphs may have saved
-    them."""
-    own = {(module, name): module._buffers[name] for module, name in buffers}
+    original tensors back at the end. The originals are never written to, because autograd graphs
+    may have saved them."""
+    originals = {(module, name): module._buffers[name] for module, name in buffers}
     try:
         for (module, name), buffer in buffers.items():
             module._buffers[name] = buffer.detach().clone()
         yield
     finally:
-        for (module, name), mine in own.items():
-            module._buffers[name] = mine
+        for (module, name), original in originals.items():
+            module._buffers[name] = original
 
 
 def written_since(before: Buffers) -> Buffers:
-    """Return the buffers whose values have changed since `before` was recorded, with the old values
-    [...]."""
-    written: Buffers = {}
+    """Return those of the buffers `before` whose values have changed, with their old values [...].
+
+    Args:
+        before: the buffers with a copy of their values.
+    """
+    changed_buffers: Buffers = {}
     for (module, name), old in before.items():
-        now = module._buffers[name]
-        same = now is not None and now.shape == old.shape and now.dtype == old.dtype
-        if same:
-            one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (now, old))  # type: ignore[union-attr]
-            same = torch.equal(one, other)  # bits are equal for NaN as well
-        if not same:
-            written[module, name] = old
-    return written
+        current = module._buffers[name]
+        is_unchanged = (
+            current is not None and current.shape == old.shape and current.dtype == old.dtype
+        )
+        if is_unchanged:
+            one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (current, old))  # type: ignore[union-attr]
+            is_unchanged = torch.equal(one, other)  # bits are equal for NaN as well
+        if not is_unchanged:
+            changed_buffers[module, name] = old
+    return changed_buffers

@@ -55,8 +55,8 @@ DOUBTS_BEFORE_DECISION = (
 
 
 def remember(known: dict[Key, T], key: Key, value: T) -> T:
-    """Insert `value` as the newest entry of the dict, drop the oldest entry if there are more than
-    `MAX_KINDS_OF_CALLS`, and return `value`."""
+    """Insert `value` under `key` as the newest entry of the dict `known`, and return `value`. If
+    the dict then has more than `MAX_KINDS_OF_CALLS` entries, the oldest entry is dropped."""
     known.pop(key, None)
     known[key] = value
     if len(known) > MAX_KINDS_OF_CALLS:
@@ -83,9 +83,9 @@ class Overwritten:
 
 @dataclasses.dataclass
 class TrialResult:
-    """Results of testing a decoder layer for calls of one kind. Calls of one kind have the same
-    names, types and dtypes of arguments, and the same modules, hooks and requires_grad flags of the
-    layer.
+    """Results of testing a decoder layer for calls of one kind. Calls are of one kind if their
+    arguments have the same names, types and dtypes, and the layer the same modules, hooks and
+    requires_grad flags.
 
     Attributes:
         judged: True if the decision between chunks and an unchunked run has been made for these
@@ -95,7 +95,7 @@ class TrialResult:
         tried: dict from chunk size to the longest sequence length, in tokens, that needs no further
             test. `ANY_SIZE` is the key for all other chunk sizes. None: no test ran.
         adopted: True if the results were copied from calls of the layer with fewer hooks.
-        doubts: number of failed tests whose reason may not recur.
+        doubts: number of failed tests whose reason may be temporary, such as an exception.
     """
 
     judged: bool = False
@@ -114,8 +114,12 @@ class TrialResult:
         self.judged, self.because = True, because
 
     def doubt(self, because: str) -> None:
-        """Count a reason to run unchunked that may not recur, such as an exception. After
-        `DOUBTS_BEFORE_DECISION` of them, calls of this kind run unchunked."""
+        """Count a reason to run unchunked that may be temporary, such as an exception. After
+        `DOUBTS_BEFORE_DECISION` of them, calls of this kind run unchunked.
+
+        Args:
+            because: the reason.
+        """
         self.doubts += 1
         if self.doubts >= DOUBTS_BEFORE_DECISION:
             self.judge(because)
@@ -145,13 +149,14 @@ class CallReport:
     Attributes:
         because: the reason why the layer ran unchunked under a checkpoint; None: it ran in chunks,
             or was one chunk.
-        longest: length of the longest chunk and the reason, if it is longer than requested; else
-            None. [Note: chunk ends]
-        told: names of the arguments that pass document boundaries to the layer's kernels; (): none.
+        longest: pair of the longest chunk's length and the reason for this length, if it is longer
+            than requested; None otherwise. [Note: chunk ends]
+        told: names of the arguments through which the layer's kernels get document boundaries; ():
+            none.
         rows: the documents of packed rows for which modules with recurrent states run separately;
             None: there are none. [Note: segments]
-        documents: (name of the argument that passes packed documents to attention, number of
-            documents); None: no documents.
+        documents: pair of the name of the argument that passes packed documents to attention, and
+            the number of documents; None: no documents.
         plan: the chunks of the call.
     """
 
@@ -268,17 +273,19 @@ class LayerTests:
 
     def cover(self, findings: TrialResult, plan: ChunkPlan) -> bool:
         """True if a call needs no further test at its length. This holds for a call of one chunk,
-        for a layer without third-party modules, and if calls of this kind were tested at this
-        length and chunk size. [Note: foreign insides]
+        and for a layer without third-party modules. Calls of other layers must have been tested at
+        this length and chunk size. [Note: foreign insides]
 
         Args:
             findings: test results for calls of this kind.
             plan: the chunks of the call.
         """
-        tried = findings.tried
-        if len(plan.ends) == 1 or (tried is None and not self.third_party_modules):
+        tested_lengths = findings.tried
+        if len(plan.ends) == 1 or (tested_lengths is None and not self.third_party_modules):
             return True
-        return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
+        return tested_lengths is not None and plan.length <= tested_lengths.get(
+            plan.size, tested_lengths[ANY_SIZE]
+        )
 
     def reuse_result(self, kind: frozenset[tuple[str, Any]], look: LayerSnapshot) -> None:
         """Copy test results to calls that differ from the tested calls only by hooks that were
@@ -292,17 +299,19 @@ class LayerTests:
         if self.warm_up is None or not look.hooks.places:
             return
         if not self.warm_up.on:
-            for taken in [taken for taken, findings in self.results.items() if findings.adopted]:
-                del self.results[taken]
+            for adopted_kind in [
+                adopted_kind for adopted_kind, findings in self.results.items() if findings.adopted
+            ]:
+                del self.results[adopted_kind]
         elif not self.result(kind).judged:
-            now = dict(kind)["state"]  # (modules, hooks, trainable parameters)
-            for known, findings in [pair for pair in self.results.items() if pair[1].judged]:
-                before = dict(known)["state"]
-                differing = {name for name, _ in known ^ kind} - {REACH}
-                same = differing == {"state"} and before[::2] == now[::2]
-                if same and set(before[1]) <= set(now[1]):
+            state = dict(kind)["state"]  # (modules, hooks, trainable parameters)
+            for earlier_kind, findings in [pair for pair in self.results.items() if pair[1].judged]:
+                earlier_state = dict(earlier_kind)["state"]
+                differing = {name for name, _ in earlier_kind ^ kind} - {REACH}
+                differs_in_hooks_alone = differing == {"state"} and earlier_state[::2] == state[::2]
+                if differs_in_hooks_alone and set(earlier_state[1]) <= set(state[1]):
                     # the source of a copy counts as newly used
-                    remember(self.results, known, findings)
+                    remember(self.results, earlier_kind, findings)
                     remember(self.results, kind, dataclasses.replace(findings, adopted=True))
                     return
 
@@ -347,8 +356,8 @@ class LayerSite:
         previous: the forward that another library had set on the layer before `patch`; None: there
             was none.
         choices: replays routers' choices of experts; None: routers choose freely. [Note: choices]
-        backward_begins: callback with the device at the start of each backward.
-            [Note: notes on a step]
+        backward_begins: callback with the device at the start of each backward. See
+            `model/steps.py`.
         owner: the thread that may use the model now. [Note: owner of a step]
         witnesses: compares backward's recomputation with forward. [Note: witness]
         fingerprint: takes snapshots of the layer's modules, hooks and attributes.
@@ -415,9 +424,9 @@ class LayerSite:
         """
         if not self.on_host:
             return NULL_CONTEXT
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(
-            x.requires_grad for x in (*given, *self.layer.parameters())
+            x.requires_grad for x in (*tensors, *self.layer.parameters())
         ):
             raise UnsupportedModelError(
                 f"{type(self.layer).__name__} {self.index} does not stream: {because}. Its graph "
@@ -426,7 +435,7 @@ class LayerSite:
             )
         self.fingerprint.look(self.layer)
         assert self.weights is not None
-        return self.weights.here(self.index, "forward", given[0].device)
+        return self.weights.here(self.index, "forward", tensors[0].device)
 
     @property
     def repeats(self) -> bool:
@@ -438,8 +447,8 @@ class LayerSite:
     @property
     def linears(self) -> dict[str, nn.Linear]:
         """Return the layer's Linears, by name, whose outputs may be skipped or saved, and whose
-        weight gradients may be summed over chunks. {} while hooks for all modules are registered:
-        these hooks may change at any time."""
+        weight gradients may be summed over chunks. Return {} while hooks for all modules are
+        registered: these hooks may change at any time."""
         if hooked_everywhere():
             return {}
         # Where the last call ran peft's code, gradients of peft's inner Linears are summed in
@@ -452,18 +461,18 @@ class LayerSite:
         """Return the layer's LoRA Linears by name; {} if the setting `kernels` is not "auto"."""
         if self.config.kernels != "auto":
             return {}
-        found = self.of(readings)
-        before = self.last_call.adapters
-        if found is not before:
+        readings_by_name = self.of(readings)
+        previous = self.last_call.adapters
+        if readings_by_name is not previous:
             # A layer's first forward may set attributes, and then its Linears are read again.
-            keep_reasons(before, found)
-            self.last_call.adapters = found
-        return found
+            keep_reasons(previous, readings_by_name)
+            self.last_call.adapters = readings_by_name
+        return readings_by_name
 
     def coarsest(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
-        """Return the least precise dtype that the layer computes in: of `dtype`, its parameters and
-        autocast. The result has TF32's precision in place of float32's if the device may use TF32,
-        which it does for some row counts only.
+        """Return the least precise dtype that the layer computes in, among `dtype`, the dtypes of
+        its parameters and autocast's. Return TF32's dtype in place of float32 if the device may use
+        TF32, which depends on the number of rows.
 
         Args:
             dtype: the dtype of the layer's input.

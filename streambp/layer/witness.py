@@ -60,9 +60,11 @@ def rows_of(length: int) -> slice:
 def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
     """Return the dtypes that the layer's modules compute in: those of its float parameters, and
     `compute_dtype` of bitsandbytes' 4-bit Linears, whose parameters are bytes."""
-    own = (getattr(module, COMPUTE_DTYPE, None) for module in layer.modules())
+    compute_dtypes = (getattr(module, COMPUTE_DTYPE, None) for module in layer.modules())
     computed_in = {
-        dtype for dtype in own if isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        dtype
+        for dtype in compute_dtypes
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point
     }
     return (
         frozenset(
@@ -123,8 +125,9 @@ class Witness:
 
     Attributes:
         witnesses: collects the comparisons of all layers of the model.
-        compared: function without arguments that returns a function (then, now, unchanged) ->
-            `Compared`. Called only if a comparison is needed, because it inspects the layer.
+        compared: function without arguments. Returns a function that makes a `Compared` from the
+            arguments then, now and unchanged. Called only if a comparison is needed, because it
+            inspects the layer.
         left_out: names of the Linears whose outputs backward skips.
         last: True if the current chunk is the last of the sequence.
     """
@@ -142,8 +145,8 @@ class Witness:
     _found: list[Compared] = dataclasses.field(default_factory=list)
 
     def begin(self, place: Hashable, last: bool, again: bool) -> None:
-        """Start recording a chunk (or half a chunk) in forward. In backward, start comparing the
-        recomputed chunk with the record.
+        """Start a chunk, or one half of a chunk: in forward, record its values; in backward,
+        compare the recomputed values with the record.
 
         Args:
             place: key of the chunk or the half.
@@ -173,11 +176,11 @@ class Witness:
                 (name, self._combined(x) if rows is None else x.detach()[..., rows, :].clone())
             )
             return
-        for place, (known, then) in enumerate(self._here):
-            if known == name:
+        for place, (recorded_name, recorded) in enumerate(self._here):
+            if recorded_name == name:
                 del self._here[place]
-                now = self._combined(x) if rows is None else x.detach()[..., rows, :]
-                if then.shape != now.shape or answered_at_once(then, now):
+                value = self._combined(x) if rows is None else x.detach()[..., rows, :]
+                if recorded.shape != value.shape or answered_at_once(recorded, value):
                     return
                 base = unchanged
                 if base is not None:
@@ -186,7 +189,7 @@ class Witness:
                     else:
                         base = base.detach()[..., rows, :].clone()
                 self._found.append(
-                    self.compared()(then, now if rows is None else now.clone(), base)
+                    self.compared()(recorded, value if rows is None else value.clone(), base)
                 )
                 return
 
@@ -195,12 +198,12 @@ class Witness:
         have the same x."""
         if x.is_inference():
             return self.witnesses.combined(x)
-        seen = self._seen
-        if seen is None or seen[0]() is not x or seen[1] != x._version:
+        cached = self._seen
+        if cached is None or cached[0]() is not x or cached[1] != x._version:
             combined = self.witnesses.combined(x.detach() if x.requires_grad else x)
             self._seen = weakref.ref(x), x._version, combined
             return combined
-        return seen[2]
+        return cached[2]
 
     def see_output(self, x: Tensor, output: Tensor) -> None:
         """Record a chunk's output [..., B, C, h] in forward, or compare it in backward; x [..., B,
@@ -215,9 +218,9 @@ class Witness:
     def end(self) -> None:
         """Pass the pairs of values to `Witnesses.ask`, which compares them. Called at the end of
         the layer's backward."""
-        found, self._found, self._noted = self._found, [], {}
-        if found:
-            self.witnesses.ask(found)
+        pairs, self._found, self._noted = self._found, [], {}
+        if pairs:
+            self.witnesses.ask(pairs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -238,13 +241,13 @@ class Witnesses:
     _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def __reduce__(self) -> Any:
-        """Return the recipe for a copied or pickled model: a new object without comparisons,
-        because no backward of the copy is running."""
+        """Return what copy and pickle need to make a new object without comparisons, because no
+        backward of the copy is running."""
         return Witnesses, ()
 
     def combined(self, x: Tensor) -> Tensor:
-        """Return one weighted sum of the rows of x [..., n], without a graph: [n], or folded to
-        fewer numbers if n is large.
+        """Return one weighted sum of the rows of x [..., n], without a graph. The result is [n]; if
+        n is large, groups of its entries are added up to fewer numbers.
 
         The weight of a row is a pseudorandom function of its index, and small enough for sums in
         float16.
@@ -268,24 +271,28 @@ class Witnesses:
             if len(self._weights) == REMEMBERED:
                 self._weights.clear()
             weights = self._weights[rows, x.dtype, device] = self._longest[key][:rows]
-        whole = type(x) is Tensor and x.is_contiguous()
+        is_contiguous = type(x) is Tensor and x.is_contiguous()
         # as_strided makes one view, reshape and t two; this runs twice for each chunk.
         # [n, rows]
-        if whole:
+        if is_contiguous:
             columns = x.as_strided((features, rows), (1, features))
         else:
             columns = x.reshape(rows, features).t()
         if not torch._C._is_any_autocast_enabled():
-            found = torch.mv(columns, weights)
+            total = torch.mv(columns, weights)
         else:
             with without_autocast(device.type):
-                found = torch.mv(columns, weights)
+                total = torch.mv(columns, weights)
         folded = math.gcd(features, FEATURES) if features > FEATURES else features
-        return found if folded in (features, 1) else found.view(-1, folded).sum(0)
+        return total if folded in (features, 1) else total.view(-1, folded).sum(0)
 
     def ask(self, found: list[Compared]) -> None:
-        """Compare pairs of values when the running backward of the model ends, and raise if values
-        differ."""
+        """Compare pairs of values when the running backward of the model ends, or at once if no
+        backward is running. Raise if values differ.
+
+        Args:
+            found: the pairs.
+        """
         task = torch._C._current_graph_task_id()
         if task == -1:
             Question(found).answer()
@@ -310,21 +317,23 @@ class Question:
         Raises:
             BackwardError: a layer's recomputation differs from its forward.
         """
-        found, self.found = self.found, []
+        pairs, self.found = self.found, []
         try:
-            changed = _changed(found)
+            changed_pairs = _changed(pairs)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
-            changed = None
+            changed_pairs = None
         # after the handler: the error's frames hold tensors. Compare on the CPU instead.
-        if changed is None:
-            for index, (*_, then, now, base) in enumerate(found):
+        if changed_pairs is None:
+            for index, (*_, in_forward, in_backward, base) in enumerate(pairs):
                 base = None if base is None else base.cpu()
-                found[index] = found[index]._replace(then=then.cpu(), now=now.cpu(), unchanged=base)
-            changed = _changed(found)
-        if changed:
-            first = min(changed, key=lambda one: one.number)
+                pairs[index] = pairs[index]._replace(
+                    then=in_forward.cpu(), now=in_backward.cpu(), unchanged=base
+                )
+            changed_pairs = _changed(pairs)
+        if changed_pairs:
+            first = min(changed_pairs, key=lambda one: one.number)
             keeps = (
                 "Autocast keeps its copies of weights until its context ends: end it before "
                 "optimizer.step(). "
@@ -340,24 +349,30 @@ class Question:
             )
 
 
-def _changed(found: list[Compared]) -> list[Compared]:
+def _changed(pairs: list[Compared]) -> list[Compared]:
     """Return the pairs whose values differ by more than their tolerance."""
     groups: dict[tuple[Any, ...], list[Compared]] = {}
-    for one in found:
-        key = one.now.device, one.now.dtype, one.now.shape, one.tolerance, one.unchanged is None
-        groups.setdefault(key, []).append(one)
+    for pair in pairs:
+        key = (
+            pair.now.device,
+            pair.now.dtype,
+            pair.now.shape,
+            pair.tolerance,
+            pair.unchanged is None,
+        )
+        groups.setdefault(key, []).append(pair)
     flags: dict[torch.device, list[Tensor]] = {}
     for (device, dtype, _, tolerance, _), group in groups.items():
         flags.setdefault(device, []).append(_differ(group, dtype, tolerance))
     ordered = [
-        one
+        pair
         for device in flags
         for key, group in groups.items()
         if key[0] == device
-        for one in group
+        for pair in group
     ]
     different = [flag for parts in flags.values() for flag in torch.cat(parts).tolist()]
-    return [one for one, differs in zip(ordered, different, strict=True) if differs]
+    return [pair for pair, differs in zip(ordered, different, strict=True) if differs]
 
 
 def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tensor:
@@ -372,13 +387,13 @@ def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tens
     wide = torch.promote_types(dtype, torch.float32)
     with torch.no_grad(), contextlib.ExitStack() as stack:
         stack.enter_context(without_autocast(group[0].now.device.type))
-        pairs = zip(*((one.then, one.now) for one in group), strict=True)
-        then, now = (torch.stack(parts).flatten(1).to(wide) for parts in pairs)
-        added = size = now.norm(dim=1)
+        pairs = zip(*((pair.then, pair.now) for pair in group), strict=True)
+        in_forward, in_backward = (torch.stack(parts).flatten(1).to(wide) for parts in pairs)
+        added = size = in_backward.norm(dim=1)
         # all pairs have a tensor, or all have None
-        same = [one.unchanged for one in group if one.unchanged is not None]
-        if same:
-            added = (now - torch.stack(same).flatten(1).to(wide)).norm(dim=1)
-        off = (now - then).norm(dim=1)
+        unchanged_terms = [pair.unchanged for pair in group if pair.unchanged is not None]
+        if unchanged_terms:
+            added = (in_backward - torch.stack(unchanged_terms).flatten(1).to(wide)).norm(dim=1)
+        off = (in_backward - in_forward).norm(dim=1)
         limit = tolerance * added + torch.finfo(dtype).eps * size
         return off > limit

@@ -34,8 +34,8 @@ from streambp.lazy.expression import Node, Operand, Reading, evaluate, leaves, r
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Return the number of tokens whose logits [n, V] are built at a time, for functions that
-    torch's own operations compute from the logits."""
+    """Return the number of tokens whose logits [n, V] are built at a time, if torch's own
+    operations compute a result from the logits."""
     return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary))
 
 
@@ -90,10 +90,10 @@ class StatisticsTerm:
     def touched(self, count: int) -> Tensor:
         """Return a bool tensor [M]: True for tokens with a gradient other than zero. `count` is
         M."""
-        found = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
+        mask = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
         for positions, _, gradient in self.further:
-            found[positions[gradient != 0]] = True
-        return found
+            mask[positions[gradient != 0]] = True
+        return mask
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
         """Replace the token positions in `further` by row numbers. The backward pass computes only
@@ -117,13 +117,15 @@ class StatisticsTerm:
             positions: [n], positions of the block's tokens.
             block: the block's range of rows.
         """
-        given = self.read(product, positions)
+        token_gradients = self.read(product, positions)
         logits = self.projection.logits(product)
-        grad = logits_gradient(logits, given, slice(0, product.shape[-1]))
+        grad = logits_gradient(logits, token_gradients, slice(0, product.shape[-1]))
         for rows, entries, gradient in self.further:
-            here = (rows >= block.start) & (rows < block.stop) & (gradient != 0)
+            in_block = (rows >= block.start) & (rows < block.stop) & (gradient != 0)
             grad.index_put_(
-                (rows[here] - block.start, entries[here]), gradient[here], accumulate=True
+                (rows[in_block] - block.start, entries[in_block]),
+                gradient[in_block],
+                accumulate=True,
             )
         total += self.projection.backward(grad, logits)
 
@@ -201,9 +203,9 @@ class NodeTerm:
     def touched(self, count: int) -> Tensor:
         """Return a bool tensor [M]: True for the tokens whose logits the function reads, even if
         their gradients are zero. `count` is M."""
-        found = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)  # [M]
-        found[self.reading.positions] = True
-        return found
+        mask = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)  # [M]
+        mask[self.reading.positions] = True
+        return mask
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
         """Find which of the N tokens are in each block of rows, and store their indices in
@@ -245,14 +247,14 @@ class NodeTerm:
         rows = rows - block.start  # rows of `product`
         # A wide leaf, so that its gradient is not rounded before the addition.
         leaf = product[rows].to(total.dtype).requires_grad_()
-        others = [reading for reading in readings(self.node) if reading is not self.reading]
-        hubs = dict.fromkeys(reading.head for reading in others)
+        other_readings = [reading for reading in readings(self.node) if reading is not self.reading]
+        hubs = dict.fromkeys(reading.head for reading in other_readings)
         products = {hub: hub.products() for hub in hubs}
-        values = values_at(self.node, entries, others, products)
+        values = values_at(self.node, entries, other_readings, products)
         with torch.enable_grad():
             values[self.reading] = self.reading.projection.logits(leaf)
-            found = evaluate(self.node, values)
-        outputs = found if isinstance(found, tuple | list) else (found,)
+            evaluated = evaluate(self.node, values)
+        outputs = evaluated if isinstance(evaluated, tuple | list) else (evaluated,)
         results: list[Tensor] = []
         upstream: list[Tensor] = []
         for result, gradient in zip(outputs, self.gradients, strict=True):
@@ -272,28 +274,28 @@ def values_at(
 ) -> dict[Node, Any]:
     """Return the values of a recorded function's inputs for some of its N tokens, without a graph.
 
-    The inputs are tensors of the program [n, k], and the logits [n, V] that `read` names. Logits
-    have the dtype promote_types(dtype, float32).
+    An input is a tensor of the program, sliced to [n, k], or the logits [n, V] of some positions in
+    promote_types(dtype, float32).
 
     Args:
         node: the recorded function.
-        entries: indices into the N tokens.
-        read: the logits among the inputs.
-        products: computes the output projection's matrix products, by the `LazyHead` of each input
-            in `read`.
+        entries: indices of the n tokens.
+        read: the inputs that are logits.
+        products: dict from the `LazyHead` of each input in `read` to an object that computes the
+            output projection's matrix products.
 
     Raises:
         StreamBPError: one of the program's tensors was changed in place since its use.
     """
-    beside = [leaf for leaf in leaves(node) if isinstance(leaf, Operand)]
-    for leaf in beside:
+    operands = [leaf for leaf in leaves(node) if isinstance(leaf, Operand)]
+    for leaf in operands:
         leaf.check()
-    values: dict[Node, Any] = {leaf: leaf.tensor[entries] for leaf in beside}
+    values: dict[Node, Any] = {leaf: leaf.tensor[entries] for leaf in operands}
     with torch.no_grad():
-        for one in read:
-            normed = one.head.inputs.normed(one.head.hidden[one.positions[entries]])
-            values[one] = one.projection.logits(
-                products[one.head].of(normed, slice(0, one.head.vocabulary))
+        for reading in read:
+            normed = reading.head.inputs.normed(reading.head.hidden[reading.positions[entries]])
+            values[reading] = reading.projection.logits(
+                products[reading.head].of(normed, slice(0, reading.head.vocabulary))
             )
     return values
 

@@ -6,12 +6,12 @@ computes its result without the real tensor. Every other operation builds the re
 on the real tensor: exact, at the unpatched model's memory cost. The operation's name is recorded
 for `describe`.
 
-[Note: stand-ins and memory] A real tensor that was built for an operation is freed afterwards; the
-next operation builds another real tensor. The difference must not show. If the operation returns no
-tensor (a hook was registered, a pointer taken), the real tensor replaces the stand-in from then on.
-If the result shares memory with the real tensor (`detach`, `transpose`), the next real tensor would
-miss writes to the result. The version of that memory is therefore recorded, and a stand-in of the
-same memory raises when used after a write.
+A real tensor that was built for an operation is freed afterwards; the next operation builds another
+real tensor. The difference must not show. If the operation returns no tensor (a hook was
+registered, a pointer taken), the real tensor replaces the stand-in from then on. If the result
+shares memory with the real tensor (`detach`, `transpose`), the next real tensor would miss writes
+to the result. The version of that memory is therefore recorded, and a stand-in of the same memory
+raises when used after a write.
 
 Results computed from a stand-in depend on the hidden states; their gradient does not pass through
 the stand-in. A hook that is registered on a stand-in first builds the real tensor, and gets the
@@ -44,7 +44,7 @@ from streambp.tensors import changed_arguments, tensors_in
 @dataclasses.dataclass(eq=False)
 class SharedMemory:
     """Count of in-place writes to the memory that a lazy tensor, its slices and its views would
-    share if lazy tensors had storage. [Note: stand-ins and memory]
+    share if lazy tensors had storage.
 
     Attributes:
         watched: complete tensors with this memory, each with its version counter.
@@ -68,7 +68,7 @@ class GradientSink(torch.autograd.Function):
     """Autograd function whose output is a lazy tensor (without storage). Backward gets the gradient
     of the complete tensor.
 
-    [Note: stand-ins in a graph] [Note: lazy rows in a graph]
+    See `lazy/deferred.py` and `lazy/tensor.py`.
     """
 
     @staticmethod
@@ -82,29 +82,30 @@ class GradientSink(torch.autograd.Function):
             made_of: arguments of the constructor.
             inputs: tensors [...] that the lazy tensor's gradient depends on.
         """
-        made = kind(*made_of)
+        lazy = kind(*made_of)
         ctx.set_materialize_grads(False)
         ctx.kind = kind
         ctx.made_of = made_of
-        ctx.shape = list(made.shape)
+        ctx.shape = list(lazy.shape)
         ctx.passed_by = None
-        return made
+        return lazy
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         """Pass a gradient of the lazy tensor's shape [...] to its class (`LazyTensor.arrived`),
         which may return gradients of the inputs [...]."""
-        found = ctx.kind.arrived(ctx, gradient)
-        return None, None, *(found or (None,) * (len(ctx.needs_input_grad) - 2))
+        gradients = ctx.kind.arrived(ctx, gradient)
+        return None, None, *(gradients or (None,) * (len(ctx.needs_input_grad) - 2))
 
 
 class MaterializeLazy(torch.autograd.Function):
     """Autograd function from a lazy tensor to the complete tensor, for a lazy tensor that a user's
-    autograd.Function returned. [Note: lazy rows in a graph]"""
+    autograd.Function returned. See `lazy/tensor.py`."""
 
     @staticmethod
     def forward(ctx: Any, values: Callable[[], Tensor], stand_in: Tensor) -> Tensor:
-        """Return the complete tensor [...], computed by `values`."""
+        """Return the complete tensor [...], computed by `values`. `stand_in` [...] is the lazy
+        tensor that receives the gradient; its values are not read."""
         return values()
 
     @staticmethod
@@ -172,10 +173,8 @@ class LazyTensor(Tensor):
 
     def moved(self, *args: Any, **kwargs: Any) -> Any:
         """Return the lazy result of an operation on the tokens, such as an index or a reshape.
-
-        The first argument is the operation as a function [*tokens, k] -> [*other tokens, k] for any
-        k.
-        """
+        Subclasses define the arguments; the first one is the operation as a function [*tokens, k]
+        -> [*other tokens, k] for any k."""
         raise NotImplementedError
 
     def changed(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +183,7 @@ class LazyTensor(Tensor):
         raise NotImplementedError
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """True if a cast to `dtype` can stay lazy."""
+        """True if the tensor stays lazy when it is cast to `dtype`, rather than being computed."""
         raise NotImplementedError
 
     @classmethod
@@ -263,7 +262,7 @@ class LazyTensor(Tensor):
             raise StreamBPError(
                 f"{name} would write to logits that do not exist. Use {cls.instead}."
             )
-        given = args[0] if args else None
+        first_argument = args[0] if args else None
         stand_ins: list[LazyTensor] = []
 
         def latest(x: LazyTensor) -> LazyTensor:
@@ -274,24 +273,24 @@ class LazyTensor(Tensor):
         for x in stand_ins:
             x.check(name)
         # A hook on a stand-in that was used already would get no gradient.
-        asked = stand_ins
+        differentiated = stand_ins
         second = args[1] if len(args) > 1 else None
         if name == "grad" and getattr(func, "__module__", None) == torch.autograd.__name__:
-            wanted = tree_leaves(kwargs.get("inputs", second))
-            asked = [x for x in stand_ins if any(leaf is x for leaf in wanted)]
+            grad_inputs = tree_leaves(kwargs.get("inputs", second))
+            differentiated = [x for x in stand_ins if any(leaf is x for leaf in grad_inputs)]
         elif name not in TENSOR_HOOKS or scales(kwargs.get("hook", second)):
-            asked = []
-        if any(x.followed and x.written is None for x in asked):
+            differentiated = []
+        if any(x.followed and x.written is None for x in differentiated):
             raise StreamBPError(
                 f"{name} comes after a loss or a part was computed from these logits or hidden "
                 "states, so the hook would miss that gradient. Call register_hook or retain_grad "
                 f"before anything is computed from them, or use {cls.instead}."
             )
         in_place = name.endswith("_") and not name.endswith("__")
-        if isinstance(given, cls) and (
+        if isinstance(first_argument, cls) and (
             in_place or name in IN_PLACE or kwargs.get("inplace") is True
         ):
-            return given.write(func, name, args, kwargs)
+            return first_argument.write(func, name, args, kwargs)
         result = NotImplemented
         if kwargs.get("out") is None and all(x.follows_rules() for x in stand_ins):
             result = cls.by_rule(func, name, args, kwargs)
@@ -302,17 +301,24 @@ class LazyTensor(Tensor):
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that has no rule, with complete tensors in place of lazy arguments."""
+        """Run an operation that has no rule, with complete tensors in place of lazy arguments.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         built: dict[int, tuple[LazyTensor, Tensor]] = {}
         # `describe` names a loss of torch together with the arguments that prevented its rule.
-        given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (
+        named = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (
             kwargs if name in LOSSES else {}
         )
         reasons = []
-        if isinstance(given.get("target"), Tensor) and given["target"].is_floating_point():
+        if isinstance(named.get("target"), Tensor) and named["target"].is_floating_point():
             reasons.append("target=...")  # probabilities of all classes
         for parameter in ("weight", "size_average", "reduce", "label_smoothing"):
-            value = given.get(parameter)
+            value = named.get(parameter)
             is_zero = isinstance(value, float | int) and not isinstance(value, bool) and value == 0
             if parameter not in cls.has_rule and value is not None and not is_zero:
                 reasons.append(f"{parameter}=...")
@@ -324,7 +330,7 @@ class LazyTensor(Tensor):
         args, kwargs = changed_arguments(args, kwargs, cls, lambda x: built[id(x)][1])
         result = func(*args, **kwargs)
         tensors = tensors_in(result, Tensor)
-        for x, real in built.values():  # [Note: stand-ins and memory]
+        for x, real in built.values():
             if not tensors:
                 x.written = real
             aliases = [tensor for tensor in tensors if torch._C._is_alias_of(tensor, real)]  # type: ignore[attr-defined]
@@ -371,9 +377,9 @@ signature_of = functools.cache(inspect.signature)  # called with rules of a clas
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
     """Set `followed` on these lazy tensors if `result`, which was computed from them, requires a
     gradient."""
-    made = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
+    results = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
     for stand_in in stand_ins:
-        stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in made)
+        stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in results)
 
 
 def scales(hook: Any) -> bool:

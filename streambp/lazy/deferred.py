@@ -8,12 +8,12 @@ a tensor without storage that stores the norm's input. Slicing a `LazyHidden` sl
 therefore runs unchanged. An in-place operation writes to the real tensor, which then replaces the
 deferred tensor. An in-place operation on a slice or a view raises.
 
-[Note: stand-ins in a graph] Operations with a rule put the stored hidden states into autograd's
-graph, and never the stand-in. Other code (an autograd.Function, a C++ extension) makes the stand-in
-itself an input. The gradient would end there: the loss would be right, and no layer below would
-train. Therefore every stand-in is an output of `GradientSink`, so each path to a parameter leads through
-this Function. The Function read a real tensor that was built from the stored hidden states. The
-backward of `GradientSink` builds that tensor again and differentiates it. A stand-in that was made under
+Operations with a rule put the stored hidden states into autograd's graph, and never the stand-in.
+Other code (an autograd.Function, a C++ extension) makes the stand-in itself an input. The gradient
+would end there: the loss would be right, and no layer below would train. Therefore every stand-in
+is an output of `GradientSink`, so each path to a parameter leads through this Function. The
+Function read a real tensor that was built from the stored hidden states. The backward of
+`GradientSink` builds that tensor again and differentiates it. A stand-in that was made under
 no_grad has no gradient.
 """
 
@@ -119,15 +119,12 @@ class LazyHidden(LazyTensor):
     def arrived(cls, ctx: Any, gradient: Tensor | None) -> list[Tensor | None] | None:
         """Return the gradients of the lazy tensor's inputs, for a gradient of the complete tensor.
 
-        [Note: stand-ins in a graph]
-
         Args:
             ctx: context of the autograd node.
             gradient: a gradient from a user's autograd.Function, [..., h] or [..., V].
 
         Raises:
-            BackwardError: the lazy tensor or one of its inputs was written to or moved after it was
-                made.
+            BackwardError: the lazy tensor or an input was written to or moved since its creation.
         """
         if gradient is None:
             return None
@@ -151,8 +148,8 @@ class LazyHidden(LazyTensor):
         with torch.set_grad_enabled(self.requires_grad):
             if self.known() or not self.requires_grad:
                 return self.values()
-            taken: Tensor = MaterializeLazy.apply(self.values, self)
-            return taken
+            complete: Tensor = MaterializeLazy.apply(self.values, self)
+            return complete
 
     def values(self) -> Tensor:
         """Compute the complete tensor [..., h] or [..., V] from the stored hidden states."""
@@ -172,8 +169,13 @@ class LazyHidden(LazyTensor):
     def changed(
         self, recipe: LogitsExpression | None = None, dtype: torch.dtype | None = None
     ) -> LazyHidden:
-        """Return a lazy copy that shares no memory with this tensor, with another recipe or
-        dtype."""
+        """Return a lazy tensor with the values that another recipe gives for the same `source`, or
+        with another dtype. The result shares no memory with this tensor.
+
+        Args:
+            recipe: the operations from `source` to the result; None: this tensor's.
+            dtype: dtype of the result; None: this tensor's.
+        """
         return LazyHidden.make(self.source, recipe or self.recipe, dtype or self.dtype)
 
     def moved(
@@ -194,11 +196,11 @@ class LazyHidden(LazyTensor):
             source = change(source)
         else:
             recipe = dataclasses.replace(recipe, places=change(recipe.places[..., None])[..., 0])
-        made = LazyHidden.make(source, recipe, self.dtype)
+        result = LazyHidden.make(source, recipe, self.dtype)
         if view:
-            made.derived = True
-            made.memory = self.memory
-        return made
+            result.derived = True
+            result.memory = self.memory
+        return result
 
     def casts_to(self, dtype: torch.dtype) -> bool:
         """True if a cast to `dtype` can stay lazy: `dtype` is no narrower than the source's dtype.
@@ -260,7 +262,14 @@ class LazyHidden(LazyTensor):
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that has no rule, with complete tensors in place of lazy arguments."""
+        """Run an operation that has no rule, with complete tensors in place of lazy arguments.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         result = super().on_real(func, name, args, kwargs)
         if name in TENSOR_HOOKS:
             for x in tensors_in((args, kwargs), cls):
@@ -341,7 +350,7 @@ def _cross_entropy(
     return blockwise_loss(x.source, x.recipe, target, ignore_index, reduction)
 
 
-# [Note: torch's own functions]
+# See `foreign.py`.
 LazyHidden.rules = TOKEN_RULES | {
     **dict.fromkeys(("mul", "__mul__", "__rmul__"), _scale),
     **dict.fromkeys(("div", "__truediv__"), functools.partial(_scale, over=True)),

@@ -35,9 +35,9 @@ def lazy_logits(deferred: LazyHidden, request: HeadRequest) -> LazyLogits:
     source = deferred.source.reshape(-1, deferred.source.shape[-1])
     hub = LazyHead(source, dataclasses.replace(deferred.recipe, request=request))
     reading = hub.read(source, deferred.shape[:-1], deferred.recipe.places)
-    made = LazyLogits.make(reading, hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
-    made.followed = deferred.recipe.request is not request  # the model's own loss used the logits
-    return made
+    logits = LazyLogits.make(reading, hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
+    logits.followed = deferred.recipe.request is not request  # the model's own loss used the logits
+    return logits
 
 
 ELEMENTWISE = (
@@ -61,7 +61,7 @@ SCALING = (
     "__div__",
 )
 
-# Names of torch's functions and of equal methods. [Note: torch's own functions]
+# Names of torch's functions and of equal methods. See `foreign.py`.
 ROW_RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(SCALING, scale),

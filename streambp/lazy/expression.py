@@ -97,26 +97,26 @@ Values = dict[Node, Any]  # values for n tokens
 def children(node: Node) -> list[Node]:
     """Return the recorded calls and inputs among a recorded call's arguments, including nested
     lists and dicts. The list is empty for an input."""
-    given = tree_leaves((node.args, node.kwargs)) if isinstance(node, Call) else []
-    return [leaf for leaf in given if isinstance(leaf, Node)]
+    arguments = tree_leaves((node.args, node.kwargs)) if isinstance(node, Call) else []
+    return [leaf for leaf in arguments if isinstance(leaf, Node)]
 
 
 def leaves(node: Node) -> list[Node]:
     """Return the distinct inputs of a recorded function: logits (`Reading`) and other tensors
     (`Operand`)."""
-    found: dict[Node, None] = {}
-    seen: set[Node] = set()
+    inputs: dict[Node, None] = {}
+    visited: set[Node] = set()
     open_ends = [node]
     while open_ends:
         node = open_ends.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if isinstance(node, Call):
             open_ends += children(node)
         else:
-            found[node] = None
-    return list(found)
+            inputs[node] = None
+    return list(inputs)
 
 
 def readings(node: Node) -> list[Reading]:
@@ -134,13 +134,13 @@ def names(node: Node) -> Iterator[str]:
 
 def inputs_of(node: Node) -> list[Tensor]:
     """Return the tensors [1] that represent a recorded function's logits in the autograd graph."""
-    found = [
+    handles = [
         tensor
         for reading in readings(node)
         for tensor in (reading.handle, reading.anchor)
         if tensor is not None
     ]
-    return list({id(tensor): tensor for tensor in found}.values())
+    return list({id(tensor): tensor for tensor in handles}.values())
 
 
 def rebuilt(

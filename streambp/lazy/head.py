@@ -1,9 +1,9 @@
 """Hub of one forward's logits: computes results of the logits and collects their gradients.
 
-[Note: one pass in backward] A result of the logits is an output of `LazyResult`, an autograd Function.
-`LazyResult` has the hub's handle as input, an empty tensor that represents the logits in the graph.
-Hidden states and weights are inputs of `HeadHandle` alone. During backward each `LazyResult` leaves its
-gradients with the hub and returns no gradient. autograd runs `HeadHandle` after all results. `HeadHandle`
+A result of the logits is an output of `LazyResult`, an autograd Function. `LazyResult` has the
+hub's handle as input, an empty tensor that represents the logits in the graph. Hidden states and
+weights are inputs of `HeadHandle` alone. During backward each `LazyResult` leaves its gradients
+with the hub and returns no gradient. autograd runs `HeadHandle` after all results. `HeadHandle`
 computes the gradients of hidden states and weights from all left gradients in one pass (`sweep`).
 Left gradients belong to one backward call. Otherwise gradients that never reach the handle
 (`autograd.grad` with respect to other tensors) would remain for the next call.
@@ -40,7 +40,7 @@ from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, reading
 
 class HeadHandle(torch.autograd.Function):
     """Autograd function from hidden states and output projection to a tensor [1], which represents
-    their logits in the graph. [Note: one pass in backward]
+    their logits in the graph.
 
     Inputs are source [M, h], weight [V, h], bias [V] or None, and the norm's parameters.
     """
@@ -72,13 +72,13 @@ class HeadHandle(torch.autograd.Function):
             StreamBPError: weights or hidden states were changed in place since forward.
         """
         source, weight, bias, *_ = ctx.saved_tensors
-        left = ctx.hub.take()
-        if not left:
+        stored = ctx.hub.take()
+        if not stored:
             return (None,) * len(ctx.needs_input_grad)
         ctx.hub.check()
         # Gradients of statistics with the same projection are added before rounding.
         statistics: dict[Projection, StatisticsTerm] = {}
-        for gradient in left:
+        for gradient in stored:
             if isinstance(gradient, StatisticsGradient):
                 projection = gradient.projection
                 if projection not in statistics:
@@ -87,7 +87,7 @@ class HeadHandle(torch.autograd.Function):
                 statistics[projection].add(gradient)
         terms: list[Term] = [
             *statistics.values(),
-            *(term for term in left if isinstance(term, NodeTerm)),
+            *(term for term in stored if isinstance(term, NodeTerm)),
         ]
         return None, *sweep(ctx.hub.inputs, terms, source, weight, bias, ctx.needs_input_grad[1:])
 
@@ -101,7 +101,8 @@ class RunInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Any] | None, before: Tensor) -> Tensor:
-        """Return a zero [1] in the dtype of `before` [...]."""
+        """Return a zero [1], whose backward calls `run`. `before` [...] gives its dtype and device,
+        and an edge in the graph."""
         ctx.run = run
         ctx.set_materialize_grads(False)
         return torch.zeros(1, dtype=before.dtype, device=before.device)
@@ -115,8 +116,9 @@ class RunInBackward(torch.autograd.Function):
 
 
 class LazyResult(torch.autograd.Function):
-    """Autograd function that returns results computed from lazy logits. Backward stores the
-    results' gradients for `HeadHandle`. [Note: one pass in backward]"""
+    """Autograd function that returns results computed from lazy logits. Backward returns no
+    gradient, but stores the results' gradients. `HeadHandle` then computes the gradients of hidden
+    states and weights in one pass."""
 
     @staticmethod
     def forward(ctx: Any, calculation: Any, *anchors: Tensor) -> tuple[Tensor, ...]:
@@ -196,11 +198,9 @@ class LazyHead:
         return Reading(self, handle, positions, recipe.projected())
 
     def reached(self, reading: Reading) -> Reading:
-        """Return `reading`. If padding was left out of the hidden states and `reading` has
-        positions of padding, return the logits of a head with all hidden states.
-
-        [Note: padding that is read]
-        """
+        """Return `reading`, or a replacement if padding was left out of the hidden states and
+        `reading` includes positions of padding. The replacement reads the logits of a head with all
+        hidden states. [Note: padding that is read]"""
         late = self.recipe.late
         graded = torch.is_grad_enabled()
         if late is None or not late.reads(reading.positions):
@@ -359,24 +359,24 @@ class Statistic:
         """Return the requested softmax statistics, [N] each in promote_types(dtype, float32),
         without a graph."""
         head = self.reading.head
-        known: tuple[Tensor, Tensor] | None = None
+        cached: tuple[Tensor, Tensor] | None = None
         if self.labels is None:
-            known = head.known_statistics(self.reading)
+            cached = head.known_statistics(self.reading)
         values: tuple[Any, ...]
-        if known is None:
+        if cached is None:
             values = head.statistics(self.reading, self.labels)
         else:
-            values = (None, *known)
-        wanted = self.labels is not None, self.lse, self.mean
-        return tuple(itertools.compress(values, wanted))
+            values = (None, *cached)
+        requested = self.labels is not None, self.lse, self.mean
+        return tuple(itertools.compress(values, requested))
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
         """Store the gradients [N] of the results of `run`, in the same order, until the gradients
         of the weights are computed."""
-        given = iter(grads)
+        gradients = iter(grads)
         reading = self.reading
-        wanted = self.labels is not None, self.lse, self.mean
-        pick, lse, mean = (next(given) if one else None for one in wanted)
+        requested = self.labels is not None, self.lse, self.mean
+        pick, lse, mean = (next(gradients) if is_requested else None for is_requested in requested)
         positions = reading.positions.reshape(-1)
         reading.head.leave(
             StatisticsGradient(
@@ -414,17 +414,17 @@ class Function:
 
         Logits are built for `rows_at_once` tokens at a time.
         """
-        found = readings(self.node)
-        count = found[0].positions.shape[0]
-        tokens = rows_at_once(found[0].head.vocabulary)
-        hubs = dict.fromkeys(reading.head for reading in found)
+        logits = readings(self.node)
+        count = logits[0].positions.shape[0]
+        tokens = rows_at_once(logits[0].head.vocabulary)
+        hubs = dict.fromkeys(reading.head for reading in logits)
         products = {hub: hub.products() for hub in hubs}
         parts: list[tuple[Tensor, ...]] = []
         blocks = [slice(0, 0)]
         if count:
             blocks = list(token_blocks(count, tokens))
         for block in blocks:
-            value = evaluate(self.node, values_at(self.node, block, found, products))
+            value = evaluate(self.node, values_at(self.node, block, logits, products))
             parts.append(tuple(value) if isinstance(value, tuple | list) else (value,))
         return tuple(
             torch.cat(column) if len(column) > 1 else column[0].clone()

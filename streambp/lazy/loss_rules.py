@@ -33,14 +33,16 @@ def kl_div(
     """
     if not _is_reduction(size_average, reduce, "mean" if reduction == "batchmean" else reduction):
         return NotImplemented
-    each = elementwise("kl_div", func, (x, target), {"reduction": "none", "log_target": log_target})
-    if each is NotImplemented or reduction == "none":
-        return each
-    total = of_all("sum", torch_own.sum, each, [], {})
+    by_entry = elementwise(
+        "kl_div", func, (x, target), {"reduction": "none", "log_target": log_target}
+    )
+    if by_entry is NotImplemented or reduction == "none":
+        return by_entry
+    total = of_all("sum", torch_own.sum, by_entry, [], {})
     if reduction == "batchmean":
-        return total / each.shape[0]
+        return total / by_entry.shape[0]
     if reduction == "mean":
-        return total / each.numel()
+        return total / by_entry.numel()
     return total
 
 
@@ -78,22 +80,22 @@ def of_labels(
         return NotImplemented
     if x.dim() > 2 and x.classes != 1:
         return NotImplemented
-    each: dict[str, Any] = {"reduction": "none"}
+    loss_arguments: dict[str, Any] = {"reduction": "none"}
     if name == "cross_entropy":
-        each["label_smoothing"] = label_smoothing
+        loss_arguments["label_smoothing"] = label_smoothing
     with torch.no_grad():
-        dtype = func(sample_of(x), target.reshape(-1)[:0], **each).dtype
+        dtype = func(sample_of(x), target.reshape(-1)[:0], **loss_arguments).dtype
     log_probs = x = x.with_classes(None)
     if name == "cross_entropy":
         log_probs = elementwise("log_softmax", torch_own.log_softmax, (x,), {"dim": -1})
     note(x, name)
     labels = target.reshape(-1).detach().clone()  # [N]
     check_labels(labels, log_probs.width, ignore_index)
-    kept = labels != ignore_index  # ignored tokens are not computed
+    labelled = labels != ignore_index  # ignored tokens are not computed
     if labels.is_meta:
         places = torch.arange(labels.shape[0], device=labels.device)
     else:
-        places = kept.nonzero().squeeze(-1)
+        places = labelled.nonzero().squeeze(-1)
     rows = log_probs.moved(lambda t: t.reshape(-1, t.shape[-1])[places], view=False)
     losses = _smoothed(rows, labels[places], label_smoothing)
     if reduction == "none":
@@ -101,7 +103,7 @@ def of_labels(
         return scattered.to(dtype).view(target.shape)
     total = losses.sum()
     if reduction == "mean":
-        total = total / kept.sum()
+        total = total / labelled.sum()
     return total.to(dtype)
 
 
@@ -112,9 +114,11 @@ def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:
 def _smoothed(log_probs: LazyLogits, labels: Tensor, smoothing: float) -> Tensor:
     """Return -log p of the labels [N] with label smoothing, which mixes in the mean of -log p over
     the vocabulary."""
-    found = log_softmaxed(log_probs.node)
-    if smoothing and found is not None:
-        target, lse, mean = log_probs.compute(Statistic(found[0], labels, lse=True, mean=True))
+    reading_and_sign = log_softmaxed(log_probs.node)
+    if smoothing and reading_and_sign is not None:
+        target, lse, mean = log_probs.compute(
+            Statistic(reading_and_sign[0], labels, lse=True, mean=True)
+        )
         return lse - target * (1.0 - smoothing) - mean * smoothing
     losses = -picked(log_probs, labels[:, None])[:, 0]
     if smoothing:

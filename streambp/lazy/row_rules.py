@@ -62,7 +62,7 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
     if any(x.tokens != first.tokens for x in rows):
         return NotImplemented
     width = max(x.width for x in rows)
-    beside: dict[int, tuple[Any, Tensor]] = {}  # id of a tensor -> operand and sample
+    operands: dict[int, tuple[Any, Tensor]] = {}  # id of a tensor -> operand and sample
     for leaf in tree_leaves((args, kwargs)):
         if not isinstance(leaf, Tensor) or isinstance(leaf, LazyLogits):
             continue
@@ -72,7 +72,10 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
         if tensor.numel() <= first.tokens.numel() + width:
             tensor = tensor.clone()  # a cheap copy; later writes to the tensor are harmless
         if tensor.dim() == 0:
-            beside[id(leaf)] = Operand.of(tensor.to(first.device).expand(*first.tokens, 1)), tensor
+            operands[id(leaf)] = (
+                Operand.of(tensor.to(first.device).expand(*first.tokens, 1)),
+                tensor,
+            )
             continue
         if (
             tensor.dim() > first.dim()
@@ -81,13 +84,13 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
         ):
             return NotImplemented
         try:
-            whole = tensor.expand(*first.tokens, tensor.shape[-1])
+            expanded = tensor.expand(*first.tokens, tensor.shape[-1])
         except RuntimeError:
             return NotImplemented
-        beside[id(leaf)] = Operand.of(whole), whole.reshape(-1, whole.shape[-1])[:0]
+        operands[id(leaf)] = Operand.of(expanded), expanded.reshape(-1, expanded.shape[-1])[:0]
     plain_args, plain_kwargs = tree_map_only(
         Tensor,
-        lambda t: sample_of(t) if isinstance(t, LazyLogits) else beside[id(t)][1],
+        lambda t: sample_of(t) if isinstance(t, LazyLogits) else operands[id(t)][1],
         (args, kwargs),
     )
     with torch.no_grad():
@@ -96,15 +99,15 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
         return NotImplemented
     node_args, node_kwargs = tree_map_only(
         Tensor,
-        lambda t: _graded(t, graded) if isinstance(t, LazyLogits) else beside[id(t)][0],
+        lambda t: _graded(t, graded) if isinstance(t, LazyLogits) else operands[id(t)][0],
         (args, kwargs),
     )
     return first.make(Call(func, node_args, node_kwargs, graded, name), width, sample.dtype, graded)
 
 
 def _graded(x: LazyLogits, graded: bool) -> Node:
-    """Return the recorded function of x. The function is detached if the result requires a gradient
-    (`graded`) although x requires none."""
+    """Return the recorded function of x. If the result of the recorded operation requires a
+    gradient (`graded`) and x does not, return the function detached."""
     if graded and not x.requires_grad:
         return Call(torch_own.detach, (x.node,), {}, False, "detach")
     return x.node
@@ -114,24 +117,31 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     """Run an operation along one dimension of lazy logits. Softmax is recorded and computed later.
     Sum, gather, topk and the like are computed at once, block by block.
 
-    Returns NotImplemented if the dimension is not that of the vocabulary.
+    Args:
+        name: name of the operation.
+        func: torch's function.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+
+    Returns:
+        The operation's result; NotImplemented if the dimension is not that of the vocabulary.
     """
     x = args[0]
-    rest = list(args[1:])
+    positional = list(args[1:])
     if not isinstance(x, LazyLogits):
         return NotImplemented
-    if tensors_in((rest, kwargs), LazyLogits):
+    if tensors_in((positional, kwargs), LazyLogits):
         return NotImplemented
     kwargs = dict(kwargs)
     at = DIM[name] - 1
     if "axis" in kwargs:
         kwargs["dim"] = kwargs.pop("axis")
-    if len(rest) > at:
-        dim = rest.pop(at)
+    if len(positional) > at:
+        dim = positional.pop(at)
     else:
         dim = kwargs.pop("dim", -1 if name == "topk" else None)
     if dim is None and name in OF_ALL:
-        return of_all(name, func, x, rest, kwargs)
+        return of_all(name, func, x, positional, kwargs)
     if isinstance(dim, tuple | list):
         dim = dim[0] if len(dim) == 1 else None
     along = x.dim() - 1 if x.classes is None else x.classes
@@ -140,27 +150,35 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     if name in ROW_BY_ROW:
         # Further arguments of torch's function (dtype) or of F's (_stacklevel, dtype).
         kwargs.pop("_stacklevel", None)
-        if dtypes := [value for value in rest if isinstance(value, torch.dtype)]:
+        if dtypes := [value for value in positional if isinstance(value, torch.dtype)]:
             kwargs["dtype"] = dtypes[0]
-        made = elementwise(name, func, (x.with_classes(None),), {**kwargs, "dim": -1})
+        result = elementwise(name, func, (x.with_classes(None),), {**kwargs, "dim": -1})
         if x.classes is None:
-            return made
-        return made.make(made.node, made.width, made.dtype, made.requires_grad, x.classes)
+            return result
+        return result.make(result.node, result.width, result.dtype, result.requires_grad, x.classes)
     if x.classes is not None:
         return NotImplemented
     if name in ("gather", "take_along_dim"):
-        index = rest[0] if rest else kwargs.get("index", kwargs.get("indices"))
+        index = positional[0] if positional else kwargs.get("index", kwargs.get("indices"))
         return gather(x, index)
-    if name == "topk" and rest:
-        kwargs["k"] = rest.pop(0)
-    return _reduce(name, func, x, rest, kwargs)
+    if name == "topk" and positional:
+        kwargs["k"] = positional.pop(0)
+    return _reduce(name, func, x, positional, kwargs)
 
 
 def of_all(
     name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Reduce lazy logits to one number. Each token's entries are reduced first, block by block;
-    torch's own function then reduces the results [*tokens]."""
+    torch's own function then reduces the results [*tokens].
+
+    Args:
+        name: name of the operation, such as "sum".
+        func: torch's function.
+        x: the lazy logits.
+        rest: further positional arguments of the call.
+        kwargs: keyword arguments of the call.
+    """
     if rest or kwargs.get("keepdim"):
         return NotImplemented
     of_rows = _reduce(name, func, x, [], kwargs)
@@ -168,14 +186,26 @@ def of_all(
 
 
 def _reduce(
-    name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]
+    name: str,
+    func: Callable[..., Any],
+    x: LazyLogits,
+    positional: list[Any],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Return a reduction, such as sum or topk, over each token's entries of lazy logits. Each
-    result is [*tokens], [*tokens, 1] or [*tokens, K]."""
+    result is [*tokens], [*tokens, 1] or [*tokens, K].
+
+    Args:
+        name: name of the operation.
+        func: torch's function.
+        x: the lazy logits.
+        positional: positional arguments of the call, without the tensor and the dimension.
+        kwargs: keyword arguments of the call.
+    """
     if name == "norm":
-        kwargs = {"p": rest.pop(0) if rest else "fro", **kwargs}
+        kwargs = {"p": positional.pop(0) if positional else "fro", **kwargs}
     further = ("largest", "sorted") if name == "topk" else ("keepdim",)
-    kwargs = {"dim": -1, **kwargs, **dict(zip(further, rest, strict=False))}
+    kwargs = {"dim": -1, **kwargs, **dict(zip(further, positional, strict=False))}
     with torch.no_grad():
         sample = func(sample_of(x), **kwargs)
     log_probs = log_softmaxed(x.node)
@@ -254,9 +284,9 @@ def picked(x: LazyLogits, index: Tensor) -> Tensor:
     """Return the entries [*tokens, K] of lazy logits at vocabulary indices `index`, in
     promote_types(dtype, float32)."""
     labels = index.reshape(-1).clone()  # the program may write to `index`
-    found = log_softmaxed(x.node)
-    if index.shape[-1] == 1 and found is not None:
-        reading, sign = found
+    reading_and_sign = log_softmaxed(x.node)
+    if index.shape[-1] == 1 and reading_and_sign is not None:
+        reading, sign = reading_and_sign
         target, lse = x.compute(Statistic(reading, labels, lse=True))
         return ((target - lse) * sign).view(index.shape)
     if index.shape[-1] == 1 and isinstance(x.node, Reading):
@@ -266,9 +296,14 @@ def picked(x: LazyLogits, index: Tensor) -> Tensor:
 
 
 def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Multiply or divide lazy logits, and return lazy logits.
+    """Multiply or divide lazy logits, and return lazy logits. Multiplication by a number is
+    computed as another temperature of the logits.
 
-    Multiplication by a number is computed as another temperature of the logits.
+    Args:
+        name: name of the operation, such as "mul".
+        func: torch's function.
+        args: positional arguments of the call: two factors, or dividend and divisor.
+        kwargs: keyword arguments of the call.
     """
     x, other = (*args, *kwargs.values(), None)[:2]
     multiplies = "mul" in name

@@ -1,10 +1,10 @@
 """Stand-in for rows of logits, or for row-wise functions of logits, outside of the model's forward.
 
-[Note: lazy rows in a graph] Operations with a rule read the hub's hidden states, and never the
-stand-in. Other code (an autograd.Function, a kernel) takes the stand-in as an input, and sends the
-gradient of all values to the node of that input. `GradientSink` leaves that gradient with the hub. A
-stand-in that an autograd.Function returned is different: the Function's backward is unknown, so the
-values are computed and their gradient goes through `MaterializeLazy`. Nodes that an engine inserts at a
+Operations with a rule read the hub's hidden states, and never the stand-in. Other code (an
+autograd.Function, a kernel) takes the stand-in as an input, and sends the gradient of all values to
+the node of that input. `GradientSink` leaves that gradient with the hub. A stand-in that an
+autograd.Function returned is different: the Function's backward is unknown, so the values are
+computed and their gradient goes through `MaterializeLazy`. Nodes that an engine inserts at a
 model's outputs, and scaling hooks, change no values. Such nodes and hooks are recognized by name.
 
 A stand-in that is written to becomes another function of rows (`div_`), or real. Stand-ins that
@@ -64,18 +64,18 @@ def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
     Raises:
         BackwardError: the gradient at padding is not zero.
     """
-    late = [one for one in readings(node) if one.head.recipe.late is not None]
-    kept = [reading.head.recipe.late.tokens(reading.positions) for reading in late]
-    if not kept or gradient.is_meta or bool(torch.stack(kept).all()):
+    late = [candidate for candidate in readings(node) if candidate.head.recipe.late is not None]
+    masks = [reading.head.recipe.late.tokens(reading.positions) for reading in late]
+    if not masks or gradient.is_meta or bool(torch.stack(masks).all()):
         return node, gradient
-    here = torch.stack(kept).all(0)  # [N]
-    if bool((gradient[~here] != 0).any()):
+    is_token = torch.stack(masks).all(0)  # [N]
+    if bool((gradient[~is_token] != 0).any()):
         raise BackwardError(
             "A gradient for logits at padding came from an autograd.Function or a kernel, in a "
             "batch that was computed without padding. Leave padding out of that loss, or set "
             "StreamConfig(rows='as_given')."
         )
-    return over_tokens(node, lambda x: x[here]), gradient[here]
+    return over_tokens(node, lambda x: x[is_token]), gradient[is_token]
 
 
 class LazyLogits(LazyTensor):
@@ -152,16 +152,16 @@ class LazyLogits(LazyTensor):
         """
         if not graded:
             return cls(node, width, dtype, classes)
-        made: LazyLogits = GradientSink.apply(cls, (node, width, dtype, classes), *inputs_of(node))
-        made.link = made.grad_fn
-        return made
+        logits: LazyLogits = GradientSink.apply(
+            cls, (node, width, dtype, classes), *inputs_of(node)
+        )
+        logits.link = logits.grad_fn
+        return logits
 
     @classmethod
     def arrived(cls, ctx: Any, gradient: Tensor | None) -> None:
         """Store a gradient of the complete tensor, [*tokens, W], until the gradients of the weights
         are computed.
-
-        [Note: lazy rows in a graph]
 
         Args:
             ctx: context of the autograd node.
@@ -195,8 +195,14 @@ class LazyLogits(LazyTensor):
     def changed(
         self, node: Node | None = None, dtype: torch.dtype | None = None, graded: bool = True
     ) -> LazyLogits:
-        """Return a lazy copy that shares no memory with this tensor, with another recorded
-        function, dtype or gradient flag."""
+        """Return lazy logits that share no memory with these, with another recorded function, dtype
+        or gradient flag.
+
+        Args:
+            node: the recorded function; None: that of these logits.
+            dtype: dtype of the values; None: that of these logits.
+            graded: False: the result requires no gradient.
+        """
         graded = graded and self.requires_grad
         return self.make(node or self.node, self.width, dtype or self.dtype, graded, self.classes)
 
@@ -211,10 +217,10 @@ class LazyLogits(LazyTensor):
             unique: True if `change` repeats no token.
             view: True if the result shares this tensor's memory.
         """
-        made = self.changed(over_tokens(self.node, change, unique))
+        result = self.changed(over_tokens(self.node, change, unique))
         if view:
-            return made.sharing(self)
-        return made
+            return result.sharing(self)
+        return result
 
     def with_classes(self, classes: int | None) -> LazyLogits:
         """Return a view whose W entries are in dimension `classes` (None: the last), for losses
@@ -269,7 +275,14 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that has no rule, with complete tensors in place of lazy arguments."""
+        """Run an operation that has no rule, with complete tensors in place of lazy arguments.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         result = super().on_real(func, name, args, kwargs)
         for x in tensors_in((args, kwargs), cls) if name in TENSOR_HOOKS else ():
             if x.link is not None:
@@ -377,8 +390,8 @@ class LazyLogits(LazyTensor):
         with torch.set_grad_enabled(self.requires_grad):
             if self.known() or not self.requires_grad:
                 return self.values()
-            taken: Tensor = MaterializeLazy.apply(self.values, self)
-            return taken
+            complete: Tensor = MaterializeLazy.apply(self.values, self)
+            return complete
 
     def become(self, other: LazyLogits | Tensor) -> None:
         """Record the result of an in-place operation: this tensor has the values of `other`
@@ -398,12 +411,19 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation by its rule, without the complete tensor; NotImplemented if the
-        operation has no rule."""
+        """Run an operation by its rule, without the complete tensor. Return NotImplemented if the
+        operation has no rule.
+
+        Args:
+            func: torch's function.
+            name: its name.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         if name in cls.row_rules:
-            found = cls.row_rules[name](name, func, args, kwargs)
-            if found is not NotImplemented:
-                return found
+            result = cls.row_rules[name](name, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if (
             isinstance(args[0] if args else None, LazyLogits)
             and args[0].classes is not None
@@ -428,41 +448,44 @@ class LazyLogits(LazyTensor):
         Raises:
             StreamBPError: the operation changes the shape.
         """
-        before = self.current()
+        current = self.current()
         if name == "detach_":
-            before.become(before.build().detach())
+            current.become(current.build().detach())
             return self
         # add_ -> add, __iadd__ -> __add__
         plain = f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]
         rows = tensors_in((args, kwargs), LazyLogits)
         follow = all(x.follows_rules() for x in rows)
-        if follow and (torch.is_grad_enabled() or not before.requires_grad):
+        if follow and (torch.is_grad_enabled() or not current.requires_grad):
             out_of_place = method(plain)
-            made = NotImplemented
+            replacement = NotImplemented
             if out_of_place is not None and plain in self.row_rules:
-                made = self.by_rule(out_of_place, plain, args, kwargs)
-            alike = isinstance(made, LazyLogits) and (made.shape, made.dtype) == (
-                before.shape,
-                before.dtype,
+                replacement = self.by_rule(out_of_place, plain, args, kwargs)
+            has_same_form = isinstance(replacement, LazyLogits) and (
+                replacement.shape,
+                replacement.dtype,
+            ) == (
+                current.shape,
+                current.dtype,
             )
-            if alike and made.requires_grad == before.requires_grad:
-                before.become(made)
+            if has_same_form and replacement.requires_grad == current.requires_grad:
+                current.become(replacement)
                 return self
-        before.note(name)
+        current.note(name)
         real = {id(leaf): leaf.build() for leaf in rows}
-        if not before.requires_grad:
+        if not current.requires_grad:
             # torch forbids writes to a view of a tensor that was made under no_grad.
-            real[id(before)] = real[id(before)].detach()
-        before.become(real[id(before)])
+            real[id(current)] = real[id(current)].detach()
+        current.become(real[id(current)])
         args, kwargs = changed_arguments(args, kwargs, LazyLogits, lambda leaf: real[id(leaf)])
         result = func(*args, **kwargs)
-        if real[id(before)].shape != self.shape:
+        if real[id(current)].shape != self.shape:
             raise StreamBPError(
                 f"{name} changes the shape of logits in place, but these logits have no memory of "
                 f"their own yet. Use {plain} or StreamConfig(lazy_logits=False)."
             )
-        before.memory.watch(real[id(before)])
-        if result is real[id(before)]:
+        current.memory.watch(real[id(current)])
+        if result is real[id(current)]:
             return self
         return result
 

@@ -47,12 +47,12 @@ def index(x: LazyTensor, at: Any) -> Any:
             return NotImplemented
         *rows, labels = torch.broadcast_tensors(*by_number)  # x[rows, labels]: one entry for each
         labels = torch_own.where(labels < 0, labels + x.width, labels)
-        found = gather(
+        gathered = gather(
             x.moved(lambda t: t[(*rows, slice(None))], unique=False, view=False), labels[..., None]
         )
-        if found is NotImplemented:
+        if gathered is NotImplemented:
             return NotImplemented
-        return found[..., 0]
+        return gathered[..., 0]
 
     has_ellipsis = any(part is ... for part in parts)
     masked = [part for part in tensors if part.dtype == torch.bool]
@@ -108,19 +108,21 @@ def along(
         args: the method's positional arguments.
         kwargs: the method's keyword arguments.
     """
-    given = list(args)
-    dim = given[at] if len(given) > at else kwargs.get("dim", 0)
+    positional = list(args)
+    dim = positional[at] if len(positional) > at else kwargs.get("dim", 0)
     if not is_of_tokens(x, dim):
         return NotImplemented
-    if len(given) > at:
-        given[at] = dim % x.dim()  # positions [*tokens, k] have the same dimension
+    if len(positional) > at:
+        positional[at] = dim % x.dim()  # positions [*tokens, k] have the same dimension
     else:
         kwargs["dim"] = dim % x.dim()
     if name in SEVERAL:
-        parts = range(len(own(torch.empty(*x.shape[:-1], 1, device="meta"), *given, **kwargs)))
-        return tuple(x.moved(lambda t, part=part: own(t, *given, **kwargs)[part]) for part in parts)
+        parts = range(len(own(torch.empty(*x.shape[:-1], 1, device="meta"), *positional, **kwargs)))
+        return tuple(
+            x.moved(lambda t, part=part: own(t, *positional, **kwargs)[part]) for part in parts
+        )
     copies = name == "index_select"
-    return x.moved(lambda t: own(t, *given, **kwargs), unique=not copies, view=not copies)
+    return x.moved(lambda t: own(t, *positional, **kwargs), unique=not copies, view=not copies)
 
 
 def view(x: LazyTensor, *shape: Any) -> Any:
@@ -205,8 +207,8 @@ def permute(x: LazyTensor, *dims: Any) -> Any:
 
     torch's losses expect the vocabulary in the second dimension.
     """
-    given = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    order = [dim % x.dim() for dim in given]
+    order_of_dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    order = [dim % x.dim() for dim in order_of_dims]
     last = x.dim() - 1
     if x.classes is not None:
         back = [dim for dim in range(x.dim()) if dim != x.classes] + [x.classes]
@@ -223,10 +225,10 @@ def permute(x: LazyTensor, *dims: Any) -> Any:
 def to(x: LazyTensor, *args: Any, **kwargs: Any) -> Any:
     """Cast a lazy tensor to a wider dtype on the same device; NotImplemented for other casts.
     Values are computed in float32 or wider anyway."""
-    wanted = [*args, *kwargs.values()]
-    dtypes = [value for value in wanted if isinstance(value, torch.dtype)]
-    dtypes += [value.dtype for value in wanted if isinstance(value, Tensor)]
-    if is_elsewhere(x, wanted):
+    targets = [*args, *kwargs.values()]
+    dtypes = [value for value in targets if isinstance(value, torch.dtype)]
+    dtypes += [value.dtype for value in targets if isinstance(value, Tensor)]
+    if is_elsewhere(x, targets):
         return NotImplemented
     dtype = dtypes[0] if dtypes else x.dtype
     if dtype == x.dtype:
@@ -260,7 +262,7 @@ def _in_float32(x: LazyTensor, *_: Any, **__: Any) -> Any:
     return to(x, torch.promote_types(x.dtype, torch.float32))
 
 
-# Names of torch's functions and of equal methods. [Note: torch's own functions]
+# Names of torch's functions and of equal methods. See `foreign.py`.
 TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "__getitem__": index,
     "__iter__": _iterated,

@@ -20,13 +20,13 @@ def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | N
         StreamBPError: a tensor has another shape or dtype.
     """
     floating: Kind = "floating"
-    given = {name: like, **tensors}
-    wanted: dict[str, tuple[Tensor | None, str, Kind]] = {}
-    for key, x in given.items():
-        wanted[key] = x, "B T", floating
+    tensors_by_name = {name: like, **tensors}
+    specifications: dict[str, tuple[Tensor | None, str, Kind]] = {}
+    for key, x in tensors_by_name.items():
+        specifications[key] = x, "B T", floating
         if key.endswith("mask"):
-            wanted[key] = x, "B T", "any"
-    check_tensors(**wanted)
+            specifications[key] = x, "B T", "any"
+    check_tensors(**specifications)
 
 
 def within(mask: Tensor, values: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
     Values outside of the mask, NaN among them, do not count.
     """
-    kept = within(mask, values)
-    return kept.sum() if dim is None else kept.sum(dim)
+    masked = within(mask, values)
+    return masked.sum() if dim is None else masked.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

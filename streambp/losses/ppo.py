@@ -122,16 +122,16 @@ def gae(
         advantages and returns (advantages + values), [B, T], 0 outside of the mask.
     """
     check_shapes(rewards, name="rewards", values=values, mask=mask)
-    kept = mask.bool()
+    is_masked = mask.bool()
     values = within(mask, values.detach())
     rewards = within(mask, rewards)
     advantages = torch.zeros_like(values)
-    running = following = torch.zeros_like(values[:, 0])
+    advantage = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
-        step = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * running
-        running = torch.where(kept[:, t], step, running)
-        following = torch.where(kept[:, t], values[:, t], following)
-        advantages[:, t] = running
+        step = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * advantage
+        advantage = torch.where(is_masked[:, t], step, advantage)
+        next_value = torch.where(is_masked[:, t], values[:, t], next_value)
+        advantages[:, t] = advantage
     return within(mask, advantages), within(mask, advantages + values)
 
 

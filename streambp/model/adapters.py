@@ -15,21 +15,25 @@ def adapter_notes(sites: Iterable[LayerSite]) -> list[str]:
     Args:
         sites: the records of the decoder layers. Layers that were not called yet are left out.
     """
-    one = 0
-    others = collections.Counter[str]()
+    number_of_fused = 0
+    reasons_of = collections.Counter[str]()
     for site in sites:
-        known = {} if site.fingerprint.last is None else site.adapters
-        for name, reading in known.items():
+        by_name = {} if site.fingerprint.last is None else site.adapters
+        for name, reading in by_name.items():
             why = reading.why or reading.why_in_call
             if why is None:
-                one += 1
+                number_of_fused += 1
             else:
-                others[f"{name.rpartition('.')[2]}: {why}"] += 1
-    notes = [f"{one} Linears with adapters are computed as one operation"] if one else []
-    if others:
-        reasons = "; ".join(f"{number} x {why}" for why, number in sorted(others.items()))
+                reasons_of[f"{name.rpartition('.')[2]}: {why}"] += 1
+    notes = (
+        [f"{number_of_fused} Linears with adapters are computed as one operation"]
+        if number_of_fused
+        else []
+    )
+    if reasons_of:
+        reasons = "; ".join(f"{number} x {why}" for why, number in sorted(reasons_of.items()))
         notes.append(
-            f"{others.total()} Linears with adapters are computed by peft's code, which takes "
+            f"{reasons_of.total()} Linears with adapters are computed by peft's code, which takes "
             f"longer ({reasons})"
         )
     return notes

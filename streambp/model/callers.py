@@ -52,8 +52,8 @@ def _overrides(frame: FrameType) -> bool:
     outside of the known libraries."""
     if str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES:
         return False
-    for own in type(frame.f_locals.get("self")).__mro__:
-        if own.__name__ == TRAINERS_LOSS[1] and own.__module__.partition(".")[0] == LIBRARIES[0]:
+    for cls in type(frame.f_locals.get("self")).__mro__:
+        if cls.__name__ == TRAINERS_LOSS[1] and cls.__module__.partition(".")[0] == LIBRARIES[0]:
             return True
     return False
 

@@ -81,12 +81,12 @@ class CausalLMForward(InstanceForward):
         During the call, position_ids and labels are stored in the state that all replaced forwards
         share, because the model may not pass these arguments on to its backbone.
         """
-        running = self.state.running
-        before = running.position_ids, running.labels, running.names_cache
-        running.position_ids = kwargs.get("position_ids")
-        running.labels = kwargs.get("labels"), kwargs.get("shift_labels")
-        if running.names_cache is None:
-            running.names_cache = names_cache(self.module, kwargs)
+        context = self.state.running
+        previous = context.position_ids, context.labels, context.names_cache
+        context.position_ids = kwargs.get("position_ids")
+        context.labels = kwargs.get("labels"), kwargs.get("shift_labels")
+        if context.names_cache is None:
+            context.names_cache = names_cache(self.module, kwargs)
         try:
             if self.previous is None:
                 trls = None
@@ -102,7 +102,7 @@ class CausalLMForward(InstanceForward):
                 return trls[TRLS_FORWARD].__func__(self.module, *args, **kwargs)
             return super().original(*args, **kwargs)
         finally:
-            running.position_ids, running.labels, running.names_cache = before
+            context.position_ids, context.labels, context.names_cache = previous
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. If labels are given, the loss is computed without building the
@@ -250,9 +250,9 @@ class CausalLMForward(InstanceForward):
         flat = request.hidden_states
         assert flat is not None
         # If shift_labels is missing, the last position of a row has no label.
-        kept = slice(None) if shift_labels is not None else slice(-1)
-        request.hidden_states = lambda: flat().view(*shape, -1)[:, kept]
-        return output, request.values.each(lambda values: values.view(shape)[:, kept]), request
+        scored = slice(None) if shift_labels is not None else slice(-1)
+        request.hidden_states = lambda: flat().view(*shape, -1)[:, scored]
+        return output, request.values.each(lambda values: values.view(shape)[:, scored]), request
 
     def _with_head(
         self, kwargs: dict[str, Any], request: HeadRequest, hands_out: bool = False
@@ -331,8 +331,8 @@ class CausalLMForward(InstanceForward):
         config = self.state.config
         if not config.head:
             return False
-        asked = kwargs.get("labels") is not None and computes_its_own_loss()
-        if not (asked or config.lazy_logits):
+        caller_needs_logits = kwargs.get("labels") is not None and computes_its_own_loss()
+        if not (caller_needs_logits or config.lazy_logits):
             return False
         if self.foreign is not None or has_cache(kwargs):
             return False
@@ -346,8 +346,8 @@ class CausalLMForward(InstanceForward):
 
     @property
     def _steady_norms(self) -> tuple[nn.Module, ...]:
-        """Return the final norms without submodules, which may be computed after the model's
-        forward.
+        """Return the final norms without submodules. The result of these norms is the same if they
+        run after the model's forward.
 
         A norm with submodules (PEFT's wrapper) may compute something else by the time the logits
         are used, because adapters can be switched in between.
@@ -408,8 +408,12 @@ class CausalLMForward(InstanceForward):
         if gathered and type(output_embeddings).forward is not nn.Linear.forward:
             request.outcome.built_for = f"{type(output_embeddings).__name__}'s own forward"
             return self.original(**kwargs)
-        own = output_embeddings
-        head = HeldHead(self.module, own, request) if gathered else DeferredForward(own, request)
+        projection = output_embeddings
+        head = (
+            HeldHead(self.module, projection, request)
+            if gathered
+            else DeferredForward(projection, request)
+        )
         self.state.running.defer_norm = None if hidden_wanted or gathered else request
         self.state.running.padding_unseen = functools.partial(
             hides_padding, self.module, self.state, kwargs, handed_out=request.handed_out

@@ -1,9 +1,9 @@
 """Set the kernels that `StreamConfig.kernels` names on a model's modules.
 
-[Note: chosen kernels] "auto" uses Liger's kernels for tensors on an accelerator, and the modules'
-own code elsewhere. A model is often patched on the host and moved afterwards, so each call checks
-the device of its tensors. The result on a CPU equals "own" bit for bit. A process without an
-accelerator does not search for kernels.
+"auto" uses Liger's kernels for tensors on an accelerator, and the modules' own code elsewhere. A
+model is often patched on the host and moved afterwards, so each call checks the device of its
+tensors. The result on a CPU equals "own" bit for bit. A process without an accelerator does not
+search for kernels.
 
 Only Liger's norms and MLPs, which take one tensor, are used. Experts also take routing, and retain
 the model's own code: peft's adapters may wrap experts, and Liger's version was tested on no device.
@@ -87,24 +87,24 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
         return InstalledKernels(
             why_own=f"Liger cannot be imported ({type(error).__name__}: {error})."
         )
-    if (found := without_driver(device.type)) is not None:
+    if (reason := without_driver(device.type)) is not None:
         fused.take_off()
-        return InstalledKernels(why_own=found)
+        return InstalledKernels(why_own=reason)
     if config.products:
         return fused
     bound: list[AttributeChange] = []
-    alike: dict[Callable[..., Any], bool] = {}
+    turns_alike: dict[Callable[..., Any], bool] = {}
     for module, rotation in rotations.items():
         # All names are restored here, so the comparison uses the model's own rotation.
         space = globals_that_turn(module)
         if space is None:
             continue
-        own = space[ROTARY]
-        if own not in alike:
-            alike[own] = turns_halves(own)
-        if alike[own]:
-            around = WithRotation(space, rotation, device.type)
-            forward = types.MethodType(with_globals(around, type(module).forward), module)
+        family_rotation = space[ROTARY]
+        if family_rotation not in turns_alike:
+            turns_alike[family_rotation] = turns_halves(family_rotation)
+        if turns_alike[family_rotation]:
+            namespace = WithRotation(space, rotation, device.type)
+            forward = types.MethodType(with_globals(namespace, type(module).forward), module)
             module.__dict__["forward"] = forward
             bound.append(AttributeChange(module, "forward", None, forward, False))
     return dataclasses.replace(fused, replaced=(*fused.replaced, *bound))
@@ -120,21 +120,20 @@ def without_driver(kind: str) -> str | None:
     can."""
     try:
         driver = importlib.import_module("triton.runtime").driver.active
-        found = driver.get_active_torch_device().type
+        driver_kind = driver.get_active_torch_device().type
     except Exception as error:  # no driver, or no compiler for the driver
         return f"Triton has no driver here ({type(error).__name__}: {error})."
-    if found == kind:
+    if driver_kind == kind:
         return None
-    return f"Triton's kernels run on devices of type {found!r} here, and not on {kind!r}."
+    return f"Triton's kernels run on devices of type {driver_kind!r} here, and not on {kind!r}."
 
 
 def by_device(
     kind: str, rotations: dict[nn.Module, Callable[..., Any]], before: Attributes
 ) -> set[nn.Module]:
     """Change the forwards that Liger bound to modules: Liger's code then runs on devices of type
-    `kind` alone, and the module's own forward on all other devices.
-
-    Called while transformers' modeling modules contain Liger's names.
+    `kind` alone, and the module's own forward on all other devices. Called by `put_on`, while
+    transformers' modeling modules contain Liger's functions.
 
     Args:
         kind: the device type on which Liger's kernels run, such as "cuda".
@@ -144,26 +143,26 @@ def by_device(
 
     Returns:
         The modules to restore to their previous forward: compiled modules, modules with another
-            library's forward, and experts.
+        library's forward, and experts.
     """
-    theirs = {
+    to_restore = {
         m
         for m in before
         if ACCELERATE_HOOK in before[m] or "forward" in before[m] or is_compiled(m)
     }
     for module in before:
         forward = module.__dict__.get("forward")
-        if module in theirs:
+        if module in to_restore:
             continue
         if isinstance(forward, types.MethodType) and len(inspect.signature(forward).parameters) > 1:
-            theirs.add(module)
+            to_restore.add(module)
         elif isinstance(forward, types.MethodType):
             module.__dict__["forward"] = types.MethodType(OnDevice(forward.__func__, kind), module)
         elif forward is None:
             rotation: Any = (globals_that_turn(module) or {}).get(ROTARY)
             if home_of(rotation).partition(".")[0] == LIGER:
                 rotations[module] = rotation
-    return theirs
+    return to_restore
 
 
 def turns_halves(rotation: Callable[..., Any]) -> bool:
@@ -185,10 +184,10 @@ def turns_halves(rotation: Callable[..., Any]) -> bool:
         return x * cos[:, None] + torch.cat((-x[..., HALF:], x[..., :HALF]), -1) * sin[:, None]
 
     try:
-        found = rotation(q.clone(), k.clone(), cos, sin)
+        rotated = rotation(q.clone(), k.clone(), cos, sin)
         return all(
-            torch.allclose(ours, turned(x), rtol=1e-5, atol=1e-6)
-            for ours, x in zip(found, (q, k), strict=True)
+            torch.allclose(by_ligers, turned(x), rtol=1e-5, atol=1e-6)
+            for by_ligers, x in zip(rotated, (q, k), strict=True)
         )
     except Exception:  # the function needs other arguments
         return False

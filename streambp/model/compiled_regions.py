@@ -1,10 +1,10 @@
 """Compile parts of a model's layers with torch, for `kernels="compiled"`; the forwards are set on
 module instances.
 
-[Note: compiled regions] A region is code of a layer that treats all tokens alike and contains no
-Linear. Examples are a norm, the activation and product of a gated MLP, and the rotation. Linears
-stay outside, because a streamed layer replaces their forward in each pass, saves their outputs and
-accumulates their weight gradients. A region computes the class's own code.
+A region is code of a layer that treats all tokens alike and contains no Linear. Examples are a
+norm, the activation and product of a gated MLP, and the rotation. Linears stay outside, because a
+streamed layer replaces their forward in each pass, saves their outputs and accumulates their weight
+gradients. A region computes the class's own code.
 
 Before a region is set, plain torch checks two properties by value: a norm treats tokens alike, and
 an MLP is down(act(gate) * up). A module that fails the check (dropout in between, groups of
@@ -88,14 +88,14 @@ class Compiler:
 
     def compiled(self, function: Any, role: str) -> Callable[..., Any]:
         """Return the function compiled with torch.compile. The result is cached for each function
-        and role, such as "norm". [Note: compiled regions]"""
+        and role, such as "norm"."""
         if (function, role) not in self.made:
             code = function.__code__.replace(co_name=function.__name__)
-            own = types.FunctionType(
+            copied = types.FunctionType(
                 code, function.__globals__, function.__name__, None, function.__closure__
             )
-            own.__defaults__ = function.__defaults__
-            own.__kwdefaults__ = function.__kwdefaults__
+            copied.__defaults__ = function.__defaults__
+            copied.__kwdefaults__ = function.__kwdefaults__
             more: dict[str, Any] = {}
             if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in 2.11
                 more["recompile_limit"] = GRAPHS
@@ -107,7 +107,7 @@ class Compiler:
                 self.seconds += time.monotonic() - start
                 return compiled
 
-            self.made[function, role] = torch.compile(own, backend=backend, **more)
+            self.made[function, role] = torch.compile(copied, backend=backend, **more)
         return self.made[function, role]
 
 
@@ -130,8 +130,8 @@ class Region:
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the forward of the module's class, computed with the compiled part
         if possible."""
-        found = NotImplemented if kwargs else self.run(self.compiled, module, *args)
-        return type(module).forward(module, *args, **kwargs) if found is NotImplemented else found
+        result = NotImplemented if kwargs else self.run(self.compiled, module, *args)
+        return type(module).forward(module, *args, **kwargs) if result is NotImplemented else result
 
 
 def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -> Any:
@@ -143,8 +143,10 @@ def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -
         module: the norm.
         tensors: x, and the gates if there are any.
     """
-    alike = bool(tensors) and all(runs(x) and x.shape == tensors[0].shape for x in tensors)
-    if not alike or not _several(tensors[0]):
+    shapes_are_equal = bool(tensors) and all(
+        runs(x) and x.shape == tensors[0].shape for x in tensors
+    )
+    if not shapes_are_equal or not _several(tensors[0]):
         return NotImplemented
     return compiled(module, *(by_token(x) for x in tensors)).view(tensors[0].shape)
 
@@ -200,13 +202,19 @@ class WithCompiledRotation(WithRotation):
         If another library has replaced the modeling file's function after `patch`, the replacement
         runs instead of the compiled code.
         """
-        now = self.around[ROTARY]
+        current = self.around[ROTARY]
         four = (q, k, cos, sin)
-        if now is not self.own or args or kwargs or not all(map(runs, four)) or q.shape[-2] == 1:
-            return now(*four, *args, **kwargs)
+        if (
+            current is not self.own
+            or args
+            or kwargs
+            or not all(map(runs, four))
+            or q.shape[-2] == 1
+        ):
+            return current(*four, *args, **kwargs)
         # slices of a row
-        own = (x.clone() if x.nbytes < x.untyped_storage().nbytes() else x for x in (cos, sin))
-        return self.fused(*(_any_length(x, 0, x.dim() - 2) for x in (q, k, *own)))
+        tables = (x.clone() if x.nbytes < x.untyped_storage().nbytes() else x for x in (cos, sin))
+        return self.fused(*(_any_length(x, 0, x.dim() - 2) for x in (q, k, *tables)))
 
 
 def runs(x: Any) -> bool:
@@ -238,7 +246,7 @@ def compile_regions(model: nn.Module) -> InstalledKernels:
     layers.
 
     torch.compile compiles the whole norm, the activation and product of an MLP, and the rotary
-    embedding of queries and keys. Linears stay uncompiled. [Note: compiled regions]
+    embedding of queries and keys. Linears stay uncompiled.
 
     Args:
         model: a transformers model, or a module that contains one; changed in place.
@@ -252,22 +260,24 @@ def compile_regions(model: nn.Module) -> InstalledKernels:
         return InstalledKernels(why_own=why)
     compiler = Compiler()
     replaced: list[AttributeChange] = []
-    left: set[str] = set()
-    alike: dict[Any, bool] = {}
+    skipped_classes: set[str] = set()
+    passes_by_class: dict[Any, bool] = {}
     for layer in (layer for stack in find_stacks(model).stacks for layer in stack.layers):
         for name, module in layer.named_modules():
             what = _what(module)
-            own = module.__dict__
+            attributes = module.__dict__
             kind = type(module)
             # not the model's own code
-            others = ACCELERATE_HOOK in own or "forward" in own or is_compiled(module)
-            if what is None or module is layer or others or compiled_inside(module):
+            has_other_forward = (
+                ACCELERATE_HOOK in attributes or "forward" in attributes or is_compiled(module)
+            )
+            if what is None or module is layer or has_other_forward or compiled_inside(module):
                 continue
             key = (kind, type(getattr(module, "act_fn", None)))
-            if key not in alike:
-                alike[key] = what == "rotation" or treats_tokens_alike(module)
-            if not alike[key]:
-                left.add(kind.__name__)
+            if key not in passes_by_class:
+                passes_by_class[key] = what == "rotation" or treats_tokens_alike(module)
+            if not passes_by_class[key]:
+                skipped_classes.add(kind.__name__)
                 continue
             region: Any
             role = NUMBER.sub(".*", name)
@@ -277,15 +287,15 @@ def compile_regions(model: nn.Module) -> InstalledKernels:
                 region = Region(of_norm, compiler.compiled(kind.forward, role))
             else:  # the class's forward, with a compiled rotation among its globals
                 space: Any = globals_that_turn(module)
-                around = WithCompiledRotation(space, compiler.compiled(space[ROTARY], role), "")
-                region = with_globals(around, kind.forward)
-                setattr(region, REGION, around.fused)
+                namespace = WithCompiledRotation(space, compiler.compiled(space[ROTARY], role), "")
+                region = with_globals(namespace, kind.forward)
+                setattr(region, REGION, namespace.fused)
             forward = types.MethodType(region, module)
             module.__dict__["forward"] = forward
             replaced.append(AttributeChange(module, "forward", None, forward, False))
     why = None if replaced else "no module of its layers is known to treat tokens alike"
     marks = tuple((change.module, compilers_marks(change.module)) for change in replaced)
-    return InstalledKernels(tuple(replaced), tuple(sorted(left)), why, compiler, marks)
+    return InstalledKernels(tuple(replaced), tuple(sorted(skipped_classes)), why, compiler, marks)
 
 
 def no_compiler(device: str) -> str | None:
@@ -323,12 +333,12 @@ def treats_tokens_alike(module: nn.Module) -> bool:
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu")
 
-    seen: dict[nn.Module, Tensor] = {}
-    known: dict[nn.Module, Tensor] = {}
+    entry_inputs: dict[nn.Module, Tensor] = {}
+    entry_outputs: dict[nn.Module, Tensor] = {}
 
     def note(entry: nn.Module, given: tuple[Tensor], output: Tensor) -> Tensor:
-        seen[entry] = given[0]
-        return known[entry]
+        entry_inputs[entry] = given[0]
+        return entry_outputs[entry]
 
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
@@ -339,8 +349,8 @@ def treats_tokens_alike(module: nn.Module) -> bool:
                 x = some(2, 3, TEST_SIZE)  # [B, T, h]
                 parts = [some(2, 3, TEST_SIZE) for _ in names[:-2]]  # [B, T, m], of one product 2 m
                 entries = {name: nn.Identity() for name in names[:-2]}  # replace the Linears
-                known.update(zip(entries.values(), parts, strict=True))
-                for entry in known:
+                entry_outputs.update(zip(entries.values(), parts, strict=True))
+                for entry in entry_outputs:
                     entry.register_forward_hook(note)
                 twin.__dict__[MODULES] = {
                     **module.__dict__[MODULES],
@@ -348,9 +358,9 @@ def treats_tokens_alike(module: nn.Module) -> bool:
                     names[-2]: nn.Identity(),
                 }
                 act = getattr(module, names[-1])
-                found = type(module).forward(twin, x)
-                return all(seen.get(entry) is x for entry in known) and torch.equal(
-                    found, gated(act, *parts)
+                class_output = type(module).forward(twin, x)
+                return all(entry_inputs.get(entry) is x for entry in entry_outputs) and torch.equal(
+                    class_output, gated(act, *parts)
                 )
             parameters = {
                 name: None if p is None else some(TEST_SIZE)
@@ -360,8 +370,8 @@ def treats_tokens_alike(module: nn.Module) -> bool:
             tensors = [
                 some(2, 3, TEST_SIZE) for _ in inspect.signature(type(module).forward).parameters
             ][1:]
-            whole = type(module).forward(twin, *tensors)
-            one = type(module).forward(twin, *(x[:, 1] for x in tensors))
-            return whole.shape == tensors[0].shape and torch.equal(whole[:, 1], one)
+            together = type(module).forward(twin, *tensors)
+            alone = type(module).forward(twin, *(x[:, 1] for x in tensors))
+            return together.shape == tensors[0].shape and torch.equal(together[:, 1], alone)
     except Exception:  # the forward needs other arguments or sizes
         return False

@@ -1,14 +1,14 @@
 """Replace the final norm and the output projection during one forward, so that the loss computes
 both.
 
-[Note: a head that is held] ZeRO-3 and FSDP units gather the output projection's weights [V, h] only
-while its module runs. A call of the module is a collective. The module is therefore called once in
-each forward, where the model calls it, and returns a copy of its weights. The loss and everything
-that a program computes from logits use the copy. Then no rank waits for another rank's computation:
-one rank may have labels and another none, or read lazy logits alone. The copy lives until the
-head's backward, or as long as other code references the logits; it does not exist while layers run.
-The module's own hooks run once in backward, around the node that receives the gradients. No other
-code reads `weight`, because ZeRO-3 would then gather the weight for the entire step.
+ZeRO-3 and FSDP units gather the output projection's weights [V, h] only while its module runs. A
+call of the module is a collective. The module is therefore called once in each forward, where the
+model calls it, and returns a copy of its weights. The loss and everything that a program computes
+from logits use the copy. Then no rank waits for another rank's computation: one rank may have
+labels and another none, or read lazy logits alone. The copy lives until the head's backward, or as
+long as other code references the logits; it does not exist while layers run. The module's own hooks
+run once in backward, around the node that receives the gradients. No other code reads `weight`,
+because ZeRO-3 would then gather the weight for the entire step.
 """
 
 from __future__ import annotations
@@ -66,9 +66,13 @@ class DeferredForward(InstanceForward):
         self.is_norm = is_norm
 
     def call(self, hidden_states: Tensor) -> Tensor:
-        """Return a placeholder tensor (`LazyHidden`): for the norm, of the normed hidden states
-        [..., h]; for the output projection, of the logits [..., V]. The argument is hidden_states
-        [..., h]."""
+        """Return a placeholder tensor (`LazyHidden`) in place of the module's output. The output is
+        the normed hidden states [..., h] of the final norm, or the logits [..., V] of the output
+        projection.
+
+        Args:
+            hidden_states: [..., h], the module's input.
+        """
         if self.is_norm:
             self.remove()  # `LazyHidden` calls the module itself, block by block
             return LazyHidden.make(hidden_states, LogitsExpression(self.request, norm=self.module))
@@ -111,8 +115,7 @@ class DeferredForward(InstanceForward):
 
 class HeldHead(nn.Module):
     """Module in place of an output projection whose weight ZeRO-3 or FSDP shards, during one call
-    of the model. The weight is gathered once and copied, and the copy is used until backward.
-    [Note: a head that is held]"""
+    of the model. The weight is gathered once and copied, and the copy is used until backward."""
 
     def __init__(self, model: nn.Module, head: nn.Module, request: HeadRequest) -> None:
         super().__init__()
@@ -148,15 +151,15 @@ class HeldHead(nn.Module):
             result: Tensor = Lending.apply(lent, hidden_states, *weights)  # type: ignore[no-untyped-call]
             return result
 
-        before = head.__dict__.get("forward")
+        instance_forward = head.__dict__.get("forward")
         head.forward = forward
         try:
-            given = head(hidden_states)
+            head_input = head(hidden_states)
         finally:
             del head.__dict__["forward"]
-            if before is not None:
-                head.forward = before
-        hidden_states, weight, *bias = Borrowed.apply(lent, given)  # type: ignore[no-untyped-call]
+            if instance_forward is not None:
+                head.forward = instance_forward
+        hidden_states, weight, *bias = Borrowed.apply(lent, head_input)  # type: ignore[no-untyped-call]
         return LazyHidden.make(
             hidden_states,
             LogitsExpression(self.request, weight=weight, bias=next(iter(bias), None), logits=True),
@@ -166,7 +169,6 @@ class HeldHead(nn.Module):
 @dataclasses.dataclass
 class Lent:
     """Copies of a sharded output projection's weight and bias for one forward, and their gradients.
-    [Note: a head that is held]
 
     Attributes:
         copies: the weight [V, h], and the bias [V] if the projection has a bias.

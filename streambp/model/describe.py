@@ -75,8 +75,8 @@ class Description:
 
     Attributes:
         last_step: record of the last step; None before the first micro-batch with gradients.
-        apart: True if, in training, another module than the backbone (the base model) called the
-            layers; such steps have no record.
+        apart: True if a module other than the backbone (the base model) calls the layers in
+            training; such steps have no record.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -148,7 +148,7 @@ def describe(model: nn.Module) -> Description:
         StreamBPError: the model is not patched, or other parts of the patched model are outside of
             `model`.
     """
-    found: PatchState = patch_of(model)
+    state: PatchState = patch_of(model)
     lost: list[str] = []
 
     def one(why: str) -> str:
@@ -157,76 +157,80 @@ def describe(model: nn.Module) -> Description:
     def several(why: str) -> tuple[str, ...]:
         return (one(why),)
 
-    record: StepRecord | str | None = told(record_of, found, otherwise=one)
+    record: StepRecord | str | None = told(record_of, state, otherwise=one)
     if isinstance(record, str):
         lost.append(f"the last step {record}")
         record = None
-    layers: Any = told(_layers, model, found, otherwise=one)
+    layers: Any = told(_layers, model, state, otherwise=one)
     if isinstance(layers, str):
         lost.append(f"layers {layers}")
         layers = ()
-    notes = told(_notes, model, found, otherwise=several)
+    notes = told(_notes, model, state, otherwise=several)
     return Description(
         layers,
-        told(_chunk_size, found, record, otherwise=one),
-        told(_saves, found, record, otherwise=several),
-        told(_describe_offload, found, record, otherwise=one),
-        told(_describe_attention, found, record, otherwise=one),
-        told(head_of, found, otherwise=one),
+        told(_chunk_size, state, record, otherwise=one),
+        told(_saves, state, record, otherwise=several),
+        told(_describe_offload, state, record, otherwise=one),
+        told(_describe_attention, state, record, otherwise=one),
+        told(head_of, state, otherwise=one),
         (*lost, *notes),
         record,
-        found.steps.apart,
+        state.steps.apart,
     )
 
 
-def _chunk_size(found: PatchState, record: StepRecord | None) -> str:
+def _chunk_size(state: PatchState, record: StepRecord | None) -> str:
     """Return the configured chunk size as text. The text for "auto" adds the size in the last step,
     and the rule by which the size is chosen."""
-    if found.config.chunk_size != "auto":
+    if state.config.chunk_size != "auto":
         no_chunks = record is not None and record.way in (UNPATCHED, WHOLE)
-        return f"{found.config.chunk_size:,}" + (" where layers stream" if no_chunks else "")
-    rule = str(found.saves_policy or AUTO_RULE)
+        return f"{state.config.chunk_size:,}" + (" where layers stream" if no_chunks else "")
+    rule = str(state.saves_policy or AUTO_RULE)
     if record is None:
         return rule
     size = f"{record.chunk_size:,}" if record.chunks > 1 else "the whole sequence"
     return f"{size} ({rule})"
 
 
-def _layers(model: nn.Module, found: PatchState) -> tuple[LayerDescription, ...]:
+def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]:
     """Return a description of each decoder layer in the model, in the model's order, and then of
     each patched layer that was removed from the model."""
     names = {id(module): name for name, module in model.named_modules()}
     places = {module: place for place, module in enumerate(names)}
-    wrappers = [w for w in found.wrappers if isinstance(w, LayerForward)]
-    here = [w for w in wrappers if id(w.module) in names]
-    described = [(id(w.module), _streamed(names[id(w.module)], w)) for w in here]
+    wrappers = [w for w in state.wrappers if isinstance(w, LayerForward)]
+    present = [w for w in wrappers if id(w.module) in names]
+    described = [(id(w.module), _streamed(names[id(w.module)], w)) for w in present]
     try:  # the stacks that `patch` would stream now
-        stacks = () if found.root is None else find_stacks(found.root).stacks
+        stacks = () if state.root is None else find_stacks(state.root).stacks
     except UnsupportedModelError:
         stacks = ()
-    own = {id(w.module) for w in here}
-    now = (layer for stack in stacks for layer in stack.layers)
-    later = [layer for layer in now if id(layer) in names and id(layer) not in own]
+    present_ids = {id(w.module) for w in present}
+    current_layers = (layer for stack in stacks for layer in stack.layers)
+    later = [
+        layer for layer in current_layers if id(layer) in names and id(layer) not in present_ids
+    ]
     for layer in later:
-        others = [
+        outer_wrappers = [
             f
             for m in layer.modules()
             for f in forwards(m)
             if isinstance(f, LayerForward) and not f.retired
         ]
-        if not others:
+        if not outer_wrappers:
             unpatched = LayerDescription(
                 names[id(layer)], type(layer).__name__, "unpatched", CAME_LATER
             )
             described.append((id(layer), unpatched))
-        elif others[0].module is layer:  # a copy of a streamed layer; an outer one is described
-            described.append((id(layer), _streamed(names[id(layer)], others[0])))
+        elif (
+            outer_wrappers[0].module is layer
+        ):  # a copy of a streamed layer; an outer one is described
+            described.append((id(layer), _streamed(names[id(layer)], outer_wrappers[0])))
     if later:
         described.sort(key=lambda pair: places[pair[0]])
-    gone = [w for w in wrappers if id(w.module) not in names]
+    removed_wrappers = [w for w in wrappers if id(w.module) not in names]
     removed = (
         LayerDescription(f"layer {w.site.index}", type(w.module).__name__, "removed", TAKEN_OUT)
-        for w in gone
+        for w in removed_wrappers
     )
     return (*(layer for _, layer in described), *removed)
 
@@ -240,8 +244,10 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
     costs = site.kind.attention.costs
     if last.because:
         return LayerDescription(name, kind, "checkpoints", last.because)
-    tried = last.plan is not None or any(found.judged for found in site.tests.results.values())
-    parts = [*(() if tried else (NOT_TRIED,)), *(() if costs is None else (costs,))]
+    was_tested = last.plan is not None or any(
+        result.judged for result in site.tests.results.values()
+    )
+    parts = [*(() if was_tested else (NOT_TRIED,)), *(() if costs is None else (costs,))]
     if last.told and last.rows is not None:
         how = f"told to its kernels as {' and '.join(last.told)}"
         parts.append(
@@ -269,17 +275,17 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
     return LayerDescription(name, kind, "streams", "; ".join(parts))
 
 
-def _saves(found: PatchState, record: StepRecord | None) -> tuple[str, ...]:
+def _saves(state: PatchState, record: StepRecord | None) -> tuple[str, ...]:
     """Return one text for each kind of tensor that layers save for backward. If saves="auto", the
     tensors are those chosen for the last step."""
-    config = found.config
+    config = state.config
     if config.saves != "auto":
         return config.named_saves
-    if found.offloader is not None:
+    if state.offloader is not None:
         return _names(record)
-    known = None if found.saves_policy is None else found.saves_policy.known
-    if known is not None and known.need is None and known.why:
-        return (f"nothing (auto: {known.why})",)
+    figures = None if state.saves_policy is None else state.saves_policy.known
+    if figures is not None and figures.need is None and figures.why:
+        return (f"nothing (auto: {figures.why})",)
     return (f"{NOT_TRIED} (auto)",) if record is None else record.saves()
 
 
@@ -288,21 +294,21 @@ def _names(record: StepRecord | None) -> tuple[str, ...]:
     return () if record is None else tuple(saved.name for saved in record.saved)
 
 
-def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
+def _describe_attention(state: PatchState, record: StepRecord | None) -> str:
     """Return text with the configured attention, and the kernels that computed attention in each
     layer's last chunked call.
 
     If plain matrix products computed attention, the text has the reason, because other kernels are
     faster.
     """
-    parts: list[str] = [found.config.attention]
+    parts: list[str] = [state.config.attention]
     if parts == ["auto"] and not torch.backends.cuda.flash_sdp_enabled():
         parts = [
             "auto: FlashAttention is switched off (torch.backends.cuda), so plain products attend "
             "where others cannot"
         ]
     counts: dict[str, int] = {}
-    for wrapper in found.wrappers:
+    for wrapper in state.wrappers:
         if isinstance(wrapper, LayerForward):
             whats = set()
             for used in wrapper.site.last_call.kernels:
@@ -314,21 +320,21 @@ def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
                     whats.add(f"plain products for {BLOCKS[used.kind]}")
             for what in sorted(whats):
                 counts[what] = counts.get(what, 0) + 1
-    told = "; ".join(
+    kernels = "; ".join(
         (*parts, *(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.items()))
     )
     if record is not None and record.way == UNPATCHED:
-        return f"the model's own; where layers stream: {told}"
-    return told
+        return f"the model's own; where layers stream: {kernels}"
+    return kernels
 
 
-def _describe_offload(found: PatchState, record: StepRecord | None) -> str:
+def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
     """Return text on offloading: which tensors are moved to host memory, how much host memory is
     allowed and allocated, and what was chosen for the last step."""
-    manager = found.offloader
-    config = found.config
+    manager = state.offloader
+    config = state.config
     if manager is None:
-        if found.weights is None:
+        if state.weights is None:
             return "nothing leaves the device"
         return "no saved tensor leaves the device"
     limit = config.host_memory
@@ -346,18 +352,18 @@ def _describe_offload(found: PatchState, record: StepRecord | None) -> str:
     names = config.named_saves if config.saves != "auto" else _names(record)
     moved = ", ".join(("layer inputs", *names))
     stats = manager.stats()
-    use = HostUse() if found.root is None else engine_host_use(found.root)
+    use = HostUse() if state.root is None else engine_host_use(state.root)
     # an engine's own offloading
     sizes = {"parameters": use.parameters, "optimizer state": use.optimizer}
-    beside = " and ".join(f"{sized(size)} of {what}" for what, size in sizes.items() if size)
-    if beside:
+    engine = " and ".join(f"{sized(size)} of {what}" for what, size in sizes.items() if size)
+    if engine:
         if use.to_come:
             coming = f", and {sized(use.to_come)} are set aside for its gradients and states"
         else:
             coming = ""
-        beside = f", beside the engine's {beside}{coming}"
+        engine = f", beside the engine's {engine}{coming}"
     parts = [
-        f"{moved} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){beside}"
+        f"{moved} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){engine}"
     ]
     if manager.gpu_memory is not None:
         parts.append(
@@ -366,7 +372,7 @@ def _describe_offload(found: PatchState, record: StepRecord | None) -> str:
         )
     if stats["left"]:
         parts.append(f"{stats['left']:.0f} tensors did not fit ({config.on_host_full})")
-    if found.saves_policy is not None and found.saves_policy.link is not None:
+    if state.saves_policy is not None and state.saves_policy.link is not None:
         choice = None if record is None or record.host is None else record.host.choice
         if choice is None:
             parts.append("auto: the first step measures, with layer inputs alone on the host")
@@ -382,7 +388,7 @@ def _weights(weights: HostWeights) -> str:
         return f"weights of layers go to the host in the first forward ({NOT_TRIED})"
     if not layers:
         return f"weights of all {staying} layers have room on the device"
-    beside = f"; those of {staying} layers have room on the device" if staying else ""
+    staying_text = f"; those of {staying} layers have room on the device" if staying else ""
     if weights.ranges.beside:
         leaving = f"; gradients have {sized(weights.ranges.beside)} of the host"
     else:
@@ -392,22 +398,22 @@ def _weights(weights: HostWeights) -> str:
         f"beside two layers' memory ({sized(weights.device_bytes)}) on the device: "
         f"{sum(weights.loads.values()):,} copies of a layer so far, for which the device waited "
         f"{weights.seconds_waited:.1f} s; a token that is generated takes one of each layer"
-        f"{beside}{leaving}"
+        f"{staying_text}{leaving}"
     )
 
 
-def _fused_layers(found: PatchState) -> list[str]:
+def _fused_layers(state: PatchState) -> list[str]:
     """Return lines about modules whose forward is another library's (Liger's, for example) or
     compiled code, one line for each set of modules. Forwards that the program itself has set are
     included."""
     layers: dict[tuple[str, tuple[str, ...]], int] = {}
-    for wrapper in found.wrappers:
+    for wrapper in state.wrappers:
         if isinstance(wrapper, LayerForward):
             for home, names in fused_modules(wrapper.module).items():
                 layers[home, tuple(names)] = layers.get((home, tuple(names)), 0) + 1
     who = {LIGER: LIGERS, REGION: REGIONS}
-    fused = found.fused
-    choice = found.config.kernels
+    fused = state.fused
+    choice = state.config.kernels
     notes = [
         f"{who.get(home, f'forwards of {home}')} compute {', '.join(names)} of {number} layers"
         for (home, names), number in layers.items()
@@ -428,30 +434,30 @@ def _fused_layers(found: PatchState) -> list[str]:
     return notes
 
 
-def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
+def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
     hooked = sum(
         any(
             not belongs_to_engine(hook)
             for table in FORWARD_HOOKS
             for hook in getattr(m, table).values()
         )
-        for wrapper in found.wrappers
+        for wrapper in state.wrappers
         if isinstance(wrapper, LayerForward) and wrapper.site.last_call.report.because is None
         for m in wrapper.module.modules()
         if m is not wrapper.module
     )
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
-    split = found.history.split
+    split = state.history.split
     if split is not None:
         notes.append(
             f"sequences are split over {split.size} ranks ({split.by}), each streams its shard"
         )
-    notes += [] if found.weights is None else [_weights(found.weights)]
-    notes += _fused_layers(found)
+    notes += [] if state.weights is None else [_weights(state.weights)]
+    notes += _fused_layers(state)
     notes += adapter_notes(
-        wrapper.site for wrapper in found.wrappers if isinstance(wrapper, LayerForward)
+        wrapper.site for wrapper in state.wrappers if isinstance(wrapper, LayerForward)
     )
-    faster = 0.0 if found.saves_policy is None else found.saves_policy.faster_on_host()
+    faster = 0.0 if state.saves_policy is None else state.saves_policy.faster_on_host()
     if faster >= FASTER:
         notes.append(
             f"offload='cpu' would be about {faster:.1f} s a step faster, by the device's rates: "
@@ -459,7 +465,7 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
         )
     reports = (
         wrapper.site.last_call.report
-        for wrapper in found.wrappers
+        for wrapper in state.wrappers
         if isinstance(wrapper, LayerForward)
     )
     packed = next((report.documents for report in reports if report.documents), None)
@@ -471,7 +477,7 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
         )
     backbones = [
         w.prefixes
-        for w in found.wrappers
+        for w in state.wrappers
         if isinstance(w, BackboneForward) and w.prefixes is not None
     ]
     tells = (
@@ -489,39 +495,39 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
             notes.append(
                 f"rows: the last call's {last.rows} rows of {size} were computed as {last.tokens:,}"
             )
-    if found.history.unasked_cache:
+    if state.history.unasked_cache:
         notes.append(
             "pass use_cache=False to stream calls in eval mode with gradients: without it they "
             "return a cache, and ran unpatched"
         )
-    if found.history.named_cache:
+    if state.history.named_cache:
         notes.append(
             "calls in training that asked for a cache (use_cache=True) ran unpatched; without it "
             "they stream"
         )
-    if found.history.given_cache:
+    if state.history.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran unpatched")
-    notes += _compiled(model, found)
-    return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))
+    notes += _compiled(model, state)
+    return (*notes, *(f"left as it is: {reason}" for reason in state.left_alone))
 
 
-def _compiled(model: nn.Module, found: PatchState) -> list[str]:
+def _compiled(model: nn.Module, state: PatchState) -> list[str]:
     """Return lines about modules under torch.compile: which run compiled inside of chunked layers,
     and which outside. Empty if no module is compiled."""
     notes: list[str] = []
-    layers = [wrapper.module for wrapper in found.wrappers if isinstance(wrapper, LayerForward)]
+    layers = [wrapper.module for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]
     named = [pair for layer in layers for pair in layer.named_modules() if pair[0]]
-    inside = sorted(
+    inner_names = sorted(
         {name.removesuffix(f".{COMPILED}") for name, module in named if is_compiled(module)}
     )
-    apart = compiled_around(model, found.root, layers, [w.module for w in found.wrappers])
-    if apart is not None:
-        if apart:
-            rest = f"{', '.join(sorted(apart))} run compiled"
+    outer_names = compiled_around(model, state.root, layers, [w.module for w in state.wrappers])
+    if outer_names is not None:
+        if outer_names:
+            surroundings = f"{', '.join(sorted(outer_names))} run compiled"
         else:
-            rest = "what is around them is eager, too"
-        notes.append(f"streamed layers stay eager under torch.compile; {rest}")
-    if inside:
-        within = "run compiled inside of streamed layers; outputs of Linears in there are not saved"
-        notes.append(f"{', '.join(inside)} {within}")
+            surroundings = "what is around them is eager, too"
+        notes.append(f"streamed layers stay eager under torch.compile; {surroundings}")
+    if inner_names:
+        suffix = "run compiled inside of streamed layers; outputs of Linears in there are not saved"
+        notes.append(f"{', '.join(inner_names)} {suffix}")
     return notes

@@ -26,8 +26,8 @@ def any_label(labels: Tensor, shift_labels: Tensor | None) -> Tensor:
         labels: [B, T], to be shifted by the model.
         shift_labels: [B, T], already shifted; used in place of `labels` if not None.
     """
-    wanted = labels[..., 1:] if shift_labels is None else shift_labels
-    return (wanted != IGNORED).any()
+    predicted_labels = labels[..., 1:] if shift_labels is None else shift_labels
+    return (predicted_labels != IGNORED).any()
 
 
 class LossOfLabels(torch.autograd.Function):
@@ -36,7 +36,7 @@ class LossOfLabels(torch.autograd.Function):
 
     @staticmethod
     def forward(loss: Tensor, labelled: Tensor) -> Tensor:
-        """Return the loss, a scalar; 0 in its place if no token has a label.
+        """Return the loss, a scalar, or 0 if no token has a label.
 
         Args:
             loss: the model's loss, a scalar.

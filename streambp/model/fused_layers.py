@@ -1,11 +1,11 @@
 """Set Liger's kernels on a model's norms and MLPs, and restore the modules when the patch is
 removed.
 
-[Note: fused layers] Liger binds its forwards to norms and MLPs of an existing model. Liger also
-replaces names in transformers' modeling modules, which every model of the process reads. The names
-are classes of later models, and the rotation of queries and keys. All names of modules and classes
-are therefore restored. Only attributes of this model's modules remain, and these are recorded. The
-rotation is set by `chosen_kernels.py` alone, module by module.
+Liger binds its forwards to norms and MLPs of an existing model. Liger also replaces names in
+transformers' modeling modules, which every model of the process reads. The names are classes of
+later models, and the rotation of queries and keys. All names of modules and classes are therefore
+restored. Only attributes of this model's modules remain, and these are recorded. The rotation is
+set by `chosen_kernels.py` alone, module by module.
 
 Liger's tables decide by model family which offset a norm adds to its weight, how a norm rounds, and
 which activation a gate has. A norm that rounds elsewhere (DeepSeek V4's multiplies by its weight in
@@ -94,11 +94,12 @@ class InstalledKernels:
     can be restored.
 
     Args:
-        left: names of the classes of modules that keep their own forward, because Liger's forward
+        left: names of the classes whose modules keep their own forward, because Liger's forward
             computes something else.
-        why_own: the reason why kernels="auto" or "compiled" changes no module of a model.
+        why_own: the reason why kernels="auto" or "compiled" changes no module of a model; None:
+            modules were changed.
         compiler: compiles the modules' forwards; None: the forwards are Liger's.
-        marks: attributes that torch's compiler had set on these modules' parameters before the
+        marks: the attributes that torch's compiler had set on these modules' parameters before the
             change, by parameter name.
     """
 
@@ -112,16 +113,16 @@ class InstalledKernels:
         """Restore the changed attributes. An attribute stays if other code has replaced it after
         the change."""
         for change in reversed(self.replaced):
-            own = change.module.__dict__
-            if own.get(change.name, MISSING) is not change.after:
+            attributes = change.module.__dict__
+            if attributes.get(change.name, MISSING) is not change.after:
                 continue
             if change.was_there:
-                own[change.name] = change.before
+                attributes[change.name] = change.before
             else:
-                del own[change.name]
-        for module, before in self.marks:
+                del attributes[change.name]
+        for module, marks_before in self.marks:
             for name, marks in compilers_marks(module).items():
-                for mark in marks - before.get(name, frozenset()):
+                for mark in marks - marks_before.get(name, frozenset()):
                     delattr(module.get_parameter(name), mark)
 
 
@@ -139,7 +140,7 @@ Adjust = Callable[[Attributes], AbstractSet[nn.Module]]
 
 
 def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
-    """Apply Liger's kernels to the norms and MLPs of a model. [Note: fused layers]
+    """Apply Liger's kernels to the norms and MLPs of a model.
 
     Args:
         model: a transformers model, or a module that contains one; changed in place.
@@ -162,10 +163,10 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
             f"Liger computes in float32 or less, and {wide} is in float64",
             f"{LEAVE_OUT}, or cast the model",
         )
-    before = {module: dict(module.__dict__) for module in model.modules()}
+    previous_attributes = {module: dict(module.__dict__) for module in model.modules()}
     problem: Exception | None = None
     differing: set[nn.Module] = set()
-    kept: AbstractSet[nn.Module] = frozenset()
+    unchanged: AbstractSet[nn.Module] = frozenset()
     unwanted = NOT_OF_LAYERS if adjust is None else NOT_OF_LAYERS[1:]
     with _names_put_back(causal):
         try:
@@ -173,40 +174,50 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
                 model=causal,
                 **{name: False for name in unwanted if name in inspect.signature(apply).parameters},
             )
-            differing = {module for module in before if _differs(module, before[module])}
-            kept = kept if adjust is None else adjust(before)
+            differing = {
+                module
+                for module in previous_attributes
+                if _differs(module, previous_attributes[module])
+            }
+            unchanged = unchanged if adjust is None else adjust(previous_attributes)
         except Exception as error:
             problem = error
     changes = [
-        AttributeChange(module, name, before[module].get(name), value, name in before[module])
-        for module in before
+        AttributeChange(
+            module,
+            name,
+            previous_attributes[module].get(name),
+            value,
+            name in previous_attributes[module],
+        )
+        for module in previous_attributes
         for name, value in module.__dict__.items()
-        if before[module].get(name, MISSING) is not value
+        if previous_attributes[module].get(name, MISSING) is not value
     ]
-    undone = differing | kept
+    undone = differing | unchanged
     fused = InstalledKernels(
         tuple(change for change in changes if change.module not in undone),
-        tuple(sorted({type(module).__name__ for module in differing - kept})),
+        tuple(sorted({type(module).__name__ for module in differing - unchanged})),
     )
     InstalledKernels(tuple(change for change in changes if change.module in undone)).take_off()
     if problem is not None or not any(change.name == "forward" for change in fused.replaced):
         fused.take_off()
         if problem:
-            found = f"{type(problem).__name__}: {problem}"
+            reason = f"{type(problem).__name__}: {problem}"
         else:
-            found = "it changes nothing of a model that is there already"
+            reason = "it changes nothing of a model that is there already"
         if fused.left and not problem:
-            found = f"it computes otherwise than {', '.join(fused.left)}"
+            reason = f"it computes otherwise than {', '.join(fused.left)}"
         else:
-            found = found
+            reason = reason
         raise NoKernelsError(
-            f"Liger could not be applied to this {type(causal).__name__}: {found}",
+            f"Liger could not be applied to this {type(causal).__name__}: {reason}",
             f"{LEAVE_OUT}, or apply Liger before the model is made",
         ) from problem
     return fused
 
 
-def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
+def _differs(module: nn.Module, attributes: dict[str, Any]) -> bool:
     """True if the forward that Liger bound to a module computes something else than the module's
     own forward.
 
@@ -215,10 +226,13 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
 
     Args:
         module: the module with Liger's forward.
-        own: the module's attributes before the change.
+        attributes: the module's attributes before the change.
     """
     forward: Any = module.__dict__.get("forward")
-    if forward is own.get("forward") or home_of(type(module).forward).partition(".")[0] == LIGER:
+    if (
+        forward is attributes.get("forward")
+        or home_of(type(module).forward).partition(".")[0] == LIGER
+    ):
         return False
     if isinstance(getattr(module, BASE_LAYER, None), nn.Module):
         return True
@@ -245,7 +259,7 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
         name: None if value is None else nn.Parameter(weights[0])
         for name, value in module._parameters.items()
     }
-    twin.__dict__.update(own, _parameters=parameters)
+    twin.__dict__.update(attributes, _parameters=parameters)
     with torch.no_grad():
         rounded = type(module).forward(twin, x)
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
@@ -255,9 +269,9 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
         weight = weights[0].float()
     else:
         weight = 1.0 - offset
-    found = (normed * (offset + weight)).bfloat16()
-    known = rounding in LIGERS_ROUNDINGS and rounded.dtype == found.dtype
-    return not known or bool((found != rounded).float().mean() > BY_CHANCE)
+    computed = (normed * (offset + weight)).bfloat16()
+    rounds_alike = rounding in LIGERS_ROUNDINGS and rounded.dtype == computed.dtype
+    return not rounds_alike or bool((computed != rounded).float().mean() > BY_CHANCE)
 
 
 @dataclasses.dataclass(eq=False)
@@ -297,10 +311,10 @@ class WithRotation(dict[str, Any]):
 
     home = LIGER
 
-    def __init__(self, around: dict[str, Any], fused: Callable[..., Any], kind: str) -> None:
-        super().__init__({"__name__": around["__name__"], ROTARY: self.turned})
-        self.around = around
-        self.own = around[ROTARY]
+    def __init__(self, namespace: dict[str, Any], fused: Callable[..., Any], kind: str) -> None:
+        super().__init__({"__name__": namespace["__name__"], ROTARY: self.turned})
+        self.around = namespace
+        self.own = namespace[ROTARY]
         self.fused = fused
         self.kind = kind
 
@@ -316,15 +330,15 @@ class WithRotation(dict[str, Any]):
         If another library has replaced the modeling file's function since `patch`, its replacement
         runs instead.
         """
-        now = self.around[ROTARY]
+        current = self.around[ROTARY]
         plain = (
-            now is self.own
+            current is self.own
             and not args
             and not kwargs
             and cos.dim() == 3
             and cos.shape[-1] == q.shape[-1]
         )
-        return (self.fused if plain and takes(q, self.kind) else now)(
+        return (self.fused if plain and takes(q, self.kind) else current)(
             q, k, cos, sin, *args, **kwargs
         )
 
@@ -353,7 +367,7 @@ def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
     other code set it for all models of a family. The key `REGION` has the modules whose forwards
     `patch` compiles.
     """
-    found: dict[str, list[str]] = {}
+    by_library: dict[str, list[str]] = {}
     turning: set[str] = set()
     for name, module in layer.named_modules():
         forward = module.__dict__.get("forward")
@@ -361,22 +375,22 @@ def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
         while isinstance(function, functools.partial | OnDevice):
             function = function.func if isinstance(function, functools.partial) else function.fused
         home = home_of(function).partition(".")[0]
-        if isinstance(around := getattr(written(function), "__globals__", None), WithRotation):
-            turning.add(around.home)
+        if isinstance(namespace := getattr(written(function), "__globals__", None), WithRotation):
+            turning.add(namespace.home)
         elif name and is_region(module):
-            found.setdefault(REGION, []).append(name)
-        others = (
+            by_library.setdefault(REGION, []).append(name)
+        is_instance_forward = (
             forward is not None
             and not isinstance(forward, InstanceForward)
             and home not in MODULES_ARE_HARMLESS
         )
-        if name and (home == LIGER or others):
-            found.setdefault(home, []).append(name)
+        if name and (home == LIGER or is_instance_forward):
+            by_library.setdefault(home, []).append(name)
     rotation = vars(sys.modules.get(type(layer).__module__, layer)).get(ROTARY)
     turning |= {LIGER} if home_of(rotation).partition(".")[0] == LIGER else set()
     for home in sorted(turning):
-        found.setdefault(home, []).append("the rotation of queries and keys")
-    return found
+        by_library.setdefault(home, []).append("the rotation of queries and keys")
+    return by_library
 
 
 def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
@@ -396,12 +410,12 @@ def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
         ) from error
     kind = causal.config.model_type
     if kind not in table:
-        known = ", ".join(sorted(table))
+        model_types = ", ".join(sorted(table))
         raise NoKernelsError(
-            f"Liger does not know {kind!r}", f"It knows {known}. {LEAVE_OUT} for this model"
+            f"Liger does not know {kind!r}", f"It knows {model_types}. {LEAVE_OUT} for this model"
         )
-    found: Callable[..., None] = table[kind]
-    return found
+    function: Callable[..., None] = table[kind]
+    return function
 
 
 @contextlib.contextmanager
@@ -417,11 +431,11 @@ def _names_put_back(causal: PreTrainedModel) -> Iterator[None]:
         base for module in causal.modules() for base in type(module).__mro__ if base is not object
     }
     owners: list[Any] = [*modules, *classes]
-    before = [dict(vars(owner)) for owner in owners]
+    saved_names = [dict(vars(owner)) for owner in owners]
     try:
         yield
     finally:
-        for owner, names in zip(owners, before, strict=True):
+        for owner, names in zip(owners, saved_names, strict=True):
             for name, value in list(vars(owner).items()):
                 if name not in names:
                     delattr(owner, name)

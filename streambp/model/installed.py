@@ -29,21 +29,21 @@ def streamed_head(model: nn.Module) -> CausalLMForward | None:
 def is_patched(model: nn.Module) -> bool:
     """True if a forward that `patch` installed is active in a model. The module that was passed to
     `patch` may be the model, a part, or a module around the model."""
-    ours = (
+    wrappers = (
         f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward)
     )
-    return any(not wrapper.retired for wrapper in ours)
+    return any(not wrapper.retired for wrapper in wrappers)
 
 
 def left_of_another(model: nn.Module) -> bool:
     """True if `patch` was called on a module around `model`, and `model` was later copied or taken
     out of that module. The forwards inside of `model` are still replaced, but no module around them
     is patched."""
-    found = next(
+    state = next(
         (f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS)),
         None,
     )
-    root = None if found is None else found.root
+    root = None if state is None else state.root
     return (
         root is not None
         and PATCH not in root.__dict__
@@ -63,11 +63,11 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
     """
     for module in model.modules():
         if PATCH in module.__dict__:
-            given: PatchState = module.__dict__[PATCH]
-            if not given.home.known:  # of a copy
-                given.home.name(module)
-            return module, given
-    found = next(
+            own_state: PatchState = module.__dict__[PATCH]
+            if not own_state.home.known:  # of a copy
+                own_state.home.name(module)
+            return module, own_state
+    state = next(
         (
             f.state
             for module in model.modules()
@@ -76,13 +76,13 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
         ),
         None,
     )
-    root = None if found is None else found.root
-    if found is None or root is None:
+    root = None if state is None else state.root
+    if state is None or root is None:
         return None
-    inside, there = (set(map(id, around.modules())) for around in (model, root))
-    if any(id(wrapper.module) in there - inside for wrapper in found.wrappers):
+    inside_model, inside_root = (set(map(id, around.modules())) for around in (model, root))
+    if any(id(wrapper.module) in inside_root - inside_model for wrapper in state.wrappers):
         raise StreamBPError(
             f"This {type(model).__name__} is a part of a {type(root).__name__} that was given to "
             "streambp.patch, and other parts of it stream as well. Pass the whole model."
         )
-    return root, found
+    return root, state

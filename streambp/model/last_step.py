@@ -53,12 +53,12 @@ def patch_of(model: nn.Module) -> PatchState:
     Raises:
         StreamBPError: the model is not patched, or the patch also covers layers outside of `model`.
     """
-    found = installed.patch_of(model)
-    if found is None:
+    module_and_state = installed.patch_of(model)
+    if module_and_state is None:
         raise StreamBPError(
             f"This {type(model).__name__} is not patched. Call streambp.patch(model) first."
         )
-    return found[1]
+    return module_and_state[1]
 
 
 def record_of(state: PatchState) -> StepRecord | None:
@@ -70,10 +70,10 @@ def record_of(state: PatchState) -> StepRecord | None:
         return None
     plans = [report.plan for report in step.reports if report.plan is not None]
     longest = max(plans, key=len, default=None)
-    chosen = step.choice if isinstance(step.choice, Chosen) else None
-    saved = _saved(state, step, chosen)
-    kept = next((one for one in saved if one.name == GRAPH), None)
-    if kept and kept.layers == len(step.reports) and step.let_go is None:
+    choice = step.choice if isinstance(step.choice, Chosen) else None
+    saved = _saved(state, step, choice)
+    graphs = next((one for one in saved if one.name == GRAPH), None)
+    if graphs and graphs.layers == len(step.reports) and step.let_go is None:
         way = KEPT_GRAPH
     else:
         way = STREAMED
@@ -82,12 +82,12 @@ def record_of(state: PatchState) -> StepRecord | None:
     elif step.reports and all(report.because is not None for report in step.reports):
         way = WHOLE
     counted = 0 if step.over else 1
-    whole = [
+    unchunked = [
         (s, r.because)
         for s, r in zip(steps.sites, step.reports, strict=False)
         if r.because is not None
     ]
-    if state.root is None or not whole:
+    if state.root is None or not unchunked:
         places = {}
     else:
         places = {id(module): name for name, module in state.root.named_modules()}
@@ -108,7 +108,8 @@ def record_of(state: PatchState) -> StepRecord | None:
         host=_host_traffic(state, step),
         shared=step.shared,
         whole=tuple(
-            (places.get(id(site.layer), f"layer {site.index}"), because) for site, because in whole
+            (places.get(id(site.layer), f"layer {site.index}"), because)
+            for site, because in unchunked
         ),
         split_by=None if split is None or step.unpatched else split.by,
         unpatched_steps=steps.unpatched + counted * step.unpatched,
@@ -132,18 +133,19 @@ def _memory(state: PatchState, step: Step) -> StepMemory:
     )
 
 
-def _saved(state: PatchState, step: Step, chosen: Chosen | None) -> tuple[Saved, ...]:
+def _saved(state: PatchState, step: Step, choice: Chosen | None) -> tuple[Saved, ...]:
     """Return what layers saved for backward in `step`, one entry for each kind of tensor.
 
     Args:
         state: the model's patch.
         step: the notes on the step.
-        chosen: the saves that were chosen for the step; None: the user named the saves.
+        choice: the tensors that saves="auto" chose to save in the step; None: the user named the
+            tensors to save.
     """
     if step.unpatched:
         return ()
-    if chosen is not None and state.config.saves == "auto":
-        return tuple(Saved(name, chosen.layers[name], size) for name, size in chosen.bytes.items())
+    if choice is not None and state.config.saves == "auto":
+        return tuple(Saved(name, choice.layers[name], size) for name, size in choice.bytes.items())
     # Saves that the user named, by layer.
     names: Counter[str] = Counter()
     for site, report in zip(state.steps.sites, step.reports, strict=True):
@@ -180,17 +182,21 @@ def head_of(state: PatchState) -> str:
             models = []
         else:
             models = [m for m in state.root.modules() if isinstance(m, PreTrainedModel)]
-        others = [head for head in (m.get_output_embeddings() for m in models) if head is not None]  # type: ignore[operator]
+        embeddings = [
+            head for head in (m.get_output_embeddings() for m in models) if head is not None
+        ]  # type: ignore[operator]
         # A head that computes logits without a single weight (a ModuleList of heads).
-        other = next((type(head).__name__ for head in others if not hasattr(head, "weight")), None)
+        other = next(
+            (type(head).__name__ for head in embeddings if not hasattr(head, "weight")), None
+        )
         if other:
             return f"builds the logits: the head is a {other}, costs memory"
         return "none (no language-model head)"
-    told = [_what_became_of(head) for head in heads]
-    if len(set(told)) == 1:
-        return told[0]
+    texts = [_what_became_of(head) for head in heads]
+    if len(set(texts)) == 1:
+        return texts[0]
     return "; ".join(
-        f"{type(head.module).__name__}: {what}" for head, what in zip(heads, told, strict=True)
+        f"{type(head.module).__name__}: {what}" for head, what in zip(heads, texts, strict=True)
     )
 
 
@@ -211,24 +217,25 @@ def _what_became_of(head: CausalLMForward) -> str:
         return f"as another library computes it: {head.foreign}"
     if not head.state.config.head:
         return "builds the logits (head=False)"
-    told = head.last
+    text = head.last
     lazy = head.lazy
     if lazy is not None:
-        before = "" if told is None else f"{told}; besides, "
+        opening = "" if text is None else f"{text}; besides, "
         if lazy.outcome.built_for is not None:
-            told = (
-                f"{before}builds the logits: the program uses {lazy.outcome.built_for} on them, costs "
+            text = (
+                f"{opening}builds the logits: the program uses {lazy.outcome.built_for} on them, "
+                "costs "
                 "memory"
             )
         elif lazy.outcome.computed:
-            told = f"{before}no logits: computed blockwise for {', '.join(lazy.outcome.computed)}"
+            text = f"{opening}no logits: computed blockwise for {', '.join(lazy.outcome.computed)}"
         else:
-            told = told or "no logits: none were used"
-    if told is None:
+            text = text or "no logits: none were used"
+    if text is None:
         return f"{BLOCKWISE} when labels are given; no call yet in training or with labels"
     predicted = f"; {PREDICTED}" if head.predicted else ""
     if head.unlabelled:
-        missing = f" ({head.unlabelled} of {head.trained} training calls came without labels)"
+        unlabelled = f" ({head.unlabelled} of {head.trained} training calls came without labels)"
     else:
-        missing = ""
-    return f"{told}{predicted}{missing}"
+        unlabelled = ""
+    return f"{text}{predicted}{unlabelled}"

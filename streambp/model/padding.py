@@ -31,17 +31,17 @@ def hides_padding(
         model: the language model.
         state: its patch.
         kwargs: arguments of the call.
-        handed_out: True if the caller gets lazy logits, of which the caller may read those at
-            padding later. The function then also requires that these can be computed later: the
-            final norm must be computed together with the logits, and without collectives. [Note:
-            padding that is read]
+        handed_out: True if the caller gets lazy logits, and may later read logits at padding. The
+            function then also requires that these logits can be computed later: the final norm must
+            be computed together with the logits, and without collectives. [Note: padding that is
+            read]
     """
     if handed_out and (state.running.defer_norm is None or must_agree(model)):
         return False
     config: Any = model.config
-    for name, own in ((HIDDEN_STATES, config), (ROUTER_LOGITS, config.get_text_config())):
-        wanted = kwargs.get(name)
-        if getattr(own, name, False) if wanted is None else wanted:
+    for name, field_config in ((HIDDEN_STATES, config), (ROUTER_LOGITS, config.get_text_config())):
+        requested = kwargs.get(name)
+        if getattr(field_config, name, False) if requested is None else requested:
             return False
     if others_read_rows(
         model, [wrapper.module for wrapper in state.wrappers if hasattr(wrapper, "packs")]

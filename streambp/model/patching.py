@@ -96,40 +96,40 @@ def install(
         raise StreamBPError(
             f"config is {type(config).__name__}; pass a streambp.StreamConfig, or leave it out."
         )
-    found = find_stacks(model)
+    stacks = find_stacks(model)
     everyone = (forward for module in model.modules() for forward in forwards(module))
     # trainers call them
     heads = {f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired}
     with undone_on_error(model):
-        state = _put_on(model, config, found, heads)
+        state = _put_on(model, config, stacks, heads)
         if states is not None:
             _set_auto(state, type(model).__name__, states(state.home, state.config))
     return model
 
 
 def _put_on(
-    model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn.Module, FusedHead]
+    model: nn.Module, config: StreamConfig, stacks: Found, heads: dict[nn.Module, FusedHead]
 ) -> PatchState:
     """Remove the model's existing patch, install a new one, and return the new patch's state.
 
     Args:
         model: the model.
         config: the settings.
-        found: the decoder layers and language models in it.
+        stacks: the decoder layers and language models in it.
         heads: the `FusedHead` that each language model had before.
     """
     if any(hasattr(module, PATCH) for module in model.modules()) or left_of_another(model):
         unpatch(model)
-    _check_products(found, config)
+    _check_products(stacks, config)
     if is_patched(model):  # two patches would have two sets of settings for the same layers
         raise StreamBPError(
             f"This {type(model).__name__} is part of a model that is patched already. Patch that "
             "model again to change its settings, or call streambp.unpatch on it first."
         )
-    layers = [layer for stack in found.stacks for layer in stack.layers]
-    shared = any(shares_through_cache(stack.backbone) for stack in found.stacks)
+    layers = [layer for stack in stacks.stacks for layer in stack.layers]
+    shared = any(shares_through_cache(stack.backbone) for stack in stacks.stacks)
     state = PatchState(
-        config, home=Home(model), left_alone=found.left_alone, shares_through_cache=shared
+        config, home=Home(model), left_alone=stacks.left_alone, shares_through_cache=shared
     )
     if config.offload != "none":
         host_memory, gpu_memory = (
@@ -139,7 +139,7 @@ def _put_on(
     resident = config.weights == "device" or (config.weights == "auto" and several_ranks())
     state.weights = None if resident else HostWeights(state.home, config.host_memory)  # type: ignore[arg-type]
     state.steps = Steps(state.offloader)
-    wrappers = _make_wrappers(state, model, found.stacks, layers)
+    wrappers = _make_wrappers(state, model, stacks.stacks, layers)
     for wrapper in wrappers:
         if isinstance(wrapper, BackboneForward):
             refuse_foreign_attention(wrapper.attentions)
@@ -215,9 +215,11 @@ def _make_wrappers(
         )
         norms.update({} if norm is None else {id(backbone): norm})
         for layer in stack.layers:
-            left = len(stack.layers) - stack.layers.index(layer)
-            wrapper = LayerForward(layer, state, layers.index(layer), norm if left == 1 else None)
-            wrapper.site.config = state.config.of_layer(left)
+            layers_left = len(stack.layers) - stack.layers.index(layer)
+            wrapper = LayerForward(
+                layer, state, layers.index(layer), norm if layers_left == 1 else None
+            )
+            wrapper.site.config = state.config.of_layer(layers_left)
             wrapper.site.backward_begins = state.steps.in_backward
             wrappers.append(wrapper)
     backbones = {id(stack.backbone) for stack in stacks}
@@ -230,28 +232,35 @@ def _make_wrappers(
         ):
             continue
         decoder = module.get_decoder()
-        inside = (
+        module_ids = (
             {id(part) for part in decoder.modules()} if isinstance(decoder, nn.Module) else set()
         )
-        own = tuple(norm for key, norm in norms.items() if key in inside or not backbones & inside)
-        wrappers.append(CausalLMForward(module, state, own))
+        head_norms = tuple(
+            norm for key, norm in norms.items() if key in module_ids or not backbones & module_ids
+        )
+        wrappers.append(CausalLMForward(module, state, head_norms))
     return wrappers
 
 
-def _check_products(found: Found, config: StreamConfig) -> None:
-    """Check the globs in `saves`, such as "mlp.*@12".
+def _check_products(stacks: Found, config: StreamConfig) -> None:
+    """Check the globs in `config.saves`, such as "mlp.*@12", against the Linears of a model's
+    layers.
+
+    Args:
+        stacks: the stacks of decoder layers in the model.
+        config: the settings.
 
     Raises:
         ConfigError: a glob matches no Linear of any layer, or asks for more layers than the model
             has.
     """
-    layers = [layer for stack in found.stacks for layer in stack.layers]
-    most = max(len(stack.layers) for stack in found.stacks)
+    layers = [layer for stack in stacks.stacks for layer in stack.layers]
+    depth = max(len(stack.layers) for stack in stacks.stacks)
     for name in config.named_saves:
         count = name.partition(LAST)[2]
-        if count and int(count) > most:
+        if count and int(count) > depth:
             raise ConfigError(
-                f"saves names {name!r}, the last {count} layers; the model has {most}. Leave "
+                f"saves names {name!r}, the last {count} layers; the model has {depth}. Leave "
                 f"{LAST} out for all."
             )
     linears = {
@@ -261,11 +270,13 @@ def _check_products(found: Found, config: StreamConfig) -> None:
     for glob in config.products:
         if not matching(names, [glob]):
             shown = ", ".join(name.removesuffix(".base_layer") for name in names[:16])
-            others = sorted({type(linears[name]).__name__ for name in matching(linears, [glob])})
-            if others:
+            class_names = sorted(
+                {type(linears[name]).__name__ for name in matching(linears, [glob])}
+            )
+            if class_names:
                 raise ConfigError(
                     f"saves names {glob!r}, and these Linears compute in their own way "
-                    f"({', '.join(others)}): what their forward computes inside is needed in "
+                    f"({', '.join(class_names)}): what their forward computes inside is needed in "
                     "backward, so that a saved product would save nothing. Leave the name out of "
                     f"saves. Linears whose products can be saved: {shown or 'none'}."
                 )
@@ -282,14 +293,16 @@ def unpatch(model: Model) -> Model:
     Raises:
         StreamBPError: the patch also covers layers outside of `model`.
     """
-    found = patch_of(model)
-    while found is not None:
-        module, state = found
+    module_and_state = patch_of(model)
+    while module_and_state is not None:
+        module, state = module_and_state
         root = state.root or module
-        for own in dict.fromkeys((module, root)):  # two modules after `copy.copy`
-            own.__dict__.pop(PATCH, None)
-            for wrapper in reversed(own.__dict__.pop(WRAPPERS, ())) if own is not root else ():
-                wrapper.leave(own.__dict__)
+        for patched in dict.fromkeys((module, root)):  # two modules after `copy.copy`
+            patched.__dict__.pop(PATCH, None)
+            for wrapper in (
+                reversed(patched.__dict__.pop(WRAPPERS, ())) if patched is not root else ()
+            ):
+                wrapper.leave(patched.__dict__)
         for wrapper in reversed(state.wrappers):
             wrapper.remove()
         state.fused.take_off()
@@ -297,5 +310,5 @@ def unpatch(model: Model) -> Model:
             state.weights.ranges.remove()
             state.weights.close()
         unmark(module)
-        found = patch_of(model)
+        module_and_state = patch_of(model)
     return model

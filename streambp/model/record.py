@@ -71,7 +71,8 @@ class HostTraffic:
         back: bytes moved back to the device.
         allocated: bytes of allocated host memory.
         stalls: seconds that compute has waited for copies, over all steps since `patch`.
-        left: number of tensors that did not fit into host memory.
+        left: number of tensors that stayed on the device, because they did not fit into host
+            memory.
         choice: sentence about the saved tensors that were chosen for the host; None: the user named
             them, or nothing was chosen yet.
     """
@@ -157,7 +158,8 @@ class StepRecord:
 
     @property
     def free(self) -> float | None:
-        """Return the device bytes that a step without saved tensors leaves free; None: unknown."""
+        """Return the device bytes that would be free during the step if layers saved no tensors
+        beside their inputs; None: unknown."""
         return self.memory.free
 
     @property
@@ -203,19 +205,21 @@ class StepRecord:
                 f"but {len(self.whole)} of {self.layers} layers ran whole under gradient "
                 "checkpointing"
             )
-        moved = self.host is not None and self.host.out
-        if moved:
-            kept = f"moved {sized(moved)} to the host"
+        moved_bytes = self.host is not None and self.host.out
+        if moved_bytes:
+            savings = f"moved {sized(moved_bytes)} to the host"
         elif self.way == KEPT_GRAPH:
-            kept = f"backward recomputed nothing{self._room(self.saved_bytes, ', the graph took')}"
+            savings = (
+                f"backward recomputed nothing{self._room(self.saved_bytes, ', the graph took')}"
+            )
         elif not self.saved:
-            kept = "saved layer inputs alone"
+            savings = "saved layer inputs alone"
         elif self.saved_bytes is None:
-            kept = f"saved {', '.join(saved.name for saved in self.saved)}"
+            savings = f"saved {', '.join(saved.name for saved in self.saved)}"
         else:
-            kept = f"saved{self._room(self.saved_bytes, '')}"
-        let_go = "" if moved or self.let_go is None else f", and let go of it: {self.let_go}"
-        return f"{', '.join(parts)}: {kept}{let_go}"
+            savings = f"saved{self._room(self.saved_bytes, '')}"
+        let_go = "" if moved_bytes or self.let_go is None else f", and let go of it: {self.let_go}"
+        return f"{', '.join(parts)}: {savings}{let_go}"
 
     def _room(self, size: float | None, verb: str) -> str:
         if size is None:
@@ -238,26 +242,26 @@ class StepRecord:
         """Return the record's values for a Trainer's logs, by log key. Unknown values are left
         out."""
         host = self.host
-        kept = (
+        saved_bytes = (
             self.needed
             if self.way == UNPATCHED
             else self.saved_bytes
             if self.let_go is None
             else 0.0
         )
-        kept = kept if host is None else None
-        found = {
+        saved_bytes = saved_bytes if host is None else None
+        values = {
             "stream_tokens": self.tokens,
             "stream_chunks": self.chunks,
             "stream_chunk_size": self.chunk_size,
-            "stream_kept_gib": None if kept is None else kept / GIB,
+            "stream_kept_gib": None if saved_bytes is None else saved_bytes / GIB,
             "stream_free_gib": None if self.free is None else self.free / GIB,
             "stream_peak_gib": None if self.peak is None else self.peak / GIB,
             "stream_host_gib": None if host is None else host.out / GIB,
             "stream_shared_tokens": None if self.shared is None else self.shared.tokens,
             "stream_whole_layers": len(self.whole),
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
     def saves(self) -> tuple[str, ...]:
         """Return lines on what a step with saves="auto" and without offloading saved.

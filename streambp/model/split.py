@@ -106,16 +106,16 @@ def shards_of(
     Raises:
         StreamBPError: ranks have different lengths, or different numbers of such layers.
     """
-    found = find_split(config, training)
-    if found is None or tokens is None:
+    split = find_split(config, training)
+    if split is None or tokens is None:
         return None
     positions = kwargs.get("position_ids")
     mask = kwargs.get("attention_mask")
     agreed = sum(keeps(site.config, "kv") + MANY * keeps(site.config, "attn_out") for site in sites)
-    if found.balanced is None:  # Ulysses
-        return gather_shards(Shards, found.group, tokens, positions, mask, agreed)
-    kind = functools.partial(GatheredShards, balanced=found.balanced)
-    agreed += MANY * MANY * found.balanced
+    if split.balanced is None:  # Ulysses
+        return gather_shards(Shards, split.group, tokens, positions, mask, agreed)
+    kind = functools.partial(GatheredShards, balanced=split.balanced)
+    agreed += MANY * MANY * split.balanced
     return gather_shards(
-        kind, found.group, tokens, positions, mask, agreed, room_for_keys(tokens.device)
+        kind, split.group, tokens, positions, mask, agreed, room_for_keys(tokens.device)
     )

@@ -126,7 +126,7 @@ class PatchState:
         running: state of the running forward.
         pending: gradients that the loss computed in forward, until backward.
         offloader: moves saved tensors to host memory; None without offloading.
-        steps: notes on the model's steps. [Note: notes on a step]
+        steps: notes on the model's steps. See `model/steps.py`.
         saves_policy: decides chunk_size="auto", saves="auto" and offload="auto"; its str() is the
             rule for chunks.
         weights: manager of the layers' weights on the host; None: the weights are on the device.
@@ -162,8 +162,11 @@ class PatchState:
         return self.home()
 
     def enter(self, wrapper: InstanceForward) -> None:
-        """Register an object that replaces a forward: after its installation, or as part of a
-        copied module."""
+        """Add an object that replaces a module's forward to `wrappers`, and the layer site that it
+        holds to the records of steps and of weights.
+
+        Called after the object's installation, or after a module with the object was copied.
+        """
         self.wrappers.enter(wrapper, operator.attrgetter("order"))
         self.home.enter(wrapper.module)
         site = getattr(wrapper, "site", None)
@@ -180,8 +183,8 @@ class PatchState:
             UnsupportedModelError: the unpatched call would make a cache, and the model computes
                 something else without a cache.
         """
-        wanted = wants_cache(config, kwargs)
-        if self.shares_through_cache and wanted:
+        wants_a_cache = wants_cache(config, kwargs)
+        if self.shares_through_cache and wants_a_cache:
             raise UnsupportedModelError(
                 f"transformers {transformers.__version__} passes keys and values from one layer of "
                 "this model to another in its cache. Streamed calls have no cache: each layer "
@@ -189,7 +192,7 @@ class PatchState:
                 "be trained. Install transformers 5.6 or newer, which shares keys without a "
                 "cache. use_cache=False (or config.use_cache = False) trains without shared keys."
             )
-        self.running.asked_cache |= wanted
+        self.running.asked_cache |= wants_a_cache
 
     def as_unpatched(
         self,
@@ -250,8 +253,8 @@ def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def fills_in_defaults(model: nn.Module) -> bool:
-    """True if a decorator of transformers around a model's forward replaces missing arguments, such
-    as `use_cache`, by values of the model's config."""
+    """True if a decorator of transformers around a model's forward sets missing arguments, such as
+    `use_cache`, to the values in the model's config."""
     codes = (
         getattr(function, "__code__", None) for function in wrapped_functions(type(model).forward)
     )
@@ -278,9 +281,9 @@ def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
 def finds_other_documents(
     kwargs: Mapping[str, Any], implementation: str | None, cached: bool
 ) -> bool:
-    """True if patched layers split a row into packed documents that the unpatched model does not
-    see. For example, position_ids mark documents, and the unpatched model attends over the whole
-    row.
+    """True if patched layers split a row into packed documents, and the unpatched model attends
+    over the whole row instead. Position_ids may mark such documents, which the unpatched model
+    ignores.
 
     Args:
         kwargs: arguments of a model's call.
@@ -311,8 +314,8 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
 
     Args:
         sites: the records of the decoder layers.
-        unseen: True if the unpatched attention reads documents from a mask, which omits documents
-            in a call with a cache.
+        unseen: True if the unpatched model's attention treats each row as one document, because the
+            call makes a cache.
         states: True if the unpatched recurrences and convolutions continue from one document to the
             next.
     """
@@ -347,7 +350,7 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
 
 def warn_of_trials(sites: list[LayerSite]) -> bool:
     """Warn about user hooks inside of layers that also ran in test runs on random tokens. True if a
-    warning was issued. [Note: who sees the rows]"""
+    warning was issued. See `admission/third_party.py`."""
     shown: dict[str, list[str]] = {}
     for site in sites:
         for hook, paths in site.tests.hooks_run_in_tests.items():

@@ -1,10 +1,16 @@
-"""Record each step of a patched model, and log a line when a step ran in a new way.
+"""Record each step of a patched model: which tensors its layers saved, how much memory was moved,
+and where out-of-memory errors happened. `describe`, `last_step` and the log are made from these
+notes.
 
-[Note: notes on a step] A step is a micro-batch with gradients. Its notes are made at the end of the
-backbone's forward, when all decisions before backward are taken. An autograd engine callback
-completes the notes at the end of backward. Notes are references to existing objects, so they need
-no counting and no synchronization. `last_step.py` interprets the notes on request. Evaluations
-between steps change no note.
+`Step` has the notes on one step. `Steps` makes the notes at three moments: the end of a backbone's
+forward, the start of a backward, and its end. A line is logged if a step ran in a way that was not
+logged before.
+
+A step is a micro-batch with gradients. The notes on a step are made at the end of the backbone's
+forward, when all decisions before backward are taken. An autograd engine callback completes the
+notes at the end of backward. Notes are references to existing objects, so they need no counting and
+no synchronization. `last_step.py` interprets the notes on request. Evaluations between steps change
+no note.
 
 [Note: bare errors] Backward outside of streamed layers and of the head is torch's own: embeddings,
 norms, sums of gradients, and every operation of a micro-batch that runs unpatched. No code of this
@@ -43,8 +49,7 @@ Shape = tuple[int, int]
 
 @dataclasses.dataclass
 class Step:
-    """Notes on one micro-batch with gradients, from which its record is made. [Note: notes on a
-    step]
+    """Notes on one micro-batch with gradients, from which its record is made.
 
     Attributes:
         shapes: shape of the tokens [B, T] of each backbone, by the backbone's id().
@@ -82,8 +87,7 @@ class Step:
 
 
 class Steps:
-    """Notes on the steps of one patched model. A step is a micro-batch with gradients. [Note: notes
-    on a step]
+    """Notes on the steps of one patched model. A step is a micro-batch with gradients.
 
     Args:
         offloader: moves saved tensors to the host; None without offloading.
@@ -123,13 +127,13 @@ class Steps:
     def unnoted(self) -> Iterator[None]:
         """Context manager that restores the notes on steps afterwards. Steps inside are neither
         counted nor logged."""
-        before = self.last, self.unpatched, self.short, self.tell
+        previous = self.last, self.unpatched, self.short, self.tell
         self.tell = None
         try:
             yield
         finally:
             self.settle()
-            self.last, self.unpatched, self.short, self.tell = before
+            self.last, self.unpatched, self.short, self.tell = previous
 
     def forward_done(
         self, backbone: int, given: Tensor | None, shared: Shared | None, unpatched: bool = False
@@ -189,8 +193,8 @@ class Steps:
                 return
 
     def known(self) -> Step | None:
-        """Return the notes on the last step, with the choice of saved tensors as of now; None
-        before the first step."""
+        """Return the record of the last step, or None before the first step. Its choice of saved
+        tensors is brought up to date if the step was unpatched and ended before that choice."""
         step = self.last
         # forward may end before the choice
         if step is not None and step.unpatched and not step.over:
@@ -223,11 +227,11 @@ class Steps:
         self.unpatched += step.unpatched
         self.short += step.let_go is not None
         if self.offloader is not None:
-            moved = dict(self.offloader.transfers.bytes)
+            moved_bytes = dict(self.offloader.transfers.bytes)
             step.moved = {
-                way: max(0.0, size - self._moved.get(way, 0.0)) for way, size in moved.items()
+                way: max(0.0, size - self._moved.get(way, 0.0)) for way, size in moved_bytes.items()
             }
-            self._moved = moved
+            self._moved = moved_bytes
         if self.tell is None or not logger.isEnabledFor(logging.INFO):
             return
         chunks = {
@@ -236,14 +240,14 @@ class Steps:
             if report.plan is not None and len(report.plan) > 1
         }
         saves = getattr(step.choice, "layers", ())
-        whole = frozenset(report.because for report in step.reports)
+        reasons = frozenset(report.because for report in step.reports)
         # Log each way in which steps run once, whatever their size.
         how = (
             step.unpatched,
             max(chunks, default=None),
             frozenset(saves),
             step.let_go,
-            whole,
+            reasons,
             step.shared is None,
         )
         if how in self._said:

@@ -44,15 +44,15 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         """
         handler = getattr(trainer, "callback_handler", None)  # a mock trainer may have none
         if handler is not None:
-            ours = []
+            stream_callbacks = []
             for callback in handler.callbacks:
                 if isinstance(callback, StreamCallback):
-                    ours.append(callback)
-            others = []
+                    stream_callbacks.append(callback)
+            other_callbacks = []
             for callback in handler.callbacks:
                 if not isinstance(callback, StreamCallback):
-                    others.append(callback)
-            handler.callbacks[:] = [*(ours or [cls()]), *others]
+                    other_callbacks.append(callback)
+            handler.callbacks[:] = [*(stream_callbacks or [cls()]), *other_callbacks]
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start counting steps anew, so that the logs count no step before this training."""
@@ -73,23 +73,23 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             if not isinstance(logs, dict) or LOSS not in logs:
                 return
             record = _last_step(model)
-            before = self._before
-            if record is None or (before is not None and record.number == before.number):
+            previous = self._before
+            if record is None or (previous is not None and record.number == previous.number):
                 return
             self._before = record
-            counts = zip(_counts(record), _counts(before), strict=True)
-            steps, unpatched, short, stalls = (now - then for now, then in counts)
-            found = {
+            counts = zip(_counts(record), _counts(previous), strict=True)
+            steps, unpatched, short, stalls = (current - earlier for current, earlier in counts)
+            values = {
                 **record.numbers(),
                 "stream_unpatched": unpatched / max(1.0, steps),
                 "stream_let_go": short,
             }
             if record.host is not None:
-                found["stream_stall_s"] = stalls
+                values["stream_stall_s"] = stalls
             history = state.log_history[-1] if state.log_history else {}
-            same = all(history.get(name) == value for name, value in logs.items())
-            for entry in (logs, history) if same else (logs,):
-                entry.update({name: value for name, value in found.items() if name not in entry})
+            holds_logs = all(history.get(name) == value for name, value in logs.items())
+            for entry in (logs, history) if holds_logs else (logs,):
+                entry.update({name: value for name, value in values.items() if name not in entry})
         except Exception:  # a report must not end training
             logger.warning(
                 "The numbers of the last step could not be added to the logs.", exc_info=True

@@ -25,12 +25,12 @@ TABLES = (WRAPPERS, WITH_KWARGS, *MODULE_HOOKS)  # attributes of modules that ar
 def undone_on_error(model: nn.Module) -> Iterator[None]:
     """Context manager that restores a model and its previous patch if the body raises."""
     states = [module.__dict__[PATCH] for module in model.modules() if PATCH in module.__dict__]
-    noted = [Noted(own) for own in _attributes(model, states)]
+    noted = [Noted(attributes) for attributes in _attributes(model, states)]
     try:
         yield
     except BaseException:
-        for one in noted:
-            one.put_back()
+        for copied in noted:
+            copied.put_back()
         raise
 
 
@@ -41,25 +41,27 @@ def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str
     for state in states:
         if state.root is not None:  # a shallow copy of the model shares the patch
             modules.update(dict.fromkeys(state.root.modules()))
-        for changed in (
+        for owner in (
             state,
             state.weights,
             getattr(state.weights, "ranges", None),
             *state.wrappers,
         ):
-            if changed is not None:
-                yield vars(changed)
+            if owner is not None:
+                yield vars(owner)
     for module in modules:
         yield module.__dict__
 
 
 class Noted:
-    """Copy of an object's `__dict__`, and of some dictionaries and lists inside, such as hooks.
-    `patch` changes the contents of these dictionaries and lists."""
+    """Copy of an object's `__dict__`, and of the dictionaries and lists inside whose contents
+    `patch` changes, such as hooks."""
 
-    def __init__(self, own: dict[str, Any]) -> None:
-        self.own, self.attributes = own, dict(own)
-        self.tables = [(own[name], own[name].copy()) for name in TABLES if name in own]
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.own, self.attributes = attributes, dict(attributes)
+        self.tables = [
+            (attributes[name], attributes[name].copy()) for name in TABLES if name in attributes
+        ]
 
     def put_back(self) -> None:
         """Restore the object's attributes, and the contents of the copied dictionaries and lists,

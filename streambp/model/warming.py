@@ -75,18 +75,18 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
             "that a warm-up does not give. Call streambp.warm_up before the engine gets the model."
         )
     # Restore torch's generators afterwards, and the notes that `describe` and `last_step` read.
-    before = [
+    buffers = [
         RandomState.capture(device)
         for device in {p.device for p in model.parameters()} or {torch.device("cpu")}
     ]
     heads = [w for w in wrappers if isinstance(w, CausalLMForward)]
-    told = [(w, {name: getattr(w, name) for name in TOLD}) for w in heads]
+    saved_fields = [(w, {name: getattr(w, name) for name in TOLD}) for w in heads]
     noting = [w.state.steps for w in wrappers if isinstance(w, CausalLMForward | BackboneForward)]
     try:
-        with contextlib.ExitStack() as kept:
-            kept.enter_context(leaving_no_trace(model))
-            for steps in {id(each): each for each in noting}.values():
-                kept.enter_context(steps.unnoted())
+        with contextlib.ExitStack() as restored:
+            restored.enter_context(leaving_no_trace(model))
+            for steps in {id(noting_steps): noting_steps for noting_steps in noting}.values():
+                restored.enter_context(steps.unnoted())
             output = model(**inputs)
             leaves = [
                 p
@@ -98,9 +98,9 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
                 with Autocast.capture(loss.device).off():
                     torch.autograd.grad(loss, leaves, allow_unused=True)
     finally:
-        for state in before:
+        for state in buffers:
             state.restore()
-        for head, fields in told:
+        for head, fields in saved_fields:
             vars(head).update(fields)
     warm = _warm_up_of(layers)
     for wrapper in layers:
@@ -123,16 +123,16 @@ def _loss_of(output: Any) -> Tensor | None:
     """Return a scalar to differentiate: the output's loss, or else a value computed from its logits
     [B, T, V] or from its other tensors. None if no tensor requires a gradient."""
     fields = output if isinstance(output, Mapping) else {"": output}
-    found = [
+    values = [
         x
         for value in fields.values()
         for x in (value if isinstance(value, tuple | list) else (value,))
     ]
-    wanted = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
+    differentiable = [x for x in values if isinstance(x, Tensor) and x.requires_grad]
     if isinstance(fields.get("loss"), Tensor):
-        wanted = [x for x in wanted if x is fields["loss"]]
-    lazy = next((x for x in wanted if isinstance(x, LazyLogits)), None)
+        differentiable = [x for x in differentiable if x is fields["loss"]]
+    lazy = next((x for x in differentiable if isinstance(x, LazyLogits)), None)
     if lazy is not None:
         labels = torch.zeros(lazy.shape[:-1], dtype=torch.long, device=lazy.device)  # [B, T]
         return F.cross_entropy(lazy.flatten(0, -2), labels.flatten())
-    return torch.stack([x.sum().float() for x in wanted]).sum() if wanted else None
+    return torch.stack([x.sum().float() for x in differentiable]).sum() if differentiable else None

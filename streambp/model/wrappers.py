@@ -104,7 +104,7 @@ class LayerForward(InstanceForward):
 
     def install(self) -> None:
         """Replace the layer's forward, and mark the layer as a ZeRO-3 leaf module, so that
-        DeepSpeed gathers all of its weights at once. [Note: ZeRO-3 leaves]"""
+        DeepSpeed gathers all of its weights at once. See `distributed/engines.py`."""
         super().install()
         setattr(self.module, Z3_LEAF, True)
         self.meet_engine()
@@ -149,14 +149,14 @@ class LayerForward(InstanceForward):
         if self.retired:
             return self.original(*args, **kwargs)
         unpatched = self.state.unpatched
-        running = self.state.running
-        if running.bypass and unpatched is not None and unpatched.within:  # the call owns the model
+        context = self.state.running
+        if context.bypass and unpatched is not None and unpatched.within:  # the call owns the model
             unpatched.enter_layer()
             return self.original(*args, **kwargs)
         with self.state.owner.enter():
-            if running.failed is None:
+            if context.failed is None:
                 return self._call(args, kwargs)
-            return self._on_trial(running.failed, args, kwargs)
+            return self._on_trial(context.failed, args, kwargs)
 
     def _on_trial(
         self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -181,11 +181,11 @@ class LayerForward(InstanceForward):
         return args[0] if args else kwargs["hidden_states"]
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        running = self.state.running
-        tree = running.tree
+        context = self.state.running
+        tree = context.tree
         if tree is not None:
             tell(tree, self.site, args, kwargs)
-        if running.bypass or has_cache(kwargs):
+        if context.bypass or has_cache(kwargs):
             with self.site.weights_for_once(
                 args, kwargs, "a cache or attention weights were asked for"
             ):
@@ -203,29 +203,29 @@ class LayerForward(InstanceForward):
                 args, kwargs, "eager attention without a mask reads later keys"
             ):
                 return self.original(*args, **kwargs)
-        if running.shards is None:
+        if context.shards is None:
             if is_initialized():
                 refuse_lone_layer(self.site)
             compute = stream_both_ways if self.site.kind.attention.reads_ahead else stream_layer
             output = compute(
-                self.site, args, kwargs, running.packed_rows, forks=tree.forks if tree else ()
+                self.site, args, kwargs, context.packed_rows, forks=tree.forks if tree else ()
             )
         else:
-            output = stream_shard(self.site, args, kwargs, running.shards)
+            output = stream_shard(self.site, args, kwargs, context.shards)
         if tree is not None:
             check_streamed(self.site)
         norm = self.final_norm
-        request = running.defer_norm
+        request = context.defer_norm
         if (
             norm is not None
             and request is not None
-            and any(norm is own for own in request.norms)
+            and any(norm is head_norm for head_norm in request.norms)
             and can_be_deferred(norm)
         ):
             # Only after the last layer: some models normalise the embeddings with the same module.
-            running.deferring = DeferredForward(norm, request, is_norm=True)
-            running.deferring.install()
-            running.defer_norm = None
+            context.deferring = DeferredForward(norm, request, is_norm=True)
+            context.deferring.install()
+            context.defer_norm = None
         return output
 
 
@@ -272,19 +272,19 @@ class BackboneForward(InstanceForward):
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
         state = self.state
-        running = self.state.running
+        context = self.state.running
         if kwargs.get("input_ids") is not None:
-            given = kwargs.get("input_ids")
+            tokens = kwargs.get("input_ids")
         else:
-            given = kwargs.get("inputs_embeds")
+            tokens = kwargs.get("inputs_embeds")
         if state.weights is not None:
-            state.weights.begin(given)
-        before = running.bypass, running.shards, running.packed_rows
-        running.bypass = not self._streams(kwargs)
-        running.shards = None
-        running.packed_rows = None
+            state.weights.begin(tokens)
+        previous = context.bypass, context.shards, context.packed_rows
+        context.bypass = not self._streams(kwargs)
+        context.shards = None
+        context.packed_rows = None
         try:
-            if running.bypass:
+            if context.bypass:
                 if self.prefixes is not None:
                     self.prefixes.stand_aside(kwargs)
                 return self.original(**kwargs)
@@ -294,26 +294,26 @@ class BackboneForward(InstanceForward):
                 if layer.__dict__.get(CHECKPOINTING[0]):
                     layer.gradient_checkpointing = False  # type: ignore[assignment]
                     self.checkpointed.append(layer)
-            self._check(given)
+            self._check(tokens)
             refuse_foreign_attention(self.attentions)
             state.check_cache(self.module.config, kwargs)
-            cacheless = running.asked_cache and self._leaves_a_cache_out()
-            if state.saves_policy is not None and isinstance(given, Tensor):
-                state.saves_policy.begins(given.device)
-            output = None if state.unpatched is None or running.again else self._unstreamed(kwargs)
+            cacheless = context.asked_cache and self._leaves_a_cache_out()
+            if state.saves_policy is not None and isinstance(tokens, Tensor):
+                state.saves_policy.begins(tokens.device)
+            output = None if state.unpatched is None or context.again else self._unstreamed(kwargs)
             if output is not None:
                 if self.prefixes is not None:
                     self.prefixes.last = AS_UNPATCHED
-                state.steps.forward_done(id(self.module), given, None, unpatched=True)
+                state.steps.forward_done(id(self.module), tokens, None, unpatched=True)
                 return with_absent_cache(output) if cacheless else output
             if state.offloader is not None:
                 self._meet_engines_on_the_host(state.offloader)
             if is_initialized():
-                running.shards = shards_of(
-                    kwargs, given, self.module.config, self.module.training, self._sites
+                context.shards = shards_of(
+                    kwargs, tokens, self.module.config, self.module.training, self._sites
                 )
-                state.history.split = running.shards or state.history.split
-            running.packed_rows = self._packed_rows(kwargs, given) if self.keeps_states else None
+                state.history.split = context.shards or state.history.split
+            context.packed_rows = self._packed_rows(kwargs, tokens) if self.keeps_states else None
             kwargs["use_cache"] = False
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
                 # gemma4 would run some layers on these positions alone; its head selects the
@@ -321,28 +321,28 @@ class BackboneForward(InstanceForward):
                 kwargs.pop("logits_to_keep", None)
             with explaining("in the model around its layers"), routed(self._configs()):
                 output = self._run(kwargs)
-            if torch.is_grad_enabled() and not running.again:
+            if torch.is_grad_enabled() and not context.again:
                 shared = getattr(self.prefixes, "last", None)
                 state.steps.forward_done(
-                    id(self.module), given, shared if isinstance(shared, Shared) else None
+                    id(self.module), tokens, shared if isinstance(shared, Shared) else None
                 )
                 if self.module.training and not state.history.warned_of_documents:
                     implementation = self.module.config._attn_implementation  # type: ignore[union-attr]
-                    asked_cache = running.asked_cache and FLASH not in str(implementation)
+                    asked_cache = context.asked_cache and FLASH not in str(implementation)
                     state.history.warned_of_documents = warn_of_documents(
-                        self._sites, asked_cache, running.packed_rows is not None
+                        self._sites, asked_cache, context.packed_rows is not None
                     )
             if not state.history.warned_of_trials:
                 state.history.warned_of_trials = warn_of_trials(self._sites)
             return with_absent_cache(output) if cacheless else output
         finally:
-            running.asked_cache = False
+            context.asked_cache = False
             if state.saves_policy is not None:
                 state.saves_policy.ended()
-            running.bypass, running.shards, running.packed_rows = before
-            if running.deferring is not None:
-                running.deferring.remove()
-                running.deferring = None
+            context.bypass, context.shards, context.packed_rows = previous
+            if context.deferring is not None:
+                context.deferring.remove()
+                context.deferring = None
 
     def _meet_engines_on_the_host(self, offloader: OffloadManager) -> None:
         """Set how much host memory the offloader must leave to a DeepSpeed engine and to weights on
@@ -388,9 +388,9 @@ class BackboneForward(InstanceForward):
     def _run(self, kwargs: dict[str, Any]) -> Any:
         """Run the backbone's own forward, with layers that are computed chunk by chunk. A batch
         whose rows have common prefixes is passed as one packed row."""
-        running = self.state.running
-        deferred = running.defer_norm
-        if running.tree is not None:
+        context = self.state.running
+        deferred = context.defer_norm
+        if context.tree is not None:
             raise UnsharedError(
                 f"{type(self.module).__name__} runs inside another model that packs rows"
             )
@@ -399,39 +399,39 @@ class BackboneForward(InstanceForward):
             kwargs: Mapping[str, Any], tree: Tree | None, failed: list[Exception] | None = None
         ) -> Any:
             trial = failed is not None
-            packed_rows = running.packed_rows
-            running.defer_norm = None if trial else deferred
-            running.tree = tree
-            running.failed = failed
-            running.packed_rows = packed_rows if tree is None and not trial else None
+            packed_rows = context.packed_rows
+            context.defer_norm = None if trial else deferred
+            context.tree = tree
+            context.failed = failed
+            context.packed_rows = packed_rows if tree is None and not trial else None
             try:
                 return self.original(**kwargs)
             finally:
-                running.tree = None
-                running.packed_rows = packed_rows
-                running.failed = None
+                context.tree = None
+                context.packed_rows = packed_rows
+                context.failed = None
 
         try:
-            if self.prefixes is None or running.shards is not None or running.again:
+            if self.prefixes is None or context.shards is not None or context.again:
                 return self.original(**kwargs)
             ids = kwargs.get("input_ids")
             one_row = isinstance(ids, Tensor) and ids.shape[0] < 2
             if one_row and kwargs.get("attention_mask") is None and not is_initialized():
                 self.prefixes.last = ONE_ROW
                 return self.original(**kwargs)
-            documents = running.packed_rows is not None
-            again = None
+            documents = context.packed_rows is not None
+            later_rows = None
             if deferred is not None:
                 rows = functools.partial(self._again, dict(kwargs), deferred)
-                again = Again(rows, deferred.handed_out)
+                later_rows = Again(rows, deferred.handed_out)
             return self.prefixes.call(
                 kwargs,
                 over,
                 lambda: self._sites,
-                running.labels,
+                context.labels,
                 documents,
-                running.padding_unseen,
-                again,
+                context.padding_unseen,
+                later_rows,
             )
         except (AttributeError, TypeError) as error:
             if LazyMask.__name__ not in str(error):
@@ -452,23 +452,22 @@ class BackboneForward(InstanceForward):
             kwargs: arguments of the call.
             request: request of the output projection, which computes the final norm.
         """
-        running = self.state.running
-        before = running.defer_norm, running.again
-        running.defer_norm = request
-        running.again = True
+        context = self.state.running
+        previous = context.defer_norm, context.again
+        context.defer_norm = request
+        context.again = True
         try:
             return self.call(**kwargs)
         finally:
-            running.defer_norm, running.again = before
+            context.defer_norm, context.again = previous
 
     def _streams(self, kwargs: dict[str, Any]) -> bool:
         """True if this call is computed chunk by chunk: no cache is passed, and neither a cache nor
         attention weights are returned.
 
-        [Note: calls that return a cache] If a call has no `use_cache`, the model's config decides,
-        as unpatched. A training step ignores the config: most programs never read the cache of a
-        step, and gradient checkpointing returns none either. A caller that passes `use_cache=True`
-        gets a cache.
+        If a call has no `use_cache`, the model's config decides, as unpatched. A training step
+        ignores the config: most programs never read the cache of a step, and gradient checkpointing
+        returns none either. A caller that passes `use_cache=True` gets a cache.
         """
         if has_cache(kwargs):
             self.state.history.given_cache |= torch.is_grad_enabled() and self.module.training
@@ -504,8 +503,8 @@ class BackboneForward(InstanceForward):
 
     @functools.cached_property
     def _around_fill_in(self) -> bool:
-        """True if a model around this backbone passes its config's values for arguments that its
-        caller left out, for example `use_cache`."""
+        """True if a model around this backbone sets arguments that its caller left out, such as
+        `use_cache`, to the values in its config."""
         root = self.state.root
         return root is not None and any(map(fills_in_defaults, models_around(self.module, root)))
 
@@ -553,10 +552,10 @@ class BackboneForward(InstanceForward):
         positions = self.state.running.position_ids if positions is None else positions
         if self.state.config.documents != "from_positions" or not isinstance(positions, Tensor):
             return None
-        told = any(
+        marks_documents = any(
             kwargs.get(name) is not None for name in ("attention_mask", DOCUMENT_IDS, DOCUMENT_ENDS)
         )
-        if told or not has_data(positions):
+        if marks_documents or not has_data(positions):
             return None
         if positions.dim() == 3 and positions.shape[0] == 4:  # text, time, height and width
             positions = positions[0]
@@ -566,20 +565,20 @@ class BackboneForward(InstanceForward):
 
     @functools.cached_property
     def _sites(self) -> list[LayerSite]:
-        inside = set(map(id, self.layers))
+        layer_ids = set(map(id, self.layers))
         return [
             w.site
             for w in self.state.wrappers
-            if isinstance(w, LayerForward) and id(w.module) in inside
+            if isinstance(w, LayerForward) and id(w.module) in layer_ids
         ]
 
     def _configs(self) -> list[PreTrainedConfig]:
         # Configs of each layer's last call. A layer that has changed since then routes its own
         # config.
-        found = {id(self.module.config): self.module.config}
+        by_id = {id(self.module.config): self.module.config}
         for site in self._sites:
             if not site.kind.attention.ours:
                 return []  # custom attention needs the masks of its own setting
             for config in site.of(site.kind.attention.configs):
-                found[id(config)] = config
-        return list(found.values())
+                by_id[id(config)] = config
+        return list(by_id.values())

@@ -80,13 +80,13 @@ def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
     `nn.Module._apply` swaps fake tensors in place, which fails because fake tensors have weak
     references.
     """
-    for each in module.modules() if recurse else (module,):
-        for name, parameter in each._parameters.items():
+    for inner in module.modules() if recurse else (module,):
+        for name, parameter in inner._parameters.items():
             if parameter is not None:
-                each._parameters[name] = nn.Parameter(
+                inner._parameters[name] = nn.Parameter(
                     fn(parameter.detach()), parameter.requires_grad
                 )
-        each._buffers.update(
-            {name: fn(buffer) for name, buffer in each._buffers.items() if buffer is not None}
+        inner._buffers.update(
+            {name: fn(buffer) for name, buffer in inner._buffers.items() if buffer is not None}
         )
     return module

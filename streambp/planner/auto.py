@@ -78,8 +78,8 @@ class StepNeed(Need):
     )
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
-        """Return pairs (index, bytes): the most bytes in use while the layers 0 to `index` still
-        wait for their backward.
+        """Return pairs (index, bytes): the most bytes in use while the layers 0 to `index` have run
+        forward, and their backward has not run.
 
         The index is infinity for forward and the head, and -1 for backward of the embedding.
 
@@ -101,22 +101,25 @@ class StepNeed(Need):
             for phase in phases:
                 upto, size = waiting(phase.name), phase.law.at(step)
                 largest[-1][upto] = max(largest[-1].get(upto, 0.0), size)
-        first, again = largest
-        if again:
+        first, accumulating = largest
+        if accumulating:
             first = {
-                upto: (1 - present) * size + present * again.get(upto, size)
+                upto: (1 - present) * size + present * accumulating.get(upto, size)
                 for upto, size in first.items()
             }
         if len(self._asked) == REMEMBERED:
             self._asked.clear()
-        found = self._asked[key] = tuple(
+        bytes_by_layer = self._asked[key] = tuple(
             (upto, self.factor * size + self.casts) for upto, size in first.items()
         )
-        return found
+        return bytes_by_layer
 
     def at_work(self, chunk: int) -> float:
-        """Return the bytes needed to compute a chunk of `chunk` tokens, beyond the bytes in use
-        before the chunk."""
+        """Return the bytes needed to compute one chunk, beyond the bytes in use before the chunk.
+
+        Args:
+            chunk: tokens of the chunk, over all rows.
+        """
         return (
             self.factor
             * max(1, chunk // self.rows)
@@ -125,11 +128,8 @@ class StepNeed(Need):
 
 
 def waiting(phase: str) -> float:
-    """Return the index of the last layer that waits for its backward in a phase of a step, such as
-    "backward 35".
-
-    -1: no layer waits; infinity: all layers wait.
-    """
+    """Return the index of the last layer whose backward has not yet run in a phase of a step, such
+    as "backward 35". Return -1 if every layer's backward has run, and infinity if none has."""
     kind, _, number = phase.rpartition(" ")
     if phase == EMBEDDING_BACKWARD:
         return -1.0
@@ -151,16 +151,20 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
-    inputs = sum(max((p.shape[-1] * p.itemsize for p in found), default=0) for found in weights)
+    inputs = sum(
+        max((p.shape[-1] * p.itemsize for p in matrices), default=0) for matrices in weights
+    )
     work = WORKSPACE_FACTOR * max(
-        (sum((p.shape[-1] + p.shape[-2]) * p.itemsize for p in found) for found in weights),
+        (sum((p.shape[-1] + p.shape[-2]) * p.itemsize for p in matrices) for matrices in weights),
         default=0,
     )
     parts = [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers]
     gradients = sum(getattr(p, SHARD_HERE, p).nbytes for p in trained)
     once = min(gradients, max((*parts, *(p.nbytes for p in trained)), default=0))
-    first, again = ((Phase("at most", Law(size, inputs, work)),) for size in (gradients, once))
-    return StepNeed(Method("at most", (), "none", False, True, first, again, Law(), ()))
+    first, accumulating = (
+        (Phase("at most", Law(size, inputs, work)),) for size in (gradients, once)
+    )
+    return StepNeed(Method("at most", (), "none", False, True, first, accumulating, Law(), ()))
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
@@ -224,16 +228,16 @@ class ModelStates:
     @property
     def model(self) -> nn.Module:
         """Return the module that was passed to `patch`, or the outermost remaining module of it."""
-        found = self.home()
-        assert found is not None  # the model calls this function
-        return found
+        module = self.home()
+        assert module is not None  # the model calls this function
+        return module
 
     @property
     def installed(self) -> PatchState:
         """Return the `PatchState` of the patched model."""
-        found = patch_of(self.model)
-        assert found is not None
-        return found[1]
+        module_and_state = patch_of(self.model)
+        assert module_and_state is not None
+        return module_and_state[1]
 
     def __call__(self, device: torch.device) -> tuple[Figures, float]:
         """Return the predicted memory and time (`Figures`) for the model's present state, and the
@@ -244,7 +248,7 @@ class ModelStates:
         """
         parameters = contents_of(self.model)[1]
         cast = autocast_dtype(device.type)
-        look = [list(map(found, parameters)) for found in self._decides]
+        look = [list(map(decide, parameters)) for decide in self._decides]
         sizes, trains = look[0], look[1]
         born = [p.is_leaf and p.grad is not None for p in itertools.compress(parameters, trains)]
         # comparing is faster than hashing this many values
@@ -255,12 +259,12 @@ class ModelStates:
                     self._known.clear()
                 self._known[key] = self._count(device)
             self._last = device, cast, look, self._known[key]
-        known: Figures = self._last[3]
+        figures: Figures = self._last[3]
         if not any(born):
-            return known, 0.0
+            return figures, 0.0
         of_trained = list(itertools.compress(sizes, trains))
         # the sum is 0 under ZeRO-3, which partitions all parameters
-        return known, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)
+        return figures, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)
 
     def _count(self, device: torch.device) -> Figures:
         """Return predictions for the model's present state, from steps counted on a copy with meta
@@ -269,20 +273,20 @@ class ModelStates:
             return Figures(why="parameters that ZeRO-3 has divided cannot be counted")
         installed = self.installed
         sites = list(installed.steps.sites)
-        most = bound(self.model, [site.layer for site in sites])
+        upper_bound = bound(self.model, [site.layer for site in sites])
         if free_memory.free_memory(device) is None or (
             self.config.chunk_size != "auto" and self.config.offload != "none"
         ):
-            return Figures(most)
+            return Figures(upper_bound)
         cast = autocast_dtype(device.type)
         wide = cast in HALF and any(p.dtype == torch.float32 for p in self.model.parameters())
         law = in_a_thread(lambda: _law(self.model, self.config, cast if wide else None))
         if isinstance(law, str):
-            return Figures(most, why=law)
-        moved = installed.weights is not None
+            return Figures(upper_bound, why=law)
+        moves_weights = installed.weights is not None
         first = {site.index: next(site.layer.parameters(), None) for site in sites}
         places = {
-            index: device if moved else getattr(p, "device", torch.device("cpu"))
+            index: device if moves_weights else getattr(p, "device", torch.device("cpu"))
             for index, p in first.items()
         }
         costs = in_a_thread(lambda: _costs(self.model, self.config, places, cast if wide else None))
@@ -306,13 +310,13 @@ class ModelStates:
         free = free_memory.free_memory(device)
         if free is None:
             return math.inf
-        known, present = self(device)
-        if known.need is None:
+        figures, present = self(device)
+        if figures.need is None:
             return 0.0
         layers: set[int] = set()
         for site in self.installed.steps.sites:
             layers.update(map(id, site.layer.parameters()))
-        there = 0
+        weights_on_device = 0
         coming = 0
         states = 0
         for p in model.parameters():
@@ -320,10 +324,12 @@ class ModelStates:
                 coming += p.nbytes if p.device != device else 0
                 states += 0 if present else OPTIMIZER * p.numel()
             elif p.device == device and id(p) in layers:
-                there += p.nbytes
+                weights_on_device += p.nbytes
         chunk = MIN_CHUNK_TOKENS if config.chunk_size == "auto" else rows * int(config.chunk_size)
         chunk = min(rows * length, chunk)
-        return free + there - coming - states - known.need(rows * length, chunk, present)
+        return (
+            free + weights_on_device - coming - states - figures.need(rows * length, chunk, present)
+        )
 
 
 def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, int], float]:
@@ -346,12 +352,12 @@ def in_a_thread(work: Callable[[], T]) -> T:
 
     The state of torch's default random generator is restored afterwards.
     """
-    before = torch.default_generator.get_state()
+    random_state = torch.default_generator.get_state()
     try:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             return pool.submit(work).result()
     finally:
-        torch.default_generator.set_state(before)
+        torch.default_generator.set_state(random_state)
 
 
 def rates_here(device: torch.device) -> Rates:
@@ -395,9 +401,9 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> St
         return f"a step could not be counted: {type(error).__name__}: {error}"
     if cast is None:
         return StepNeed(method)
-    found = find_stacks(model).stacks
+    stacks = find_stacks(model).stacks
     largest = max(
-        sum(p.numel() for p in layer.parameters()) for stack in found for layer in stack.layers
+        sum(p.numel() for p in layer.parameters()) for stack in stacks for layer in stack.layers
     )
     head = max(p.numel() for p in model.parameters())
     return StepNeed(method, AUTOCAST_FACTOR, cast.itemsize * (largest + head))
@@ -420,12 +426,14 @@ def _costs(
             stream stays in float32.
     """
     try:
-        found, _ = seen_costs(_skeleton(model, cast), config, devices)
+        costs, _ = seen_costs(_skeleton(model, cast), config, devices)
     except Exception:  # the layers' first step shows these costs as well
         return {}
     if cast is not None:
-        for index, one in found.items():
-            found[index] = one._replace(
-                cost=dataclasses.replace(one.cost, x=2 * one.cost.x), graph=0.0
+        for index, layer_cost in costs.items():
+            costs[index] = layer_cost._replace(
+                cost=dataclasses.replace(layer_cost.cost, x=2 * layer_cost.cost.x), graph=0.0
             )
-    return {index: one._replace(device=devices[index]) for index, one in found.items()}
+    return {
+        index: layer_cost._replace(device=devices[index]) for index, layer_cost in costs.items()
+    }

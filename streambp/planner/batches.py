@@ -71,15 +71,17 @@ class Batch:
     def of_data(cls, lengths: Sequence[int], rows: int) -> Batch:
         """Return a batch of `rows` rows that represents a data set: their lengths are evenly spaced
         quantiles of `lengths`, the maximum included."""
-        found = sorted(lengths)
-        return cls(tuple(found[-(-len(found) * row // rows) - 1] for row in range(1, rows + 1)))
+        ascending = sorted(lengths)
+        return cls(
+            tuple(ascending[-(-len(ascending) * row // rows) - 1] for row in range(1, rows + 1))
+        )
 
     @classmethod
     def of_mean(cls, longest: int, mean: int, rows: int) -> Batch:
         """Return a batch with one row of `longest` tokens, and other rows of equal length, with
         `mean` tokens on average."""
-        rest = (rows * mean - longest) // (rows - 1)
-        return cls((*(rest,) * (rows - 1), longest))
+        length = (rows * mean - longest) // (rows - 1)
+        return cls((*(length,) * (rows - 1), longest))
 
     @property
     def row(self) -> int:
@@ -186,20 +188,20 @@ def both_ways(
     for packed in (False, True):
         rows = 1 if packed else len(batch.lengths)
         tokens = batch.tokens(packed)
-        found = []
+        candidates = []
         for method in methods:
             for size in dict.fromkeys(min(size, tokens // rows) for size in chunk_sizes(rows)):
                 at, used = placed(profile, method, tokens, rows * size, memory, setting)
                 parts = work(method, batch, packed, size)
                 flops = sum(part.products + part.forward + part.backward for part in parts.values())
                 spent = seconds_of(with_copies(parts, used.on_host), rates)
-                kept = peak(profile, plain, tokens, rows * size, resident).total
-                left = None
+                resident_peak = peak(profile, plain, tokens, rows * size, resident).total
+                free_bytes = None
                 if method.prefix_on_host:
-                    left = max(1, int(memory.usable - at.total))
+                    free_bytes = max(1, int(memory.usable - at.total))
                 how = (method.name, method.saves, method.offload, size, tokens // rows)
-                choice = Choice(*how, at, flops, spent, left, on_host=used.on_host)
-                found.append(
+                choice = Choice(*how, at, flops, spent, free_bytes, on_host=used.on_host)
+                candidates.append(
                     Way(
                         batch,
                         packed,
@@ -208,17 +210,17 @@ def both_ways(
                         method.name,
                         size,
                         at,
-                        kept,
+                        resident_peak,
                         flops,
                         spent.total,
                         choice,
                     )
                 )
-        fitting = [way for way in found if way.fits]
+        fitting = [way for way in candidates if way.fits]
         fastest = min((way.seconds for way in fitting), default=0.0)
         near = [way for way in fitting if way.seconds <= EQUAL_SECONDS * fastest]
         best = min(near, key=lambda way: (way.peak.host, -way.chunk_size), default=None)
-        ways.append(best or min(found, key=lambda way: way.peak.total))
+        ways.append(best or min(candidates, key=lambda way: way.peak.total))
     return ways[0], ways[1]
 
 
@@ -236,7 +238,7 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
     tokens = batch.tokens(packed)
     reach = batch.reach(packed)
     length = tokens / rows
-    found = {}
+    costs = {}
     for part in method.work:
         step = features(length, chunk_size, k_block=part.k_block)
         chunk = rows * chunk_size
@@ -245,12 +247,14 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
             counted = batch.scored
         else:
             counted = tokens
-        again = rows * reach * step.chunks
+        recomputed = rows * reach * step.chunks
         window = tokens * chunk_size
-        step = step._replace(tokens=counted, chunk=chunk, tokens_chunks=again, tokens_chunk=window)
+        step = step._replace(
+            tokens=counted, chunk=chunk, tokens_chunks=recomputed, tokens_chunk=window
+        )
         step = step._replace(square=tokens * reach, blocks=blocks, queries_blocks=chunk * blocks)
-        found[part.name] = part.at(step)
-    return found
+        costs[part.name] = part.at(step)
+    return costs
 
 
 def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
@@ -267,8 +271,11 @@ def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
     ]
     methods = ["by"]
     for plain, packed in found:
-        own = plain.batch.row - plain.batch.prompt
-        for label, way in ((f"{own:,}: as given", plain), ("rows='packed'", packed)):
+        tokens_behind_prompt = plain.batch.row - plain.batch.prompt
+        for label, way in (
+            (f"{tokens_behind_prompt:,}: as given", plain),
+            ("rows='packed'", packed),
+        ):
             memory = (f"{size / GIB:.1f}" for size in (way.peak.total, way.resident))
             spent = duration(way.seconds).removesuffix(" s")
             rows.append(
@@ -295,18 +302,18 @@ def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
     return "\n".join([*lines, *_to_paste(plan, found[-1])])
 
 
-def _to_paste(plan: Plan, both: tuple[Way, Way]) -> list[str]:
+def _to_paste(plan: Plan, ways: tuple[Way, Way]) -> list[str]:
     """Return lines with the settings of the faster way of a batch, ready to paste."""
-    fitting = [way for way in both if way.fits]
+    fitting = [way for way in ways if way.fits]
     if not fitting:
         return []
     way = min(fitting, key=lambda way: way.seconds)
     fields = fields_of(way.choice)
     if way.packed:
         fields["rows"] = "packed"
-    own = way.batch.row - way.batch.prompt
+    tokens_behind_prompt = way.batch.row - way.batch.prompt
     of = "completions" if way.batch.prompt else "rows"
-    lines = ["", f"For {of} of {own:,} tokens: {written_in_python(fields)}"]
+    lines = ["", f"For {of} of {tokens_behind_prompt:,} tokens: {written_in_python(fields)}"]
     for door, text in doors_of(fields, plan.setting, way.choice.on_host is not None).items():
         lines.append(f"  {door:<10}{text}")
     return lines

@@ -78,17 +78,17 @@ def unroll(
                 if reduced.stand_in(index) in backward:
                     down.append(index)
             order += [(f"backward {index}", backward[reduced.stand_in(index)]) for index in down]
-    before = {}
+    at_start = {}
     for last, span in itertools.pairwise(spans):
-        before[id(span)] = (last.gradients, last.host)
+        at_start[id(span)] = (last.gradients, last.host)
     live = gradients = host = 0.0
     counted = []
     for name, span in order:
-        most = {}
-        for keys, others in span.most.items():
-            most[keys] = live + others - span.start
-        counted.append(Counted(name, live, live + span.peak - span.start, gradients, most))
-        gradients_before, host_before = before.get(id(span), (0, 0))
+        peaks_by_keys = {}
+        for keys, other_bytes in span.most.items():
+            peaks_by_keys[keys] = live + other_bytes - span.start
+        counted.append(Counted(name, live, live + span.peak - span.start, gradients, peaks_by_keys))
+        gradients_before, host_before = at_start.get(id(span), (0, 0))
         live += span.end - span.start
         gradients += span.gradients - gradients_before
         host += span.host - host_before
@@ -134,9 +134,9 @@ def fit(
     for index, kind in enumerate(reduced.kinds):
         ends[kind] = (ends.get(kind, (index, index))[0], index)
     shown = {0, len(reduced.kinds) - 1}.union(*ends.values())
-    chosen = []
+    selected = []
     for phase in fitted:
         layer = phase.name.split()[-1]
         if not layer.isdigit() or int(layer) in shown:
-            chosen.append(phase)
-    return tuple(chosen)
+            selected.append(phase)
+    return tuple(selected)

@@ -1,9 +1,9 @@
 """Read and check a model's configuration, with errors that name the responsible field.
 
-[Note: fields of an error] transformers checks the types of most fields and names those fields.
-Other values, such as zero heads, raise arbitrary errors inside the models. The responsible field is
-found by a search that leaves out one field at a time. The message names the fields without which
-the error disappears, or else the fields without which the error changes.
+transformers checks the types of most fields and names those fields. Other values, such as zero
+heads, raise arbitrary errors inside the models. The responsible field is found by a search that
+leaves out one field at a time. The message names the fields without which the error disappears, or
+else the fields without which the error changes.
 """
 
 from __future__ import annotations
@@ -97,17 +97,17 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
         make: creates a model from it.
 
     Raises:
-        StreamBPError: `make` raised. [Note: fields of an error]
+        StreamBPError: `make` raised.
     """
     try:
         return make(config)
     except Exception as error:  # transformers' code, with values from anywhere
         kind = type(config)
-        given = {}
+        fields_of_config = {}
         for k, v in config.to_diff_dict().items():
             if k not in ("model_type", "transformers_version"):
-                given[k] = v
-        named = _fields_of(error, given, lambda fields: make(kind(**fields)))
+                fields_of_config[k] = v
+        named = _fields_of(error, fields_of_config, lambda fields: make(kind(**fields)))
         raise StreamBPError(
             f"No causal language model for {kind.__name__} ({named}{reason(error)}). Pass the "
             "configuration of one, or the model itself."
@@ -129,14 +129,14 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
     if isinstance(value, int) and not isinstance(value, bool):
         last = field.rpartition(".")[2]
         if "layer" in last:
-            most = MOST_LAYERS
+            limit = MOST_LAYERS
         elif COUNTS.match(last):
-            most = MOST_PARTS
+            limit = MOST_PARTS
         else:
-            most = LARGEST_NUMBER
-        if abs(value) > most:
+            limit = LARGEST_NUMBER
+        if abs(value) > limit:
             raise StreamBPError(
-                f"{field} of {name} is {shown(value)}; the planner takes numbers up to {most:,} "
+                f"{field} of {name} is {shown(value)}; the planner takes numbers up to {limit:,} "
                 "there. Pass the configuration of a model that can be built."
             )
     if isinstance(value, Mapping):
@@ -153,28 +153,26 @@ def _fields_of(
     """Return the configuration's fields that cause an error, as text for a message; "" for none or
     too many.
 
-    [Note: fields of an error]
-
     Args:
         error: the error.
         fields: the configuration's fields.
         make: creates a model from fields.
     """
-    gone = []
+    culprits = []
     other = []
     level = logging.root.manager.disable
     logging.disable()  # each attempt would repeat the warnings
     try:
         for field in fields:
-            told = f"{field} is {shown(fields[field])}"
+            text = f"{field} is {shown(fields[field])}"
             try:
                 make({name: value for name, value in fields.items() if name != field})
-                gone.append(told)
+                culprits.append(text)
             except Exception as found:
-                other += [told] if reason(found) != reason(error) else []
+                other += [text] if reason(found) != reason(error) else []
     finally:
         logging.disable(level)
-    named = gone or other
+    named = culprits or other
     if 0 < len(named) <= NAMED:
         return f"{', '.join(named)}: "
     return ""

@@ -4,16 +4,14 @@
 predictions use them. `StepCount` adds the requirements of a step on tensors without data: answers
 to operations that read values, workspaces of GPU kernels, and the work of each operation.
 
-[Note: kernel workspaces] FlashAttention's backward allocates, and frees before it returns, dQ in
-float32 and one float32 for each query and head. With grouped queries it also allocates dK and dV
-for every query head. cuDNN's backward allocates the same except for dK and dV. Memory-efficient
-attention allocates dQ, dK and dV in float32; it receives one key head for each query head. A
-dispatch mode cannot observe these allocations, so their sizes are computed here from the operators'
-arguments.
+FlashAttention's backward allocates, and frees before it returns, dQ in float32 and one float32 for
+each query and head. With grouped queries it also allocates dK and dV for every query head. cuDNN's
+backward allocates the same except for dK and dV. Memory-efficient attention allocates dQ, dK and dV
+in float32; it receives one key head for each query head. A dispatch mode cannot observe these
+allocations, so their sizes are computed here from the operators' arguments.
 
-[Note: one kernel] On tensors without data torch runs several operations where a GPU runs a single
-kernel: Triton's, another package's, or a copy. Memory is counted for the operations and moved bytes
-for the kernel.
+On tensors without data torch runs several operations where a GPU runs a single kernel: Triton's,
+another package's, or a copy. Memory is counted for the operations and moved bytes for the kernel.
 """
 
 from __future__ import annotations
@@ -73,9 +71,9 @@ class LiveBytes(TorchDispatchMode):
             if s._cdata not in self._alive:
                 fresh.append(s)
         if fresh:
-            before = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
+            input_storages = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
             for storage in fresh:
-                if storage._cdata not in before and storage._cdata not in self._alive:
+                if storage._cdata not in input_storages and storage._cdata not in self._alive:
                     self._track(storage)
         return result
 
@@ -165,7 +163,13 @@ class Shapes:
 
     def known(self, func: Any, args: Any, kwargs: Any) -> tuple[Known | None, Any]:
         """Return the cached facts about an operation, or None, and the cache key. The key is None
-        if the operation cannot be cached."""
+        if the operation cannot be cached.
+
+        Args:
+            func: the operation, an overload of `torch.ops.aten`.
+            args: positional arguments of the operation.
+            kwargs: keyword arguments of the operation.
+        """
         key: list[Any] = [id(func)]  # ids hash in C, and torch never frees its operations
         try:
             for value in args:
@@ -176,27 +180,27 @@ class Shapes:
                     key.append((kind, value) if kind in SIMPLE else self._part(value))
             if kwargs:
                 key += [*kwargs, *map(self._part, kwargs.values())]
-            found = tuple(key)
-            return self._known.get(found), found
+            key_of_call = tuple(key)
+            return self._known.get(key_of_call), key_of_call
         except TypeError:
             return None, None
 
     def make(self, known: Known) -> list[Any]:
         """Return new meta or fake tensors, with the shapes, strides and dtypes of a cached
         operation's outputs."""
-        made: list[Any] = []
-        for one in known.made:
-            if type(one) is not tuple:
-                made.append(one)
+        tensors_of_call: list[Any] = []
+        for output in known.made:
+            if type(output) is not tuple:
+                tensors_of_call.append(output)
                 continue
-            shape, stride, dtype = one
+            shape, stride, dtype = output
             if self.mode is None:
-                made.append(torch.empty_strided(shape, stride, dtype=dtype, device=META))
+                tensors_of_call.append(torch.empty_strided(shape, stride, dtype=dtype, device=META))
                 continue
             with no_dispatch():
                 storage = torch.empty_strided(shape, stride, dtype=dtype, device=META)
-            made.append(FakeTensor(self.mode, storage, torch.device("cpu")))
-        return made
+            tensors_of_call.append(FakeTensor(self.mode, storage, torch.device("cpu")))
+        return tensors_of_call
 
     def _known_kind(self, tensor: Any) -> bool:
         """True if a tensor is a meta tensor or a fake tensor, depending on which of the two this
@@ -217,7 +221,7 @@ class Shapes:
                 raise TypeError(f"{type(value).__name__} on {value.device}")
             return value.shape, value.stride(), value.dtype
         if isinstance(value, list | tuple):
-            if any(isinstance(one, Tensor) for one in value):
+            if any(isinstance(member, Tensor) for member in value):
                 return tuple(map(self._part, value))
             return tuple(value)
         # nan never equals itself, so its key would never match
@@ -225,12 +229,22 @@ class Shapes:
 
     def remember(self, key: Any, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
         """Return the FLOPs and bytes of an operation that was not in the cache, and add the
-        operation to the cache if possible."""
+        operation to the cache if possible.
+
+        Args:
+            key: the cache key, from `known`; None: do not cache.
+            func: the operation, an overload of `torch.ops.aten`.
+            args: positional arguments of the operation.
+            kwargs: keyword arguments of the operation.
+            result: the operation's result.
+        """
         schema = func._schema
-        given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
-        view = any(x.untyped_storage()._cdata in given for x in tensors(result))
-        written = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
-        if view and not written:
+        input_storages = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
+        view = any(x.untyped_storage()._cdata in input_storages for x in tensors(result))
+        writes_inputs = any(
+            a.alias_info is not None and a.alias_info.is_write for a in schema.arguments
+        )
+        if view and not writes_inputs:
             # By its schema, `_unsafe_view` returns no view.
             if func is aten._unsafe_view.default or all(
                 out.alias_info is not None for out in schema.returns
@@ -245,7 +259,7 @@ class Shapes:
             outputs = [result]
         if key is None:
             return work
-        if written:
+        if writes_inputs:
             if func in CHANGED_IN_PLACE and result is args[0]:
                 self._known[key] = Known(Shapes.IN_PLACE, False, work)
             elif "out" in kwargs and result is kwargs["out"]:
@@ -257,14 +271,14 @@ class Shapes:
         elif all(
             type(x) in SIMPLE or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs
         ):
-            made = []
+            facts = []
             for x in outputs:
                 if isinstance(x, Tensor):
-                    made.append((x.shape, x.stride(), x.dtype))
+                    facts.append((x.shape, x.stride(), x.dtype))
                 else:
-                    made.append(x)
+                    facts.append(x)
             self._known[key] = Known(
-                made, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0
+                facts, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0
             )
         return work
 
@@ -299,7 +313,7 @@ class StepCount(LiveBytes):
 
     Args:
         kernels: "flash" or "cudnn": add the workspaces of these kernels to the peak; None: add
-            none. [Note: kernel workspaces]
+            none.
         shapes: a cache of operations, shared between counts.
     """
 
@@ -312,13 +326,13 @@ class StepCount(LiveBytes):
         self._done = Work()
         # operation -> number of calls whose work is not yet in `_done`
         self._times: dict[Known, int] = {}
-        self._kernel_depth = 0  # [Note: one kernel]
+        self._kernel_depth = 0
 
     @property
     def work(self) -> Work:
         """Return the FLOPs, bytes read and written, and dispatches of all operations so far."""
-        for known, times in self._times.items():
-            self._done = self._done.plus(known.work, times)
+        for operation, times in self._times.items():
+            self._done = self._done.plus(operation.work, times)
         self._times.clear()
         return self._done
 
@@ -333,25 +347,25 @@ class StepCount(LiveBytes):
         if id(func) in shapes.views:
             self._count(VIEW)
             return func(*args, **kwargs)
-        known, key = shapes.known(func, args, kwargs)
-        if known is None:
+        cached, key = shapes.known(func, args, kwargs)
+        if cached is None:
             return self._first(func, args, kwargs, key)
-        self._count(known)
-        if known.attends:
+        self._count(cached)
+        if cached.attends:
             self._workspace(func, args)
-        if known.routed:
-            self.routed = known.routed
-        if known.made is Shapes.IN_PLACE:
+        if cached.routed:
+            self.routed = cached.routed
+        if cached.made is Shapes.IN_PLACE:
             return args[0]
-        if known.made is Shapes.OUT:
+        if cached.made is Shapes.OUT:
             return kwargs["out"]
-        made = shapes.make(known)
-        for output in made:
+        outputs = shapes.make(cached)
+        for output in outputs:
             if isinstance(output, Tensor):
                 self._track(output.untyped_storage())
-        if known.several:
-            return tuple(made)
-        return made[0]
+        if cached.several:
+            return tuple(outputs)
+        return outputs[0]
 
     def _first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """Run an operation that is not in the cache, count its cost, and cache it."""
@@ -388,15 +402,17 @@ class StepCount(LiveBytes):
                 and func is not aten._to_copy.default
             ):
                 self.experts = args[0].shape[0]
-            found = answer(func, args[0], self.routed, self.experts)
-            if isinstance(found, Tensor):
-                return found
-            if found is not None:  # shape and dtype of a tensor without data
-                shape, dtype = found
-                (made,) = self.shapes.make(Known([(shape, (shape[1], 1), dtype)], False, VIEW.work))
-                self._track(made.untyped_storage())
+            routing = answer(func, args[0], self.routed, self.experts)
+            if isinstance(routing, Tensor):
+                return routing
+            if routing is not None:  # shape and dtype of a tensor without data
+                shape, dtype = routing
+                (output,) = self.shapes.make(
+                    Known([(shape, (shape[1], 1), dtype)], False, VIEW.work)
+                )
+                self._track(output.untyped_storage())
                 self._count(VIEW)
-                return made
+                return output
         if func in BACKWARDS:
             self._workspace(func, args)
         result = super().__torch_dispatch__(func, (), args, kwargs)
@@ -405,12 +421,12 @@ class StepCount(LiveBytes):
             self.routed = result[1].numel()
         return result
 
-    def _count(self, known: Known) -> None:
+    def _count(self, operation: Known) -> None:
         """Add the cost of one call of a cached operation."""
         if self._kernel_depth:
-            self.add(known.work._replace(moved=0.0, dispatches=0.0))
+            self.add(operation.work._replace(moved=0.0, dispatches=0.0))
         else:
-            self._times[known] = self._times.get(known, 0) + 1
+            self._times[operation] = self._times.get(operation, 0) + 1
 
     def _workspace(self, func: Any, args: Any) -> None:
         """Update the recorded peak for an attention kernel's workspace, which the kernel allocates
@@ -437,7 +453,7 @@ def add_flops(number: float, moved: float = 0.0) -> None:
 @contextlib.contextmanager
 def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[None]:
     """Context manager in which all operations together count as one kernel launch, with given
-    bytes. [Note: one kernel]
+    bytes.
 
     Args:
         moved: bytes that the kernel reads and writes.
@@ -467,13 +483,13 @@ class Replayed(torch.autograd.Function):
     def forward(
         ctx: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], *args: Any
     ) -> Any:
-        """Return `forward(ctx, *args)`, which makes the allocations of the kernel's forward. args
+        """Allocate what the kernel's forward allocates: return `forward(ctx, *args)`. `args`
         include tensors [...]."""
         ctx.replay = backward
         return forward(ctx, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients of args, from the function that makes the allocations of the
-        kernel's backward for grads [...]."""
+        """Allocate what the kernel's backward allocates for gradients `grads` [...] of the outputs:
+        return the result of `backward(ctx, *grads)` as gradients of `args`."""
         return None, None, *ctx.replay(ctx, *grads)

@@ -63,18 +63,20 @@ def by_default(
     setting = dataclasses.replace(setting, on_host=None)  # by default weights stay on the device
     method = profile.method(METHODS[0].name)
     rows = profile.batch_size
-    kept = static(profile, setting)
+    between_steps = static(profile, setting)
     present = 1.0 if setting.accumulate else 0.0
-    free = usable - kept.weights - kept.optimizer - present * kept.gradients
+    free = (
+        usable - between_steps.weights - between_steps.optimizer - present * between_steps.gradients
+    )
     spent_by = seconds_of(method, rates, rows)
-    known = Figures(
+    figures = Figures(
         StepNeed(method, rows=rows),
         costs_from_json(profile.saves),
         spent_by,
         rates.products,
         rates.link,
     )
-    policy = SavesPolicy(profile.layers, lambda _: free, lambda _: (known, present), True, True)
+    policy = SavesPolicy(profile.layers, lambda _: free, lambda _: (figures, present), True, True)
     policy.begins(PLAN_DEVICE)
     tokens = rows * seq_len
     size = policy.size(rows, seq_len, PLAN_DEVICE)
@@ -92,19 +94,24 @@ def by_default(
             and plain is not None
         ):
             took = seconds(plain, seq_len, seq_len, rates)
-            most = peak(profile, plain, seq_len, seq_len, setting)
-            return ByDefault(UNPATCHED, size, True, (), most.total, took.total)
+            unpatched_peak = peak(profile, plain, seq_len, seq_len, setting)
+            return ByDefault(UNPATCHED, size, True, (), unpatched_peak.total, took.total)
     fits, plan, spent = policy.predicted(free, tokens, rows * size, PLAN_DEVICE, seq_len)
-    chosen = Chosen(tokens, seq_len, size, free, plan)
-    saved = tuple(Saved(name, chosen.layers[name], count) for name, count in chosen.bytes.items())
-    if chosen.layers.get(GRAPH) == profile.layers:
+    choice = Chosen(tokens, seq_len, size, free, plan)
+    saved = tuple(Saved(name, choice.layers[name], count) for name, count in choice.bytes.items())
+    if choice.layers.get(GRAPH) == profile.layers:
         way = KEPT_GRAPH
     else:
         way = STREAMED
     phases = peak(profile, method, seq_len, size, setting).phases
     most_saved = max(
         total
-        + sum(one.bytes for index, found in plan.items() if index <= waiting(name) for one in found)
+        + sum(
+            candidate.bytes
+            for index, candidates in plan.items()
+            if index <= waiting(name)
+            for candidate in candidates
+        )
         for name, total in phases.items()
     )
     return ByDefault(way, size, fits, saved, most_saved, spent)

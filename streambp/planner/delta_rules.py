@@ -28,8 +28,9 @@ ACCUMULATION_DTYPE = torch.float32
 
 
 def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Make the allocations of a causal convolution kernel's forward, and return its output [B, D,
-    T]. x [B, D, T] is saved, copied unless its tokens or its channels are contiguous."""
+    """Allocate the tensors of a causal convolution kernel's forward without computing them. Return
+    the output [B, D, T]. x [B, D, T] is saved, copied unless its tokens or its channels are
+    contiguous."""
     if 1 not in x.stride()[1:]:
         x = x.contiguous()
     ctx.save_for_backward(x, weight, bias)
@@ -37,8 +38,8 @@ def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def _causal_conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Make the allocations of a causal convolution kernel's backward. Return gradients of x [B, D,
-    T], and of weight [D, k] and bias [D] in float32."""
+    """Allocate the tensors of a causal convolution kernel's backward without computing them. Return
+    gradients of x [B, D, T], and of weight [D, k] and bias [D] in float32."""
     x, weight, bias = ctx.saved_tensors
     if 1 not in grad.stride()[1:]:
         grad = grad.contiguous()
@@ -63,8 +64,19 @@ def delta_rule(
     returns_end: bool,
     normalises: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Make the allocations of fla's delta-rule kernel. Return its output [B, T, H_v, V], and its
-    end state or None."""
+    """Allocate the tensors of fla's delta-rule kernel without computing them. Return its output [B,
+    T, H_v, V], and its end state or None.
+
+    Args:
+        q: [B, T, H, K].
+        k: [B, T, H, K].
+        v: [B, T, H_v, V].
+        g: the decay, [B, T, H_v] or [B, T, H_v, K].
+        beta: [B, T, H_v].
+        start: the start state [B, H_v, K, V]; None: zeros.
+        returns_end: True: return the end state.
+        normalises: True: the kernel normalizes q and k.
+    """
     out, end = chunk_delta_rule(q, k, v, g, beta, start, normalises)
     return out, end if returns_end else None
 
@@ -124,8 +136,8 @@ def _chunk_delta_rule(
     start: Tensor | None,
     normalises: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Make the allocations of the forward of fla's chunked delta rule. Return the output [B, T,
-    H_v, V] and the end state.
+    """Allocate the tensors of the forward of fla's chunked delta rule without computing them.
+    Return the output [B, T, H_v, V] and the end state.
 
     Shapes: q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v] or [B, T, H_v, K], beta [B, T, H_v],
     start [B, H_v, K, V] or None.
@@ -170,8 +182,8 @@ def _chunk_delta_rule(
 
 
 def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:
-    """Make the allocations of the backward of fla's chunked delta rule, for d_out [B, T, H_v, V].
-    Return the gradients of forward's tensors.
+    """Allocate the tensors of the backward of fla's chunked delta rule without computing them, for
+    d_out [B, T, H_v, V]. Return the gradients of forward's tensors.
 
     The start state's gradient is in float32, and so is g's if each head has one decay. Other
     gradients have their tensors' dtypes.
@@ -181,10 +193,10 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
     d_out = d_out.contiguous()
     keys = sizes.keys
     values = sizes.values
-    again = []
+    recomputed = []
     for width in (keys, values) if g is None else (keys, values, keys, keys):
-        again.append(sizes.per_token(width))
-    again += [sizes.states(), sizes.per_token(values)]
+        recomputed.append(sizes.per_token(width))
+    recomputed += [sizes.states(), sizes.per_token(values)]
     if g is None:
         d_scores = None
     else:
@@ -228,7 +240,7 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
         del parts, dq_sum, dk_sum, d_decay_sum
         d_decay = torch.empty_like(decay)
         del d_solved
-    del again, d_states, d_scores
+    del recomputed, d_states, d_scores
     if ctx.normalises:
         dq = torch.empty_like(q)
         dk = torch.empty_like(k)

@@ -127,13 +127,13 @@ def estimate(
         StreamBPError: the model is unknown, or has no layers that stream.
     """
     check_length("seq_len", seq_len)
-    asked = Asked(
+    request = Asked(
         model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention
     )
     StreamConfig(chunk_size=chunk_size, saves=saves, offload=offload)
     setting = setting or Setting()
-    known = rates_of(rates)
-    skeleton = asked.skeleton()
+    device_rates = rates_of(rates)
+    skeleton = request.skeleton()
     shard = -(-seq_len // setting.ranks)
     chunk = plan_chunks(shard, batch_size, chunk_size).size
     recipes = (*UNPATCHED, streamed(saves, offload, setting.split))
@@ -143,7 +143,7 @@ def estimate(
     for method in profile.methods:
         highest = peak(profile, method, seq_len, chunk, setting)
         total_flops = flops(method, seq_len, chunk, setting)
-        spent = seconds(method, seq_len, chunk, known, setting)
+        spent = seconds(method, seq_len, chunk, device_rates, setting)
         estimates.append(MethodEstimate(method.name, highest, total_flops, spent))
     return Estimate(profile, setting, seq_len, chunk, tuple(estimates))
 

@@ -74,17 +74,17 @@ def exchange_seconds(
     """
     if method.split is None or setting is None:
         return 0.0
-    waited, gathered, groups, moved = exchanged(method.split, seq_len, setting)
+    waited, gathered, groups, reordered = exchanged(method.split, seq_len, setting)
     ranks = setting.ranks
     near = min(ranks, rates.node)
-    order = moved / rates.bandwidth
+    order = reordered / rates.bandwidth
     if method.split.by == ULYSSES:
-        inside, outside = (waited * part / ranks for part in (near - 1, ranks - near))
-        return max(inside / rates.peers, outside / rates.network) + order
+        in_node, outside = (waited * part / ranks for part in (near - 1, ranks - near))
+        return max(in_node / rates.peers, outside / rates.network) + order
     if ranks <= rates.node:
         rate = rates.peers
     else:
         rate = min(rates.peers, rates.node * rates.network)
     gathers, sums = (size * (ranks - 1) / ranks / rate for size in (gathered, waited))
-    others = 1 - 1 / groups  # fraction of the groups behind the first
-    return sums + gathers / groups + others * max(0.0, gathers - attention) + order
+    later_groups = 1 - 1 / groups  # fraction of the groups behind the first
+    return sums + gathers / groups + later_groups * max(0.0, gathers - attention) + order

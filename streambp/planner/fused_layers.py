@@ -50,8 +50,8 @@ def fusion(kernels: Kernels, device: str) -> Fusion | None:
 
 
 def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
-    """Make the allocations of a fused norm's forward, and return y [..., h]. Saved for backward are
-    x [..., h] and one float32 for each row."""
+    """Allocate the tensors of a fused norm's forward without computing them. Return y [..., h].
+    Saved for backward are x [..., h] and one float32 for each row."""
     with one_kernel(2 * x.nbytes):
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.weight = weight
@@ -67,9 +67,9 @@ def _norm_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None
         d_weight = torch.empty_like(ctx.weight)
     else:
         d_weight = None
-    own = ctx.by == "compiled"
-    with one_kernel((5 if own and d_weight is not None else 3) * x.nbytes):
-        return torch.empty_like(grad) if own else grad, d_weight, None
+    new_tensor = ctx.by == "compiled"
+    with one_kernel((5 if new_tensor and d_weight is not None else 3) * x.nbytes):
+        return torch.empty_like(grad) if new_tensor else grad, d_weight, None
 
 
 # x [..., h], weight [h] -> [..., h] in x's dtype.
@@ -77,8 +77,8 @@ norm_kernel = functools.partial(Replayed.apply, _norm_kernel, _norm_kernel_backw
 
 
 def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
-    """Make the allocations of a fused gated activation's forward, and return the product [..., m]
-    of gate and up [..., m], which are saved for backward."""
+    """Allocate the tensors of a fused gated activation's forward without computing them. Return the
+    product [..., m] of gate and up [..., m], which are saved for backward."""
     with one_kernel(3 * gate.nbytes):
         ctx.save_for_backward(gate, up)
         ctx.by = by
@@ -100,8 +100,8 @@ gate_kernel = functools.partial(Replayed.apply, _gate_kernel, _gate_kernel_backw
 
 
 def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, Tensor]:
-    """Make the allocations of a fused rotary embedding of q [B, H, T, D] and k [B, H_kv, T, D], and
-    return both. Nothing is saved for backward."""
+    """Allocate the tensors of a fused rotary embedding of q [B, H, T, D] and k [B, H_kv, T, D]
+    without computing them. Return both. Nothing is saved for backward."""
     ctx.moved = 2 * (q.nbytes + k.nbytes)
     ctx.by = by
     with one_kernel(ctx.moved):
@@ -134,7 +134,7 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
     fusion = by or "liger"
 
     def norm(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Make the allocations of a fused norm."""
+        """Allocate the tensors of a fused norm without computing them."""
         return norm_kernel(hidden_states, self.weight, fusion)
 
     def mlp(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
         return down(gate_kernel(gate(hidden_states), up(hidden_states), fusion))
 
     classes: dict[type[nn.Module], type[nn.Module]] = {}
-    found = 0
+    replaced = 0
     for module in model.modules():
         kind = type(module)
         ligers = is_ligers(module.forward)
@@ -159,8 +159,8 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
             content = {"forward": norm if is_norm else mlp, "__module__": kind.__module__}
             classes[kind] = classes.get(kind) or type(kind.__name__, (kind,), content)
             module.__class__ = classes[kind]
-            found += 1
-    return found
+            replaced += 1
+    return replaced
 
 
 def is_ligers(function: Any) -> bool:
@@ -178,19 +178,21 @@ def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractCont
         model: the model, on meta or fake tensors.
         by: the kernels; None: replace Liger's functions only.
     """
-    found = []
+    replacements = []
     for space in globals_of(model):
         function = space.get(ROTARY)
         if not callable(function) or (by is None and not is_ligers(function)):
             continue
         if list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"]:
-            found.append((space, ROTARY, functools.partial(_rotary, function, by or "liger")))
-    return replaced_functions(found)
+            replacements.append(
+                (space, ROTARY, functools.partial(_rotary, function, by or "liger"))
+            )
+    return replaced_functions(replacements)
 
 
 def _rotary(function: Any, by: Fusion, /, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Make the allocations of a fused rotary embedding if q is a meta or fake tensor; otherwise
-    call `function`, the modeling file's own."""
+    """Call `function`, the modeling file's rotary embedding, unless q is a meta or fake tensor:
+    then allocate the tensors of a fused kernel without computing them."""
     if has_data(q):
         return function(q, k, *args, **kwargs)
     return rotary_kernel(q, k, by)

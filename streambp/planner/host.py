@@ -70,8 +70,8 @@ class CountingManager(OffloadManager):
     ) -> Entry | None:
         """Store a tensor [...] like `OffloadManager.place`, and count its bytes of host memory.
 
-        The bytes of saved tensors are summed. For K and V, which one layer at a time has on the
-        host, the maximum over layers counts.
+        The bytes of all tensors saved for backward are added up. K and V are on the host for one
+        layer at a time, so the largest layer's bytes are counted.
         """
         entry = super().place(holding, engine, tensor, optional, foreign)
         if holding.stack.kind == MICRO_BATCH:

@@ -72,11 +72,13 @@ def gradients_here(phases: Sequence[tuple[str, float]], on_host: OnHost | None) 
     if on_host is None or not on_host.part:
         return [gradients for _, gradients in phases]
     of_head = next((gradients for name, gradients in phases if name == HEAD_BACKWARD), 0.0)
-    here = []
+    bytes_here = []
     for _, gradients in phases:  # order of gradients: head, layers, embeddings
-        others = min(gradients, max(of_head, gradients - on_host.trained))
-        here.append(others + min(gradients - others, SLOTS * on_host.largest))
-    return here
+        other_gradients = min(gradients, max(of_head, gradients - on_host.trained))
+        bytes_here.append(
+            other_gradients + min(gradients - other_gradients, SLOTS * on_host.largest)
+        )
+    return bytes_here
 
 
 def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
@@ -88,9 +90,14 @@ def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
         layers: number of layers in host memory.
         decoded: bytes of one layer's dequantized 4-bit weights; 0: none.
     """
-    found = sizes[:layers]
+    host_sizes = sizes[:layers]
     return OnHost(
-        layers, len(sizes), sum(found), sum(found[-SLOTS:]), max(found, default=0), decoded
+        layers,
+        len(sizes),
+        sum(host_sizes),
+        sum(host_sizes[-SLOTS:]),
+        max(host_sizes, default=0),
+        decoded,
     )
 
 
@@ -125,16 +132,18 @@ def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, W
         step: the costs (FLOPs, bytes, dispatches) by kind of phase.
         on_host: the layers in host memory; None: no layer.
     """
-    found = dict(step)
+    costs = dict(step)
     if on_host is None:
-        return found
+        return costs
     copies = (
         ("forward", on_host.bytes, 0),
         ("backward", on_host.bytes - on_host.last, on_host.trained),
     )
     for name, back, out in copies:
         part = on_host.layers / on_host.of
-        found[name] = Work().plus(step[name], 1 - part)
-        moved = Work().plus(step[name], part)
-        found[name + MOVED] = moved._replace(back=moved.back + back, out=moved.out + out)
-    return found
+        costs[name] = Work().plus(step[name], 1 - part)
+        host_work = Work().plus(step[name], part)
+        costs[name + MOVED] = host_work._replace(
+            back=host_work.back + back, out=host_work.out + out
+        )
+    return costs

@@ -25,7 +25,7 @@ def launched_kernels() -> Iterator[None]:
     """Context manager in which streambp's Triton kernels (for logits, and for merged attention
     outputs) are counted by the bytes that they move, without a launch.
 
-    [Note: one kernel]
+    See `planner/count.py`.
     """
 
     def launch(

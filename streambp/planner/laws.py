@@ -142,8 +142,10 @@ def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> lis
     else:
         columns = 2
     rows = torch.tensor([features(*point)[:columns] for point in points], dtype=torch.float64)
-    found = torch.linalg.lstsq(rows, torch.tensor(values, dtype=torch.float64)).solution.mT.tolist()
-    return [Law(*(round(value, 6) + 0.0 for value in line)) for line in found]
+    coefficients = torch.linalg.lstsq(
+        rows, torch.tensor(values, dtype=torch.float64)
+    ).solution.mT.tolist()
+    return [Law(*(round(value, 6) + 0.0 for value in line)) for line in coefficients]
 
 
 def fit_work(
@@ -162,8 +164,8 @@ def fit_work(
     """
     used = dict(IN_CHUNKS if any(c for _, c in points) else AT_ONCE)
     if name not in LAYERS:
-        both = ("tokens", "one")  # the head has its own blocks
-        used |= {"products": ("tokens",), "moved": both, "dispatches": both}
+        head_features = ("tokens", "one")  # the head has its own blocks
+        used |= {"products": ("tokens",), "moved": head_features, "dispatches": head_features}
     steps = [features(*point, k_block=k_block) for point in points]
     laws = []
     for field, values in zip(Work._fields, zip(*found, strict=True), strict=True):
@@ -171,29 +173,30 @@ def fit_work(
             number = own
         else:
             number = len(points)
-        chosen = list(used[field][:number])
+        names = list(used[field][:number])
         law = Law()
-        if chosen and any(values):
+        if names and any(values):
             table = torch.tensor(
-                [[getattr(step, one) for one in chosen] for step in steps], dtype=torch.float64
+                [[getattr(step, feature) for feature in names] for step in steps],
+                dtype=torch.float64,
             )
             while number < len(points) and torch.linalg.matrix_rank(
-                table[:number, : len(chosen)]
-            ) < len(chosen):
-                chosen.pop()  # points with equal numbers of chunks do not determine this feature
-            rows = table[:number, : len(chosen)]
+                table[:number, : len(names)]
+            ) < len(names):
+                names.pop()  # points with equal numbers of chunks do not determine this feature
+            rows = table[:number, : len(names)]
             scale = rows.abs().amax(0).clamp_min(1e-9)
-            wanted = torch.tensor(values[:number], dtype=torch.float64)[:, None]
+            targets = torch.tensor(values[:number], dtype=torch.float64)[:, None]
             solution = (
                 torch.linalg.lstsq(
-                    rows / scale, wanted, driver="gelsd", rcond=1e-9
+                    rows / scale, targets, driver="gelsd", rcond=1e-9
                 ).solution.flatten()
                 / scale
             )
             law = Law(
                 **{
-                    one: float(f"{value:.12g}")
-                    for one, value in zip(chosen, solution.tolist(), strict=True)
+                    feature: float(f"{value:.12g}")
+                    for feature, value in zip(names, solution.tolist(), strict=True)
                 }
             )
         laws.append(law)

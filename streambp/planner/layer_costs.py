@@ -28,8 +28,8 @@ def seen_costs(
     """Return bytes and FLOPs of the tensors that these layers may save, by layer index. The second
     result is True if every layer could also run its unpatched forward with the same results.
 
-    The costs come from a step of two chunks, and are {} for a model with several backbones.
-    `skeleton` cannot be used again.
+    The costs come from a step of two chunks, and are {} for a model with several backbones. The
+    step changes `skeleton`, which cannot be used again.
 
     Args:
         skeleton: the model, on meta or fake tensors.
@@ -44,19 +44,19 @@ def seen_costs(
         skeleton.model,
         dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none", weights="device"),
     )
-    sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (known, 0.0), False, True)
-    known = Figures()
+    sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (no_figures, 0.0), False, True)
+    no_figures = Figures()
     installed: PatchState = skeleton.model._streambp  # type: ignore[assignment]
     for site in installed.steps.sites:
         site.saves_policy = sees
     with skeleton.running(), StepCount(None):
         ids = torch.empty(1, 2 * SEEN, dtype=torch.long)  # [B, T]
         skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    found = sees.learn()
+    measured = sees.learn()
     costs = {}
     for index in layers:
-        if (place := reduced.stand_in(index)) in found:
-            costs[index] = found[place]
+        if (place := reduced.stand_in(index)) in measured:
+            costs[index] = measured[place]
     return costs, all(map(is_plain, installed.steps.sites))
 
 
@@ -79,9 +79,11 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
     kinds: list[dict[str, Any]] = []  # distinct kinds of layers, which are few
     numbers = []
     for index in range(layers):
-        seen = costs[index]
-        cost = dataclasses.asdict(seen.cost) | {"overwritten": sorted(seen.cost.overwritten)}
-        kind = seen._asdict() | {"device": str(PLAN_DEVICE), "cost": cost}
+        layer_cost = costs[index]
+        cost = dataclasses.asdict(layer_cost.cost) | {
+            "overwritten": sorted(layer_cost.cost.overwritten)
+        }
+        kind = layer_cost._asdict() | {"device": str(PLAN_DEVICE), "cost": cost}
         if kind not in kinds:
             kinds.append(kind)
         numbers.append(kinds.index(kind))

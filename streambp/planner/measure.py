@@ -99,10 +99,10 @@ def compare_step(
     install(model, recipe.config)
     if target == "cpu":
         uncount_host(model)
-    given = {"input_ids": ids, "labels": ids, "use_cache": False}
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     try:
         # a first step with the work that is done once for each layer (probes, traces)
-        model(**given).loss.backward()
+        model(**inputs).loss.backward()
         model.zero_grad(set_to_none=True)
         if snapshot is not None:
             torch.cuda.memory._record_memory_history()
@@ -111,7 +111,7 @@ def compare_step(
             count = LiveBytes()
         else:
             count = AllocatedBytes(device)
-        spans = run_step(model, layers, lambda: model(**given).loss, count)
+        spans = run_step(model, layers, lambda: model(**inputs).loss, count)
         if snapshot is not None:
             torch.cuda.memory._dump_snapshot(str(snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -119,11 +119,11 @@ def compare_step(
         model.zero_grad(set_to_none=True)
         unpatch(model)
     names = [span.name if span.layer is None else f"{span.name} {span.layer}" for span in spans]
-    known = {phase.name: phase.peak for phase in predicted}
+    predicted_peaks = {phase.name: phase.peak for phase in predicted}
     rows: list[Compared] = []
     for name, span in zip(names, spans, strict=True):
-        if name in known:
-            rows.append(Compared(name, known[name], span.peak))
+        if name in predicted_peaks:
+            rows.append(Compared(name, predicted_peaks[name], span.peak))
     return rows
 
 
@@ -146,8 +146,8 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
     free = free_memory.free_memory(device)
     if free is None:
         return None
-    asked = Asked(model, device="cuda", mixers="installed", batch_size=ids.shape[0])
-    profile = counted(asked, (UNPATCHED_RECIPE, STREAMED[0]))
+    request = Asked(model, device="cuda", mixers="installed", batch_size=ids.shape[0])
+    profile = counted(request, (UNPATCHED_RECIPE, STREAMED[0]))
     rates = auto.rates_here(device)
     weights = static(profile, setting).weights
     predicted = by_default(profile, ids.shape[1], free + weights, setting, rates)
@@ -163,9 +163,9 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
         _step(model, ids)
         with count:
             count.reset_peak()
-            before = time.perf_counter()
+            start = time.perf_counter()
             step = _step(model, ids)
-            took = time.perf_counter() - before
+            took = time.perf_counter() - start
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
             raise
@@ -191,8 +191,8 @@ def _step(model: nn.Module, ids: Tensor) -> StepRecord:
 
 
 def uncount_host(model: nn.Module) -> None:
-    """Hide the offloaded copies of a patched CPU model from a count of tensor storages. For such a
-    count host and device memory would be the same."""
+    """Hide the offloaded copies of a patched CPU model from a count of tensor storages, which would
+    add the copies to the device's memory."""
     installed: PatchState = model._streambp  # type: ignore[assignment]
     sites = installed.steps.sites
     if sites and sites[0].offloader is not None:

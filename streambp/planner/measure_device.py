@@ -88,26 +88,26 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         # Products with many rows and with few rows, to the inner size and back. The first ones heat
         # the device.
         weight = torch.randn(sizes.hidden, sizes.inner, device=device, dtype=dtype)  # [h, m]
-        flops = taken = 0.0
+        flops = seconds = 0.0
         heated = time.perf_counter()
         for rows in reversed(sizes.rows):
             x = torch.randn(rows, sizes.hidden, device=device, dtype=dtype)  # [n, h]
             while time.perf_counter() - heated < sizes.heat:
                 x @ weight
                 wait(device)
-            taken += clock(lambda x=x, weight=weight: (x @ weight) @ weight.mT)  # type: ignore[misc]
+            seconds += clock(lambda x=x, weight=weight: (x @ weight) @ weight.mT)  # type: ignore[misc]
             flops += 4 * rows * sizes.hidden * sizes.inner
-        products = flops / taken
+        products = flops / seconds
         del weight, x
         forward, backward = _attention(clock, sizes, device, dtype)
         x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype)  # [n, h]
         weight = torch.ones(sizes.hidden, device=device, dtype=dtype)
         with StepCount(None) as count:
             _norm(x.to("meta"), weight.to("meta"))
-        # bytes as the planner counts them. [Note: bytes moved]
+        # bytes as the planner counts them. See `planner/work.py`.
         bandwidth = count.work.moved / clock(lambda: _norm(x, weight))
         # Copies in both directions at the same time.
-        there, back = (
+        on_device, back = (
             torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2)
         )
         host = []
@@ -118,7 +118,7 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         def copies() -> None:
             """Start a copy to the host and a copy from the host."""
             for stream, target, source in zip(
-                streams, (host[0], back), (there, host[1]), strict=True
+                streams, (host[0], back), (on_device, host[1]), strict=True
             ):
                 with stream:
                     target.copy_(source, non_blocking=True)
@@ -178,7 +178,14 @@ def _attention(
     clock: Callable[..., float], sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float]:
     """Return the FLOP/s of attention's forward and backward on this device, for a causal block in
-    the kernel that chunked layers would use."""
+    the kernel that chunked layers would use.
+
+    Args:
+        clock: returns the seconds of a function's run.
+        sizes: sizes of the measured kernels.
+        device: the device.
+        dtype: dtype of q, k and v.
+    """
     shape = (sizes.length, sizes.head_size)
     q = torch.randn(1, sizes.heads, *shape, device=device, dtype=dtype)  # [B, H, T, D]
     # [B, H_kv, T, D]

@@ -96,10 +96,9 @@ KERNELS = (
 def stand_in(
     function: Any, kernel: MixerKernel, signature: inspect.Signature, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Make the allocations of a package's kernel if the first argument is a meta or fake tensor;
-    otherwise call `function`.
-
-    A model with data that trains at the same time is therefore not affected.
+    """Call `function`, unless the first argument is a meta or fake tensor: then allocate the
+    tensors of a package's kernel without computing them. A model with data that trains at the same
+    time is not affected.
 
     Args:
         function: the modeling file's function.
@@ -110,30 +109,30 @@ def stand_in(
     """
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    if has_data(next(iter(given.values()))):
+    arguments = bound.arguments
+    if has_data(next(iter(arguments.values()))):
         return function(*args, **kwargs)
-    found = kernel.allocate(*(given[name] for name in kernel.arguments))
-    if kernel.asks_for_end and not given[kernel.asks_for_end]:
-        return found[0]
-    return found
+    results = kernel.allocate(*(arguments[name] for name in kernel.arguments))
+    if kernel.asks_for_end and not arguments[kernel.asks_for_end]:
+        return results[0]
+    return results
 
 
 def _plain(function: Any) -> Callable[..., Any]:
     """Return the function itself; for a module from the `kernels` package return its forward."""
-    found: Callable[..., Any]
+    plain: Callable[..., Any]
     if isinstance(function, nn.Module):
-        found = function.forward
+        plain = function.forward
     else:
-        found = function
-    return found
+        plain = function
+    return plain
 
 
 def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]:
     """Return the functions of a model's recurrent and convolutional layers for which packages have
     kernels, as (namespace, name, kernel). Namespaces are module globals or a module's
     attributes."""
-    found = []
+    mixers = []
     for space in (*globals_of(model), *(vars(module) for module in model.modules())):
         for name, value in space.items():
             if isinstance(value, type) or not callable(value):
@@ -144,9 +143,9 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]
                 continue
             for kernel in KERNELS:
                 if kernel.parameters <= parameters and not kernel.absent & parameters:
-                    found.append((space, name, kernel))
+                    mixers.append((space, name, kernel))
                     break
-    return found
+    return mixers
 
 
 def globals_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -167,13 +166,13 @@ def globals_of(model: nn.Module) -> list[dict[str, Any]]:
 def out_of_reach(model: nn.Module) -> list[str]:
     """Return the names of packages whose kernels the model calls and whose allocations cannot be
     counted."""
-    known = {kernel.package for _, _, kernel in mixers_of(model)}
+    counted_packages = {kernel.package for _, _, kernel in mixers_of(model)}
     imported = set()
     for space in globals_of(model):
         for name, package in KERNEL_IMPORTS.items():
             if name in space:
                 imported.add(package)
-    return sorted(imported - known)
+    return sorted(imported - counted_packages)
 
 
 @contextlib.contextmanager
@@ -183,13 +182,13 @@ def replaced_functions(found: Sequence[tuple[dict[str, Any], str, Any]]) -> Iter
     Args:
         found: (namespace, name, replacement) of each function.
     """
-    before = [(space, name, space[name]) for space, name, _ in found]
+    originals = [(space, name, space[name]) for space, name, _ in found]
     try:
         for space, name, stand_in in found:
             space[name] = stand_in
         yield
     finally:
-        for space, name, function in before:
+        for space, name, function in originals:
             space[name] = function
 
 
@@ -201,13 +200,13 @@ def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextM
         model: the model, on meta or fake tensors.
         mixers: the packages whose kernels are assumed.
     """
-    found = []
+    replacements = []
     for space, name, kernel in mixers_of(model):
         if is_counted(kernel.package, mixers):
             plain = _plain(space[name])
-            made = functools.partial(stand_in, space[name], kernel, inspect.signature(plain))
-            found.append((space, name, functools.update_wrapper(made, plain)))
-    return replaced_functions(found)
+            replacement = functools.partial(stand_in, space[name], kernel, inspect.signature(plain))
+            replacements.append((space, name, functools.update_wrapper(replacement, plain)))
+    return replaced_functions(replacements)
 
 
 def is_counted(package: str, mixers: Mixers) -> bool:

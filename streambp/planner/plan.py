@@ -79,19 +79,19 @@ class Choice:
 
     Attributes:
         method: name of the way.
-        saves: as in `StreamConfig`.
-        offload: as in `StreamConfig`.
+        saves: the value of `StreamConfig.saves`.
+        offload: the value of `StreamConfig.offload`.
         chunk_size: tokens of a chunk on each rank.
         seq_len: positions of a full sequence.
         peak: bytes on each rank.
         flops: FLOPs of the step, summed over the ranks that share a sequence.
         seconds: seconds of the step.
-        gpu_memory: free bytes of the device in which keys and values may stay that are otherwise
-            streamed from the host; None: this step streams no keys and values from the host.
+        gpu_memory: the value of `StreamConfig.gpu_memory`, if the step streams keys and values from
+            the host; None otherwise.
         link: bytes that a rank sends to, and receives from, the ranks that share its sequences.
         on_host: layers with weights in host memory.
-        hidden_from: positions of a row from which copies of these weights take no extra time; None:
-            the copies always do.
+        hidden_from: number of positions of a row from which copies of these weights take no extra
+            time; None: the copies always do.
     """
 
     method: str
@@ -209,26 +209,26 @@ class Plan:
     @property
     def default_wins(self) -> bool:
         """True if `patch` without settings is faster than the choice, by more than 0.5 %."""
-        found = self.by_default
-        if found is None or self.choice is None or not found.fits:
+        default = self.by_default
+        if default is None or self.choice is None or not default.fits:
             return False
         if self.setting.weights == "cpu":  # by default weights stay on the device
             return False
-        return found.seconds < (1 - TIED) * self.choice.seconds.total
+        return default.seconds < (1 - TIED) * self.choice.seconds.total
 
     @property
     def next_fastest(self) -> tuple[Timed, ...]:
         """Return the two fastest ways to run a step after the chosen one, among those that fit and
         are computed chunk by chunk."""
         if self.choice is None:
-            chosen = None
+            method = None
         else:
-            chosen = self.choice.method
-        others = []
-        for one in self.times:
-            if one.fits and one.method != chosen and self.profile.method(one.method).chunked:
-                others.append(one)
-        return tuple(sorted(others, key=lambda one: one.seconds)[:2])
+            method = self.choice.method
+        candidates = []
+        for timed in self.times:
+            if timed.fits and timed.method != method and self.profile.method(timed.method).chunked:
+                candidates.append(timed)
+        return tuple(sorted(candidates, key=lambda one: one.seconds)[:2])
 
 
 def plan(
@@ -281,9 +281,9 @@ def plan(
         StreamBPError: the model or the device is unknown, the model does not stream, or not over
             this number of ranks, or an argument is out of range.
     """
-    known = rates_of(rates)
+    device_rates = rates_of(rates)
     setting = setting or Setting()
-    asked = Asked(
+    request = Asked(
         model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention,
         tuple(lora_targets), with_liger,
     )  # fmt: skip
@@ -304,8 +304,8 @@ def plan(
         recipes = (*UNPATCHED, *STREAMED, *(recipe for some in SPLIT.values() for recipe in some))
     if methods:
         recipes = tuple(recipe for recipe in recipes if recipe.name in methods)
-    profile = counted(asked, recipes, cache, said)
-    return plan_profile(profile, seq_len, memory, setting, known)
+    profile = counted(request, recipes, cache, said)
+    return plan_profile(profile, seq_len, memory, setting, device_rates)
 
 
 def plan_profile(
@@ -365,17 +365,17 @@ def plan_profile(
         default = by_default(profile, length, usable, setting, rates)
     else:
         default = None
-    found = (choice, best.binds, levers, table, tuple(times), rates, default, _safest(fitting))
-    return Plan(profile, setting, memory, length, *found)
+    results = (choice, best.binds, levers, table, tuple(times), rates, default, _safest(fitting))
+    return Plan(profile, setting, memory, length, *results)
 
 
 def where_weights_may_be(profile: Profile, setting: Setting) -> Setting:
     """Return a copy of the setting in which `on_host` has all layers if weights may be in host
     memory, and is None otherwise."""
-    moved = with_weights_on_host(profile, setting)
-    if moved is None or setting.weights == "device":
+    on_host = with_weights_on_host(profile, setting)
+    if on_host is None or setting.weights == "device":
         return dataclasses.replace(setting, on_host=None)
-    return moved
+    return on_host
 
 
 def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
@@ -408,21 +408,31 @@ def _timed(
     setting: Setting,
     rates: Rates,
 ) -> Timed:
-    """Return a method's row of the plan: its fastest step that fits, or its smallest step."""
-    within = with_room(profile, memory, setting)
-    one = choose(profile, [method], seq_len, memory, within, rates)
-    if one is not None:
-        size = one.chunk_size
-        spent = one.seconds
-        total = one.peak.total
+    """Return the seconds of one way to run a step (`Timed`): its fastest step that fits into
+    memory, or its step with the smallest chunks if none fits.
+
+    Args:
+        profile: the model's counted costs.
+        method: the way to run the step.
+        seq_len: positions of a row.
+        memory: memory limits of each rank.
+        setting: the training setting.
+        rates: the device's speeds.
+    """
+    limited = with_room(profile, memory, setting)
+    choice = choose(profile, [method], seq_len, memory, limited, rates)
+    if choice is not None:
+        size = choice.chunk_size
+        spent = choice.seconds
+        total = choice.peak.total
     else:
         size = min(chunk_sizes(profile.batch_size)[-1], seq_len)
-        at, used = placed(profile, method, seq_len, size, memory, within)
+        at, used = placed(profile, method, seq_len, size, memory, limited)
         spent = seconds(method, seq_len, size, rates, used)
         total = at.total
-    speed = throughput(spent, seq_len, profile.batch_size, within)
+    speed = throughput(spent, seq_len, profile.batch_size, limited)
     shown = size if method.chunked else seq_len
-    return Timed(method.name, shown, one is not None, total, spent.total, speed)
+    return Timed(method.name, shown, choice is not None, total, spent.total, speed)
 
 
 def choose(
@@ -454,24 +464,24 @@ def choose(
     return _fastest(fitting)
 
 
-def _fastest(found: Sequence[Choice]) -> Choice | None:
+def _fastest(choices: Sequence[Choice]) -> Choice | None:
     """Return the fastest choice, or None for no choices. Equally fast choices are decided by fewer
     host bytes, then by larger chunks."""
     # a synthetic step may take no time
-    fastest = min((c.seconds.total for c in found), default=0.0) or math.inf
+    fastest = min((c.seconds.total for c in choices), default=0.0) or math.inf
     return min(
-        found,
+        choices,
         key=lambda c: (round(c.seconds.total / fastest, 2), c.peak.host, -c.chunk_size),
         default=None,
     )
 
 
-def _safest(found: Sequence[Choice]) -> Choice | None:
+def _safest(choices: Sequence[Choice]) -> Choice | None:
     """Return the choice with the lowest peak among those at most 2 % slower than the fastest; None
     for no choices."""
-    bar = (1 + SLOWER) * min((c.seconds.total for c in found), default=0.0)
+    bar = (1 + SLOWER) * min((c.seconds.total for c in choices), default=0.0)
     return min(
-        (c for c in found if c.seconds.total <= bar),
+        (c for c in choices if c.seconds.total <= bar),
         key=lambda c: (c.peak.total, c.seconds.total),
         default=None,
     )
@@ -508,13 +518,19 @@ def options(
             at, used = placed(profile, method, seq_len, size, memory, setting)
             how = (method.name, method.saves, method.offload, size, seq_len)
             if method.prefix_on_host:
-                left = max(1, int(memory.usable - at.total))
+                free_bytes = max(1, int(memory.usable - at.total))
             else:
-                left = None
+                free_bytes = None
             spent = seconds(method, seq_len, size, rates, used)
             sent = link_bytes(method, seq_len, setting)
             yield Choice(
-                *how, at, flops(method, seq_len, size, setting), spent, left, sent, used.on_host
+                *how,
+                at,
+                flops(method, seq_len, size, setting),
+                spent,
+                free_bytes,
+                sent,
+                used.on_host,
             )
 
 
@@ -556,12 +572,12 @@ def placed(
 def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
     """Return a copy of the setting in which `room` limits the bytes of keys that a rank gathers
     from other ranks. The limit is a fraction of the memory that is free at the start of a step."""
-    kept = static(profile, setting)
+    between_steps = static(profile, setting)
     free = (
         memory.usable
-        - kept.weights
-        - kept.optimizer
-        - (kept.gradients if setting.accumulate else 0.0)
+        - between_steps.weights
+        - between_steps.optimizer
+        - (between_steps.gradients if setting.accumulate else 0.0)
     )
     return dataclasses.replace(setting, room=max(0.0, free) / MAX_SHARE_OF_FREE_MEMORY)
 
@@ -583,7 +599,7 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
         setting.ranks,
         chunk_sizes(profile.batch_size),
     )
-    found = []
+    candidates = []
     for size in sizes if method.counts_chunks else sizes[-1:]:
         low = 0
         high = LONGEST // ranks
@@ -596,8 +612,8 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
             binds = beyond.phase
         else:
             binds = "host memory"
-        found.append(Longest(method.name, ranks * low, binds))
-    return max(found, key=lambda row: row.seq_len)
+        candidates.append(Longest(method.name, ranks * low, binds))
+    return max(candidates, key=lambda row: row.seq_len)
 
 
 def fits(at: Peak, memory: Memory) -> bool:
@@ -612,9 +628,15 @@ def chunk_sizes(batch_size: int) -> tuple[int, ...]:
     )
 
 
-def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Iterator[Lever]:
+def _levers(profile: Profile, seq_len: int, memory: Memory, setting: Setting) -> Iterator[Lever]:
     """Yield changes outside of streambp's settings that allow longer sequences (more GPUs, ZeRO-3,
     more host memory), each with its longest sequence.
+
+    Args:
+        profile: the model's counted costs.
+        seq_len: the longest sequence without a change.
+        memory: memory limits of each rank.
+        setting: the training setting.
     """
     options: list[tuple[str, Setting, Memory]] = []
     if setting.optimizer and not setting.optimizer_on_host:
@@ -626,9 +648,9 @@ def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Ite
             )
         )
     everywhere = dataclasses.replace(setting, weights="cpu")
-    moved = with_weights_on_host(profile, everywhere)
-    if moved is not None and setting.on_host is None:
-        options.append(("weights on the host (weights='cpu')", moved, memory))
+    with_host_weights = with_weights_on_host(profile, everywhere)
+    if with_host_weights is not None and setting.on_host is None:
+        options.append(("weights on the host (weights='cpu')", with_host_weights, memory))
     if memory.host is not None:
         options.append(
             ("twice the host memory", setting, dataclasses.replace(memory, host=2 * memory.host))
@@ -653,5 +675,5 @@ def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Ite
     for change, other, budget in options:
         methods = available(profile, other)
         reached = max(longest(profile, m, budget, other).seq_len for m in methods if m.chunked)
-        if reached > 1.05 * now:
+        if reached > 1.05 * seq_len:
             yield Lever(change, reached)

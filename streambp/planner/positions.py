@@ -21,10 +21,10 @@ def beyond_positions(config: PreTrainedConfig, seq_len: int) -> str | None:
         seq_len: positions of a row.
     """
     text = config.get_text_config()
-    most = getattr(text, "max_position_embeddings", None)
-    if not isinstance(most, int) or seq_len <= most:
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int) or seq_len <= limit:
         return None
-    warning = f"Rows of {seq_len:,} tokens exceed the model's {most:,} positions"
+    warning = f"Rows of {seq_len:,} tokens exceed the model's {limit:,} positions"
     angles = getattr(text, "rope_parameters", None)
     if not isinstance(angles, Mapping) or not angles:
         return f"{warning}. Positions beyond those were never trained; take shorter rows."
@@ -32,15 +32,15 @@ def beyond_positions(config: PreTrainedConfig, seq_len: int) -> str | None:
     if FULL in angles:
         angles = angles[FULL]
         where = f'config.rope_parameters["{FULL}"]'
-    fields = extension(angles, most, seq_len)
+    fields = extension(angles, limit, seq_len)
     if config is not text:
         where = where.replace("config", "config.get_text_config()", 1)
     config_text = where.partition(".rope_parameters")[0]
     reached = int(fields["factor"] * fields[ORIGINAL])
-    written = repr(fields).replace("'", '"')
+    literal = repr(fields).replace("'", '"')
     return (
         f"{warning}. Extend them before the model is loaded with this config: "
-        f"{where}.update({written}); {config_text}.max_position_embeddings = {reached}"
+        f"{where}.update({literal}); {config_text}.max_position_embeddings = {reached}"
     )
 
 

@@ -259,11 +259,11 @@ class Setting:
         optimizer_on_host: True if optimizer state is in host memory (ZeRO-Offload and the like).
         accumulate: True if the step adds to existing gradients; False: gradients are None at its
             start.
-        room: bytes of a rank for gathered keys and their gradients; `plan` computes it like a step.
-            At least one key/value head is gathered.
-        weights: as in `StreamConfig`, for chunked steps on one GPU; "auto" keeps weights on the
-            device if a step fits.
-        on_host: layers with weights in host memory; `plan` selects as many as a step needs.
+        room: bytes that a rank may use for gathered keys and their gradients; at least one
+            key/value head is gathered. `plan` computes the value by the rule of a real step.
+        weights: "device", "cpu" or "auto" (`StreamConfig.weights`), for chunked steps on one GPU;
+            "auto" keeps weights on the device if a step fits.
+        on_host: layers with weights in host memory; `plan` selects the number that a step needs.
     """
 
     gpus: int = 1
@@ -364,18 +364,20 @@ def static(profile: Profile, setting: Setting) -> Peak:
         weights = min(weights + profile.unsharded, sum(group.bytes for group in profile.groups))
     if setting.optimizer_on_host:
         host = optimizer
-        here = 0.0
+        optimizer_here = 0.0
     else:
         host = 0.0
-        here = optimizer
+        optimizer_here = optimizer
     if setting.on_host is not None:
         weights = weights - setting.on_host.freed
         host = host + setting.on_host.bytes
         part = setting.on_host.part
-        host = host + part * (gradients + here)
+        host = host + part * (gradients + optimizer_here)
         gradients = (1 - part) * gradients
-        here = (1 - part) * here
-    return Peak(weights + gradients + here, "", weights, here, gradients, 0.0, host, {})
+        optimizer_here = (1 - part) * optimizer_here
+    return Peak(
+        weights + gradients + optimizer_here, "", weights, optimizer_here, gradients, 0.0, host, {}
+    )
 
 
 def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, setting: Setting) -> Peak:
@@ -391,14 +393,14 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
     """
     if not method.chunked:
         setting = dataclasses.replace(setting, on_host=None)
-    kept = static(profile, setting)
+    between_steps = static(profile, setting)
     born = sum(group.trainable_bytes for group in profile.groups)
     if setting.on_host is None:
         part = 0.0
     else:
         part = setting.on_host.part
     if born and part < 1:
-        share = kept.gradients / (born * (1 - part))
+        share = between_steps.gradients / (born * (1 - part))
     else:
         share = 0.0
     tokens = seq_len / setting.ranks
@@ -408,7 +410,7 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
         chunk = 0
     step = features(tokens, chunk, keys_held(method.split, tokens, setting))
     if setting.accumulate:
-        present = kept.gradients
+        present = between_steps.gradients
     else:
         present = 0.0
     parts: dict[str, tuple[float, float]] = {}  # gradients, activations
@@ -416,17 +418,26 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
         phases = method.accumulating
     else:
         phases = method.first
-    here = gradients_here([(phase.name, phase.gradients) for phase in phases], setting.on_host)
-    for phase, of_device in zip(phases, here, strict=True):
-        found = (present + share * of_device, phase.law.at(step) - phase.gradients)
-        parts[phase.name] = max(parts.get(phase.name, found), found, key=sum)
+    gradients_by_phase = gradients_here(
+        [(phase.name, phase.gradients) for phase in phases], setting.on_host
+    )
+    for phase, of_device in zip(phases, gradients_by_phase, strict=True):
+        phase_bytes = (present + share * of_device, phase.law.at(step) - phase.gradients)
+        parts[phase.name] = max(parts.get(phase.name, phase_bytes), phase_bytes, key=sum)
     worst = max(parts, key=lambda name: sum(parts[name]))
     gradients, activations = parts[worst]
-    base = kept.weights + kept.optimizer
-    host = method.host.at(step, kept.host)
-    totals = {name: base + sum(found) for name, found in parts.items()}
+    base = between_steps.weights + between_steps.optimizer
+    host = method.host.at(step, between_steps.host)
+    totals = {name: base + sum(phase_bytes) for name, phase_bytes in parts.items()}
     return Peak(
-        totals[worst], worst, kept.weights, kept.optimizer, gradients, activations, host, totals
+        totals[worst],
+        worst,
+        between_steps.weights,
+        between_steps.optimizer,
+        gradients,
+        activations,
+        host,
+        totals,
     )
 
 
@@ -450,19 +461,19 @@ def work(
     else:
         ranks = setting.ranks
     if method.split is not None:
-        whole = chunk_size
+        full_chunk = chunk_size
     else:
-        whole = chunk_size * ranks
+        full_chunk = chunk_size * ranks
     if method.chunked:
-        chunk = min(whole, seq_len)
+        chunk = min(full_chunk, seq_len)
     else:
         chunk = 0
     # all parts have the same k_block
     step = features(seq_len, chunk, k_block=method.work[0].k_block if method.work else 0)
-    found = {part.name: part.at(step) for part in method.work}
+    costs = {part.name: part.at(step) for part in method.work}
     if method.split is None:
-        return found
-    return {name: part._replace(dispatches=part.dispatches / ranks) for name, part in found.items()}
+        return costs
+    return {name: part._replace(dispatches=part.dispatches / ranks) for name, part in costs.items()}
 
 
 def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
@@ -471,17 +482,17 @@ def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
 
     Ulysses: the shard's tokens, times the number of ranks that hold copies of the same keys.
     Context parallelism: the tokens of full sequences, times the number of heads gathered at a time.
-    The amount is 0 if `split` is None. [Note: bytes of keys]
+    The amount is 0 if `split` is None. See `planner/splits.py`.
     """
     if split is None:
         return 0.0
     if split.by == ULYSSES:
         return tokens * split.repeats(setting.ranks)
-    whole = tokens * setting.ranks
-    found = 0.0
+    full_length = tokens * setting.ranks
+    gathered = 0.0
     for heads in split.heads:
-        found = max(found, min(heads.keys * whole, setting.room / heads.size))
-    return max(whole, found)
+        gathered = max(gathered, min(heads.keys * full_length, setting.room / heads.size))
+    return max(full_length, gathered)
 
 
 def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
@@ -496,11 +507,11 @@ def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
     """
     ranks = setting.ranks
     repeated = False
-    found = []
+    methods = []
     for method in profile.methods:
         if (method.split.by if method.split else "") == setting.split:
-            found.append(method)
-    for method in found:
+            methods.append(method)
+    for method in methods:
         split = method.split
         for heads in split.heads if split is not None and split.by == ULYSSES else ():
             for number in (heads.queries, heads.keys):
@@ -508,8 +519,8 @@ def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
                     raise heads_error(number, ranks)
             repeated |= heads.keys < ranks
     # repeated keys are not worth saving
-    found = [method for method in found if not (repeated and "kv" in method.saves)]
-    if not any(method.chunked for method in found):
+    methods = [method for method in methods if not (repeated and "kv" in method.saves)]
+    if not any(method.chunked for method in methods):
         how = setting.split or "whole sequences on each rank"
         if profile.left_out:
             why = f" ({'; '.join(profile.left_out)})"
@@ -518,7 +529,7 @@ def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
         raise ConfigError(
             f"No streamed step was counted with {how}{why}. Plan the model anew with this setting."
         )
-    return tuple(method for method in profile.methods if method in found or not method.chunked)
+    return tuple(method for method in profile.methods if method in methods or not method.chunked)
 
 
 def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None) -> float:
@@ -553,23 +564,24 @@ def from_json(data: Mapping[str, Any]) -> Profile:
         phases = {}
         for name in ("first", "accumulating"):
             phases[name] = tuple(
-                Phase(one["name"], Law(*one["law"]), one["gradients"]) for one in value[name]
+                Phase(entry["name"], Law(*entry["law"]), entry["gradients"])
+                for entry in value[name]
             )
         parts = []
-        for one in value["work"]:
-            laws = tuple(itertools.starmap(Law, one["laws"]))
-            parts.append(Part(one["name"], laws, one["k_block"]))
+        for entry in value["work"]:
+            laws = tuple(itertools.starmap(Law, entry["laws"]))
+            parts.append(Part(entry["name"], laws, entry["k_block"]))
         split = value.get("split")
         split = split and Split(
             **{**split, "heads": tuple(itertools.starmap(Heads, split["heads"]))}
         )
-        given = {
+        counted_laws = {
             "saves": tuple(value["saves"]),
             "host": Law(*value["host"]),
             "work": tuple(parts),
             "split": split,
         }
-        methods.append(Method(**{**value, **phases, **given}))
+        methods.append(Method(**{**value, **phases, **counted_laws}))
     groups = tuple(Group(**group) for group in data["groups"])
     lists = {}
     for name in ("left_out", "frozen", "trained", "without_adapters"):

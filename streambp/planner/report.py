@@ -135,9 +135,9 @@ def _notes(profile: Profile) -> list[str]:
         frozen = group.parameters - group.trainable
         stored = group.bytes - group.trainable_bytes
         sizes[group.name] = (frozen, stored, stored / max(1, frozen))
-    whole = (0, 0, 0.0)
-    experts = sizes.get("expert", whole)
-    if experts[2] > WHOLE and 0 < sizes.get("dense", whole)[2] <= WHOLE:
+    no_parameters = (0, 0, 0.0)
+    experts = sizes.get("expert", no_parameters)
+    if experts[2] > WHOLE and 0 < sizes.get("dense", no_parameters)[2] <= WHOLE:
         lines.append(
             f"{_count(experts[0])} parameters of experts stay in {profile.dtype}, "
             f"{experts[1] / GIB:.1f} GiB: bitsandbytes quantizes Linears, and these experts are none"
@@ -202,51 +202,51 @@ def _choice(plan: Plan) -> list[str]:
     return lines
 
 
-def _default_line(plan: Plan, found: ByDefault) -> str:
+def _default_line(plan: Plan, default: ByDefault) -> str:
     """Return a line about the step of `patch` without settings."""
-    how = f"chunks of {found.chunk_size:,}"
+    how = f"chunks of {default.chunk_size:,}"
     if not plan.default_wins:
         how = f"{BY_DEFAULT}: {how}"
-    if not found.fits:
-        return f"  {how}, {found.peak / GIB:.1f} GiB: does not fit"
-    kept = []
+    if not default.fits:
+        return f"  {how}, {default.peak / GIB:.1f} GiB: does not fit"
+    savings = []
     linears = []
-    for one in found.saved:
-        if one.name in NAMED_SAVES:
-            kept.append(f"{one.name} of {one.layers} layers")
+    for saved in default.saved:
+        if saved.name in NAMED_SAVES:
+            savings.append(f"{saved.name} of {saved.layers} layers")
         else:
-            linears.append(one.layers)
-    kept += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
-    if found.way == UNPATCHED:
+            linears.append(saved.layers)
+    savings += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
+    if default.way == UNPATCHED:
         how += ", runs unpatched"
     else:
-        how += f", saves {', '.join(kept) or 'nothing'}"
+        how += f", saves {', '.join(savings) or 'nothing'}"
     on = f", on {device_text(plan.rates)}" if plan.default_wins else ""
-    return f"  {how}; peak {found.peak / GIB:.1f} GiB, {duration(found.seconds)} a step{on}"
+    return f"  {how}; peak {default.peak / GIB:.1f} GiB, {duration(default.seconds)} a step{on}"
 
 
 def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
     """Return a table of `streambp.patch(model)` alone, predicted and measured."""
-    both = [predicted]
+    steps = [predicted]
     if measured is not None:
-        both.append(measured)
+        steps.append(measured)
     cells: list[tuple[str, ...]] = [
         ("", "predicted", "measured"),
-        ("step", *(one.way for one in both)),
+        ("step", *(step.way for step in steps)),
     ]
-    cells.append(("chunk_size", *(f"{one.chunk_size:,}" for one in both)))
-    for name in dict.fromkeys(saved.name for one in both for saved in one.saved):
+    cells.append(("chunk_size", *(f"{step.chunk_size:,}" for step in steps)))
+    for name in dict.fromkeys(saved.name for step in steps for saved in step.saved):
         row = [name]
-        for one in both:
+        for step in steps:
             cell = "-"
-            for saved in one.saved:
+            for saved in step.saved:
                 if saved.name == name:
                     cell = f"{saved.layers} layers, {(saved.bytes or 0.0) / 2**20:.2f}"
                     break
             row.append(cell)
         cells.append(tuple(row))
-    cells.append(("peak with weights", *(f"{one.peak / 2**20:.2f}" for one in both)))
-    cells.append(("seconds", *(f"{one.seconds:.3g}" for one in both)))
+    cells.append(("peak with weights", *(f"{step.peak / 2**20:.2f}" for step in steps)))
+    cells.append(("seconds", *(f"{step.seconds:.3g}" for step in steps)))
     if measured is None:
         for index in range(1, len(cells)):
             cells[index] += ("out of memory",)
@@ -255,7 +255,7 @@ def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
 
 def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
     """Return lines with other plans that fit, each with the command that prints the plan."""
-    now = seconds_of(plan)
+    own_seconds = seconds_of(plan)
     lines = []
     title = ""
     for other, command in zip(others, commands, strict=True):
@@ -264,7 +264,7 @@ def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]
         spent = seconds_of(other.plan)
         if plan.choice is None:
             kind = "Commands that fit:"
-        elif spent <= (1 - SLOWER) * now:
+        elif spent <= (1 - SLOWER) * own_seconds:
             kind = "Faster:"
         else:
             kind = "Beside it:"
@@ -340,8 +340,10 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
             f"{duration(spent.exchange)} of exchanges are not hidden (rates of links guessed)"
         )
     following = []
-    for one in plan.next_fastest:
-        following.append(f"{one.method} in {duration(one.seconds)} ({one.peak / GIB:.1f} GiB)")
+    for timed in plan.next_fastest:
+        following.append(
+            f"{timed.method} in {duration(timed.seconds)} ({timed.peak / GIB:.1f} GiB)"
+        )
     lines += [f"  next in speed: {', '.join(following)}"] if following else []
     # less memory costs almost no time
     if safest is not None and safest.peak.total <= 0.95 * peak.total:
@@ -381,16 +383,16 @@ def phase_text(name: str) -> str:
 def folded(lines: Sequence[str], width: int | None) -> list[str]:
     """Return lines of text wrapped to the terminal's width, with indentation; lines with code stay
     unwrapped."""
-    found: list[str] = []
+    wrapped: list[str] = []
     for line in lines:
         if width is None or len(line) <= width or CODE in line:
-            found.append(line)
+            wrapped.append(line)
         else:
             under = " " * (len(line) - len(line.lstrip()) + 2)
-            found += textwrap.wrap(
+            wrapped += textwrap.wrap(
                 line, width, subsequent_indent=under, break_long_words=False, break_on_hyphens=False
             )
-    return found
+    return wrapped
 
 
 def tree_lines(node: Node, depth: int = 0) -> list[str]:
@@ -403,10 +405,12 @@ def tree_lines(node: Node, depth: int = 0) -> list[str]:
     name = f"({node.name}) " if node.name else ""
     label = f"{'  ' * depth}{name}{times}{node.kind}"
     if node.activation:
-        kept = f"{node.activation / 1024:.1f} KiB"
+        activation = f"{node.activation / 1024:.1f} KiB"
     else:
-        kept = "-"
-    lines = [f"{label:<58} {_count(node.parameters) if node.parameters else '-':>9} {kept:>14}"]
+        activation = "-"
+    lines = [
+        f"{label:<58} {_count(node.parameters) if node.parameters else '-':>9} {activation:>14}"
+    ]
     for child in node.children:
         lines += tree_lines(child, depth + 1)
     return lines

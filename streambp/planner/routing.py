@@ -43,8 +43,8 @@ def answer(
     if func is aten._to_copy.default:
         if asked.dim() != 1 or not rows or asked.is_floating_point() or asked.dtype == torch.bool:
             return None
-        each, more = divmod(rows, asked.shape[0])
-        shares = [each + (place < more) for place in range(asked.shape[0])]
+        share, more = divmod(rows, asked.shape[0])
+        shares = [share + (place < more) for place in range(asked.shape[0])]
         return torch.tensor(shares, dtype=torch.long, device="cpu").to(asked.dtype)  # [experts]
     if asked.dtype == torch.bool:
         if asked.dim() == 1:

@@ -65,11 +65,13 @@ def seconds(
         on_host = setting.on_host
     else:
         on_host = None
-    found = seconds_of(
+    without_exchange = seconds_of(
         with_copies(work(method, seq_len, chunk_size, setting), on_host), rates, ranks
     )
-    exchange = exchange_seconds(method, seq_len, setting, rates, found.attention)
-    return dataclasses.replace(found, total=found.total + exchange, exchange=exchange)
+    exchange = exchange_seconds(method, seq_len, setting, rates, without_exchange.attention)
+    return dataclasses.replace(
+        without_exchange, total=without_exchange.total + exchange, exchange=exchange
+    )
 
 
 def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Seconds:

@@ -334,15 +334,15 @@ def parameters_of(parameter: Tensor) -> int:
 
 
 def _dequantised(ctx: Any, x: Tensor, width: int) -> Tensor:
-    """Make the allocations of a quantised Linear's forward, and return its output [..., width] for
-    x [..., in]. Only the number of x's columns is saved for backward."""
+    """Allocate the tensors of a quantised Linear's forward without computing them. Return the
+    output [..., width] for x [..., in]. Only the number of x's columns is saved for backward."""
     ctx.inner = x.shape[-1]
     return x @ x.new_empty(width, x.shape[-1]).mT
 
 
 def _dequantised_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    """Make the allocations of a quantised Linear's backward, and return the gradient of x [..., in]
-    for grad [..., out]."""
+    """Allocate the tensors of a quantised Linear's backward without computing them. Return the
+    gradient of x [..., in] for grad [..., out]."""
     return grad @ grad.new_empty(grad.shape[-1], ctx.inner), None
 
 
@@ -397,8 +397,8 @@ class ShrunkModel:
         if index in self.kept:
             return self.kept.index(index)
         inner = []
-        for place, kept in enumerate(self.kept):
-            if 0 < kept < len(self.kinds) - 1:
+        for place, representative in enumerate(self.kept):
+            if 0 < representative < len(self.kinds) - 1:
                 inner.append(place)
         return next(
             place for place in reversed(inner) if self.kinds[self.kept[place]] == self.kinds[index]
@@ -410,8 +410,8 @@ class ShrunkModel:
         A layer that occurs several times may be a representative elsewhere.
         """
         layers = getattr(model.get_submodule(self.backbone), self.layers)
-        kept = {id(layers[index]) for index in self.kept}
-        return (layer for layer in layers if id(layer) not in kept)
+        representatives = {id(layers[index]) for index in self.kept}
+        return (layer for layer in layers if id(layer) not in representatives)
 
     def apply(self, model: nn.Module) -> None:
         """Remove all layers but the representatives from the full model, or from its copy."""
@@ -420,10 +420,10 @@ class ShrunkModel:
         backbone: Any = model.get_submodule(self.backbone)
         config = backbone.config
         layers = getattr(backbone, self.layers)
-        fields, own, computed = values_by_layer(backbone, len(layers))
+        fields, attributes, computed = values_by_layer(backbone, len(layers))
         setattr(backbone, self.layers, nn.ModuleList([layers[index] for index in self.kept]))
-        for holder, found in ((config, fields), (backbone, own)):
-            for field, values in found.items():
+        for holder, lists in ((config, fields), (backbone, attributes)):
+            for field, values in lists.items():
                 setattr(holder, field, type(values)(values[index] for index in self.kept))
         if computed:
             answers = {}
@@ -462,19 +462,21 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
                     parts.append((name, value))
         signatures.append(str(parts))
     kinds = tuple(list(dict.fromkeys(signatures)).index(signature) for signature in signatures)
-    alike = len(set(kinds)) == 1 and all(states_argument(layer) is None for layer in stack.layers)
-    each = 1 if alike else INNER
+    one_kind = len(set(kinds)) == 1 and all(
+        states_argument(layer) is None for layer in stack.layers
+    )
+    needed = 1 if one_kind else INNER
     inner = []
     for index in range(1, depth - 1):
-        if kinds[1:index].count(kinds[index]) < each:
+        if kinds[1:index].count(kinds[index]) < needed:
             inner.append(index)
     if depth > 1:
-        kept = (0, *inner, depth - 1)
+        representatives = (0, *inner, depth - 1)
     else:
-        kept = (0,)
+        representatives = (0,)
     if getattr(stack.backbone.config, "num_kv_shared_layers", 0) or not lists:
-        kept = tuple(range(depth))
-    return ShrunkModel(kept, kinds, path, lists[0] if lists else "")
+        representatives = tuple(range(depth))
+    return ShrunkModel(representatives, kinds, path, lists[0] if lists else "")
 
 
 def values_by_layer(

@@ -1,12 +1,11 @@
 """Count steps with sharded tokens on one rank: exchanges return tensors without data.
 
-[Note: bytes of keys] The number of ranks P changes a rank's bytes for a shard of t tokens in one
-way only. It changes the bytes of keys, values, and their gradients of other ranks' tokens. Under
-context parallelism these are a group of kv heads of T = P t tokens. Under Ulysses they are the same
-as without sharding, or P / H_kv times that for more ranks than kv heads. A count therefore
-separates their storages from all others. For each of the few amounts of key bytes, it records the
-maximum of all other bytes. Each such pair is a line of its phase, with `Phase.per_key` bytes for
-each of `profile.keys_held`.
+The number of ranks P changes a rank's bytes for a shard of t tokens in one way only. It changes the
+bytes of keys, values, and their gradients of other ranks' tokens. Under context parallelism these
+are a group of kv heads of T = P t tokens. Under Ulysses they are the same as without sharding, or P
+/ H_kv times that for more ranks than kv heads. A count therefore separates their storages from all
+others. For each of the few amounts of key bytes, it records the maximum of all other bytes. Each
+such pair is a line of its phase, with `Phase.per_key` bytes for each of `profile.keys_held`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SMALL = 256  # bytes; smaller tensors are indices and no keys
 
 class SplitCount(StepCount):
     """Count of a step's bytes in which keys from other ranks are counted apart from all other
-    bytes. [Note: bytes of keys]
+    bytes.
 
     Attributes:
         links: five numbers of bytes so far. All-to-alls of queries and outputs, all-to-alls of
@@ -70,26 +69,27 @@ class SplitCount(StepCount):
         super()._track(storage)
         self._note(self.live)
 
-    def _count(self, known: Known) -> None:
+    def _count(self, operation: Known) -> None:
         if self._marking and not self._kernel_depth:
-            self.links[MOVED] += known.work.moved
-            self.add(known.work._replace(moved=0.0))
+            self.links[MOVED] += operation.work.moved
+            self.add(operation.work._replace(moved=0.0))
         else:
-            super()._count(known)
+            super()._count(operation)
 
     def _gone(self, key: int, _: Any) -> None:
         self._keys -= self._sizes.pop(key, 0)
         super()._gone(key, _)
 
     def _workspace(self, func: Any, args: Any) -> None:
-        before = self.peak
+        previous = self.peak
         self.peak = self.live
         super()._workspace(func, args)
         self._note(self.peak)
-        self.peak = max(before, self.peak)
+        self.peak = max(previous, self.peak)
 
     def _note(self, live: int) -> None:
-        """Update `most` after a change of the live bytes."""
+        """Record in `most` the largest number of live bytes other than keys of other ranks, for the
+        present number of bytes of such keys."""
         self.most[self._keys] = max(self.most.get(self._keys, 0), live - self._keys)
 
 
@@ -164,7 +164,7 @@ def split_over(
         start = _keys_allocated()(kind.start_keys)
     else:
         start = kind.start_keys
-    own = _keys_allocated()(kind.own_gradient)
+    counted_gradient = _keys_allocated()(kind.own_gradient)
 
     def start_keys(self: Any, parts: list[Tensor], heads: int) -> Keys:
         """Record the heads of the layer, and start the exchange of its keys."""
@@ -173,14 +173,14 @@ def split_over(
             seen.add(Heads(heads, k.shape[1], gathered.bytes_of_a_head(k, v, 1)))
         return start(self, parts, heads)
 
-    def own_gradient(self: Any, *given: Any) -> list[Tensor]:
+    def own_gradient(self: Any, *arguments: Any) -> list[Tensor]:
         """Return the gradients of this rank's own keys; their allocations do not count as keys from
         other ranks."""
-        found = own(self, *given)
+        gradients = counted_gradient(self, *arguments)
         for count in running_counts(SplitCount):
-            for x in tensors(found):  # no keys, because they belong to this rank's tokens
+            for x in tensors(gradients):  # no keys, because they belong to this rank's tokens
                 count._keys -= count._sizes.pop(x.untyped_storage()._cdata, 0)
-        return found
+        return gradients
 
     replaced = [
         (wrappers, "is_initialized", lambda: True),
@@ -194,8 +194,8 @@ def split_over(
     if by == ULYSSES:
         replaced += [(kind, "own_gradient", own_gradient), (kind, "exchange", _exchange)]
     else:
-        both = "in_order", "by_rank"
-        replaced += [(kind, name, _keys_allocated()(getattr(kind, name))) for name in both]
+        methods = "in_order", "by_rank"
+        replaced += [(kind, name, _keys_allocated()(getattr(kind, name))) for name in methods]
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in replaced:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
@@ -221,21 +221,22 @@ def split_of(
         tokens: tokens of a shard in the count.
         saves: saved tensors.
     """
-    whole = ranks * tokens
+    full_tokens = ranks * tokens
     repeats = Split(by, tuple(heads)).repeats(ranks)
-    gathers = links[GATHERED] / whole
+    gathers = links[GATHERED] / full_tokens
     return Split(
         by, tuple(heads), links[TRADED] / tokens, links[TRADED_KEYS] / tokens / repeats, gathers,
-        gathers if "attn_out" in saves else gathers * 2 / 3, links[SUMMED] / whole,
-        links[MOVED] / (tokens * repeats if by == ULYSSES else whole),
+        gathers if "attn_out" in saves else gathers * 2 / 3, links[SUMMED] / full_tokens,
+        links[MOVED] / (tokens * repeats if by == ULYSSES else full_tokens),
     )  # fmt: skip
 
 
 def lines_of_keys(
     phases: Sequence[Sequence[Counted]], split: Split, lengths: Sequence[int], ranks: int
 ) -> list[list[Counted]]:
-    """Return the counted memory of each phase, one `Counted` for each amount of other ranks' keys
-    that could decide the peak. `per_key` has the amount, and `peak` all other bytes.
+    """Return the counted memory of each phase as a list with one `Counted` for each amount of other
+    ranks' keys with which the phase may reach its peak. `per_key` of a `Counted` is this amount,
+    and `peak` all other bytes.
 
     Args:
         phases: the phases of each count, in order.
@@ -247,21 +248,24 @@ def lines_of_keys(
         setting = Setting(gpus=ranks, ulysses=ranks)
     else:
         setting = Setting(gpus=ranks, context_parallel=ranks)
-    held = [keys_held(split, tokens, setting) for tokens in lengths]
-    found: list[list[Counted]] = [[] for _ in phases]
+    key_amounts = [keys_held(split, tokens, setting) for tokens in lengths]
+    lines: list[list[Counted]] = [[] for _ in phases]
     for counted in zip(*phases, strict=True):
         amounts = []
-        for c, scale in zip(counted, held, strict=True):
+        for c, scale in zip(counted, key_amounts, strict=True):
             amounts.append({size / scale: most for size, most in c.most.items()})
-        before: list[float] = []
+        previous: list[float] = []
         for amount in sorted(set().union(*amounts), reverse=True):
             values = []
-            for one in amounts:
+            for counted_phase in amounts:
                 values.append(
-                    max((most for size, most in one.items() if size >= amount), default=0.0)
+                    max(
+                        (most for size, most in counted_phase.items() if size >= amount),
+                        default=0.0,
+                    )
                 )
-            if not before or any(map(operator.gt, values, before)):
-                for rows, one, value in zip(found, counted, values, strict=True):
-                    rows.append(dataclasses.replace(one, peak=value, per_key=amount))
-                before = values
-    return found
+            if not previous or any(map(operator.gt, values, previous)):
+                for rows, counted_phase, value in zip(lines, counted, values, strict=True):
+                    rows.append(dataclasses.replace(counted_phase, peak=value, per_key=amount))
+                previous = values
+    return lines

@@ -42,7 +42,8 @@ def _selective_scan(
     ctx: Any, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Make the allocations of mamba_ssm's selective scan. Return y [B, D, T] and the end state.
+    """Allocate the tensors of mamba_ssm's selective scan without computing them. Return y [B, D, T]
+    and the end state.
 
     Shapes: u, dt, z [B, D, T], a [D, N], b, c [B, N, T], d and bias [D]; z, d and bias may be None.
     """
@@ -62,8 +63,9 @@ def _selective_scan(
 
 
 def _selective_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Make the allocations of the backward of mamba_ssm's selective scan, for grad [B, D, T].
-    Return the gradients of forward's tensors; those of b and c are in float32."""
+    """Allocate the tensors of the backward of mamba_ssm's selective scan without computing them,
+    for grad [B, D, T]. Return the gradients of forward's tensors; those of b and c are in float32.
+    """
     u, dt, a, b, c, d, z, bias, _, _ = ctx.saved_tensors
     grad = _rows(grad)
     if z is None:
@@ -93,8 +95,8 @@ def _fused_mamba(
     ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor, out_proj: Tensor,
     out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, norm: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Make the allocations of mamba_ssm's fused Mamba layer, and return its output [B, T, h] for xz
-    [B, 2 D, T].
+    """Allocate the tensors of mamba_ssm's fused Mamba layer without computing them. Return the
+    output [B, T, h] for xz [B, 2 D, T].
 
     Shapes: x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]; d and biases may be
     None.
@@ -119,8 +121,8 @@ def _fused_mamba(
 
 
 def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
-    """Make the allocations of the step size in a Mamba layer, and return dt [D, B T] for `small` [B
-    T, R + 2 N].
+    """Allocate the tensors for a Mamba layer's step size without computing them. Return dt [D, B T]
+    for `small` [B T, R + 2 N].
 
     A norm of dt allocates three tensors: a copy of its input, its output, a copy of its output.
     """
@@ -131,8 +133,8 @@ def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
 
 
 def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Make the allocations of the backward of mamba_ssm's fused Mamba layer, for grad [B, T, h].
-    Return the gradients of forward's tensors; that of conv is in float32."""
+    """Allocate the tensors of the backward of mamba_ssm's fused Mamba layer without computing them,
+    for grad [B, T, h]. Return the gradients of forward's tensors; that of conv is in float32."""
     conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = (
         ctx.saved_tensors
     )
@@ -250,16 +252,16 @@ class Sizes:
 
 
 def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make the allocations of a Mamba 2 scan's forward. Return output [B, T, H, P], end state [B,
-    H, P, N] and the decay saved for backward [B, H, NB, 1, Q]."""
+    """Allocate the tensors of a Mamba 2 scan's forward without computing them. Return output [B, T,
+    H, P], end state [B, H, P, N] and the decay saved for backward [B, H, NB, 1, Q]."""
     decay = sizes.steps()
     steps = sizes.steps()
-    own = sizes.states(ACCUMULATION_DTYPE)
+    block_states = sizes.states(ACCUMULATION_DTYPE)
     starts = sizes.states(x.dtype)
     end = x.new_empty(
         sizes.rows, sizes.heads, sizes.width, sizes.size, dtype=ACCUMULATION_DTYPE
     )  # [B, H, P, N]
-    del own
+    del block_states
     scores = sizes.scores()
     out = x.new_empty(sizes.rows, sizes.tokens, sizes.heads, sizes.width)  # [B, T, H, P]
     del steps, starts, scores
@@ -270,8 +272,8 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _scan_backward(
     sizes: Sizes, dt: Tensor, has_start: bool, given: bool
 ) -> tuple[Tensor | None, ...]:
-    """Make the allocations of a Mamba 2 scan's backward. Return the gradients of x, dt, B, C and
-    the start state.
+    """Allocate the tensors of a Mamba 2 scan's backward without computing them. Return the
+    gradients of x, dt, B, C and the start state.
 
     Args:
         sizes: sizes of the call.
@@ -293,9 +295,9 @@ def _scan_backward(
         d_dt = torch.empty_like(dt)
     # another dt, decay, steps, scores
     alive = [torch.empty_like(dt), sizes.steps(), sizes.steps(), sizes.scores()]
-    own = sizes.states(ACCUMULATION_DTYPE)
+    block_states = sizes.states(ACCUMULATION_DTYPE)
     starts = sizes.states(ACCUMULATION_DTYPE)
-    del own
+    del block_states
     d_starts = sizes.states(ACCUMULATION_DTYPE)
     halves = [sizes.states(like.dtype), sizes.states(like.dtype)]
     if has_start:
@@ -335,7 +337,8 @@ def _mamba2_scan(
     ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None,
     start: Tensor | None, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Make the allocations of mamba_ssm's Mamba 2 scan. Return out [B, T, H, P] and the end state.
+    """Allocate the tensors of mamba_ssm's Mamba 2 scan without computing them. Return out [B, T, H,
+    P] and the end state.
 
     Shapes: x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d
     and dt_bias [H] or None.
@@ -349,8 +352,8 @@ def _mamba2_scan(
 
 
 def _mamba2_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Make the allocations of the backward of `_mamba2_scan`, for grad [B, T, H, P]. Return the
-    gradients of forward's tensors, in x's dtype or their own."""
+    """Allocate the tensors of the backward of `_mamba2_scan` without computing them, for grad [B,
+    T, H, P]. Return the gradients of forward's tensors, in x's dtype or their own."""
     _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
     grad = _rows(grad)
     sizes = Sizes(x, ctx.block, *x.shape, *b.shape[2:])
@@ -367,8 +370,8 @@ def _fused_mamba2(
     ctx: Any, zxbcdt: Tensor, conv: Tensor, conv_bias: Tensor | None, dt_bias: Tensor, a: Tensor, d: Tensor,
     norm: Tensor | None, proj: Tensor, proj_bias: Tensor | None, width: int, groups: int, block: int,
 ) -> Tensor:  # fmt: skip
-    """Make the allocations of mamba_ssm's fused Mamba 2 layer, and return its output [B, T, h] for
-    zxbcdt [B, T, 2 H P + 2 G N + H].
+    """Allocate the tensors of mamba_ssm's fused Mamba 2 layer without computing them. Return the
+    output [B, T, h] for zxbcdt [B, T, 2 H P + 2 G N + H].
 
     Shapes: conv [H P + 2 G N, k], dt_bias, a and d [H], norm [H P] or None, proj [h, H P]; biases
     may be None.
@@ -394,7 +397,17 @@ def _fused_mamba2(
 def _mamba2_sizes(
     zxbcdt: Tensor, conv: Tensor, d: Tensor, width: int, groups: int, block: int
 ) -> Sizes:
-    """Return the sizes of a call of mamba_ssm's fused Mamba 2 layer."""
+    """Return the sizes of a call of mamba_ssm's fused Mamba 2 layer, from the shapes of its
+    tensors.
+
+    Args:
+        zxbcdt: [B, T, 2 H P + 2 G N + H].
+        conv: [H P + 2 G N, k].
+        d: [H].
+        width: P, columns of a head.
+        groups: G.
+        block: Q, tokens of a block.
+    """
     heads = d.shape[0]
     rows, tokens = zxbcdt.shape[:2]
     size = (conv.shape[0] - heads * width) // groups // 2
@@ -402,11 +415,11 @@ def _mamba2_sizes(
 
 
 def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Make the allocations of the backward of `_fused_mamba2`, for grad [B, T, h]. Return the
-    gradients of forward's tensors; that of conv is in float32."""
+    """Allocate the tensors of the backward of `_fused_mamba2` without computing them, for grad [B,
+    T, h]. Return the gradients of forward's tensors; that of conv is in float32."""
     zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
-    again = torch.empty_like(out)
+    recomputed = torch.empty_like(out)
     convolved = zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])
     d_zxbcdt = torch.empty_like(zxbcdt)
     d_convolved = torch.empty_like(convolved)
@@ -416,12 +429,12 @@ def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     else:
         d_out = torch.empty_like(out)
     _scan_backward(sizes, zxbcdt[..., -sizes.heads :], has_start=False, given=True)
-    d_proj = grad.flatten(0, 1).mT @ again.flatten(0, 1).flatten(1)  # [h, H P]
+    d_proj = grad.flatten(0, 1).mT @ recomputed.flatten(0, 1).flatten(1)  # [h, H P]
     if proj_bias is None:
         d_proj_bias = None
     else:
         d_proj_bias = grad.sum((0, 1))
-    del d_normed, d_out, again, convolved, d_convolved
+    del d_normed, d_out, recomputed, convolved, d_convolved
     gradients = [
         d_zxbcdt,
         torch.empty_like(conv, dtype=ACCUMULATION_DTYPE),

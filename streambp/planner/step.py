@@ -114,7 +114,9 @@ class Phases:
             span = Span(
                 *self._current, self._start, count.peak, count.live, self._host(), gradients, done
             )
-            linked = tuple(now - before for now, before in zip(links, self._links, strict=True))
+            linked = tuple(
+                current - earlier for current, earlier in zip(links, self._links, strict=True)
+            )
             self.spans.append(
                 dataclasses.replace(span, most=getattr(count, "most", {}), links=linked)
             )
@@ -243,8 +245,8 @@ def _flash(
 
 
 def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Make the allocations of an output projection with a fused loss, for hidden [N, h] and weight
-    [V, h], and return a float32 scalar. Each block of logits is freed at once."""
+    """Allocate the tensors of an output projection with a fused loss without computing them. Return
+    a float32 scalar for hidden [N, h] and weight [V, h]. Each block of logits is freed at once."""
     for rows in hidden.split(TILE[0]):
         for columns in weight.split(TILE[1]):
             add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads the tile

@@ -44,8 +44,8 @@ class Training(NamedTuple):
     def options(self) -> tuple[str, ...]:
         """Return the options of `streambp plan` that request this training, such as ("--lora",
         "16")."""
-        given = ("--full",) if self.lora is None else ("--lora", str(self.lora))
-        return (*given, *(("--bits", str(self.bits)) if self.bits < 16 else ()))
+        adapters = ("--full",) if self.lora is None else ("--lora", str(self.lora))
+        return (*adapters, *(("--bits", str(self.bits)) if self.bits < 16 else ()))
 
     def smaller(self) -> Iterator[Training]:
         """Yield ways of training that take less device memory, such as LoRA or 4-bit weights, the
@@ -78,13 +78,13 @@ def settings_of(given: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
     places: list[tuple[tuple[str, ...], Setting]] = [((), given)]
     for place in ("auto", "cpu"):
         if place != given.weights and given.weights != "cpu":
-            moved = dataclasses.replace(given, weights=place)  # type: ignore[arg-type]
-            places.append((("--weights", place), moved))
+            placed = dataclasses.replace(given, weights=place)  # type: ignore[arg-type]
+            places.append((("--weights", place), placed))
     for options, setting in places:
         yield options, setting
         if given.optimizer and not given.optimizer_on_host:
-            there = dataclasses.replace(setting, optimizer_on_host=True)
-            yield ("--optimizer-on-host", *options), there
+            offloaded = dataclasses.replace(setting, optimizer_on_host=True)
+            yield ("--optimizer-on-host", *options), offloaded
 
 
 def seconds_of(plan: Plan) -> float:
@@ -114,7 +114,7 @@ def best_change(
         profile: the model with the training.
         training: the training, if it differs from the plan's; None: the plan's own.
     """
-    tried: list[Remedy] = []
+    fitting: list[Remedy] = []
     for options, setting in settings_of(found.setting):
         if training is None and not options:
             continue
@@ -125,9 +125,9 @@ def best_change(
             changes, options = _changed(training, options)
             if plan.choice.on_host is not None:
                 changes.append("the layers' weights on the host")
-            tried.append(Remedy(" and ".join(changes), options, plan))
-    bar = (1 + SLOWER) * min((seconds_of(one.plan) for one in tried), default=0.0)
-    near = [one for one in tried if seconds_of(one.plan) <= bar]
+            fitting.append(Remedy(" and ".join(changes), options, plan))
+    bar = (1 + SLOWER) * min((seconds_of(remedy.plan) for remedy in fitting), default=0.0)
+    near = [remedy for remedy in fitting if seconds_of(remedy.plan) <= bar]
     return min(near, key=lambda one: len(one.options), default=None)
 
 
@@ -168,12 +168,12 @@ def remedies(
     """
     named = 0
     last = None
-    same = best_change(found, seq_len, found.profile, None)
-    if same is not None:
+    best = best_change(found, seq_len, found.profile, None)
+    if best is not None:
         named += 1
-        yield same
+        yield best
     for how in training.smaller():
-        if same is not None and on_device(same):
+        if best is not None and on_device(best):
             break
         profile = profile_of(how, count)
         if profile is None:
@@ -196,43 +196,60 @@ def remedies(
 
 
 def _fewer_tokens(
-    found: Plan,
+    plan: Plan,
     seq_len: int | Literal["max"],
     profile: Profile,
     training: Training | None,
 ) -> Remedy | None:
-    """Return the plan of the longest sequence that is shorter than the requested one; None if none
-    fits.
+    """Return the plan of the longest sequence that fits, with the command-line options for this
+    plan. None if no sequence fits, or if this sequence is not shorter than the requested one.
+
+    Args:
+        plan: the plan that does not fit.
+        seq_len: the requested length.
+        profile: the model with the training.
+        training: the training, if it differs from the plan's; None: the plan's own.
     """
     if seq_len == "max" and training is None:
         return None
-    for options, setting in settings_of(found.setting):
+    for options, setting in settings_of(plan.setting):
         if training is None and options:
             break
-        most = plan_profile(profile, "max", found.memory, setting, found.rates)
-        if most.choice is None or (seq_len != "max" and most.seq_len >= seq_len):
+        longest_plan = plan_profile(profile, "max", plan.memory, setting, plan.rates)
+        if longest_plan.choice is None or (seq_len != "max" and longest_plan.seq_len >= seq_len):
             continue
         changes, options = _changed(training, options)
-        changes.append(f"{most.seq_len:,} tokens at most")
-        return Remedy(" and ".join(changes), (*options, "--seq-len", str(most.seq_len)), most)
+        changes.append(f"{longest_plan.seq_len:,} tokens at most")
+        return Remedy(
+            " and ".join(changes), (*options, "--seq-len", str(longest_plan.seq_len)), longest_plan
+        )
     return None
 
 
-def _on_more_gpus(found: Plan, seq_len: int | Literal["max"]) -> Iterator[Remedy]:
-    """Generate the plan with the smallest number of GPUs that fits, up to `MOST_GPUS`."""
-    given = found.setting
-    gpus = given.gpus if given.gpus > 1 and given.zero < 3 else 2 * given.gpus
-    while gpus <= max(MOST_GPUS, given.gpus):  # more GPUs leave less host memory to each
-        host = None if found.memory.host is None else found.memory.host * given.gpus // gpus
-        memory = dataclasses.replace(found.memory, host=host)
-        for on_host in dict.fromkeys((given.optimizer_on_host, True)):
-            setting = dataclasses.replace(given, gpus=gpus, zero=3, optimizer_on_host=on_host)
-            plan = plan_profile(found.profile, seq_len, memory, setting, found.rates)
+def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator[Remedy]:
+    """Generate the plan with the smallest number of GPUs that fits, up to `MOST_GPUS`.
+
+    Args:
+        current_plan: the plan that does not fit.
+        seq_len: the requested length.
+    """
+    current = current_plan.setting
+    gpus = current.gpus if current.gpus > 1 and current.zero < 3 else 2 * current.gpus
+    while gpus <= max(MOST_GPUS, current.gpus):  # more GPUs leave less host memory to each
+        host = (
+            None
+            if current_plan.memory.host is None
+            else current_plan.memory.host * current.gpus // gpus
+        )
+        memory = dataclasses.replace(current_plan.memory, host=host)
+        for on_host in dict.fromkeys((current.optimizer_on_host, True)):
+            setting = dataclasses.replace(current, gpus=gpus, zero=3, optimizer_on_host=on_host)
+            plan = plan_profile(current_plan.profile, seq_len, memory, setting, current_plan.rates)
             if plan.choice is None:
                 continue
             change = f"{gpus} GPUs with ZeRO-3"
             options: tuple[str, ...] = ("--gpus", str(gpus), "--zero", "3")
-            if on_host and not given.optimizer_on_host:
+            if on_host and not current.optimizer_on_host:
                 change += " and the optimizer state on the host"
                 options += ("--optimizer-on-host",)
             yield Remedy(change, options, plan)
@@ -251,21 +268,21 @@ def faster(
         training: the plan's training.
         count: returns the model's profile for a training; called only if memory binds.
     """
-    now = seconds_of(found)
+    seconds = seconds_of(found)
     plenty = dataclasses.replace(found.memory, gpu=PLENTY, host=None)
     ideal = plan_profile(found.profile, found.seq_len, plenty, found.setting, found.rates)
-    if seconds_of(ideal) >= (1 - SLOWER) * now:
+    if seconds_of(ideal) >= (1 - SLOWER) * seconds:
         return  # more memory does not help
-    same = best_change(found, found.seq_len, found.profile, None)
-    if same is not None and seconds_of(same.plan) <= (1 - SLOWER) * now:
-        yield same
-        now = seconds_of(same.plan)
+    best = best_change(found, found.seq_len, found.profile, None)
+    if best is not None and seconds_of(best.plan) <= (1 - SLOWER) * seconds:
+        yield best
+        seconds = seconds_of(best.plan)
     if training.lora is not None and training.bits > BITS:
         how = Training(training.lora, BITS)
         profile = profile_of(how, count)
         if profile is not None:
             smaller = best_change(found, found.seq_len, profile, how)
-            if smaller is not None and seconds_of(smaller.plan) <= (1 - SLOWER) * now:
+            if smaller is not None and seconds_of(smaller.plan) <= (1 - SLOWER) * seconds:
                 yield smaller
 
 
@@ -290,17 +307,18 @@ def too_large(plan: Plan) -> str | None:
     setting = plan.setting
     if setting.weights == "auto":
         setting = dataclasses.replace(setting, on_host=None)
-    kept = static(plan.profile, setting)
+    between_steps = static(plan.profile, setting)
     shares = {
-        "weights": kept.weights,
-        "gradients": kept.gradients,
-        "optimizer state": kept.optimizer,
+        "weights": between_steps.weights,
+        "gradients": between_steps.gradients,
+        "optimizer state": between_steps.optimizer,
     }
-    if kept.total <= plan.memory.usable:
+    if between_steps.total <= plan.memory.usable:
         return None
     parts = " + ".join(f"{name} {size / 2**30:.1f}" for name, size in shares.items() if size)
     return (
-        f"{parts} = {kept.total / 2**30:.1f} GiB, and {plan.memory.usable / 2**30:.1f} GiB of each "
+        f"{parts} = {between_steps.total / 2**30:.1f} GiB, and "
+        f"{plan.memory.usable / 2**30:.1f} GiB of each "
         "GPU are usable"
     )
 
@@ -310,11 +328,11 @@ def with_options(given: Sequence[str], options: Sequence[str]) -> list[str]:
     settings."""
     names = {option for option in options if option.startswith("--")}
     names |= {"--lora", "--full"} if names & {"--lora", "--full"} else set()
-    kept, values = [], iter(given)
+    words, values = [], iter(given)
     for word in values:
         name, _, value = word.partition("=")
         if name not in names:
-            kept.append(word)
+            words.append(word)
         elif not value and name not in ("--full", "--optimizer-on-host"):
             next(values, None)
-    return [*kept, *options]
+    return [*words, *options]

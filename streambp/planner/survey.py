@@ -149,10 +149,10 @@ def survey(
     refused = set[str]()
     # approximate numbers of chunks
     chunks = []
-    for one in recipes:
-        if one.config is None:
+    for counted_recipe in recipes:
+        if counted_recipe.config is None:
             chunks.append(2)
-        elif one.config.gpu_memory is None:
+        elif counted_recipe.config.gpu_memory is None:
             chunks.append(15)
         else:
             chunks.append(30)
@@ -232,16 +232,16 @@ def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
     parameters count once."""
     groups = []
     for name in ("dense", "expert"):
-        mine = []
+        members = []
         for path, p in model.named_parameters():
             if (".experts." in path) == (name == "expert"):
-                mine.append(p)
+                members.append(p)
         trained = []
-        for p in mine:
+        for p in members:
             if p.requires_grad:
                 trained.append(p)
-        if mine:
-            sizes = (sum(map(parameters_of, mine)), _bytes_of(mine))
+        if members:
+            sizes = (sum(map(parameters_of, members)), _bytes_of(members))
             trained_sizes = (sum(map(torch.numel, trained)), _bytes_of(trained))
             groups.append(Group(name, *sizes, *trained_sizes))
     return tuple(groups)
@@ -321,18 +321,18 @@ class Counter:
             for point, spans in steps.items():
                 counted_works[point] = unroll(spans, self.reduced)[2]
             self._more_points[key] = (own, counted_works)
-        first, found = self._more_points[key]
+        first, more_work = self._more_points[key]
         shared = next(point for point in own if point in first)
         works: Works = {}
-        for point, work in found.items():
+        for point, work in more_work.items():
             tokens = point[0] / shared[0]
             chunks = tokens * shared[1] / point[1]
             works[point] = {}
-            for name, one in work.items():
+            for name, part in work.items():
                 more = own[shared][name].plus(first[shared][name], -1)
-                moved = one.moved + tokens * more.moved
-                dispatches = one.dispatches + chunks * more.dispatches
-                works[point][name] = one._replace(moved=moved, dispatches=dispatches)
+                moved_bytes = part.moved + tokens * more.moved
+                dispatches = part.dispatches + chunks * more.dispatches
+                works[point][name] = part._replace(moved=moved_bytes, dispatches=dispatches)
         return works
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
@@ -343,12 +343,12 @@ class Counter:
             StreamBPError: the model's sequences cannot be sharded; the message has the reason.
         """
         if recipe.split not in self._heads:
-            seen: set[Heads] = set()
-            shared = split_over(recipe.split, 1, self.batch_size, 16, seen)
+            heads: set[Heads] = set()
+            shared = split_over(recipe.split, 1, self.batch_size, 16, heads)
             with shared, self._prepared(recipe, 8), self.skeleton.running(), StepCount(None):
                 ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
                 self.skeleton.model(input_ids=ids, labels=ids, use_cache=False)
-            self._heads[recipe.split] = sorted(seen)
+            self._heads[recipe.split] = sorted(heads)
         return self._heads[recipe.split]
 
     def ranks(self, recipe: SurveyRecipe) -> int:
@@ -471,7 +471,15 @@ class Counter:
 def _count_method(
     counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool
 ) -> Method:
-    """Count a step at several (T, C), and fit its memory and FLOPs as functions of T and C."""
+    """Count a step at several (T, C), and fit its memory and FLOPs as functions of T and C.
+
+    Args:
+        counter: counts single steps.
+        recipe: the way to run the step.
+        at: (T, C) where the fit must be best; None: any length.
+        accumulating: True: also count a step that adds to gradients.
+        timed: True: also count the points that seconds at other lengths need.
+    """
     chunked = recipe.config is not None
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
@@ -486,7 +494,7 @@ def _count_method(
             large = (CHUNKS if fused else TILED_CHUNKS)[1]
         points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
     first: list[list[Counted]] = []
-    again: list[list[Counted]] = []
+    more_phases: list[list[Counted]] = []
     hosts = list[list[float]]()
     counted = Works()
     links = tuple[float, ...]()
@@ -514,7 +522,7 @@ def _count_method(
                         one.name, one.start + add.start, one.peak + add.peak, add.gradients, most
                     )
                 )
-            again.append(adding)
+            more_phases.append(adding)
     if chunked:
         counter.growth = more
     split = None
@@ -524,24 +532,28 @@ def _count_method(
         split = split_of(recipe.split, heads, links, ranks, points[0][0], saves)
         lengths_of_shards = [tokens for tokens, _ in points]
         first = lines_of_keys(first, split, lengths_of_shards, ranks)
-        again = lines_of_keys(again, split, lengths_of_shards, ranks)
-    regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
+        more_phases = lines_of_keys(more_phases, split, lengths_of_shards, ranks)
+    regimes = [
+        fit(points, phases, counter.reduced) if phases else () for phases in (first, more_phases)
+    ]
     host = fit_bytes(points, hosts)[0]._replace(chunk=0.0)
     if chunked and timed and not tiles:
         more_points = counter.more_points(recipe, points[0][1], counted)
     else:
         more_points = {}
-    found = counted | {point: works for point, works in more_points.items() if point not in counted}
+    all_work = counted | {
+        point: works for point, works in more_points.items() if point not in counted
+    }
     # Fitted over the full sequence's length and all ranks; copies to the host over the method's own
     # points alone.
-    lengths = [(ranks * tokens, chunk) for tokens, chunk in found]
+    lengths = [(ranks * tokens, chunk) for tokens, chunk in all_work]
     if fused:
         k_block = K_BLOCK
     else:
         k_block = MATH.tiling.k_block or K_BLOCK
     parts = []
     for name in counted[points[0]]:
-        over_ranks = [Work().plus(one[name], ranks) for one in found.values()]
+        over_ranks = [Work().plus(one[name], ranks) for one in all_work.values()]
         parts.append(fit_work(name, lengths, over_ranks, k_block, len(counted)))
     work = tuple(parts)
     config = recipe.config or StreamConfig()

@@ -26,7 +26,7 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
     Layers of one kind are one node; other equal siblings share a node as well.
     """
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
-    found = _activations(skeleton, batch_size)
+    bytes_by_module = _activations(skeleton, batch_size)
 
     def node(name: str, module: nn.Module, count: int) -> Node:
         """Return the node of a module and its children."""
@@ -48,28 +48,30 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
                     label = ",".join(map(str, indices[:3])) + f",..,{indices[-1]}"
                 children.append(node(label, layers[reduced.stand_in(inner)], len(indices)))
         else:
-            alike: dict[str, list[tuple[str, nn.Module]]] = {}
+            groups: dict[str, list[tuple[str, nn.Module]]] = {}
             for child_name, child in module.named_children():
                 shapes = repr(child) + str([tuple(p.shape) for p in child.parameters()])
-                alike.setdefault(shapes if child_name.isdigit() else child_name, []).append(
+                groups.setdefault(shapes if child_name.isdigit() else child_name, []).append(
                     (child_name, child)
                 )
-            for same in alike.values():
-                if len(same) == 1:
-                    label = same[0][0]
+            for members in groups.values():
+                if len(members) == 1:
+                    label = members[0][0]
                 else:
-                    label = f"{same[0][0]}-{same[-1][0]}"
-                children.append(node(label, same[0][1], len(same)))
+                    label = f"{members[0][0]}-{members[-1][0]}"
+                children.append(node(label, members[0][1], len(members)))
         # without dropouts, empty lists and the like
         children = [child for child in children if child.parameters or child.activation]
-        own = sum(parameters_of(p) for p in module._parameters.values() if p is not None)
-        parameters = own + sum(child.count * child.parameters for child in children)
-        activation = found.get(module, 0.0)
+        own_parameters = sum(parameters_of(p) for p in module._parameters.values() if p is not None)
+        parameters = own_parameters + sum(child.count * child.parameters for child in children)
+        activation = bytes_by_module.get(module, 0.0)
         # For parents of removed layers, the saved bytes do not apply to the full model.
         reduces = module is not layers[0] and any(child is layers[0] for child in module.modules())
         if reduces or isinstance(module, nn.ModuleList):
-            missing = activation - sum(found.get(child, 0.0) for child in _direct(module))
-            activation = max(0.0, missing) + sum(
+            remainder = activation - sum(
+                bytes_by_module.get(child, 0.0) for child in _direct(module)
+            )
+            activation = max(0.0, remainder) + sum(
                 child.count * child.activation for child in children
             )
         return Node(name, type(module).__name__, count, parameters, activation, tuple(children))
@@ -105,14 +107,14 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
             ids = torch.empty(batch_size, LENGTH, dtype=torch.long)  # [B, T]
             with count:
                 output = skeleton.model(input_ids=ids, labels=ids, use_cache=False)
-            kept = {}
+            bytes_by_module = {}
             for module, span in spans.items():
-                kept[module] = count.alive(*span) / (batch_size * LENGTH)
+                bytes_by_module[module] = count.alive(*span) / (batch_size * LENGTH)
             del output
     finally:
         for handle in handles:
             handle.remove()
-    return kept
+    return bytes_by_module
 
 
 def _direct(module: nn.Module) -> list[nn.Module]:

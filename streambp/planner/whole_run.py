@@ -65,10 +65,10 @@ def whole_run(
         method = plan.profile.method(choice.method)
         total = 0.0
         for length, number in Counter(map(rounded_up, cut)).items():
-            whole = min(length, plan.seq_len)
-            whole += -whole % setting.ranks
-            chunk = min(choice.chunk_size, whole)
-            total += number * seconds(method, whole, chunk, plan.rates, used).total
+            tokens_of_row = min(length, plan.seq_len)
+            tokens_of_row += -tokens_of_row % setting.ranks
+            chunk = min(choice.chunk_size, tokens_of_row)
+            total += number * seconds(method, tokens_of_row, chunk, plan.rates, used).total
         hours = epochs * total / replicas / 3600
     fastest = min(packed, hours) if hours is not None else packed
     spent = setting.gpus * fastest

@@ -1,11 +1,11 @@
 """Costs of a step's operations: products, attention, moved bytes, dispatches, copies.
 
-[Note: bytes moved] An operation reads its inputs once and writes its outputs once; it also reads a
-tensor that it changes in place. A broadcast dimension is read once. Views and empty tensors move
-nothing. Fills and `copy_` do not read their destination. Gathers and scatters move the selected
-elements twice. A matrix product that adds to a sum moves the sum twice. All other costs of matrix
-products and attention are in their FLOPs. A product that is `SKINNY` costs its bytes instead:
-products of adapters are a hundredth of a LoRA layer's FLOPs and a fifth of its time.
+An operation reads its inputs once and writes its outputs once; it also reads a tensor that it
+changes in place. A broadcast dimension is read once. Views and empty tensors move nothing. Fills
+and `copy_` do not read their destination. Gathers and scatters move the selected elements twice. A
+matrix product that adds to a sum moves the sum twice. All other costs of matrix products and
+attention are in their FLOPs. A product that is `SKINNY` costs its bytes instead: products of
+adapters are a hundredth of a LoRA layer's FLOPs and a fifth of its time.
 """
 
 from __future__ import annotations
@@ -42,23 +42,25 @@ class Work(NamedTuple):
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
         """Return the sum of this cost and `times` times the other, field by field."""
-        return Work(*[mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
+        return Work(
+            *[value + times * other_value for value, other_value in zip(self, other, strict=True)]
+        )
 
 
 def tensors(value: Any) -> list[Tensor]:
     """Return every tensor, of any shape, in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
+    members: list[Tensor] = []
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
         for part in value:
             if isinstance(part, Tensor):
-                found.append(part)
+                members.append(part)
             elif isinstance(part, tuple | list | dict) and part:
-                found += tensors(part)
-    return found
+                members += tensors(part)
+    return members
 
 
 GROUPED = aten._grouped_mm.default if hasattr(aten, "_grouped_mm") else None
@@ -89,7 +91,12 @@ CAUSAL_AT = {  # index of is_causal among the arguments
 
 
 def _attention_shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, int, int]:
-    """Return the sizes of an attention operation's call: rows, H, H_kv, queries, keys, D, D_v."""
+    """Return the sizes of an attention operation's call: rows, H, H_kv, queries, keys, D, D_v.
+
+    Args:
+        func: the operation, an overload of `torch.ops.aten`.
+        args: positional arguments of the operation.
+    """
     q, k, v = args[1:4] if func in BACKWARDS else args[:3]
     if func in (FORWARDS[2], BACKWARDS[2]):  # token major, [B, T, H, D] or [T, H, D]
         rows = q.shape[0] if q.dim() == 4 else 1
@@ -107,17 +114,17 @@ def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
             keys up to its own position.
         window: maximal number of keys that a query reads; None: no limit.
     """
-    found = queries * keys
+    number = queries * keys
     if causal:
         if queries == keys:
-            found = found // 2
+            number = number // 2
         else:
-            found = found - queries * queries // 2
+            number = number - queries * queries // 2
     if causal and window is not None and window < keys:
         full = max(0, min(queries, keys - window))  # queries with more keys than the window
-        rest = queries - full
-        found = full * window + rest * (keys - queries) + rest * (rest + 1) // 2
-    return found
+        windowed = queries - full
+        number = full * window + windowed * (keys - queries) + windowed * (windowed + 1) // 2
+    return number
 
 
 def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
@@ -125,7 +132,7 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
     which recomputes the scores."""
     rows, heads, _, queries, keys, size, value_size = _attention_shapes(func, args)
     causal = len(args) > CAUSAL_AT[func] and args[CAUSAL_AT[func]] is True
-    left = kwargs.get("window_size_left")
+    left_size = kwargs.get("window_size_left")
     if func in BACKWARDS:
         products = 3 * size + 2 * value_size
     else:
@@ -134,14 +141,16 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
         2
         * rows
         * heads
-        * pairs(queries, keys, causal, None if left is None or left < 0 else left + 1)
+        * pairs(
+            queries, keys, causal, None if left_size is None or left_size < 0 else left_size + 1
+        )
         * products
     )
 
 
 def workspace(func: Any, args: Any, kernels: str) -> int:
-    """Return the bytes that an attention kernel allocates and frees within one call. [Note: kernel
-    workspaces]"""
+    """Return the bytes that an attention kernel allocates and frees within one call. See
+    `planner/count.py`."""
     if func is BACKWARDS[1]:
         return 0
     rows, heads, kv_heads, queries, keys, size, value_size = _attention_shapes(func, args)
@@ -167,13 +176,13 @@ SELECTED_SOURCE = {  # index of the source that is written to selected elements
 
 def _size(tensor: Tensor) -> int:
     """Return the bytes of a tensor; dimensions with stride 0 (broadcast) count as size 1."""
-    kept = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0)
-    return math.prod(kept) * tensor.element_size()
+    sizes = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0)
+    return math.prod(sizes) * tensor.element_size()
 
 
 def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the bytes that one torch operation reads and writes; 0 for matrix products and
-    attention. [Note: bytes moved]
+    attention.
 
     Args:
         func: the operation, an overload of `torch.ops.aten`; no view.
@@ -182,31 +191,31 @@ def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         result: the operation's result.
     """
     name = func._overloadpacket.__name__
-    written = sum(map(_size, tensors(result)))
+    output_bytes = sum(map(_size, tensors(result)))
     if func in ADDS_TO_A_SUM:
-        return 2 * written
+        return 2 * output_bytes
     if func in FACTORS or func in ATTENTION or name in EMPTY:
         return 0
     if name in ONLY_WRITTEN:
-        return written
+        return output_bytes
     if name in COPIES:
-        return _size(args[1]) + written
+        return _size(args[1]) + output_bytes
     if name in SELECTED_RESULT:
-        return 2 * written
+        return 2 * output_bytes
     if name in SELECTED_SOURCE:
         if len(args) > SELECTED_SOURCE[name]:
             source = args[SELECTED_SOURCE[name]]
         else:
             source = None
         if isinstance(source, Tensor):
-            chosen = 2 * _size(source)
+            selected = 2 * _size(source)
         else:
-            chosen = written
+            selected = output_bytes
         if name.endswith("_"):
-            return chosen
-        return chosen + written
+            return selected
+        return selected + output_bytes
     read = [x for name, x in kwargs.items() if name != "out"]
-    return written + sum(map(_size, tensors((args, read))))
+    return output_bytes + sum(map(_size, tensors((args, read))))
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
@@ -226,10 +235,10 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
         size = moved(func, args, kwargs, result)
         if a.dim() == 2 and func is not GROUPED and min(*a.shape, b.shape[-1]) <= SKINNY:
             if func in ADDS_TO_A_SUM:
-                written = 0
+                output_bytes = 0
             else:
-                written = _size(tensors(result)[0])
-            size += _size(a) + _size(b) + written
+                output_bytes = _size(tensors(result)[0])
+            size += _size(a) + _size(b) + output_bytes
         return Work(2 * terms * b.shape[-1], moved=size, dispatches=1)
     if func in ATTENTION:
         flops = attention_flops(func, args, kwargs)

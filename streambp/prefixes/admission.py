@@ -115,8 +115,8 @@ def draws_noise(module: nn.Module) -> bool:
 def _embeddings(module: nn.Module) -> nn.Module | None:
     """Return a backbone's input embeddings; None if transformers finds none."""
     with contextlib.suppress(NotImplementedError, AttributeError):
-        found: nn.Module | None = module.get_input_embeddings()  # type: ignore[operator]
-        return found
+        embeddings: nn.Module | None = module.get_input_embeddings()  # type: ignore[operator]
+        return embeddings
     return None
 
 
@@ -184,9 +184,9 @@ class Trials:
             if value is not None and value is not False and name not in LABELS:
                 said.append(name)
         positions = kwargs.get(SHARED_INPUTS[2])
-        given = (*sorted(said), 0 if positions is None else positions.dim())
+        form = (*sorted(said), 0 if positions is None else positions.dim())
         dtype = next((parameter.dtype for parameter in self.module.parameters()), None)
-        return given, autocast_dtype(tokens_of(kwargs).device.type), dtype
+        return form, autocast_dtype(tokens_of(kwargs).device.type), dtype
 
     def knows(self, kwargs: Mapping[str, Any]) -> bool:
         """True if a call with arguments of this form was tested."""
@@ -214,20 +214,27 @@ class Trials:
         padded = kwargs.get(SHARED_INPUTS[1]) is not None
         embeddings: Any = _embeddings(self.module)
         vocabulary = int(getattr(embeddings, "num_embeddings", 0) or self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
-        found: list[str | None] = []
+        reasons: list[str | None] = []
         for with_padding in (False,) * shares + (True,) * padded:
             trial = trial_of(kwargs, vocabulary, with_padding)
-            found.append(self._try(trial, over, sites, apart, together))
-        self.verdicts[self.kind_of(kwargs)] = found[0], found[-1]
+            reasons.append(self._try(trial, over, sites, apart, together))
+        self.verdicts[self.kind_of(kwargs)] = reasons[0], reasons[-1]
 
     def _try(
-        self, kwargs: dict[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool
+        self,
+        kwargs: dict[str, Any],
+        over: Over,
+        sites: list[LayerSite],
+        branch_distance: int,
+        together: bool,
     ) -> str | None:
         mask, positions = mask_and_positions(kwargs)
         ids = known_by(kwargs)
-        tree = find_tree(ids, mask, positions, least=TRIAL[1] // 3, saves=0.0, apart=apart)
+        tree = find_tree(
+            ids, mask, positions, least=TRIAL[1] // 3, saves=0.0, apart=branch_distance
+        )
         assert isinstance(tree, Tree), tree
-        here = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # [B, T]
+        is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # [B, T]
         random = RandomState.capture(ids.device).replayed()
         with (
             torch.no_grad(),
@@ -238,17 +245,20 @@ class Trials:
         ):
             failed: list[Exception] = []
             try:
-                made = [ReplayedChoices() for _ in sites]
-                with replaced(sites, "choices", made):  # [Note: choices]
+                recorded = [ReplayedChoices() for _ in sites]
+                with replaced(sites, "choices", recorded):  # [Note: choices]
                     rows = over(kwargs, None, failed)
                 restored.end_run()
                 restored.rewind()
-                taken = [each.rearranged(functools.partial(_in_packed_row, tree)) for each in made]
-                with replaced(sites, "choices", taken):
+                replayed = [
+                    choices.rearranged(functools.partial(_in_packed_row, tree))
+                    for choices in recorded
+                ]
+                with replaced(sites, "choices", replayed):
                     row = over(packed(kwargs, tree, self.takes_positions), tree, failed)
                 if not failed:
-                    expected = rows[0][here]
-                    found = spread_all(row, tree)[0][here]
+                    expected = rows[0][is_token]
+                    results = spread_all(row, tree)[0][is_token]
             except Exception as error:
                 if together and (failed or is_out_of_memory(error)):
                     # Other ranks continue this forward, so this rank cannot skip it.
@@ -267,15 +277,19 @@ class Trials:
         if set_otherwise:
             return f"its forward initialises itself at its first call ({', '.join(set_otherwise)})"
         half = expected.dtype in HALF or autocast_dtype(ids.device.type) in HALF
-        found = found.double()
+        results = results.double()
         expected = expected.double()
         if half:  # distance over all values, because single values round coarsely
-            distance = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+            distance = float((results - expected).norm() / expected.norm().clamp(min=1e-30))
             bar = BAR_IN_HALF
         else:
-            distance = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+            distance = float(
+                (results - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+            )
             bar = BAR
-        scores = max((each.typical() if half else each.furthest() for each in taken), default=0.0)
+        scores = max(
+            (choices.typical() if half else choices.furthest() for choices in replayed), default=0.0
+        )
         if distance <= bar and scores <= SCORES * bar:
             return None
         distance = max(distance, scores / SCORES)
@@ -292,13 +306,13 @@ def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
     A packed row may end with an additional token, for which nothing was recorded. This token gets
     the last token's integers, and NaN for floats.
     """
-    found = tree.packed(of_rows)
+    records = tree.packed(of_rows)
     if tree.furthest is None:
-        return found
-    last = found[:, -1:]
+        return records
+    last = records[:, -1:]
     if last.is_floating_point():
         last = torch.full_like(last, float("nan"))
-    return torch.cat([found, last], 1)
+    return torch.cat([records, last], 1)
 
 
 @contextlib.contextmanager

@@ -101,8 +101,8 @@ def known_by(kwargs: Mapping[str, Any]) -> Tensor:
     if not said:
         return tokens  # type: ignore[no-any-return]
     # [B * T, what is said]
-    each = torch.stack([tokens, *(x.to(tokens) for x in said)], -1).flatten(0, 1)
-    return each.unique(dim=0, return_inverse=True)[1].view(shape)
+    rows_of_values = torch.stack([tokens, *(x.to(tokens) for x in said)], -1).flatten(0, 1)
+    return rows_of_values.unique(dim=0, return_inverse=True)[1].view(shape)
 
 
 def _numbered(axis: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
         tree: the packed row.
         takes_positions: True if the forward accepts position_ids.
     """
-    changed = _without_labels(kwargs)
+    arguments = _without_labels(kwargs)
     mask, positions = mask_and_positions(kwargs)
     tokens = tokens_of(kwargs)
     if positions is None:
@@ -130,26 +130,26 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
     # [B, T] or [axes, B, T]
     positions = positions.expand(*positions.shape[:-2], len(tree.rows), -1)
     if positions.dim() == 2:
-        found = tree.packed(positions)
+        packed_positions = tree.packed(positions)
     else:
-        found = torch.stack([tree.packed(axis) for axis in positions])
+        packed_positions = torch.stack([tree.packed(axis) for axis in positions])
     if tree.furthest is not None:
-        found = nn.functional.pad(found, (0, 1), value=tree.furthest)
+        packed_positions = nn.functional.pad(packed_positions, (0, 1), value=tree.furthest)
     # A missing mask would make transformers search the positions for documents.
-    changed[SHARED_INPUTS[1]] = (tokens if mask is None else mask).new_ones(1, tree.length)
+    arguments[SHARED_INPUTS[1]] = (tokens if mask is None else mask).new_ones(1, tree.length)
     if takes_positions:
-        changed[SHARED_INPUTS[2]] = found
+        arguments[SHARED_INPUTS[2]] = packed_positions
     for name in (SHARED_INPUTS[0], EMBEDS, *PER_TOKEN):
         if kwargs.get(name) is not None:
-            changed[name] = row = tree.packed(kwargs[name])  # [1, tokens, ...]
+            arguments[name] = row = tree.packed(kwargs[name])  # [1, tokens, ...]
             if tree.furthest is not None:
                 # Append a copy of the first token. A padding id may have a zero embedding, and a
                 # root of zeros has no gradient (Gemma 3n).
                 first = row[:, :1].detach()
                 if name in PER_TOKEN:
                     first = torch.zeros_like(first)
-                changed[name] = torch.cat([row, first], 1)
-    return changed
+                arguments[name] = torch.cat([row, first], 1)
+    return arguments
 
 
 def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[str, Any]:
@@ -171,31 +171,33 @@ def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[s
     if padded:
         real[:, : PADS[0]] = 0
         real[2, -PADS[1] :] = 0
-    changed = _without_labels(kwargs)
-    given = tokens_of(kwargs)
-    if given.is_floating_point():
-        drawn = torch.randn(
-            *TRIAL, given.shape[-1], generator=generator, device="cpu", dtype=torch.float32
+    arguments = _without_labels(kwargs)
+    tokens_of_call = tokens_of(kwargs)
+    if tokens_of_call.is_floating_point():
+        random_values = torch.randn(
+            *TRIAL, tokens_of_call.shape[-1], generator=generator, device="cpu", dtype=torch.float32
         )
-        changed[EMBEDS] = drawn.to(given)
+        arguments[EMBEDS] = random_values.to(tokens_of_call)
     else:
-        changed[SHARED_INPUTS[0]] = tokens.to(given)
+        arguments[SHARED_INPUTS[0]] = tokens.to(tokens_of_call)
     marked = tokens % 2 * real  # [rows, tokens]
     for name in PER_TOKEN:
         if kwargs.get(name) is not None:
-            changed[name] = marked.to(kwargs[name])
+            arguments[name] = marked.to(kwargs[name])
     for name in IN_ORDER:
         if kwargs.get(name) is not None:
-            changed[name] = []
+            arguments[name] = []
             for like in kwargs[name]:
                 size = (int(marked.sum()), like.shape[-1])
-                drawn = torch.randn(size, generator=generator, device="cpu", dtype=torch.float32)
-                changed[name].append(drawn.to(like))
+                random_values = torch.randn(
+                    size, generator=generator, device="cpu", dtype=torch.float32
+                )
+                arguments[name].append(random_values.to(like))
     if mask is not None:
-        changed[SHARED_INPUTS[1]] = real.to(mask)
+        arguments[SHARED_INPUTS[1]] = real.to(mask)
     if positions is not None:
         counted = (real.cumsum(1) - 1).clamp(min=0)  # [rows, tokens]
         if positions.dim() == 3:
             counted = torch.stack([counted + axis * marked for axis in range(len(positions))])
-        changed[SHARED_INPUTS[2]] = counted.to(positions)
-    return changed
+        arguments[SHARED_INPUTS[2]] = counted.to(positions)
+    return arguments

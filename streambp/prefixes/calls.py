@@ -151,7 +151,7 @@ class SharedPrefixes:
         self.last = tree
         return over(kwargs, None)
 
-    def _late(self, again: Again, tree: Tree, labels: tuple[Any, Any]) -> LateRows | None:
+    def _late(self, rows_later: Again, tree: Tree, labels: tuple[Any, Any]) -> LateRows | None:
         """Return an object that can run the backbone on the batch's rows after the packed row, in
         case the program reads values at padding.
 
@@ -159,7 +159,7 @@ class SharedPrefixes:
         each forward.
 
         Args:
-            again: the forward over the rows, to run later.
+            rows_later: the forward over the rows, to run later.
             tree: the packed row.
             labels: see `call`.
         """
@@ -172,7 +172,7 @@ class SharedPrefixes:
             self._reads_padding.add(caller)
             self.last = PADDING_IS_READ
 
-        return LateRows(self.module, again, tree, told)
+        return LateRows(self.module, rows_later, tree, told)
 
     def _caller(self, labels: tuple[Any, Any]) -> tuple[bool, bool]:
         """Return the key (True in training mode, True if there are labels). Once a program has read
@@ -242,6 +242,13 @@ class SharedPrefixes:
 
         An exception is returned as such a reason, because the user did not request a packed row,
         and the rows can still be computed.
+
+        Args:
+            kwargs: the backbone's arguments.
+            sites: returns the backbone's decoder layers.
+            labels: labels and shift_labels of the language model around the backbone.
+            padding_unseen: returns True if no other code reads values at padding positions.
+            together: True if all ranks test the backbone at once.
         """
         may_try = False
         try:
@@ -284,7 +291,14 @@ class SharedPrefixes:
         padding_unseen: Unseen,
     ) -> Tree | str:
         """Return the packed row for a call, or the reason against it as text. The result is cached
-        for the tensors of one call."""
+        for the tensors of one call.
+
+        Args:
+            kwargs: the backbone's arguments.
+            sites: the backbone's decoder layers.
+            labels: labels and shift_labels of the language model around the backbone.
+            padding_unseen: returns True if no other code reads values at padding positions.
+        """
         mask, positions = mask_and_positions(kwargs)
         if self.trials.knows(kwargs):
             plain, padded = self.trials.verdicts[self.trials.kind_of(kwargs)]
@@ -300,11 +314,11 @@ class SharedPrefixes:
         for x in (*map(kwargs.get, (*SHARED_INPUTS, EMBEDS, *PER_TOKEN)), plain, shifted):
             if isinstance(x, Tensor):
                 key.append((x, None if x.is_inference() else x._version))
-        before = [] if self._looked is None else self._looked[0]
-        same = len(before) == len(key) and all(
-            x is y and i == j for (x, i), (y, j) in zip(before, key, strict=True)
+        looked_key = [] if self._looked is None else self._looked[0]
+        is_same_call = len(looked_key) == len(key) and all(
+            x is y and i == j for (x, i), (y, j) in zip(looked_key, key, strict=True)
         )
-        if self._looked is None or not same:
+        if self._looked is None or not is_same_call:
             ids = known_by(kwargs)
             scored = _labelled(plain, shifted, ids)
             look = functools.partial(
@@ -316,12 +330,15 @@ class SharedPrefixes:
                 apart=_apart(sites),
                 a_chunk=_a_chunk(sites),
             )
-            found = look()
-            shares = isinstance(found, Tree) and found.tokens < found.tokens_of_rows
+            row_or_reason = look()
+            shares = (
+                isinstance(row_or_reason, Tree)
+                and row_or_reason.tokens < row_or_reason.tokens_of_rows
+            )
             if shares and self.rows == "auto" and draws_noise(self.module):
-                found = look(least=ids.shape[1] + 1)  # share no tokens, drop padding only
-                found = found if isinstance(found, Tree) else NOISE_IS_SEEN
-            self._looked = key, found
+                row_or_reason = look(least=ids.shape[1] + 1)  # share no tokens, drop padding only
+                row_or_reason = row_or_reason if isinstance(row_or_reason, Tree) else NOISE_IS_SEEN
+            self._looked = key, row_or_reason
         tree = self._looked[1]
         if self.rows == "auto" and isinstance(tree, Tree) and any(tree.padding()):
             if self._caller(labels) in self._reads_padding:
@@ -330,8 +347,13 @@ class SharedPrefixes:
         return tree
 
     def _tried(self, kwargs: Mapping[str, Any], tree: Tree) -> Tree | str:
-        """Return the packed row for a call of a tested form, or the test's reason against it as
-        text."""
+        """Return the packed row for a call whose form was tested, or the test's reason against the
+        packed row as text.
+
+        Args:
+            kwargs: the backbone's arguments.
+            tree: the packed row.
+        """
         reason = self.trials.verdicts[self.trials.kind_of(kwargs)][any(tree.padding())]
         if reason is None:
             return tree
@@ -362,7 +384,7 @@ class SharedPrefixes:
         said = everyones_numbers(self.module, [kind, wants], device)
         if kind == 0 or any(other[0] != kind for other in said):
             return False
-        return any(wanted for _, wanted in said)
+        return any(wants_test for _, wants_test in said)
 
 
 def _apart(sites: list[LayerSite]) -> int:
@@ -385,8 +407,8 @@ def _a_chunk(sites: list[LayerSite]) -> float:
 
 
 def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
-    """Return a bool tensor [B, T], True for tokens whose output has a label; None without labels.
-    All are True if labels exist for an unknown part of the tokens.
+    """Return a bool tensor [B, T], True for tokens whose output has a label. If labels exist for
+    the last tokens alone (logits_to_keep), all tokens are True. None without labels.
 
     Args:
         plain: labels, to be shifted.

@@ -43,29 +43,29 @@ class Moment:
     def of(cls, module: nn.Module) -> Moment:
         """Return a snapshot of the module's current state."""
         tensors = [*module.parameters(), *module.buffers()]
-        written = []
+        versions = []
         for x in tensors:
             version = 0 if x.is_inference() else x._version
-            written.append((x, version))
+            versions.append((x, version))
         flags: list[dict[str, Any]] = []
         if draws_noise(module):
             flags = _flags(module)
-        return cls(written, flags)
+        return cls(versions, flags)
 
     def is_over(self, module: nn.Module) -> bool:
         """True if a parameter, buffer or flag of the module was replaced or modified since the
         snapshot."""
-        now = Moment.of(module)
-        if len(now.written) != len(self.written) or now.flags != self.flags:
+        current = Moment.of(module)
+        if len(current.written) != len(self.written) or current.flags != self.flags:
             return True
-        pairs = zip(self.written, now.written, strict=True)
+        pairs = zip(self.written, current.written, strict=True)
         return any(x is not y or i != j for (x, i), (y, j) in pairs)
 
 
 def _flags(module: nn.Module) -> list[dict[str, Any]]:
     """Return one dict for each module, with the module's attributes that are numbers, strings or
     bools, and its lists of strings (peft's active adapters)."""
-    found = []
+    flags_by_module = []
     for part in module.modules():
         flags: dict[str, Any] = {}
         for name, value in vars(part).items():
@@ -73,8 +73,8 @@ def _flags(module: nn.Module) -> list[dict[str, Any]]:
                 flags[name] = value
             elif isinstance(value, list) and all(isinstance(entry, str) for entry in value):
                 flags[name] = list(value)
-        found.append(flags)
-    return found
+        flags_by_module.append(flags)
+    return flags_by_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,15 +170,15 @@ class LateRows:
         if self.moment.flags:
             return  # the second forward draws other noise
         places = self.tree.places(rows.device).flatten()  # [B * T]
-        here = places < self.tree.length
-        before = self.source[places[here]]
-        now = rows[here]
-        difference = now.double() - before.double()
+        is_token = places < self.tree.length
+        expected = self.source[places[is_token]]
+        computed = rows[is_token]
+        difference = computed.double() - expected.double()
         if rows.dtype in HALF:
-            distance = difference.norm() / before.double().norm().clamp(min=1e-30)
+            distance = difference.norm() / expected.double().norm().clamp(min=1e-30)
             bar = BAR_IN_HALF
         else:
-            distance = difference.abs().max() / before.abs().max().clamp(min=1e-30)
+            distance = difference.abs().max() / expected.abs().max().clamp(min=1e-30)
             bar = BAR
         if not bool(distance <= bar):
             raise _changed()

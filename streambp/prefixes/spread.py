@@ -37,8 +37,8 @@ class Spread(torch.autograd.Function):
         """
         ctx.tree = tree
         spread = x.new_empty(len(tree.rows), tree.width, *x.shape[1:])
-        for row, here, there in _places(tree):
-            spread[row, here] = x[there]
+        for row, columns, positions in _places(tree):
+            spread[row, columns] = x[positions]
         for row, start, stop in tree.padding():
             spread[row, start:stop] = x[0]
         return spread
@@ -54,8 +54,8 @@ class Spread(torch.autograd.Function):
         tree: Tree = ctx.tree
         wide = torch.promote_types(grad.dtype, torch.float32)
         total = grad.new_zeros(tree.length, *grad.shape[2:], dtype=wide)
-        for row, here, there in _places(tree):
-            total[there] += grad[row, here]
+        for row, columns, positions in _places(tree):
+            total[positions] += grad[row, columns]
         refuse(*(grad[row, start:stop] for row, start, stop in tree.padding()))
         return total.to(grad.dtype), None
 
@@ -69,7 +69,7 @@ class Behind(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return x [N, h] with a copy of its first row behind, [N + 1, h]."""
+        """Return x [N, h] followed by a copy of its first row, as [N + 1, h]."""
         return torch.cat([x, x[:1]])
 
     @staticmethod
@@ -193,14 +193,15 @@ def spread_all(
     done: dict[int, Tensor] | None = None,
     late: Callable[[bool], Tensor] | None = None,
 ) -> Any:
-    """Return a model's output for the packed row as an output for the batch's rows: `spread` is
-    applied to every tensor, once to each.
+    """Return a model's output for the packed row as an output for the batch's rows. The function
+    `spread` is applied to every tensor in the output, once to a tensor that occurs twice.
 
     Args:
         output: a tensor [1, N, ...] or [N, ...], or such tensors in tuples, lists and dicts.
         tree: the packed row.
-        done: results by id of a tensor, for tensors that occur twice.
-        late: see `spread`.
+        done: results so far, by id of the tensor.
+        late: returns the hidden states of the rows [B * T, h], if the program reads padding; None:
+            padding has another token's values.
 
     Raises:
         UnsharedError: a tensor has another shape.

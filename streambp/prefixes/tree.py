@@ -127,13 +127,13 @@ class Tree:
         """Return (start, continued) for each segment: the segment's first index in the packed row,
         and the index behind the token that precedes the segment in its batch row. `continued` is 0
         if the segment begins its batch row."""
-        found: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
         for segment in self.segments:
             continued = segment.before[-1].stop if segment.before else 0
-            found.append((segment.own.start, continued))
+            pairs.append((segment.own.start, continued))
         if self.furthest is not None:
-            found.append((self.tokens, 0))
-        return tuple(found)
+            pairs.append((self.tokens, 0))
+        return tuple(pairs)
 
     @property
     def pieces(self) -> int:
@@ -151,14 +151,14 @@ class Tree:
     def places(self, device: torch.device) -> Tensor:
         """Return [B, T], the index in the packed row of each token of the batch. Padding gets the
         packed row's length, an index behind its end."""
-        found = torch.full((len(self.rows), self.width), self.length, device="cpu")
+        indices = torch.full((len(self.rows), self.width), self.length, device="cpu")
         for index, row in enumerate(self.rows):
             for piece in row.pieces:
                 start = row.column + piece.at
-                found[index, start : start + piece.stop - piece.start] = torch.arange(
+                indices[index, start : start + piece.stop - piece.start] = torch.arange(
                     piece.start, piece.stop, device="cpu"
                 )
-        return found.to(device)
+        return indices.to(device)
 
     def packed(self, batch: Tensor) -> Tensor:
         """Return the values [1, N, ...] of the packed row's tokens from values [B, T, ...] of the
@@ -179,13 +179,13 @@ class Tree:
             window: number of a row's tokens that a query reads, including the query; None: all
                 earlier tokens.
         """
-        own = [
+        runs = [
             Run(segment.own.start, segment.own.stop, segment.own.start) for segment in self.segments
         ]
         if self.furthest is not None:
-            own.append(Run(self.tokens, self.length, self.tokens))
-        before = self._whole_pieces() if window is None else self._pieces_within(window)
-        return Spans(self.length, ((*own, *before),), window)
+            runs.append(Run(self.tokens, self.length, self.tokens))
+        shared_runs = self._whole_pieces() if window is None else self._pieces_within(window)
+        return Spans(self.length, ((*runs, *shared_runs),), window)
 
     def _whole_pieces(self) -> Iterator[Run]:
         """Yield a `Run` for each range of keys in earlier segments and the queries that read the
@@ -198,8 +198,8 @@ class Tree:
         readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for segment in self.segments:
             for piece in segment.before:
-                inside = [cut for cut in cuts if piece.start <= cut <= piece.stop]
-                for part in itertools.pairwise(inside):
+                inner_cuts = [cut for cut in cuts if piece.start <= cut <= piece.stop]
+                for part in itertools.pairwise(inner_cuts):
                     queries = readers.setdefault(part, [])
                     start = segment.own.start
                     if queries and queries[-1][1] == start:
@@ -263,11 +263,11 @@ def find_tree(
         a_chunk: cost of one more chunk, as a number of tokens, if chunks must end wherever rows
             branch; 0: chunks may end anywhere.
     """
-    found = _look_at(ids, mask, positions, labelled)
-    if isinstance(found, str):
-        return found
-    known, furthest = found
-    segments, rows = _write_down(ids, known, least, apart)
+    rows_or_reason = _look_at(ids, mask, positions, labelled)
+    if isinstance(rows_or_reason, str):
+        return rows_or_reason
+    token_places, furthest = rows_or_reason
+    segments, rows = _write_down(ids, token_places, least, apart)
     tree = Tree(ids.shape[1], rows, segments, furthest)
     if not tree.tokens:
         return "the last call's batch is padding alone"
@@ -298,22 +298,22 @@ def _look_at(
     batch_size, width = ids.shape
     columns = torch.arange(width, device=ids.device)[None].expand(batch_size, -1)
     # [axes, B, T]
-    given = columns[None] if positions is None else positions.reshape(-1, *positions.shape[-2:])
-    given = given.to(ids.device).expand(-1, batch_size, -1)
-    positions = columns if len(given) == 3 else given[0]  # [B, T], text positions
+    axes = columns[None] if positions is None else positions.reshape(-1, *positions.shape[-2:])
+    axes = axes.to(ids.device).expand(-1, batch_size, -1)
+    positions = columns if len(axes) == 3 else axes[0]  # [B, T], text positions
     # [B, T]
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device) != 0
     first = real.int().argmax(1)
     last = width - 1 - real.flip(1).int().argmax(1)
     length = real.sum(1)
-    both = real[:, 1:] & real[:, :-1]
-    grows = ((positions[:, 1:] - positions[:, :-1] == 1) | ~both).all(1)
+    both_real = real[:, 1:] & real[:, :-1]
+    grows = ((positions[:, 1:] - positions[:, :-1] == 1) | ~both_real).all(1)
     scored = (
         torch.zeros_like(first) if labelled is None else (labelled.to(ids.device) & ~real).any(1)
     ).to(first.dtype)
     start = positions.gather(1, first[:, None])[:, 0]
     # [B] each: over all tokens, and without padding
-    highest = (given.amax((0, 2)), given.amax(0).masked_fill(~real, -1).amax(1))
+    highest = (axes.amax((0, 2)), axes.amax(0).masked_fill(~real, -1).amax(1))
     counts = torch.stack([first, last - first + 1, length, grows.to(first.dtype), scored])
     # Positions may have a fraction, so the table is float64 then.
     placed = torch.stack([start, *highest])
@@ -332,23 +332,23 @@ def _look_at(
         if outside:
             return f"padding of the last call's row {index} predicts a label"
     furthest, read = (max(row[at] for row in rows) for at in (6, 7))
-    known = [_Known(row[0], row[2], row[5]) for row in rows]
+    token_places = [_Known(row[0], row[2], row[5]) for row in rows]
     if read in (furthest, -1):
-        return known, None
-    return known, furthest
+        return token_places, None
+    return token_places, furthest
 
 
 def _write_down(
-    ids: Tensor, known: list[_Known], least: int, apart: int
+    ids: Tensor, token_places: list[_Known], least: int, branch_distance: int
 ) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
     """Return the segments of the packed row, in order, and each batch row's pieces.
 
     Args:
         ids: [B, T], integers that are equal for equal tokens.
-        known: the place of each row's tokens.
-        least, apart: see `find_tree`.
+        token_places: the place of each row's tokens.
+        least, branch_distance: see `find_tree`.
     """
-    first_columns = [row.column for row in known]
+    first_columns = [row.column for row in token_places]
     if any(first_columns):  # shift rows left to their first token
         firsts = torch.tensor(first_columns, device=ids.device)
         columns = (torch.arange(ids.shape[1], device=ids.device) + firsts[:, None]).clamp(
@@ -357,42 +357,46 @@ def _write_down(
         ids = ids.gather(1, columns)
     # Group rows that share `least` tokens: most rows of most batches share nothing.
     starts = ids[:, :least].unique(dim=0, return_inverse=True)[1].tolist()
-    alike: dict[tuple[float, ...], list[int]] = {}
-    for index, (known_row, start) in enumerate(zip(known, starts, strict=True)):
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for index, (known_row, start) in enumerate(zip(token_places, starts, strict=True)):
         group: tuple[float, ...] = (index,)
         if known_row.length >= least:
             group = (known_row.position, start)
-        alike.setdefault(group, []).append(index)
+        groups.setdefault(group, []).append(index)
     # Groups of rows without pieces yet, and the pieces that each group shares.
     waiting: list[tuple[list[int], tuple[PackedSpan, ...]]] = []
-    for rows in reversed(alike.values()):
+    for rows in reversed(groups.values()):
         waiting.append((rows, ()))
     segments: list[Segment] = []
     pieces: dict[int, tuple[PackedSpan, ...]] = {}
     end = 0
     while waiting:
-        (pivot, *others), before = waiting.pop()
-        depth = sum(piece.stop - piece.start for piece in before)
-        pieces[pivot] = before
-        if known[pivot].length > depth:
-            own = PackedSpan(depth, end, end + known[pivot].length - depth)
-            segments.append(Segment(pivot, own, before))
-            pieces[pivot] = (*before, own)
-            end = own.stop
-            if before and before[-1].stop == own.start:  # adjacent in the packed row
+        (pivot, *followers), pieces_before = waiting.pop()
+        depth = sum(piece.stop - piece.start for piece in pieces_before)
+        pieces[pivot] = pieces_before
+        if token_places[pivot].length > depth:
+            span = PackedSpan(depth, end, end + token_places[pivot].length - depth)
+            segments.append(Segment(pivot, span, pieces_before))
+            pieces[pivot] = (*pieces_before, span)
+            end = span.stop
+            if pieces_before and pieces_before[-1].stop == span.start:  # adjacent in the packed row
                 pieces[pivot] = (
-                    *before[:-1],
-                    PackedSpan(before[-1].at, before[-1].start, own.stop),
+                    *pieces_before[:-1],
+                    PackedSpan(pieces_before[-1].at, pieces_before[-1].start, span.stop),
                 )
-        common = _common(ids, pivot, others, depth, [row.length for row in known], least)
+        common = _common(ids, pivot, followers, depth, [row.length for row in token_places], least)
         for row, at in common.items():
             # a row that ends at the branch has no own segment
-            if apart > 1 and at != known[row].length:
-                at = min(at, known[row].length - apart, known[pivot].length - apart)
-                common[row] = at - at % apart
-        beside = [row for row in others if common[row] - depth < least]
-        if beside:
-            waiting.append((beside, before))
+            if branch_distance > 1 and at != token_places[row].length:
+                at = min(
+                    at,
+                    token_places[row].length - branch_distance,
+                    token_places[pivot].length - branch_distance,
+                )
+                common[row] = at - at % branch_distance
+        short_matches = [row for row in followers if common[row] - depth < least]
+        if short_matches:
+            waiting.append((short_matches, pieces_before))
         # the stack pops the longest first
         for at in sorted({at for at in common.values() if at - depth >= least}):
             path: list[PackedSpan] = []
@@ -400,12 +404,14 @@ def _write_down(
                 if piece.at < at:
                     stop = min(piece.stop, piece.start + at - piece.at)
                     path.append(PackedSpan(piece.at, piece.start, stop))
-            waiting.append(([row for row in others if common[row] == at], tuple(path)))
-    return tuple(segments), tuple(Row(row.column, pieces[index]) for index, row in enumerate(known))
+            waiting.append(([row for row in followers if common[row] == at], tuple(path)))
+    return tuple(segments), tuple(
+        Row(row.column, pieces[index]) for index, row in enumerate(token_places)
+    )
 
 
 def _common(
-    ids: Tensor, pivot: int, others: list[int], depth: int, lengths: list[int], least: int
+    ids: Tensor, pivot: int, rows: list[int], depth: int, lengths: list[int], least: int
 ) -> dict[int, int]:
     """Return for each other row how many of its first tokens equal those of the row `pivot`.
 
@@ -415,26 +421,26 @@ def _common(
     Args:
         ids: [B, T], integers that are equal for equal tokens; rows begin at column 0.
         pivot: index of the row to compare with.
-        others: indices of the other rows.
+        rows: indices of the other rows.
         depth: number of tokens that are known to be equal.
         lengths: number of tokens of each row.
         least: number of tokens in the first comparison.
     """
-    found = {row: min(lengths[row], lengths[pivot]) for row in others}
-    same = others
+    equal_tokens = {row: min(lengths[row], lengths[pivot]) for row in rows}
+    matching_rows = rows
     start = depth
     size = max(least, 1)
-    while same and start < lengths[pivot]:
+    while matching_rows and start < lengths[pivot]:
         stop = min(start + size, lengths[pivot])
-        differs = ids[same, start:stop] != ids[pivot, start:stop]  # [rows, tokens]
+        differs = ids[matching_rows, start:stop] != ids[pivot, start:stop]  # [rows, tokens]
         table = torch.stack([differs.any(1).to(torch.long), differs.int().argmax(1)]).tolist()
         matching: list[int] = []
-        for row, parts, at in zip(same, *table, strict=True):
+        for row, parts, at in zip(matching_rows, *table, strict=True):
             if parts:
-                found[row] = min(found[row], start + at)
-            elif found[row] > stop:
+                equal_tokens[row] = min(equal_tokens[row], start + at)
+            elif equal_tokens[row] > stop:
                 matching.append(row)
-        same = matching
+        matching_rows = matching
         start = stop
         size = WIDER * size
-    return found
+    return equal_tokens

@@ -1,8 +1,8 @@
 """Pass a layer's recurrent and convolution states from one chunk to the next.
 
 A chunk's forward gets a `StateCache` instead of the layer's cache, or states instead of the layer's
-state argument. [Note: carriers] in `attention/interface.py` defines carriers; [Note: states]
-defines states.
+state argument. `attention/interface.py` defines carriers [Note: carriers], and
+`recurrent/states.py` defines states.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class StateCarrier:
         if states is None and read is None:
             return named, None
         cache = StateCache(chunk.start, states or {}, read)
-        given: Any = cache
+        argument_value: Any = cache
         if self.returned:
-            given = tuple(cache.before.values()) or None
-        return {**named, self.argument: given}, cache
+            argument_value = tuple(cache.before.values()) or None
+        return {**named, self.argument: argument_value}, cache
 
     def collect(self, result: Any, cache: StateCache | None) -> Any:
         """Return a layer's result without the recurrent states. States among the return values are

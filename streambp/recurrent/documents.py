@@ -94,8 +94,8 @@ class Documents:
             return {}
         # One tensor for all passes, because fla caches values derived from this tensor.
         if chunk not in self._cut:
-            inside = [end - chunk.start for end in self.ends if chunk.start < end < chunk.stop]
-            ends = [0, *inside, chunk.stop - chunk.start]
+            inner_ends = [end - chunk.start for end in self.ends if chunk.start < end < chunk.stop]
+            ends = [0, *inner_ends, chunk.stop - chunk.start]
             self._cut[chunk] = torch.tensor(ends, dtype=self._ends.dtype, device=self._ends.device)
         return {DOCUMENT_ENDS: self._cut[chunk]}
 
@@ -169,27 +169,29 @@ class PackedRows:
             of_tokens: Tensor | None = ids.cumsum(-1, dtype=torch.int32).to(device)
             if DOCUMENT_IDS not in names:
                 of_tokens = None
-            known: tuple[int, ...] | None = None
+            ends_of_row: tuple[int, ...] | None = None
             of_row: Tensor | None = None
             if DOCUMENT_ENDS in names:
-                known = self.ends[0]
-                of_row = torch.tensor(known, dtype=torch.int32, device=device)
-            self._documents[names] = Documents(of_tokens, of_row, known)
+                ends_of_row = self.ends[0]
+                of_row = torch.tensor(ends_of_row, dtype=torch.int32, device=device)
+            self._documents[names] = Documents(of_tokens, of_row, ends_of_row)
         return self._documents[names]
 
     def segments(self, chunk: Chunk) -> list[Segment]:
         """Return the chunk's tokens split by document. Rows whose documents have the same
         boundaries in the chunk share a `Segment`."""
-        found: dict[tuple[int, int, bool], list[int]] = {}
+        rows_by_range: dict[tuple[int, int, bool], list[int]] = {}
         for row, ends in enumerate(self.ends):
-            before = bisect.bisect_left(ends, chunk.start)
-            behind = bisect.bisect_left(ends, chunk.stop)
-            starts = ends[before] == chunk.start
-            edges = (chunk.start, *ends[before + starts : behind], chunk.stop)
+            first = bisect.bisect_left(ends, chunk.start)
+            stop_index = bisect.bisect_left(ends, chunk.stop)
+            starts = ends[first] == chunk.start
+            edges = (chunk.start, *ends[first + starts : stop_index], chunk.stop)
             for start, stop in itertools.pairwise(edges):
                 goes_on = start == chunk.start and not starts
-                found.setdefault((start - chunk.start, stop - chunk.start, goes_on), []).append(row)
-        return [Segment(tuple(rows), *where) for where, rows in found.items()]
+                rows_by_range.setdefault(
+                    (start - chunk.start, stop - chunk.start, goes_on), []
+                ).append(row)
+        return [Segment(tuple(rows), *where) for where, rows in rows_by_range.items()]
 
 
 def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
@@ -210,12 +212,12 @@ def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
 def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a layer's document arguments for a test in which each row is one document, by name:
     seq_idx [B, T], cu_seq_lens_q [2]. Arguments that `named` does not contain are left out."""
-    changed = {}
+    replacements = {}
     if named.get(DOCUMENT_IDS) is not None:
-        changed[DOCUMENT_IDS] = torch.zeros_like(named[DOCUMENT_IDS])
+        replacements[DOCUMENT_IDS] = torch.zeros_like(named[DOCUMENT_IDS])
     if named.get(DOCUMENT_ENDS) is not None:
-        changed[DOCUMENT_ENDS] = named[DOCUMENT_ENDS][[0, -1]]
-    return changed
+        replacements[DOCUMENT_ENDS] = named[DOCUMENT_ENDS][[0, -1]]
+    return replacements
 
 
 def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
@@ -227,17 +229,17 @@ def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
         named: the layer's arguments by name.
         length: number of tokens of the test.
     """
-    changed = {}
-    inside = [end for end in TRIAL_LENGTHS if end < length]
+    replacements = {}
+    inner_ends = [end for end in TRIAL_LENGTHS if end < length]
     if named.get(DOCUMENT_IDS) is not None:
         ids = named[DOCUMENT_IDS]  # [B, T]
         rows = torch.arange(ids.shape[0], device=ids.device)[:, None] % 2
         tokens = torch.arange(ids.shape[-1], device=ids.device) + rows
-        ends = torch.tensor(inside, device=ids.device, dtype=tokens.dtype)
-        changed[DOCUMENT_IDS] = torch.bucketize(tokens, ends, right=True).to(ids.dtype)
+        ends = torch.tensor(inner_ends, device=ids.device, dtype=tokens.dtype)
+        replacements[DOCUMENT_IDS] = torch.bucketize(tokens, ends, right=True).to(ids.dtype)
     if named.get(DOCUMENT_ENDS) is not None:
-        changed[DOCUMENT_ENDS] = named[DOCUMENT_ENDS].new_tensor([0, *inside, length])
-    return changed
+        replacements[DOCUMENT_ENDS] = named[DOCUMENT_ENDS].new_tensor([0, *inner_ends, length])
+    return replacements
 
 
 def tried_rows(rows: int, length: int) -> PackedRows:
@@ -245,8 +247,8 @@ def tried_rows(rows: int, length: int) -> PackedRows:
     Every second row has other boundaries, as in `in_several`."""
     ends: list[tuple[int, ...]] = []
     for row in range(rows):
-        inside = [end - row % 2 for end in TRIAL_LENGTHS if end < length]
-        ends.append((0, *inside, length))
+        inner_ends = [end - row % 2 for end in TRIAL_LENGTHS if end < length]
+        ends.append((0, *inner_ends, length))
     return PackedRows(tuple(ends))
 
 
@@ -257,18 +259,18 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return (module, name) for each convolution, scan or delta rule in a layer that accepts
     document boundaries. The name is that of the global through which the module's forward calls the
     function."""
-    found = []
+    readers = []
     for module in layer.modules():
         forward = written_forward(module)
         for name in forward.__code__.co_names if hasattr(forward, "__code__") else ():
             if kind_of(forward.__globals__.get(name)) is not None:
-                found.append((module, name))
-    return found
+                readers.append((module, name))
+    return readers
 
 
 def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
-    """Return the function (a convolution, a scan or a delta rule), wrapped so that every call gets
-    the document boundaries of this chunk's tokens."""
+    """Return a wrapper of `function`, which is a convolution, a scan or a delta rule. The wrapper
+    passes the document boundaries of this chunk's tokens to every call."""
     tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[
         kind_of(function) or ""
     ]
@@ -319,9 +321,9 @@ def _tell_scan(
     """Call the scan `real` with the documents (seq_idx [B, C]) of the chunk's tokens, counted from
     the document of the token before the chunk."""
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None and chunk.start:
-        own = documents.ids[:, chunk.start : chunk.stop]
-        before = documents.ids[:, chunk.start - 1 : chunk.start]
-        kwargs[DOCUMENT_IDS] = own - before  # [B, C]
+        ids = documents.ids[:, chunk.start : chunk.stop]
+        id_before = documents.ids[:, chunk.start - 1 : chunk.start]
+        kwargs[DOCUMENT_IDS] = ids - id_before  # [B, C]
     return real(*args, **kwargs)
 
 
@@ -336,10 +338,10 @@ def _tell_rule(
     if ends is None:
         return real(*args, **kwargs)
     if state is not None:
-        others = state.new_zeros((len(ends) - 2, *state.shape[1:]))  # [N - 1, H, K, V]
+        zero_states = state.new_zeros((len(ends) - 2, *state.shape[1:]))  # [N - 1, H, K, V]
         kwargs["initial_state"] = None
         if documents.goes_on(chunk):
-            kwargs["initial_state"] = torch.cat((state, others))
+            kwargs["initial_state"] = torch.cat((state, zero_states))
     out, end = real(*args, **kwargs)
     if end is not None:
         end = end[-1:]

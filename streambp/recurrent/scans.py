@@ -55,7 +55,7 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return (module, name) for the modules inside a layer whose recurrence takes no start state.
     The name is that of the attribute or global to replace, through which the forward calls the
     recurrence."""
-    found = []
+    scans = []
     for module in layer.modules():
         forward = written_forward(module)
         names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
@@ -65,16 +65,16 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
                 scan = name
                 break
         if scan is not None:
-            found.append((module, scan))
+            scans.append((module, scan))
         elif LINEAR_CACHE in names:
-            found.append((module, "torch"))
+            scans.append((module, "torch"))
         elif OWN_SCAN in names:
-            found.append((module, OWN_SCAN))
+            scans.append((module, OWN_SCAN))
             parent = next(part for part in layer.modules() if module in part.children())
             for child in parent.children():
                 if isinstance(child, nn.Conv1d):
-                    found.append((child, "forward"))
-    return found
+                    scans.append((child, "forward"))
+    return scans
 
 
 def in_torch(function: Any) -> bool:
@@ -110,11 +110,11 @@ class SwappedScans:
             module.__dict__[name] = function
 
     def __exit__(self, *_: object) -> None:
-        for (module, name, _function), before in zip(self._attributes, self._before, strict=True):
-            if before is None:
+        for (module, name, _function), previous in zip(self._attributes, self._before, strict=True):
+            if previous is None:
                 del module.__dict__[name]
             else:  # set by another library
-                module.__dict__[name] = before
+                module.__dict__[name] = previous
 
 
 Reading = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
@@ -123,24 +123,27 @@ Reading = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
 def starting_from(
     mixers: list[tuple[nn.Module, str]], cache: StateCache | None, reading: Reading | None = None
 ) -> SwappedScans:
-    """Context manager in which these modules start their recurrence from the chunk's start states.
+    """Return a context manager in which these modules start their recurrence from the chunk's start
+    states.
 
     Args:
-        mixers: (module, function name), from `scans_of`.
+        mixers: pairs of a module and the name of the function to replace, from `scans_of`.
         cache: contains the chunk's start states; None: nothing is replaced.
-        reading: (functions, boundaries, chunk): the functions that accept document boundaries, from
-            `document_readers`, and what to pass. None: no boundaries are passed.
+        reading: the functions that accept document boundaries (`document_readers`), the boundaries,
+            and the chunk; None: no boundaries are passed.
     """
     if cache is None:
         return SwappedScans([])
-    found: list[tuple[nn.Module, str, Callable[..., Any]]] = []
+    replacements: list[tuple[nn.Module, str, Callable[..., Any]]] = []
     stand_ins: dict[nn.Module, dict[str, Any]] = {}  # replacements of globals, by name
     for module, name in mixers:
         layer: Any = getattr(module, "layer_idx", None)
         if isinstance(module, nn.Conv1d):
-            found.append((module, "forward", functools.partial(_convolve, module, cache)))
+            replacements.append((module, "forward", functools.partial(_convolve, module, cache)))
         elif name == OWN_SCAN:
-            found.append((module, name, functools.partial(_scan, getattr(module, name), cache)))
+            replacements.append(
+                (module, name, functools.partial(_scan, getattr(module, name), cache))
+            )
         elif name == "torch":
             stand_in = TorchWithState(cache.before.get(Key("linear", layer, 0)))
             stand_ins.setdefault(module, {})[name] = stand_in
@@ -155,9 +158,9 @@ def starting_from(
     # The mixer's own code, with replacements for these global names.
     for module, names in stand_ins.items():
         space = {**written_forward(module).__globals__, **names}
-        own = with_globals(space, type(module).forward)
-        found.append((module, "forward", types.MethodType(own, module)))
-    return SwappedScans(found)
+        copied = with_globals(space, type(module).forward)
+        replacements.append((module, "forward", types.MethodType(copied, module)))
+    return SwappedScans(replacements)
 
 
 def _scan(
@@ -169,7 +172,15 @@ def _scan(
     **kwargs: Any,
 ) -> Any:
     """Run RecurrentGemma's `_rnn_scan` from the cache's start state, and store its end state in the
-    cache instead of on the module."""
+    cache instead of on the module.
+
+    Args:
+        real: the module's own `_rnn_scan`.
+        cache: contains the chunk's start state and receives its end state.
+        args: positional arguments of the scan.
+        recurrent_states: the module's stored state, which is not used.
+        kwargs: further keyword arguments of the scan.
+    """
     key = Key("recurrent", 0, 0)
     hidden_states, cache.after[key] = real(*args, recurrent_states=cache.before.get(key), **kwargs)
     return hidden_states, None  # The module would store a returned state together with its graph.
@@ -178,10 +189,10 @@ def _scan(
 def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
     """Return a causal convolution's output for x [B, D, C], with the inputs before the chunk from
     the cache in place of zero padding."""
-    before = conv.kernel_size[0] - 1
-    joined = cache.update_conv_state(x, 0, conv_kernel_size=before)  # [B, D, k - 1 + C]
+    inputs_before = conv.kernel_size[0] - 1
+    joined = cache.update_conv_state(x, 0, conv_kernel_size=inputs_before)  # [B, D, k - 1 + C]
     # [B, D, k - 1 + C]
-    y = F.conv1d(F.pad(joined, (before, 0)), conv.weight, conv.bias, groups=conv.groups)
+    y = F.conv1d(F.pad(joined, (inputs_before, 0)), conv.weight, conv.bias, groups=conv.groups)
     return y[..., -x.shape[-1] :]
 
 
@@ -275,13 +286,13 @@ class SelectiveScan:
         C = torch.cat((_filled(C, 0.0, writes), C, unit[..., :reads].to(C.dtype)), -1)  # noqa: N806
         if z is not None:
             z = torch.cat((_filled(z, 0.0, writes), z, _filled(z, GATE, reads)), -1)
-        found = self._scan(
+        results = self._scan(
             u, dt, A, B, C, D=D, z=z, delta_bias=delta_bias, delta_softplus=delta_softplus,
             return_last_state=return_last_state, **kwargs,
         )  # fmt: skip
         if not return_last_state:
-            return found[..., writes : writes + length]
-        y, end = found
+            return results[..., writes : writes + length]
+        y, end = results
         if reads:
             readers = y[..., writes + length :] / (1.0 if z is None else GATE)
             end = EndState.apply(end.detach(), *readers.split(size, -1))
@@ -322,12 +333,12 @@ def _raw(
     """
     wide = torch.promote_types(dt.dtype, torch.float32)
     largest = A.detach().to(wide).abs().amax(-1)  # [D]
-    wanted = (DECAY / (largest * max(1, tokens - 1))).clamp(max=STEP)
+    step = (DECAY / (largest * max(1, tokens - 1))).clamp(max=STEP)
     if softplus:
-        wanted = torch.log(torch.expm1(wanted))
+        step = torch.log(torch.expm1(step))
     if bias is not None:
-        wanted = wanted - bias.detach().to(wide)
-    return wanted.to(dt.dtype)
+        step = step - bias.detach().to(wide)
+    return step.to(dt.dtype)
 
 
 def _written(
@@ -360,8 +371,8 @@ def _written(
         step = F.softplus(step)
     step = step[:, None]  # [D, 1]
     size = A.shape[-1]
-    found = []
-    rest = start
+    inputs = []
+    remainder = start
     for part in range(parts):
         # [N]
         follow = torch.arange(
@@ -369,10 +380,10 @@ def _written(
         )
         # [D, N]: the fraction of a token's u that remains behind the last writing token
         reach = step * torch.exp(step * A * follow)
-        u = (rest / reach).to(dtype)
-        found.append(u)
-        rest = (rest - u.to(wide) * reach).detach()
-    return torch.cat(found, -1)
+        u = (remainder / reach).to(dtype)
+        inputs.append(u)
+        remainder = (remainder - u.to(wide) * reach).detach()
+    return torch.cat(inputs, -1)
 
 
 class EndState(torch.autograd.Function):
@@ -396,10 +407,10 @@ class EndState(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient [B, D, N] for each part of the reading tokens' outputs. The first
         gets the rounded gradient, and the second its rounding error."""
-        found = []
-        rest = grad
+        gradients = []
+        remainder = grad
         for _ in range(ctx.parts):
-            part = rest.to(ctx.dtype)
-            found.append(part)
-            rest = rest - part.to(rest.dtype)
-        return None, *found
+            part = remainder.to(ctx.dtype)
+            gradients.append(part)
+            remainder = remainder - part.to(remainder.dtype)
+        return None, *gradients

@@ -46,29 +46,29 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
     """Return the outermost modules inside a layer that mix tokens by recurrent or convolution
     states."""
     waiting = list(layer.children())
-    found: list[nn.Module] = []
+    mixers: list[nn.Module] = []
     while waiting:
         module = waiting.pop(0)
         has_scan = any(OWN_SCAN in _names(child) for child in module.children())
         if has_scan or set(STATE_PROTOCOL) & _names(module):
-            found.append(module)
+            mixers.append(module)
         else:
             waiting += module.children()
-    return found
+    return mixers
 
 
 def _names(module: nn.Module) -> set[str]:
     """Return the names of all globals and attributes that a module's methods use, in its class and
     the base classes below nn.Module."""
-    found: set[str] = set()
+    names: set[str] = set()
     for klass in type(module).__mro__:
         if klass is nn.Module:
             break
         for value in vars(klass).values():
             code = getattr(written(value), "__code__", None) if callable(value) else None
             if code is not None:
-                found.update(code.co_names)
-    return found
+                names.update(code.co_names)
+    return names
 
 
 def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
         mixers: modules with states, from `mixers_of`.
         rows: number of rows in the batch.
     """
-    found: set[str] = set()
+    accepted: set[str] = set()
     for mixer in mixers:
         forward = written_forward(mixer)
         names = _names(mixer)
@@ -99,9 +99,9 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
             rule = "rule" in kinds and DOCUMENT_ENDS in code.co_consts and rows == 1
             if not rule and not ("scan" in kinds and passes_on):
                 return ()
-            found.add(DOCUMENT_ENDS if rule else DOCUMENT_IDS)
-        found.add(DOCUMENT_IDS)
-    return tuple(name for name in (DOCUMENT_IDS, DOCUMENT_ENDS) if name in found)
+            accepted.add(DOCUMENT_ENDS if rule else DOCUMENT_IDS)
+        accepted.add(DOCUMENT_IDS)
+    return tuple(name for name in (DOCUMENT_IDS, DOCUMENT_ENDS) if name in accepted)
 
 
 def in_segments(
@@ -148,44 +148,46 @@ def _by_segment(
         cache: contains the chunk's start states and collects its end states; None: the layer gets
             no cache.
     """
-    given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    rows, tokens = given.shape[:2]
+    layer_input = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    rows, tokens = layer_input.shape[:2]
     parts: list[Part] = []
     for segment in segments:
-        own = None
+        segment_cache = None
         if cache is not None:
-            before = cache.before if segment.goes_on else {}
-            before = {key: _picked(state, segment.rows, rows) for key, state in before.items()}
-            own = StateCache(cache.start + segment.start, before)
+            start_states = cache.before if segment.goes_on else {}
+            start_states = {
+                key: _picked(state, segment.rows, rows) for key, state in start_states.items()
+            }
+            segment_cache = StateCache(cache.start + segment.start, start_states)
         cut = functools.partial(_cut, segment, rows, tokens)
         handed: list[Any] = []
         for value in (*args, *kwargs.values()):
-            if value is cache and own is not None:
-                handed.append(own)
+            if value is cache and segment_cache is not None:
+                handed.append(segment_cache)
             else:
                 handed.append(rebuilt(value, cut))
         this = module.__dict__["forward"]
-        with starting_from(scans, own):
+        with starting_from(scans, segment_cache):
             current = module.__dict__["forward"]
             forward = real if current is this else current
             result = forward(
                 *handed[: len(args)], **dict(zip(kwargs, handed[len(args) :], strict=True))
             )
-        parts.append((segment, result, {} if own is None else own.after))
+        parts.append((segment, result, {} if segment_cache is None else segment_cache.after))
     if cache is not None:
         cache.after.update(_end_states(parts, rows, tokens))
     results = [result for _, result, _ in parts]
     if all(isinstance(result, Tensor) for result in results):
-        whole = _joined_tokens(segments, results, rows)
-        if whole is not None:
-            return whole
+        joined = _joined_tokens(segments, results, rows)
+        if joined is not None:
+            return joined
     elif all(isinstance(result, tuple) and isinstance(result[0], Tensor) for result in results):
         # An output without a token dimension is a state, which nobody requested.
-        found = [
+        outputs = [
             _joined_tokens(segments, list(column), rows) for column in zip(*results, strict=True)
         ]
-        if found[0] is not None:
-            return tuple(found)
+        if outputs[0] is not None:
+            return tuple(outputs)
     raise UnsupportedModelError(
         f"{type(module).__name__} is called for each document of packed rows, and returns no "
         "tensors [B, T, ...] that could be joined. Pass one document per row, or set "
@@ -202,8 +204,8 @@ def _cut(segment: Segment, rows: int, tokens: int, x: Tensor) -> Tensor:
 
 
 def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:
-    """Return the rows `picked` of x [rows, ...]. x is returned unchanged if all rows are picked, or
-    if x has one row, which stands for all."""
+    """Return the rows `picked` of x [rows, ...]. Return x unchanged if all rows are picked, or if x
+    [1, ...] has one row for all."""
     if len(picked) == rows or x.shape[0] == 1:
         return x
     return torch.cat([x[row : row + 1] for row in picked])
@@ -212,7 +214,13 @@ def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:
 def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tensor | None:
     """Return a module's output for a chunk, [rows, C, ...], joined from its outputs for each
     document, [rows of the document, its tokens, ...]. Return None if one of the outputs has another
-    shape, or is no tensor."""
+    shape, or is no tensor.
+
+    Args:
+        segments: the chunk's tokens split by document.
+        parts: the module's output for each segment.
+        rows: batch size.
+    """
     for segment, part in zip(segments, parts, strict=True):
         if not isinstance(part, Tensor) or part.shape[:2] != (
             len(segment.rows),
@@ -245,7 +253,7 @@ def _end_states(parts: list[Part], rows: int, tokens: int) -> States:
     for segment, states in last:
         for index, row in enumerate(segment.rows):
             by_row[row] = (states, index)
-    found: States = {}
+    end_states: States = {}
     for key in last[0][1]:
         pieces: list[Tensor] = []
         for row in range(rows):
@@ -253,5 +261,7 @@ def _end_states(parts: list[Part], rows: int, tokens: int) -> States:
             pieces.append(states[key][index : index + 1])
         width = max(piece.shape[-1] for piece in pieces)
         # A convolution reads zeros in front of a document's first tokens.
-        found[key] = torch.cat([F.pad(piece, (width - piece.shape[-1], 0)) for piece in pieces])
-    return found
+        end_states[key] = torch.cat(
+            [F.pad(piece, (width - piece.shape[-1], 0)) for piece in pieces]
+        )
+    return end_states

@@ -122,18 +122,18 @@ class StateCache(ChunkCache):
         """Return the convolution's last k inputs before the chunk, followed by conv_states [B, D,
         C]: [B, D, k + C]. The last inputs of the result are stored as the end state."""
         key = Key("conv", layer_idx, state_idx)
-        before = self.before.get(key)
-        if before is None:
+        last_inputs = self.before.get(key)
+        if last_inputs is None:
             joined = conv_states
         else:
             # autocast's `cat` refuses half-precision dtypes other than its own
             with without_autocast(conv_states.device.type):
                 # convolution kernels require this layout
                 if conv_states.dim() == 3 and conv_states.stride(1) == 1:
-                    joined = torch.cat((before.mT, conv_states.mT), 1).mT
+                    joined = torch.cat((last_inputs.mT, conv_states.mT), 1).mT
                 else:
-                    joined = torch.cat((before, conv_states), -1)
-        size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+                    joined = torch.cat((last_inputs, conv_states), -1)
+        size = conv_kernel_size or (conv_states if last_inputs is None else last_inputs).shape[-1]
         self.after[key] = joined[..., -size:].clone(memory_format=torch.contiguous_format)
         return joined
 
@@ -161,13 +161,13 @@ class StateCache(ChunkCache):
         The result is created for every call. Stored here, it would put the cache and the chunk's
         graph into a reference cycle.
         """
-        found: dict[int, SimpleNamespace] = collections.defaultdict(
+        by_layer: dict[int, SimpleNamespace] = collections.defaultdict(
             lambda: SimpleNamespace(record_past=True, conv_states={}, recurrent_states={})
         )
         for key, state in self.before.items():
             if key.kind in ("conv", "recurrent"):
-                getattr(found[key.layer], f"{key.kind}_states")[key.number] = state
-        return found
+                getattr(by_layer[key.layer], f"{key.kind}_states")[key.number] = state
+        return by_layer
 
 
 def in_own_memory(state: Tensor) -> Tensor:

@@ -87,20 +87,25 @@ class ShardedKept(SavedForBackward):
         4. Inputs of the half after attention, last chunk first, with outputs of its Linears.
         5. Inputs of the half before attention, last chunk first, with outputs of its Linears.
         """
-        before = self.products_before
-        after = self.products_after
-        order = [self.half_reads(chunk.index, before) for chunk in self.plan]
+        names_before = self.products_before
+        names_after = self.products_after
+        order = [self.half_reads(chunk.index, names_before) for chunk in self.plan]
         if self.keeps_kv:
             order += map(self.key_reads, self.pieces)
         order += [self.attended_reads(piece.here.index) for piece in self.pieces]
-        for linears in (after, before):
+        for linears in (names_after, names_before):
             order += [self.half_reads(chunk.index, linears) for chunk in self.plan.backward]
         return order
 
     def half_reads(self, index: int, linears: list[str]) -> list[Access]:
-        """Return (name, chunk index) of the saved tensors for recomputing one half of the layer
-        (before or after attention) on a chunk: the layer's input, and saved outputs of the half's
-        Linears."""
+        """Return (name, chunk index) of the saved tensors from which one half of the layer (before
+        or after attention) is recomputed on a chunk. These are the layer's input, and saved outputs
+        of the half's Linears.
+
+        Args:
+            index: the chunk's index.
+            linears: names of the half's Linears whose outputs are saved.
+        """
         reads = [("x", index)]
         for name in self.products.keys:
             if linear_of(name) in linears and self.store.has(name, index):
@@ -114,8 +119,8 @@ class ShardedKept(SavedForBackward):
     def attended_reads(self, index: int) -> list[Access]:
         """Return (name, chunk index) of a piece's attention output and logsumexp; [] unless both
         are saved."""
-        wanted = [("attn_out.0", index), ("lse.0", index)]
-        return wanted if all(self.store.has(*access) for access in wanted) else []
+        accesses = [("attn_out.0", index), ("lse.0", index)]
+        return accesses if all(self.store.has(*access) for access in accesses) else []
 
 
 class ShardedCall(LayerCall):
@@ -175,12 +180,12 @@ class ShardedCall(LayerCall):
         return Carried(layout, prefix, self.site.kind.attention.in_tiles)
 
     def _keep(self) -> ShardedKept:
-        kept = ShardedKept(self.site, self.plan, self.carried, self.device, self.autocast)
-        self.pieces = kept.pieces = self.shards.pieces(self.rows, self.plan.size)
-        kept.gathers = self.shards.gathers_keys
-        kept.products_before = []
-        kept.products_after = []
-        return kept
+        saved = ShardedKept(self.site, self.plan, self.carried, self.device, self.autocast)
+        self.pieces = saved.pieces = self.shards.pieces(self.rows, self.plan.size)
+        saved.gathers = self.shards.gathers_keys
+        saved.products_before = []
+        saved.products_after = []
+        return saved
 
     def look_into_halves(self) -> None:
         """Determine which Linears each half of the layer can skip, and store them in `unread`.
@@ -211,10 +216,10 @@ class ShardedCall(LayerCall):
                 with few_tokens(
                     self, self.hidden_states.detach(), chunk.stop, self.site.tests.at_last_positions
                 ) as x:
-                    found = _unread_in_halves(
+                    unread = _unread_in_halves(
                         self, linears, x, chunk, RandomState.capture(self.device)
                     )
-                remember(self.site.tests.unread_in_halves, key, found)
+                remember(self.site.tests.unread_in_halves, key, unread)
         self.unread = self.site.tests.unread_in_halves.get(key, UnreadInHalves())
 
 
@@ -238,9 +243,9 @@ def _unread_in_halves(
         point = SplitAtAttention()
         with random.replayed():
             call.run(x, chunk, point)
-        made = point.projected
-        assert made is not None
-        return [made.q, made.k, made.v]
+        projected = point.projected
+        assert projected is not None
+        return [projected.q, projected.k, projected.v]
 
     with torch.no_grad():
         q, _, v = before()
@@ -256,7 +261,13 @@ def _unread_in_halves(
 
     def kept(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
         """Return those of the Linears `names` that one half of the layer can skip: the half has the
-        same results if these Linears return NaN."""
+        same results if these Linears return NaN.
+
+        Args:
+            names: names of Linears that a trace proposes.
+            run: runs the half and returns its outputs.
+            differentiated: True: compare gradients; False: compare outputs.
+        """
 
         def given(names: Labels) -> list[Any]:
             """Run one half of the layer while these Linears return NaN, and return its outputs or
@@ -264,8 +275,8 @@ def _unread_in_halves(
             if not differentiated:
                 with torch.no_grad(), left_out(linears, names):
                     return run()
-            others = [name for name in linears if name not in names]
-            with random.replayed(), computed(linears, others), left_out(linears, names):
+            computed_names = [name for name in linears if name not in names]
+            with random.replayed(), computed(linears, computed_names), left_out(linears, names):
                 return gradients_of(run(), [x, o, *call.site.layer.parameters()])
 
         def same(results: list[Any]) -> bool:

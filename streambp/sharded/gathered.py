@@ -69,26 +69,26 @@ class GatheredShards(Shards):
         return [part * self.length // 2 for part in (self.rank, 2 * self.size - 1 - self.rank)]
 
     def pieces(self, batch_size: int, size: int) -> list[HeadGroup]:
-        """Return the chunks of this rank's queries, in sequence order, each of at most `size`
-        positions.
+        """Return the chunks of this rank's queries, for all heads, in sequence order. Each chunk
+        has at most `size` positions.
 
         Args:
             batch_size: number of rows B.
             size: maximum length of a chunk.
         """
-        found: list[HeadGroup] = []
+        groups: list[HeadGroup] = []
         length = self.length // len(self._starts)
         for number, start in enumerate(self._starts):
             for chunk in ChunkPlan(length, min(size, length)):
-                here = number * length
-                whole = len(found)
-                found.append(
+                first_query = number * length
+                index = len(groups)
+                groups.append(
                     HeadGroup(
-                        Chunk(whole, here + chunk.start, here + chunk.stop),
-                        Chunk(whole, start + chunk.start, start + chunk.stop),
+                        Chunk(index, first_query + chunk.start, first_query + chunk.stop),
+                        Chunk(index, start + chunk.start, start + chunk.stop),
                     )
                 )
-        return found
+        return groups
 
     def queries(self, x: Tensor) -> Tensor:
         """Return queries x [B, H, T / P, D] unchanged: they stay on their rank."""
@@ -138,12 +138,12 @@ class GatheredShards(Shards):
             fits = fits | ~(padding[:, 1:] & padding[:, :-1])
         if not bool(fits.all()):
             row, place = (~fits).nonzero()[0].tolist()
-            found = positions[min(row, len(positions) - 1), place : place + 2].tolist()
+            pair = positions[min(row, len(positions) - 1), place : place + 2].tolist()
             order = (
                 "two parts a rank, one early and one late" if self.balanced else "one part a rank"
             )
             raise StreamBPError(
-                f"position_ids of row {row} are {found} at places {place} and {place + 1} of the "
+                f"position_ids of row {row} are {pair} at places {place} and {place + 1} of the "
                 "sequence that the ranks hold together, put in the order of torch's context "
                 f"parallelism ({order}). Put position_ids of whole sequences, "
                 "torch.arange(whole_length) or documents that start at 0, among the buffers of "
@@ -175,13 +175,13 @@ class GatheredShards(Shards):
             dtype: dtype of the result.
             heads: number of key/value heads.
         """
-        found: list[Tensor] = []
+        gradients: list[Tensor] = []
         while sums:
             sent = self.by_rank(sums.pop(0))
-            mine = torch.empty_like(sent[0])
-            collective(REDUCE_SCATTER)(mine.view(-1), sent.view(-1), group=self.group)
-            found.append(mine.to(dtype).transpose(1, 2))
-        return found
+            shard = torch.empty_like(sent[0])
+            collective(REDUCE_SCATTER)(shard.view(-1), sent.view(-1), group=self.group)
+            gradients.append(shard.to(dtype).transpose(1, 2))
+        return gradients
 
 
 def bytes_of_a_head(k: Tensor, v: Tensor, whole: int) -> int:
@@ -252,15 +252,15 @@ class GatheredKeys(Keys):
             For K and for V: the running collective, its result [P, B, T / P, G, D], and this rank's
             part.
         """
-        found = []
+        transfers = []
         for part in self.own:
-            mine = part[:, first : first + self.size].transpose(1, 2).contiguous()
-            everyones = mine.new_empty((self.shards.size, *mine.shape))
+            shard = part[:, first : first + self.size].transpose(1, 2).contiguous()
+            everyones = shard.new_empty((self.shards.size, *shard.shape))
             work = collective(GATHER)(
-                everyones.view(-1), mine.view(-1), group=self.shards.group, async_op=True
+                everyones.view(-1), shard.view(-1), group=self.shards.group, async_op=True
             )
-            found.append((work, everyones, mine))
-        return found
+            transfers.append((work, everyones, shard))
+        return transfers
 
     def _arrived(self, coming: list[tuple[Any, Tensor, Tensor]], first: int) -> KeyGroup:
         """Wait until K and V of some heads are gathered, and return them in the order of the
@@ -270,10 +270,10 @@ class GatheredKeys(Keys):
             coming: the result of `_start`.
             first: index of the first head.
         """
-        found = []
+        keys_and_values = []
         while coming:
             work, everyones, _ = coming.pop(0)
             work.wait()
-            found.append(self.shards.in_order(everyones).contiguous())
+            keys_and_values.append(self.shards.in_order(everyones).contiguous())
         heads = slice(first * self.readers, (first + self.size) * self.readers)
-        return KeyGroup(heads, *found)
+        return KeyGroup(heads, *keys_and_values)

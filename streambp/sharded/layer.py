@@ -91,9 +91,9 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
 
 
 def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
-    """Raise the error for a layer that cannot run in chunks, if sequences are split over ranks.
-    Such a layer cannot run unchunked either, because its attention would see this rank's tokens
-    alone."""
+    """Raise the error for a layer that cannot run in chunks while sequences are split over ranks.
+    The layer cannot run unchunked either: its own attention would read only this rank's part of
+    each sequence."""
     reason = report.because or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
         f"{type(site.layer).__name__} cannot stream: {reason}. With sequences split over ranks it "
@@ -118,17 +118,17 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
     Raises:
         UnsupportedModelError: dropout draws before or in attention, and sequences are split.
     """
-    whole: Whole = {}
+    outputs: Whole = {}
     with torch.no_grad(), call.streaming():
         call.look_into_halves()
         if keep:
             call.kept.find_products()
             call.backward.witness = call.site.witness(call.hidden_states, call.autocast)
-        before = RandomState.capture(call.device)
+        random_state = RandomState.capture(call.device)
         parts = _project(call, keep)
         q = call.shards.queries(parts.pop(0))
         keys = call.shards.start_keys(parts, call.heads[0])
-        if before.is_current():
+        if random_state.is_current():
             call.random_before = []
         elif call.shards.splits:
             raise UnsupportedModelError(
@@ -153,14 +153,16 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 names.append(name)
         call.kept.products_after = names
         linears = call.site.linears
-        seen = NULL_CONTEXT
+        recorded = NULL_CONTEXT
         # records the inputs of Linears that this half skips in backward
         if call.backward.witness is not None:
             call.backward.witness.left_out = call.unread.to_differentiate_after.difference(
                 call.unread.for_output, names
             )
-            seen = tapped(linears, call.backward.witness.left_out, see=call.backward.witness.see)
-        with left_out(linears, call.unread.for_output), seen:
+            recorded = tapped(
+                linears, call.backward.witness.left_out, see=call.backward.witness.see
+            )
+        with left_out(linears, call.unread.for_output), recorded:
             for chunk in call.plan:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
                 if keep:
@@ -174,11 +176,11 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                     call.backward.witness.see_output(hidden_chunk, output.hidden_states)
                 if keep:
                     call.kept.keep(chunk, hidden_chunk, [])
-                put(whole, output, chunk, call.plan.length)
+                put(outputs, output, chunk, call.plan.length)
                 del output
     if keep:
         call.kept.seal(call.backward_bytes)
-    return outputs_of(call, whole)
+    return outputs_of(call, outputs)
 
 
 def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
@@ -195,21 +197,21 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
         see = call.seeing(chunk, again=False, half="before")
         with call.kept.products.capture_outputs(see=see) if keep else NULL_CONTEXT:
-            found = _collect(call, hidden_chunk, chunk, projected, 3)
-        _see_projected(see, found)
+            projected_chunk = _collect(call, hidden_chunk, chunk, projected, 3)
+        _see_projected(see, projected_chunk)
         if keep:
             call.kept.keep_products(chunk)
     call.kept.products_before = list(dict.fromkeys(map(linear_of, call.kept.products.keys)))
     return projected
 
 
-def _see_projected(see: See | None, found: AttentionCall) -> None:
+def _see_projected(see: See | None, projected: AttentionCall) -> None:
     """Pass a chunk's q, k and v to `see`, which compares the values in backward with those in
     forward. None: nothing is compared."""
     if see is not None:
-        see("q", found.q)
-        see("k", found.k)
-        see("v", found.v)
+        see("q", projected.q)
+        see("k", projected.k)
+        see("v", projected.v)
 
 
 def _collect(
@@ -227,30 +229,36 @@ def _collect(
     """
     point = SplitAtAttention()
     call.run(hidden_chunk, chunk, point)
-    found = point.projected
-    assert found is not None
-    if found.dropout > 0.0 and call.shards.splits:
+    arguments = point.projected
+    assert arguments is not None
+    if arguments.dropout > 0.0 and call.shards.splits:
         raise UnsupportedModelError(
-            f"The model attends with attention dropout of {found.dropout}, which streambp does not "
-            "support where sequences are split over ranks. Set attention_dropout=0.0 in its config."
+            f"The model attends with attention dropout of {arguments.dropout}, which streambp does "
+            "not support where sequences are split over ranks. Set attention_dropout=0.0 in its "
+            "config."
         )
     if call.params is None:
-        sinks = found.sink is not None
+        sinks = arguments.sink is not None
         backend = choose_backend(
-            call.carried.prefix.attention, found.q, found.v, found.dropout, found.softcap, sinks
+            call.carried.prefix.attention,
+            arguments.q,
+            arguments.v,
+            arguments.dropout,
+            arguments.softcap,
+            sinks,
         )
-        call.params = Params(backend, found.scale, found.softcap, found.dropout, 0)
-        call.heads = (found.q.shape[1], found.k.shape[1])
-        call.value_size = found.v.shape[3]
-    call.sinks = None if found.sink is None else call.shards.sinks(found.sink.detach())
-    parts = (found.q, found.k, found.v)[:count]
+        call.params = Params(backend, arguments.scale, arguments.softcap, arguments.dropout, 0)
+        call.heads = (arguments.q.shape[1], arguments.k.shape[1])
+        call.value_size = arguments.v.shape[3]
+    call.sinks = None if arguments.sink is None else call.shards.sinks(arguments.sink.detach())
+    parts = (arguments.q, arguments.k, arguments.v)[:count]
     if not projected:
         projected += [
             part.new_empty((*part.shape[:2], call.plan.length, part.shape[3])) for part in parts
         ]
-    for whole, part in zip(projected, parts, strict=True):
-        whole[_part(chunk)] = part
-    return found
+    for target, part in zip(projected, parts, strict=True):
+        target[_part(chunk)] = part
+    return arguments
 
 
 def _second_half(call: ShardedCall, chunk: Chunk, o: Tensor) -> SplitAtAttention:
@@ -304,18 +312,18 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
     batch, heads, length, _ = q.shape
     o = q.new_empty((batch, length, heads, call.value_size))
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    missing = []
+    unsaved = []
     for piece in call.pieces:
-        here = piece.here
+        queries = piece.here
         index = piece.here.index
         saved = [call.kept.store.take(*access) for access in call.kept.attended_reads(index)]
         call.kept.store.read_ahead()
         if saved:
-            o[:, here.start : here.stop], lse[_part(here)] = saved
+            o[:, queries.start : queries.stop], lse[_part(queries)] = saved
         else:
-            missing.append(piece)
+            unsaved.append(piece)
         del saved
-    if not missing and call.kept.gathers and keeps(call.site.config, "attn_out"):
+    if not unsaved and call.kept.gathers and keeps(call.site.config, "attn_out"):
         # saved on every rank, so no keys are gathered for another attention
         return o.transpose(1, 2), lse
     prefix = call.carried.prefix
@@ -326,14 +334,14 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
         wide = torch.promote_types(group.k.dtype, torch.float32).itemsize
         size = (group.k.numel() + group.v.numel()) * (group.k.element_size() + wide)
         call.backward_bytes = max(call.backward_bytes, size)
-        for piece in missing:
-            here = piece.here
-            mine = q[:, group.heads, here.start : here.stop]
+        for piece in unsaved:
+            queries = piece.here
+            q_of_group = q[:, group.heads, queries.start : queries.stop]
             params = _params_of(call, piece.whole)
-            attended = attend_blocks(mine, site, prefix.layout, piece.whole, params, sinks)
+            attended = attend_blocks(q_of_group, site, prefix.layout, piece.whole, params, sinks)
             prefix.note(call.params.backend.plan(prefix.layout, piece.whole, batch, Use.FORWARD))
-            o[:, here.start : here.stop, group.heads] = attended.o
-            lse[:, group.heads, here.start : here.stop] = attended.lse
+            o[:, queries.start : queries.stop, group.heads] = attended.o
+            lse[:, group.heads, queries.start : queries.stop] = attended.lse
         del group, site
     return o.transpose(1, 2), lse
 
@@ -361,9 +369,9 @@ def _keep_attention(call: ShardedCall, keys: Keys, o: Tensor, lse: Tensor) -> No
         return
     for group in keys.groups(last=True):
         for piece in call.pieces:
-            here = slice(piece.whole.start, piece.whole.stop)
-            call.kept.store.put("k.0", piece.here.index, group.k[:, here])
-            call.kept.store.put("v.0", piece.here.index, group.v[:, here])
+            positions = slice(piece.whole.start, piece.whole.stop)
+            call.kept.store.put("k.0", piece.here.index, group.k[:, positions])
+            call.kept.store.put("v.0", piece.here.index, group.v[:, positions])
 
 
 def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
@@ -392,30 +400,30 @@ def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
 def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
     """Return q, and K and V of full sequences, for attention in backward. K and V are read if
     saved. All other tensors are recomputed and exchanged between ranks again."""
-    kept = call.kept
+    saved = call.kept
     count = 3
     unread: Labels = frozenset()
-    if kept.keeps_kv:
+    if saved.keeps_kv:
         count = 1
-        unread = call.unread.for_queries.difference(kept.products_before)
+        unread = call.unread.for_queries.difference(saved.products_before)
     projected: list[Tensor] = []
     with torch.no_grad(), left_out(call.site.linears, unread):
         for chunk in call.plan:
-            reads = kept.half_reads(chunk.index, kept.products_before)
-            kept.bring(chunk, reads, again=dict(reads))
+            reads = saved.half_reads(chunk.index, saved.products_before)
+            saved.bring(chunk, reads, again=dict(reads))
             with (
                 _as_before(call, chunk),
-                kept.products.use_outputs(kept.brought, kept.products_before),
+                saved.products.use_outputs(saved.brought, saved.products_before),
             ):
-                _collect(call, kept.brought["x"], chunk, projected, count)
+                _collect(call, saved.brought["x"], chunk, projected, count)
     q = call.shards.queries(projected.pop(0))
     keys = call.shards.start_keys(projected, call.heads[0]) if projected else call.keys
     call.keys = None
     if keys is not None:
         return q, keys
     for piece in call.pieces:
-        k, v = (kept.store.take(*access).transpose(1, 2) for access in kept.key_reads(piece))
-        kept.store.read_ahead()
+        k, v = (saved.store.take(*access).transpose(1, 2) for access in saved.key_reads(piece))
+        saved.store.read_ahead()
         call.carried.prefix.restore(0, piece.whole, k, v)
     site = call.carried.prefix.sites.pop()
     assert isinstance(site, KVBuffer)
@@ -431,21 +439,21 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
         work: receives the gradients.
         o: attention's output for this rank's tokens.
     """
-    kept = call.kept
+    saved = call.kept
     linears = call.site.linears
-    unread = call.unread.to_differentiate_after.difference(kept.products_after)
+    unread = call.unread.to_differentiate_after.difference(saved.products_after)
     with summed(linears, work.sums, unread, call.backward.witness):
         for chunk in call.plan.backward:
             see = call.seeing(chunk, again=True, half="after")
-            kept.bring(chunk, kept.half_reads(chunk.index, kept.products_after), again=("x",))
-            hidden_chunk = kept.brought["x"].detach().requires_grad_(work.needs_input)
+            saved.bring(chunk, saved.half_reads(chunk.index, saved.products_after), again=("x",))
+            hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.wanted)
             o_chunk = o[_part(chunk)].detach().requires_grad_()
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),
-                kept.products.use_outputs(
-                    kept.brought, kept.products_after, sums=work.sums, see=see
+                saved.products.use_outputs(
+                    saved.brought, saved.products_after, sums=work.sums, see=see
                 ),
             ):
                 point = _second_half(call, chunk, o_chunk)
@@ -481,15 +489,15 @@ def _add(
         upstream: gradients of the outputs.
         extra: attention's output, for the half after attention; None for the half before.
     """
-    wanted = [*targets, *work.shadows, *(() if extra is None else (extra,))]
-    found: list[Tensor | None] = [None] * len(wanted)
+    sources = [*targets, *work.shadows, *(() if extra is None else (extra,))]
+    gradients: list[Tensor | None] = [None] * len(sources)
     if chunk.stop == call.plan.length:
-        refuse_other_leaves(call.site.layer, outputs, wanted)
-    if outputs and wanted:
-        found = list(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
-    d_extra = None if extra is None else found.pop()
-    work.add(chunk, found[: len(targets)], again=extra is None)
-    work.sums.add(found[len(targets) :])
+        refuse_other_leaves(call.site.layer, outputs, sources)
+    if outputs and sources:
+        gradients = list(torch.autograd.grad(outputs, sources, upstream, allow_unused=True))
+    d_extra = None if extra is None else gradients.pop()
+    work.add(chunk, gradients[: len(targets)], again=extra is None)
+    work.sums.add(gradients[len(targets) :])
     return d_extra
 
 
@@ -507,7 +515,7 @@ def _differentiate_attention(
         d_o: gradient of the output, [B, H', n, D_v].
     """
     assert call.params is not None
-    found: list[list[Tensor]] = [[], []]
+    by_tensor: list[list[Tensor]] = [[], []]
     d_sinks = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=attended.lse.dtype)
     for group in keys.groups(last=True):
         site = KVBuffer.of(group.k, group.v, call.params.backend.width)
@@ -538,12 +546,12 @@ def _differentiate_attention(
         sums = list(site.grow_accumulators())
         dtype = group.k.dtype
         del out, site, group
-        for parts, mine in zip(
-            found, call.shards.own_gradient(sums, dtype, call.heads[1]), strict=True
+        for parts, gradient in zip(
+            by_tensor, call.shards.own_gradient(sums, dtype, call.heads[1]), strict=True
         ):
-            parts.append(mine)
+            parts.append(gradient)
     call.sinks = d_sinks
-    return [parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in found]
+    return [parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in by_tensor]
 
 
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
@@ -554,40 +562,40 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
         work: receives the gradients.
         gradients: of q, k and v, [B, H, T / P, D].
     """
-    kept = call.kept
+    saved = call.kept
     linears = call.site.linears
-    unread = call.unread.to_differentiate_before.difference(kept.products_before)
+    unread = call.unread.to_differentiate_before.difference(saved.products_before)
     with summed(linears, work.sums, unread):
         for chunk in call.plan.backward:
-            kept.bring(chunk, kept.half_reads(chunk.index, kept.products_before))
-            hidden_chunk = kept.brought["x"].detach().requires_grad_(work.needs_input)
+            saved.bring(chunk, saved.half_reads(chunk.index, saved.products_before))
+            hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.wanted)
             point = SplitAtAttention()
             see = call.seeing(chunk, again=True, half="before")
             with (
                 torch.enable_grad(),
                 _as_before(call, chunk),
-                kept.products.use_outputs(
-                    kept.brought, kept.products_before, sums=work.sums, see=see
+                saved.products.use_outputs(
+                    saved.brought, saved.products_before, sums=work.sums, see=see
                 ),
             ):
                 call.run(hidden_chunk, chunk, point, leaves)
-            found = point.projected
-            assert found is not None
-            _see_projected(see, found)
+            projected = point.projected
+            assert projected is not None
+            _see_projected(see, projected)
             outputs: list[Tensor] = []
             upstream: list[Tensor] = []
-            for x, gradient in zip((found.q, found.k, found.v), gradients, strict=True):
+            for x, gradient in zip((projected.q, projected.k, projected.v), gradients, strict=True):
                 if x.requires_grad:
                     outputs.append(x)
                     upstream.append(gradient[_part(chunk)])
             is_last = chunk.stop == call.plan.length
-            if is_last and found.sink is not None and found.sink.requires_grad:
+            if is_last and projected.sink is not None and projected.sink.requires_grad:
                 assert call.sinks is not None
-                d_sinks = torch.zeros_like(found.sink)
+                d_sinks = torch.zeros_like(projected.sink)
                 call.shards.sinks(d_sinks).copy_(call.sinks)
                 with torch.enable_grad():  # the sink is a parameter or a view of one
-                    outputs.append(found.sink.view_as(found.sink))
+                    outputs.append(projected.sink.view_as(projected.sink))
                 upstream.append(d_sinks)
             targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
             _add(call, work, chunk, targets, outputs, upstream)

@@ -92,7 +92,7 @@ def resolve_whole(
 def _shown(
     mask: LazyMask | Tensor,
     rows: int,
-    whole: int,
+    full_length: int,
     length: int,
     position_ids: Tensor | None,
     device: torch.device,
@@ -103,34 +103,36 @@ def _shown(
     Args:
         mask: the model's mask.
         rows: number of rows in the batch.
-        whole: number of tokens in a full sequence.
+        full_length: number of tokens in a full sequence.
         length: number of this rank's tokens in a row.
         position_ids: [1 or B, length], of these tokens.
         device: device for comparisons of masks.
     """
     if isinstance(mask, Tensor) or mask.description.get("use_vmap", False):
         return None, False, Shown.REFUSED
-    known = mask.description
-    padding = known.get("attention_mask")
-    window = known.get("local_size")
-    plain = known["mask_function"] is causal_mask_function
+    description = mask.description
+    padding = description.get("attention_mask")
+    window = description.get("local_size")
+    plain = description["mask_function"] is causal_mask_function
     packed = None
     if padding is None and position_ids is not None:
         packed = find_packed_sequence_indices(position_ids.expand(rows, -1))
     else:
         padding = None if padding is None or bool(padding.all()) else padding
     ends_in_sight = window is None or window < length
-    everywhere = functools.partial(agrees, Spans.causal(1, whole, window), known, None, device)
+    everywhere = functools.partial(
+        agrees, Spans.causal(1, full_length, window), description, None, device
+    )
     if packed is not None:
         if not plain and agrees(
-            Spans(length, rows_of(rows, length, None, packed), window), known, None, device
+            Spans(length, rows_of(rows, length, None, packed), window), description, None, device
         ):
             return window, ends_in_sight, Shown.KNOWN
-        if not agrees(Spans.causal(rows, length, window), known, None, device):
+        if not agrees(Spans.causal(rows, length, window), description, None, device):
             return window, False, Shown.REFUSED
         return window, plain or everywhere(), Shown.IGNORED
     if not agrees(
-        Spans(length, rows_of(rows, length, padding, None), window), known, padding, device
+        Spans(length, rows_of(rows, length, padding, None), window), description, padding, device
     ):
         return window, False, Shown.REFUSED
     return window, plain or everywhere(), Shown.NOTHING

@@ -142,9 +142,11 @@ class Shards:
         if heads % self.size:
             raise heads_error(heads, self.size)
         # [P, B, H / P, T / P, D]
-        mine = self.exchange(x.reshape(batch, self.size, -1, length, width).movedim(1, 0))
+        exchanged = self.exchange(x.reshape(batch, self.size, -1, length, width).movedim(1, 0))
         return (
-            mine.permute(1, 0, 3, 2, 4).reshape(batch, self.whole_length, -1, width).transpose(1, 2)
+            exchanged.permute(1, 0, 3, 2, 4)
+            .reshape(batch, self.whole_length, -1, width)
+            .transpose(1, 2)
         )
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
@@ -153,8 +155,8 @@ class Shards:
         repeated heads are summed."""
         batch, _, _, width = x.shape
         # [P, B, H / P, T / P, D]
-        mine = self.exchange(x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0))
-        x = mine.movedim(0, 1).reshape(batch, -1, self.length, width)
+        exchanged = self.exchange(x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0))
+        x = exchanged.movedim(0, 1).reshape(batch, -1, self.length, width)
         if x.shape[1] == heads:
             return x
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -252,15 +254,15 @@ def gather_shards(
         UnsupportedMaskError: the mask is no padding mask.
     """
     batch_size, length = tokens.shape[:2]
-    asked = _kind(batch_size, length, position_ids, attention_mask)
+    code = _kind(batch_size, length, position_ids, attention_mask)
     everyones = _agree(
-        group, torch.tensor([batch_size, length, asked, agreed, room], device=tokens.device)
+        group, torch.tensor([batch_size, length, code, agreed, room], device=tokens.device)
     )
     said = min(other[2] for other in everyones)
     if said == -1:
-        found = "missing" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
+        fault = "missing" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
         raise StreamBPError(
-            f"position_ids are {found}. With sequences split over ranks each rank must pass the "
+            f"position_ids are {fault}. With sequences split over ranks each rank must pass the "
             f"positions of its shard, [1 or {batch_size}, {length}], counted over the whole "
             "sequence. Put torch.arange(whole_length) into the batch before it is split "
             "(DeepSpeed Ulysses), or among the buffers of context_parallel."
@@ -273,9 +275,9 @@ def gather_shards(
         )
     assert position_ids is not None
     size = len(everyones)
-    given = min(other[4] for other in everyones)
+    least_room = min(other[4] for other in everyones)
     spans = Spans.causal(batch_size, length * size)
-    shards = kind(group, size, length, spans, position_ids, dist.get_rank(group), given)
+    shards = kind(group, size, length, spans, position_ids, dist.get_rank(group), least_room)
     # [1 or B, T]
     positions = shards.in_order(torch.stack(all_gather(group, position_ids.contiguous())))
     padding = None
@@ -288,11 +290,11 @@ def gather_shards(
     )
 
 
-def _agree(group: Any, mine: Tensor) -> list[list[int]]:
+def _agree(group: Any, numbers: Tensor) -> list[list[int]]:
     """Return the numbers [n] that each rank passes, one list for each rank, and raise on every rank
     unless all but the last number are equal."""
     try:
-        everyones: list[list[int]] = [other.tolist() for other in all_gather(group, mine)]
+        everyones: list[list[int]] = [other.tolist() for other in all_gather(group, numbers)]
     except RuntimeError as error:
         raise StreamBPError(
             "The ranks that share sequences did not all begin this forward: a rank has ended, or "

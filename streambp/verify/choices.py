@@ -41,9 +41,9 @@ class CountedChoices(TorchFunctionMode):
         attention has such sizes: `topk` selects among the keys so far, and their number depends on
         the chunks.
         """
-        both = self.counts.keys() & other.counts.keys()
-        alike = []
-        for n in both:
+        sizes = self.counts.keys() & other.counts.keys()
+        comparable = []
+        for n in sizes:
             if self.counts[n].total() == other.counts[n].total():
-                alike.append(n)
-        return sum((self.counts[n] - other.counts[n]).total() for n in alike)
+                comparable.append(n)
+        return sum((self.counts[n] - other.counts[n]).total() for n in comparable)

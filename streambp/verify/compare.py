@@ -2,14 +2,15 @@
 
 One batch runs three times: through the streamed model, through the unpatched model, and through the
 reference, called the truth. The truth is the unpatched model with the same weights in a wider
-dtype, on the host. `verdict` judges the distances of the first two from the third. [Note: verdict]
+dtype, on the host. `verdict` judges the distances of the first two from the third. See
+`verify/verdict.py`.
 
 The truth of a float32 or float64 model is computed in float64, with transformers' inner casts to
 float32 (norms, softmax, rotary angles, loss) replaced. A float64 model has these casts with and
 without streaming. They are its rounding noise, about 1e-7. The truth of a half-precision model is
 computed in float32.
 
-[Note: choices] If two experts tie up to rounding, a router can choose different experts in two
+If two experts tie up to rounding, a router can choose different experts in two
 runs, streamed or not. The gradients of that token then differ completely. If a batch fails and the
 streamed model made other choices than the unpatched one, the batch is undecided and new tokens are
 drawn. An error in a layer changes choices in every draw; an error behind all choices changes none.
@@ -131,45 +132,49 @@ def compare_methods(
     """
     check_methods(against)
     config = StreamConfig(chunk_size=pick_chunk_size(seq_len, chunk_size), saves=saves, **fields)
-    told = said or _say_nothing
+    progress = said or _say_nothing
     narrow, wide = _check(model, seq_len)
     check_memory(model, narrow, wide, len(against))
     check_libraries(against, next(model.parameters()).device)
     undecided = []  # number of differing choices for each undecided batch
     for draw in range(DRAWS):
         batch = _make_batch(model, seq_len, seed + draw * OTHER_TOKENS, left_padding)
-        draw_found = _judge(model, against, config, batch, narrow, wide, told)
-        found = draw_found.verification
+        draw_found = _judge(model, against, config, batch, narrow, wide, progress)
+        verification = draw_found.verification
         runs = draw_found.runs
         differing = runs[0].choices.differing(runs[1].choices)
-        if found.exact or not differing:
+        if verification.exact or not differing:
             break
         undecided.append(differing)
     untouched = _untouched(model, runs)
-    notes = _find_notes(found, undecided, bool(left_padding), untouched)
-    found = dataclasses.replace(found, notes=(*found.notes, *notes))
+    notes = _find_notes(verification, undecided, bool(left_padding), untouched)
+    verification = dataclasses.replace(verification, notes=(*verification.notes, *notes))
     if not against:
-        return Comparison(found, ())
-    told("steps that are measured", 0.9)
+        return Comparison(verification, ())
+    progress("steps that are measured", 0.9)
     with _set_aside(model):
         costs = [_measure_streamed(model, config, batch)]
         for method in against:
             with prepared(model, method) as forward:
                 costs.append(_measure(forward, model, batch))
     streamed = MethodResult(
-        "streambp", found.exact, found.problems, found.whole_streamed, *costs[0]
+        "streambp",
+        verification.exact,
+        verification.problems,
+        verification.whole_streamed,
+        *costs[0],
     )
-    others = []
-    for method, judged, cost in zip(against, draw_found.judged, costs[1:], strict=True):
-        exact = not judged.problems
-        others.append(
-            MethodResult(name_of(method), exact, judged.problems, judged.whole.streamed, *cost)
+    method_results = []
+    for method, errors, cost in zip(against, draw_found.judged, costs[1:], strict=True):
+        exact = not errors.problems
+        method_results.append(
+            MethodResult(name_of(method), exact, errors.problems, errors.whole.streamed, *cost)
         )
-    return Comparison(found, (streamed, *others))
+    return Comparison(verification, (streamed, *method_results))
 
 
 def _say_nothing(what: str, done: float) -> None:
-    """Do nothing: the progress callback of callers that pass none."""
+    """Ignore progress: the callback for callers that pass none."""
 
 
 def _untouched(model: nn.Module, runs: tuple[VerifyRun, ...]) -> list[str]:
@@ -224,12 +229,12 @@ def _judge(
         said(f"the truth in {_name(wide)}", 0.6)
         truth = _run_truth(model, batch, scale, wide, tuple(runs))
     streaming = _rate(*truth, runs, 0)
-    judged = []
+    errors = []
     for number in range(2, len(runs)):
-        judged.append(_rate(*truth, runs, number))
+        errors.append(_rate(*truth, runs, number))
     size = int(config.chunk_size)
     seq_len = batch["input_ids"].shape[1]
-    found = Verification(
+    verification = Verification(
         exact=not streaming.problems,
         problems=streaming.problems,
         parameters=streaming.rated,
@@ -247,7 +252,7 @@ def _judge(
         window=_window(model),
         notes=tuple(notes),
     )
-    return Draw(found, tuple(runs), tuple(judged))
+    return Draw(verification, tuple(runs), tuple(errors))
 
 
 class Judged(NamedTuple):
@@ -281,10 +286,11 @@ class Draw(NamedTuple):
 def _rate(
     loss: float, distances: dict[str, list[float]], runs: list[VerifyRun], number: int
 ) -> Judged:
-    """Return the errors of one run's gradients.
+    """Return the errors of one run's gradients, relative to the truth, the reference in a wider
+    dtype.
 
     Args:
-        loss: loss of the truth, the reference in a wider dtype.
+        loss: loss of the truth.
         distances: dict from parameter names to lists. Each list has the norm of the truth's
             gradient, the gradient's number of elements, and the distance of each run's gradient
             from the truth's.
@@ -293,19 +299,21 @@ def _rate(
     """
     unpatched = runs[1]
     by_name = {}
-    for name, (norm, elements, *others) in distances.items():
-        by_name[name] = Distances(norm, others[number], others[1], int(elements))
-    rated, whole = rate(by_name)
+    for name, (norm, elements, *distances_of_runs) in distances.items():
+        by_name[name] = Distances(
+            norm, distances_of_runs[number], distances_of_runs[1], int(elements)
+        )
+    rated, of_full_gradient = rate(by_name)
     distance = Distances(loss, abs(runs[number].loss - loss), abs(unpatched.loss - loss))
-    found = find_problems(
+    problems = find_problems(
         rated,
-        whole,
+        of_full_gradient,
         distance,
         set(unpatched.gradients),
         set(runs[number].gradients),
         "streamed" if number == 0 else "by this method",
     )
-    return Judged(rated, whole, found)
+    return Judged(rated, of_full_gradient, problems)
 
 
 def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
@@ -404,6 +412,12 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
 
     In all runs, left padding and the first token behind it have no label either. The last padding
     token would predict that first token without reading any key. [Note: empty queries]
+
+    Args:
+        model: the model, for its vocabulary and device.
+        seq_len: tokens of the row.
+        seed: seed of the random tokens.
+        left_padding: number of padding tokens at the start of the row.
     """
     if not 0 <= left_padding <= seq_len // 2:
         raise ConfigError(
@@ -494,7 +508,7 @@ def _backward(
     model: Callable[..., Any],
     batch: Batch,
     scale: float,
-    within: contextlib.AbstractContextManager[Any],
+    context: contextlib.AbstractContextManager[Any],
 ) -> tuple[float, int]:
     """Run forward and backward and return the loss and the number of streamed layers.
 
@@ -502,10 +516,10 @@ def _backward(
         model: any of the models, or another method's forward.
         batch: arguments of the model.
         scale: factor of the loss before backward.
-        within: context manager for the forward.
+        context: context manager for the forward.
     """
     with torch.enable_grad():
-        with within:
+        with context:
             loss = getattr(model(**batch, use_cache=False), "loss", None)
         if loss is None:
             raise UnsupportedModelError(
@@ -524,7 +538,15 @@ def _backward(
 def _run_streamed(
     model: nn.Module, config: StreamConfig, batch: Batch, scale: float
 ) -> tuple[VerifyRun, list[str]]:
-    """Run the streamed step and return it with notes on the parts that did not stream."""
+    """Run one step of the streamed model. Return its results, and notes on the parts of the model
+    that did not stream.
+
+    Args:
+        model: the model.
+        config: settings of the patch.
+        batch: arguments of the model.
+        scale: factor of the loss before backward.
+    """
     install(model, config)
     with torch.enable_grad():
         # Layers are tried in their first call. The expert choices of those trials belong to no
@@ -566,6 +588,13 @@ def _run_truth(
 
     Each gradient of the truth is freed after its comparison. The host never holds a full set of
     wide gradients.
+
+    Args:
+        model: the unpatched model.
+        batch: arguments of the model.
+        scale: factor of the loss before backward.
+        wide: dtype of the truth.
+        runs: the runs whose gradients are compared with the truth's.
     """
     truth = on_host(model, wide)
     experts: contextlib.AbstractContextManager[None]
@@ -573,14 +602,14 @@ def _run_truth(
         experts = float64_experts(truth)
     else:
         experts = contextlib.nullcontext()
-    found: dict[str, list[float]] = {}
+    distances_by_name: dict[str, list[float]] = {}
 
     def compare(name: str, parameter: Tensor) -> None:
         """Compare one parameter's gradient with all runs and free it."""
         gradient = parameter.grad
         parameter.grad = None
         distances = [_distance(gradient, run.gradients.get(name)) for run in runs]
-        found[name] = [_distance(gradient, None), parameter.numel(), *distances]
+        distances_by_name[name] = [_distance(gradient, None), parameter.numel(), *distances]
 
     for name, parameter in truth.named_parameters():
         if parameter.requires_grad:
@@ -593,7 +622,7 @@ def _run_truth(
             scale,
             in_float64() if wide == torch.float64 else contextlib.nullcontext(),
         )
-    return step[0], found
+    return step[0], distances_by_name
 
 
 def _distance(truth: Tensor | None, other: Tensor | None) -> float:
@@ -672,13 +701,13 @@ def _window(model: nn.Module) -> int | None:
 
 
 def _find_notes(
-    found: Verification, undecided: list[int], padded: bool, untouched: list[str]
+    verification: Verification, undecided: list[int], padded: bool, untouched: list[str]
 ) -> list[str]:
     """Return notes on what the verdict cannot show: undecided batches, an uncrossed window, the
     noise of the dtype, parameters without a gradient.
 
     Args:
-        found: the verdict.
+        verification: the verdict.
         undecided: number of differing choices for each undecided batch. [Note: choices]
         padded: True if the row has left padding.
         untouched: trainable parameters without a gradient.
@@ -691,38 +720,39 @@ def _find_notes(
             "error"
         )
     notes += [PADDING_NOTE] if padded else []
-    window = found.window
-    seq_len = found.seq_len
+    window = verification.window
+    seq_len = verification.seq_len
     if window is not None and window < seq_len:
         notes.append(f"the window of {window} was crossed")
     elif window is not None:
         longer = window + window // 4 + 1
-        told = (
+        text = (
             f"the window of {window} was not crossed by {seq_len} tokens; pass --seq-len {longer} "
             "or more to check it"
         )
-        notes.append(told)
-    noise = found.whole_unpatched
-    error = found.whole_streamed
-    if found.dtype == "float64":
+        notes.append(text)
+    noise = verification.whole_unpatched
+    error = verification.whole_streamed
+    if verification.dtype == "float64":
         notes.append(
             "transformers computes norms, softmax and the loss in float32 even here: that is the "
             "model's own error"
         )
-    elif found.dtype != "float32":
+    elif verification.dtype != "float32":
         notes.append(
-            f"{found.dtype} hides differences below its noise, {noise:.1e} here; --dtype float32 "
+            f"{verification.dtype} hides differences below its noise, {noise:.1e} here; "
+            "--dtype float32 "
             "shows them"
         )
-        if found.exact and error > NOTABLE * noise:
+        if verification.exact and error > NOTABLE * noise:
             notes.append(
                 f"an error {error / noise:.2f} x the model's own happens by chance; if other seeds "
                 f"(--seed) agree on more than {NOTABLE}, please report it"
             )
     if untouched:
-        some = ", ".join(untouched[:5]) + (" ..." if len(untouched) > 5 else "")
+        names = ", ".join(untouched[:5]) + (" ..." if len(untouched) > 5 else "")
         notes.append(
-            f"{len(untouched)} trainable parameters get no gradient, streamed or unpatched: {some}"
+            f"{len(untouched)} trainable parameters get no gradient, streamed or unpatched: {names}"
         )
     return notes
 

@@ -44,13 +44,13 @@ class CutModel:
     def note(self) -> str:
         """Return text for the verdict's notes: how many layers were tested, and if these are of all
         kinds."""
-        told = f"random weights; the first {self.layers} of {self.depth} layers"
+        text = f"random weights; the first {self.layers} of {self.depth} layers"
         if self.layers < self.needed:
             return (
-                f"{told}, which are not of every kind: pass --layers {self.needed} to judge all "
+                f"{text}, which are not of every kind: pass --layers {self.needed} to judge all "
                 "kinds of layers"
             )
-        return f"{told}, among which are all kinds of layers"
+        return f"{text}, among which are all kinds of layers"
 
 
 def random_model(
@@ -73,15 +73,15 @@ def random_model(
     skeleton = Skeleton(config, dtype, None, 16, "cuda")
     kinds = reduced_layers(skeleton.model).kinds
     needed = max(kinds.index(kind) for kind in set(kinds)) + 1
-    kept = layers or min(needed, MOST)
-    if kept > len(kinds):
+    number = layers or min(needed, MOST)
+    if number > len(kinds):
         raise ConfigError(
-            f"--layers is {kept}, and the model has {len(kinds)} layers. Pass a smaller number."
+            f"--layers is {number}, and the model has {len(kinds)} layers. Pass a smaller number."
         )
-    cut = cut_config(config, kept, len(kinds))
+    cut = cut_config(config, number, len(kinds))
     with torch.device("meta"):
         empty = _build(cut, dtype)
-    if len(reduced_layers(empty).kinds) != kept:
+    if len(reduced_layers(empty).kinds) != number:
         raise StreamBPError(
             f"{type(config).__name__} does not say in num_hidden_layers how many layers it has. "
             f"Pass --layers {len(kinds)}."
@@ -92,7 +92,7 @@ def random_model(
         torch.manual_seed(seed)
         model = _build(cut, dtype)
         _vary_constants(model)
-    return CutModel(model, kept, len(kinds), needed)
+    return CutModel(model, number, len(kinds), needed)
 
 
 def cut_config(config: PreTrainedConfig, layers: int, depth: int) -> PreTrainedConfig:
@@ -124,13 +124,13 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         StreamBPError: transformers cannot create the model; the message names the invalid field.
     """
     trusted = type(config).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
-    made: PreTrainedModel = build(
+    model: PreTrainedModel = build(
         config,
         lambda one: AutoModelForCausalLM.from_config(
             copy.deepcopy(one), dtype=dtype, trust_remote_code=trusted
         ),
     )
-    return made
+    return model
 
 
 @torch.no_grad()

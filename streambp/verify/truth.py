@@ -91,7 +91,7 @@ def float64_experts(model: nn.Module) -> Iterator[None]:
 def available_memory() -> int | None:
     """Return the bytes of host memory that a process can still allocate; None if unknown."""
     try:
-        found = [
+        limits = [
             int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
             * 1024
         ]
@@ -104,5 +104,5 @@ def available_memory() -> int | None:
     ):
         # "max", or the other cgroup version: no limit here
         with contextlib.suppress(OSError, ValueError):
-            found.append(int((group / limit).read_text()) - int((group / used).read_text()))
-    return min(found)
+            limits.append(int((group / limit).read_text()) - int((group / used).read_text()))
+    return min(limits)

@@ -9,9 +9,8 @@ wider dtype:
 |truth| counts as at least `NEGLIGIBLE` times the norm of the full gradient, because some gradients
 are zero except for rounding.
 
-[Note: verdict] An exact streamed gradient differs from the unpatched one by roundings in another
-order. The error is then a second random draw from the distribution of the noise. The verdict tests
-these conditions:
+An exact streamed gradient differs from the unpatched one by roundings in another order. The error
+is then a second random draw from the distribution of the noise. The verdict tests these conditions:
 
 - The same parameters get a gradient, and every number is finite.
 - The full gradient's error is at most `WHOLE` times its noise. Two correct runs of a small model
@@ -66,7 +65,7 @@ class Distances:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterError:
-    """Relative distances of one parameter's gradient from the truth. [Note: verdict]
+    """Relative distances of one parameter's gradient from the truth.
 
     Attributes:
         name: the parameter's name.
@@ -168,14 +167,14 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
     columns = zip(*((d.truth, d.streamed, d.unpatched) for d in distances.values()), strict=True)
     norm, streamed, unpatched = (math.hypot(*column) for column in columns)
     norm = max(norm, 1e-300)
-    whole = ParameterError(
+    of_full_gradient = ParameterError(
         "whole gradient", streamed / norm, unpatched / norm, WHOLE * unpatched / norm + FLOOR
     )
     sizes = {name: max(d.truth, NEGLIGIBLE * norm) for name, d in distances.items()}
     noises: dict[str, float] = {}
     for name, d in distances.items():
         noises[_role(name)] = max(
-            noises.get(_role(name), whole.unpatched), d.unpatched / sizes[name]
+            noises.get(_role(name), of_full_gradient.unpatched), d.unpatched / sizes[name]
         )
     rated = []
     for name, d in distances.items():
@@ -191,7 +190,7 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
         )
     return tuple(
         sorted(rated, key=lambda p: -math.inf if math.isnan(p.streamed) else -p.streamed)
-    ), whole
+    ), of_full_gradient
 
 
 def _role(name: str) -> str:
@@ -208,7 +207,7 @@ def find_problems(
     found: set[str],
     run: str = "streamed",
 ) -> tuple[str, ...]:
-    """Return all evidence that a run's gradient is not exact. [Note: verdict]
+    """Return all evidence that a run's gradient is not exact.
 
     Args:
         rated: every parameter's errors.

@@ -1,4 +1,4 @@
-"""Where a chunk is the whole sequence, its own keys and values are the buffers. [Note: one chunk]
+"""Where a chunk is the whole sequence, its own keys and values are the buffers.
 
 covers: attention/kv.py, attention/prefix.py
 """

@@ -1,5 +1,4 @@
-"""A config object's attention implementation while several threads stream with it. [Note: routed
-configs]
+"""A config object's attention implementation while several threads stream with it.
 
 covers: attention/interface.py
 """

@@ -64,7 +64,7 @@ WHOLE_BAR, KERNEL_BAR = 1.5, 2.0
 # draws two of them are too far apart.
 DRAWS = {"low": 16}
 SUM_BAR = 1e-4  # a sum of products in float32; one that was rounded to half precision is 1e-3 off
-# elsewhere products are rounded before they are added. [Note: sums inside products]
+# elsewhere products are rounded before they are added.
 INSIDE = ("cpu", "cuda")
 Tensors = dict[str, Tensor]
 

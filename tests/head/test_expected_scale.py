@@ -1,4 +1,4 @@
-"""The one-pass loss expects the upstream gradient that came the last time. [Note: expected scale]
+"""The one-pass loss expects the upstream gradient that came the last time.
 
 covers: head/log_probs.py, head/recipe.py
 """

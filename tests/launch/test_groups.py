@@ -1,4 +1,4 @@
-"""Micro-batches put together again, so that each has rows of few prompts. [Note: whole groups]
+"""Micro-batches put together again, so that each has rows of few prompts.
 
 covers: launch/groups.py
 """

@@ -194,7 +194,7 @@ def scores_in_autocast(monkeypatch):
 
 
 def test_no_kernel_of_attention_runs_in_autocast(monkeypatch):
-    """[Note: scores under autocast]"""
+    """Attention computes scores outside of autocast, in forward and in backward."""
     assert set(scores_in_autocast(monkeypatch)) == {False}
 
 

@@ -1,5 +1,4 @@
-"""`kernels="compiled"`: norms, gated activations and rotations that torch compiles. [Note: compiled
-regions]
+"""`kernels="compiled"`: norms, gated activations and rotations that torch compiles.
 
 covers: model/compiled_regions.py, model/chosen_kernels.py, foreign.py, layer/site.py,
 model/describe.py

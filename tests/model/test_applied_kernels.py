@@ -1,4 +1,4 @@
-"""Fused kernels of norms and MLPs that others put on, and in `verify`. [Note: fused layers]
+"""Fused kernels of norms and MLPs that others put on, and in `verify`.
 
 covers: model/describe.py, model/fused_layers.py, verify/compare.py
 """

@@ -1,5 +1,4 @@
-"""`kernels="auto"`: Liger's kernels on an accelerator, the modules as they are elsewhere. [Note:
-chosen kernels]
+"""`kernels="auto"`: Liger's kernels on an accelerator, the modules as they are elsewhere.
 
 With a stand-in for Liger that computes on the host (`tests/liger_stand_in.py`), so that an
 accelerator is said to be there, either of the host's kind or of one that no tensor is on.

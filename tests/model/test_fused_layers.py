@@ -1,5 +1,4 @@
-"""`kernels="liger"`: Liger's kernels on one model's norms and MLPs, and taken off again. [Note:
-fused layers]
+"""`kernels="liger"`: Liger's kernels on one model's norms and MLPs, and taken off again.
 
 With a stand-in for Liger (`tests/liger_stand_in.py`). Where Liger is installed its own functions
 and kernels are tried too, in Triton's interpreter.

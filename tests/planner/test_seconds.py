@@ -211,7 +211,7 @@ def test_pairs_are_counted_one_by_one():
 
 
 def test_bytes_that_operations_move():
-    """Written once, read once: by hand for each rule of [Note: bytes moved]."""
+    """Written once, read once: by hand for each rule of `planner/work.py`."""
     make = dict(device="meta", dtype=torch.bfloat16)  # noqa: C408
     x, row, index = (
         torch.empty(6, 8, **make),

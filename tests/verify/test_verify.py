@@ -362,8 +362,7 @@ def test_few_elements_may_be_lucky(elements, ratio, exact):
 
 @pytest.mark.parametrize("number", range(3))
 def test_sinks_in_half_precision_are_not_blamed(number):
-    """Plain products take the output before rounding, as eager attention does. [Note: rounded
-    outputs]"""
+    """Plain products take the output before rounding, as eager attention does."""
     model = zoo.build("gpt_oss", torch.bfloat16, seed=number)
     assert verify(model, seq_len=50, seed=seed_of(number)).exact
 

@@ -188,7 +188,14 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
 
     def _token_rewards(self, output: dict[str, Any], log_probs: Tensor, mask: Tensor) -> Tensor:
         """Return the reward of each token [B, T]: the completion's reward at its last token, minus
-        the KL penalty at every token."""
+        the KL penalty at every token.
+
+        Args:
+            output: TRL's generated batch, with the reference model's log-probabilities if there is
+                a penalty.
+            log_probs: [B, T], the policy's log-probabilities.
+            mask: [B, T], true on completion tokens.
+        """
         weights = self.reward_weights.to(self._rewards.device)
         first = self.accelerator.process_index * mask.shape[0]
         scores = (self._rewards * weights).nansum(1)[first : first + mask.shape[0]]  # [B]
@@ -230,9 +237,9 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         # [B, prompt + completion]
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-        kept = inputs["completion_ids"].shape[1]
+        completion_length = inputs["completion_ids"].shape[1]
         labels = input_ids.masked_fill(attention_mask == 0, -100)
-        labels[:, :-kept] = -100
+        labels[:, :-completion_length] = -100
         with self.accelerator.autocast():
             output = model(
                 input_ids=input_ids,
@@ -242,23 +249,23 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
                 values=True,
             )
         for name in ("log_probs", "entropy", "state_values"):
-            output[name] = output[name][:, -kept:]
+            output[name] = output[name][:, -completion_length:]
         return output
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         mode = "train" if self.model.training else "eval"
         scored = self._score(model, inputs)
         mask = self._mask(inputs)
-        found = ppo_loss(
+        losses = ppo_loss(
             scored.log_probs, inputs["old_per_token_logps"], inputs["advantages"], mask, scored.state_values,
             inputs["old_values"], inputs["returns"], clip_range=self.epsilon_low,
             value_clip_range=self.args.value_clip_range, value_coef=self.args.value_coef, entropy=scored.entropy,
             entropy_coef=self.args.entropy_coef,
         )  # fmt: skip
-        for field in dataclasses.fields(found)[1:]:
-            value = self.accelerator.gather(getattr(found, field.name).detach()).mean().item()
+        for field in dataclasses.fields(losses)[1:]:
+            value = self.accelerator.gather(getattr(losses, field.name).detach()).mean().item()
             self._metrics[mode][f"ppo/{field.name}"].append(value)
-        return found.loss / (self.current_gradient_accumulation_steps if mode == "train" else 1)
+        return losses.loss / (self.current_gradient_accumulation_steps if mode == "train" else 1)
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
@@ -287,10 +294,10 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         with safe_open(str(Path(resume_from_checkpoint) / VALUE_FILE), "pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
             self.kl_coef = float((file.metadata() or {}).get("kl_coef", self.kl_coef))
-        missing = self._policy().load_state_dict(state, strict=False)
-        if missing.unexpected_keys:
+        keys = self._policy().load_state_dict(state, strict=False)
+        if keys.unexpected_keys:
             raise StreamBPError(
-                f"{VALUE_FILE} of {resume_from_checkpoint} holds {missing.unexpected_keys[:3]}, "
+                f"{VALUE_FILE} of {resume_from_checkpoint} holds {keys.unexpected_keys[:3]}, "
                 "which this trainer does not have; resume with the same value head or value_model "
                 "that it was saved with."
             )

@@ -51,7 +51,7 @@ class StreamedTrainer:
 
     Policy and reference are computed chunk by chunk, and streambp's fused head replaces TRL's. A
     model that was patched before keeps its own settings. If a model has rows="packed", the
-    completions of a prompt stay in one micro-batch. [Note: whole groups] `StreamCallback` adds
+    completions of a prompt stay in one micro-batch. See `launch/groups.py`. `StreamCallback` adds
     tokens, chunk size and memory of each step to the logs.
 
     Attributes:
@@ -91,9 +91,9 @@ class StreamedTrainer:
         """
         sizes = {name: getattr(parallelism, name, 1) for name in SPLITS}
         if not self.splits_sequences and max(sizes.values()) > 1:
-            asked = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+            degrees = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
             raise StreamBPError(
-                f"The parallelism_config of {type(self).__name__} has {asked}, which splits each "
+                f"The parallelism_config of {type(self).__name__} has {degrees}, which splits each "
                 "sequence over ranks. TRL's trainer builds its loss from completion masks of whole "
                 "rows, which are not split; only StreamSFTTrainer trains on split sequences. Set "
                 f"{' and '.join(SPLITS)} to 1, and shard parameters over the ranks instead (FSDP2 "

@@ -1,6 +1,6 @@
 """First entry on PYTHONPATH of a launched program: loads the hook, then the hidden sitecustomize.
 
-The folder contains no other file, because every program could import it. [Note: launch hook]
+The folder contains no other file, because every program could import it. See `launch/hook.py`.
 """
 
 from __future__ import annotations
