@@ -179,14 +179,32 @@ def admit(
         and site.tests.cover(findings, call.plan)
     ):
         return call
+    decision = _tested(call, rows)
+    if decision is None:
+        return admit(site, args, kwargs, rows, strategy, forks)
+    return decision
+
+
+def _tested(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallReport | None:
+    """Test a new kind of call. Return the call if it can run in chunks, or a report with
+    the reason for an unchunked run.
+
+    Returns None if kernels of the layer ignore or misread the arguments that mark documents. The
+    site then records it, and the call has to be made once more, without these arguments.
+
+    Args:
+        call: the call in chunks.
+        rows: documents of packed rows, from position_ids, or None.
+    """
+    tests = call.site.tests
     failed, verdict = _tried(call)
     if not verdict.streams:
-        if arguments.tells:  # kernels of the layer ignore or misread the arguments
-            site.tests.kernels_take_documents = False
-            return admit(site, args, kwargs, rows, strategy, forks)
+        if call.arguments.tells:
+            tests.kernels_take_documents = False
+            return None
         return CallReport(verdict.because, rows=rows)
     if failed is not None:
-        site.tests.result(call.arguments.kind).doubt(broken(failed))
+        tests.result(call.arguments.kind).doubt(broken(failed))
         return CallReport(broken(failed), rows=rows)
     return call
 
@@ -239,16 +257,11 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
         site.tests.hooks_run_in_tests |= hooks_of_others(call.site.layer)
     try:
         weights_on_device = site.weights_here("trial", call.device)
-        freely = replaced([site], "choices", [None])  # [Note: choices]
+        # [Note: choices] [Note: autocast]
+        free_choices = replaced([site], "choices", [None])
         # Layers of a split sequence exchange keys and values with other ranks themselves.
-        alone = no_collectives(call.site.layer) if call.has_full_sequence else NULL_CONTEXT
-        with (
-            weights_on_device,
-            nothing_compiled(),
-            call.autocast.off(),
-            freely,
-            alone,
-        ):  # [Note: autocast]
+        local = no_collectives(call.site.layer) if call.has_full_sequence else NULL_CONTEXT
+        with weights_on_device, nothing_compiled(), call.autocast.off(), free_choices, local:
             results = call.attempt(lambda _: _looked(call))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
