@@ -468,6 +468,36 @@ class Counter:
             yield manager
 
 
+def _growth(phases: list[Counted], accumulating: list[Counted]) -> list[Counted]:
+    """Return by phase how many bytes more a step needs that adds to existing gradients, and the
+    bytes of these gradients.
+
+    Args:
+        phases: the phases of a step that allocates its gradients.
+        accumulating: the same phases of a step that adds to existing gradients.
+    """
+    growth = []
+    for phase, later in zip(phases, accumulating, strict=True):
+        start = later.start - phase.start
+        growth.append(Counted(phase.name, start, later.peak - phase.peak, later.gradients))
+    return growth
+
+
+def _grown(phases: list[Counted], growth: list[Counted]) -> list[Counted]:
+    """Return the phases of a step that adds to existing gradients.
+
+    Args:
+        phases: the phases of a step that allocates its gradients.
+        growth: the result of `_growth` at any length.
+    """
+    result = []
+    for phase, more in zip(phases, growth, strict=True):
+        most = {keys: others + more.peak for keys, others in phase.most.items()}
+        start = phase.start + more.start
+        result.append(Counted(phase.name, start, phase.peak + more.peak, more.gradients, most))
+    return result
+
+
 def _count_method(
     counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool
 ) -> Method:
@@ -508,21 +538,8 @@ def _count_method(
         if accumulating:
             # existing gradients add the same bytes at every point and in every streamed method
             if not more:
-                pairs = zip(phases, unroll(steps[1], counter.reduced)[0], strict=True)
-                more = []
-                for one, two in pairs:
-                    more.append(
-                        Counted(one.name, two.start - one.start, two.peak - one.peak, two.gradients)
-                    )
-            adding = []
-            for one, add in zip(phases, more, strict=True):
-                most = {keys: others + add.peak for keys, others in one.most.items()}
-                adding.append(
-                    Counted(
-                        one.name, one.start + add.start, one.peak + add.peak, add.gradients, most
-                    )
-                )
-            more_phases.append(adding)
+                more = _growth(phases, unroll(steps[1], counter.reduced)[0])
+            more_phases.append(_grown(phases, more))
     if chunked:
         counter.growth = more
     split = None
