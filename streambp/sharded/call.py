@@ -259,17 +259,12 @@ def _unread_in_halves(
         assert output is not None
         return [output.hidden_states, *output.extras.values()]
 
-    def kept(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
-        """Return those of the Linears `names` that one half of the layer can skip: the half has the
-        same results if these Linears return NaN.
+    def skippable(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
+        """Return those of the Linears `names` that one half of the layer can skip: the half's
+        outputs, or its gradients if `differentiated`, stay the same if these Linears return NaN.
+        `run` runs the half and returns its outputs."""
 
-        Args:
-            names: names of Linears that a trace proposes.
-            run: runs the half and returns its outputs.
-            differentiated: True: compare gradients; False: compare outputs.
-        """
-
-        def given(names: Labels) -> list[Any]:
+        def results_without(names: Labels) -> list[Any]:
             """Run one half of the layer while these Linears return NaN, and return its outputs or
             its gradients."""
             if not differentiated:
@@ -285,8 +280,8 @@ def _unread_in_halves(
                 return same_gradients(call, results, expected)
             return all(map(torch.equal, results, expected))
 
-        expected = given(frozenset())
-        return confirmed(names, lambda names: same(given(names)))
+        expected = results_without(frozenset())
+        return confirmed(names, lambda names: same(results_without(names)))
 
     try:
         first = trace(linears, lambda: before()[:1])
@@ -302,8 +297,8 @@ def _unread_in_halves(
     if not has_data(x):
         return UnreadInHalves(queries, unreached, to_before, unreached | to_after)
     return UnreadInHalves(
-        kept(queries, lambda: before()[:1], False),
-        kept(unreached, after, False),
-        kept(to_before, before, True),
-        kept(unreached | to_after, after, True),
+        skippable(queries, lambda: before()[:1], False),
+        skippable(unreached, after, False),
+        skippable(to_before, before, True),
+        skippable(unreached | to_after, after, True),
     )
