@@ -1,6 +1,6 @@
 """Record each step of a patched model, and log a line when a step ran in a new way.
 
-[Note: notes on a step] A step is a micro-batch with gradients. Its notes are made at the end of the
+[Note: notes on a step] A step is a micro-batch with gradients. The notes are made at the end of the
 backbone's forward, when all decisions before backward are taken. An autograd engine callback
 completes the notes at the end of backward. Notes are references to existing objects, so they need
 no counting and no synchronization. `last_step.py` interprets the notes on request. Evaluations
@@ -148,15 +148,24 @@ class Steps:
         last = self.last
         if last is not None:
             number = last.number + 1
-            if last.unpatched and not last.in_backward:
-                number = last.number  # the unpatched run did not fit, and the batch streams now
-            elif not last.over and not last.in_backward and backbone not in last.shapes:
-                # another stack of the same forward
-                number, shapes = (last.number, {**last.shapes, **shapes})
-            else:
+            if last.over or last.in_backward or backbone in last.shapes:
                 self.settle()
+            else:  # the same forward runs another stack
+                number = last.number
+                shapes = {**last.shapes, **shapes}
+                if unpatched:  # notes on saves of a streamed stack stay
+                    self.last = dataclasses.replace(last, shapes=shapes)
+                    return
         reports = [] if unpatched else [site.last_call.report for site in self.sites]
         self.last = Step(number, unpatched, shapes, reports, self._choice(), shared)
+
+    def forget_since(self, last: Step | None) -> None:
+        """Remove the notes on an unpatched forward without a result: the batch streams instead.
+
+        Args:
+            last: the notes on the step before; None: the model has made no step.
+        """
+        self.last = last
 
     def _choice(self) -> Choice | None:
         """Return what was chosen for the newest micro-batch: the tensors to save, or a run of the
