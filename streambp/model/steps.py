@@ -152,15 +152,24 @@ class Steps:
         last = self.last
         if last is not None:
             number = last.number + 1
-            if last.unpatched and not last.in_backward:
-                number = last.number  # the unpatched run did not fit, and the batch streams now
-            elif not last.over and not last.in_backward and backbone not in last.shapes:
-                # another stack of the same forward
-                number, shapes = (last.number, {**last.shapes, **shapes})
-            else:
+            if last.over or last.in_backward or backbone in last.shapes:
                 self.settle()
+            else:  # the same forward runs another stack
+                number = last.number
+                shapes = {**last.shapes, **shapes}
+                if unpatched:  # notes on saves of a streamed stack stay
+                    self.last = dataclasses.replace(last, shapes=shapes)
+                    return
         reports = [] if unpatched else [site.last_call.report for site in self.sites]
         self.last = Step(number, unpatched, shapes, reports, self._choice(), shared)
+
+    def forget_since(self, last: Step | None) -> None:
+        """Remove the notes on an unpatched forward without a result: the batch streams instead.
+
+        Args:
+            last: the notes on the step before; None: the model has made no step.
+        """
+        self.last = last
 
     def _choice(self) -> Choice | None:
         """Return what was chosen for the newest micro-batch: the tensors to save, or a run of the

@@ -135,6 +135,7 @@ class UnpatchedRuns:
             return None
         random = RandomState.capture(given.device)
         before = self.saves_policy.free(given.device)
+        last = self.steps.last
         self.within = True
         allocators = True
         try:
@@ -145,6 +146,7 @@ class UnpatchedRuns:
             result = None
             allocators = isinstance(error, torch.OutOfMemoryError)
         except ComputedAgainError:
+            self.steps.forget_since(last)
             random.restore()
             self.most = 0
             return None
@@ -161,6 +163,7 @@ class UnpatchedRuns:
         if result is None or took > 2 * MAX_SHARE_OF_FREE_MEMORY * found.room:
             result = None
             self.most = tokens // 2
+            self.steps.forget_since(last)
             make_room(given.device, allocators)
             random.restore()
             return None
