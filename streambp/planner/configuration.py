@@ -4,6 +4,12 @@ transformers checks the types of most fields and names those fields. Other value
 heads, raise arbitrary errors inside the models. The responsible field is found by a search that
 leaves out one field at a time. The message names the fields without which the error disappears, or
 else the fields without which the error changes.
+
+A model is built before it is counted, and a wrong number must not make that last for hours. Models
+build a module for each layer, and some models build a module for each expert. Names tell such
+numbers from sizes: "num_hidden_layers" and "num_experts" count modules, while
+"vocab_size_per_layer_input" and "n_positions" are sizes of tensors. Tensors have no data here, so a
+large size takes no time. Sizes must stay far from the limits of 64-bit integers.
 """
 
 from __future__ import annotations
@@ -22,11 +28,13 @@ from streambp.fields import shown
 from streambp.reporting import reason
 
 T = TypeVar("T")
-LARGEST_NUMBER = 2**40  # maximum of any number in a configuration
-# maximum of "num_experts" and similar fields: some models create a module for each
+# Maxima of a configuration's numbers. [Note: numbers of a configuration]
+LARGEST_NUMBER = 2**40
 MOST_PARTS = 2**20
-MOST_LAYERS = 2**11  # maximal number of layers, each of which is built
-COUNTS = re.compile(r"(num|n)_")
+MOST_LAYERS = 2**11
+LAYERS = re.compile(r"(^|_)layers(_|$)|(?<!_per)_layer$")
+PARTS = re.compile(r"(num|n)_")
+SIZES = re.compile(r"_(embd|embeddings|embeds|inner|ctx|positions|vocab|tokens|buckets|parameters)")
 TRUST = "If you trust the Python code that comes with the model, pass --trust-remote-code."
 NAMED = 4  # maximal number of fields in a message
 
@@ -116,7 +124,7 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
 
 def _check_numbers(value: Any, name: str, field: str = "") -> None:
     """Check that the integers in a configuration, also nested ones, are small enough for the
-    planner.
+    planner. [Note: numbers of a configuration]
 
     Args:
         value: the configuration, or a value in it.
@@ -128,9 +136,9 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         last = field.rpartition(".")[2]
-        if "layer" in last:
+        if LAYERS.search(last):
             limit = MOST_LAYERS
-        elif COUNTS.match(last):
+        elif PARTS.match(last) and not SIZES.search(last):
             limit = MOST_PARTS
         else:
             limit = LARGEST_NUMBER

@@ -43,6 +43,9 @@ from streambp.tensors import replaced
 
 Device = Literal["cuda", "cpu"]
 INNER = 2
+# Config field of models in which each layer also gets a slice of one tensor [B, T, layers, size],
+# which the backbone makes for all layers at once. The backbone needs the full number of layers.
+INPUTS_BY_LAYER = "hidden_size_per_layer_input"
 Source: TypeAlias = str | Path | PreTrainedConfig | nn.Module
 
 
@@ -433,7 +436,8 @@ class ShrunkModel:
             for field, answer in answers.items():
                 constant[field] = property(functools.partial(_constant, answer))
             config.__class__ = type(type(config).__name__, (type(config),), constant)
-        config.num_hidden_layers = len(self.kept)
+        if not getattr(config, INPUTS_BY_LAYER, 0):
+            config.num_hidden_layers = len(self.kept)
 
 
 def reduced_layers(model: nn.Module) -> ShrunkModel:
