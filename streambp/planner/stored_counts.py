@@ -210,8 +210,8 @@ def _tensor(tensor: Tensor) -> list[str]:
 
 
 def described(value: Any, depth: int = DEPTH) -> Any:
-    """Return a value as JSON types, which are equal in all processes. Sets are sorted, and objects
-    of unknown classes have the name of their class.
+    """Return a value as JSON types that are equal in all processes. Sets are sorted, and objects of
+    unknown classes have the name of their class.
 
     Args:
         value: the value.
