@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from streambp.attention import prefix
 from streambp.config import StreamConfig
 from streambp.layer import adapted
 from streambp.model import unpatched
+from streambp.planner import stored_counts
 from tests import device as tested
 from tests import device_thread, seeds, tiers
 from tests.oracle import lift_float32_casts
@@ -108,6 +110,12 @@ def _streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps after the first stream as well, where they would run as unpatched. [Note: micro-batches
     as unpatched]"""
     monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's first step counts itself, whatever earlier tests and programs have stored."""
+    monkeypatch.setattr(stored_counts, "folder", lambda: Path(os.devnull) / "plans")
 
 
 IN_A_THREAD = os.environ.get("STREAMBP_TEST_DEVICE_THREAD", "0") == "1"

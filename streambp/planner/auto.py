@@ -29,6 +29,7 @@ from streambp.model.patching import install
 from streambp.model.state import PatchState
 from streambp.offload import free_memory
 from streambp.offload.costs import Figures, LayerCost, Need
+from streambp.planner import stored_counts
 from streambp.planner.laws import Law, features
 from streambp.planner.layer_costs import seen_costs
 from streambp.planner.profile import Method, Phase
@@ -204,9 +205,10 @@ class ModelStates:
     """Predicts the memory and time of a model's steps, cached for each state of the model.
 
     A state is the size, requires_grad flag and dtype of each parameter, its device if
-    weights="device", and autocast's dtype. For a new state, a step is counted on a copy of the
-    model with meta tensors, if the device's free memory is known. Calling this object returns the
-    prediction for the model's present state. [Note: saves that fit]
+    weights="device", and autocast's dtype. A step of a new state is counted on a copy of the model
+    with meta tensors, if the device's free memory is known. An earlier process may have counted
+    this step already ([Note: stored counts]). Calling this object returns the prediction for the
+    model's present state. [Note: saves that fit]
 
     Args:
         model: the patched model.
@@ -268,7 +270,7 @@ class ModelStates:
 
     def _count(self, device: torch.device) -> Figures:
         """Return predictions for the model's present state, from steps counted on a copy with meta
-        tensors."""
+        tensors, now or by an earlier process."""
         if any(is_partitioned(parameter) for parameter in self.model.parameters()):
             return Figures(why="parameters that ZeRO-3 has divided cannot be counted")
         installed = self.installed
@@ -280,16 +282,30 @@ class ModelStates:
             return Figures(upper_bound)
         cast = autocast_dtype(device.type)
         wide = cast in HALF and any(p.dtype == torch.float32 for p in self.model.parameters())
-        law = in_a_thread(lambda: _law(self.model, self.config, cast if wide else None))
-        if isinstance(law, str):
-            return Figures(upper_bound, why=law)
         moves_weights = installed.weights is not None
         first = {site.index: next(site.layer.parameters(), None) for site in sites}
         places = {
             index: device if moves_weights else getattr(p, "device", torch.device("cpu"))
             for index, p in first.items()
         }
-        costs = in_a_thread(lambda: _costs(self.model, self.config, places, cast if wide else None))
+        key = stored_counts.key_of(self.model, self.config, cast if wide else None)
+        stored = stored_counts.read(key)
+        if stored is None or not stored.costs.keys() <= places.keys():
+            law = in_a_thread(lambda: _law(self.model, self.config, cast if wide else None))
+            if isinstance(law, str):
+                return Figures(upper_bound, why=law)
+            costs = in_a_thread(
+                lambda: _costs(self.model, self.config, places, cast if wide else None)
+            )
+            # a failed count of the costs may succeed in a later process
+            if costs or len(find_stacks(self.model).stacks) > 1:
+                found = stored_counts.StoredCount(law.method, law.factor, law.casts, costs)
+                stored_counts.store(key, found)
+        else:
+            law = StepNeed(stored.method, stored.factor, stored.casts)
+            costs = {}
+            for index, cost in stored.costs.items():
+                costs[index] = cost._replace(device=places[index])
         rates = rates_here(device)
         if not law.method.work:
             return Figures(law, costs)

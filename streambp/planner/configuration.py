@@ -28,7 +28,7 @@ from streambp.fields import shown
 from streambp.reporting import reason
 
 T = TypeVar("T")
-# Maxima of a configuration's numbers. [Note: numbers of a configuration]
+# Maxima of a configuration's numbers.
 LARGEST_NUMBER = 2**40
 MOST_PARTS = 2**20
 MOST_LAYERS = 2**11
@@ -124,7 +124,7 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
 
 def _check_numbers(value: Any, name: str, field: str = "") -> None:
     """Check that the integers in a configuration, also nested ones, are small enough for the
-    planner. [Note: numbers of a configuration]
+    planner.
 
     Args:
         value: the configuration, or a value in it.

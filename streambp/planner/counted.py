@@ -3,8 +3,9 @@
 [Note: cached profiles] A profile depends on the configuration, on the options of the count, and on
 code. Code means this package's sources, the versions of torch, transformers and peft, and the set
 of installed kernel packages for mixers. A digest of all these is the file's name, so a file is
-never stale. An unreadable file is ignored. Models that are already built are always counted,
-because no configuration describes their modules.
+never stale. An unreadable file is ignored. `counted` always counts models that are already built,
+because no configuration describes their modules; a patched model's first step has files of its own
+([Note: stored counts]).
 """
 
 from __future__ import annotations
@@ -107,15 +108,8 @@ def counted(
         for field in dataclasses.fields(asked):
             if field.name != "source":
                 options[field.name] = getattr(asked, field.name)
-        packages = sorted({LIGER, *(kernel.package for kernel in KERNELS)})
-        versions = dict.fromkeys(VERSIONS, "")
-        for package in VERSIONS:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                versions[package] = importlib.metadata.version(package)
-        parts: list[Any] = [
-            type(config).__name__, fields, options, [repr(recipe) for recipe in recipes],
-            list(versions.values()), [name for name in packages if is_installed(name)], _source(),
-        ]  # fmt: skip
+        recipe_texts = [repr(recipe) for recipe in recipes]
+        parts: list[Any] = [type(config).__name__, fields, options, recipe_texts, code_in_use()]
         digest = hashlib.sha256(
             json.dumps(parts, sort_keys=True, default=str).encode()
         ).hexdigest()[:32]
@@ -129,13 +123,7 @@ def counted(
         )
     if file is not None:
         with contextlib.suppress(OSError):  # the file is optional
-            file.parent.mkdir(parents=True, exist_ok=True)
-            # Written atomically, because several plans may write at once.
-            with tempfile.NamedTemporaryFile(
-                "w", dir=file.parent, delete=False, encoding="utf-8"
-            ) as made:
-                made.write(json.dumps(to_json(profile)))
-            Path(made.name).replace(file)
+            write(file, to_json(profile))
     return profile
 
 
@@ -143,6 +131,38 @@ def folder() -> Path:
     """Return the folder of cached counts: `streambp/plans` in XDG_CACHE_HOME or the user's
     cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streambp" / "plans"
+
+
+def code_in_use() -> list[Any]:
+    """Return what a count depends on beside the model and the options: the versions of libraries,
+    the installed packages with kernels, and a digest of this package's sources."""
+    packages = sorted({LIGER, *(kernel.package for kernel in KERNELS)})
+    versions = dict.fromkeys(VERSIONS, "")
+    for package in VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    installed = [name for name in packages if is_installed(name)]
+    return [list(versions.values()), installed, _source()]
+
+
+def write(file: Path, data: Any) -> None:
+    """Write data as JSON. The file appears at once, because several processes may write it.
+
+    Args:
+        file: path of the file, whose folder is created.
+        data: the data, as JSON types.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
+        made.write(json.dumps(data))
+    try:
+        Path(made.name).replace(file)
+    except OSError:
+        Path(made.name).unlink(missing_ok=True)
+        raise
 
 
 def _source() -> str:

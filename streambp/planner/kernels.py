@@ -1,32 +1,159 @@
-"""Triton kernels on tensors without data: ours count their bytes and launch nothing; others are
-refused.
+"""Kernels on tensors without data: streambp's Triton kernels count their bytes and launch nothing,
+others are refused, and plain attention is counted once for each shape.
+
+[Note: repeated calls] Plain attention and merges of its outputs run dozens of operations for each
+block of queries and keys. A count has thousands of blocks, of a few shapes. Allocations and work of
+a block depend on shapes alone, and nothing but the results remains. So a count runs one call of
+each shape. Later calls add the same work and the same peak, and return new tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
 from streambp.attention import attend
+from streambp.attention.kernels import MathKernel, Task
+from streambp.attention.spans import Kind
 from streambp.device import has_data
 from streambp.errors import StreamBPError
 from streambp.head import blocks, triton_fold, triton_gradient
-from streambp.planner.count import one_kernel
+from streambp.planner.count import Known, Shapes, StepCount, one_kernel, running_counts
+from streambp.planner.work import Work, tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedCall:
+    """Memory and work of one call of a function on meta or fake tensors.
+
+    Attributes:
+        peak: most bytes in use during the call, beyond the bytes before it.
+        largest: bytes of the largest storage that the call allocated.
+        work: FLOPs, bytes and dispatches.
+        made: the results' shapes, strides and dtypes, as `Known` has them.
+        several: True if the result is a tuple.
+    """
+
+    peak: int
+    largest: int
+    work: Work
+    made: list[Any]
+    several: bool
+
+
+class CountedCalls:
+    """Counts functions of tensors once for each combination of shapes. [Note: repeated calls]
+
+    Args:
+        shapes: creates tensors without data.
+    """
+
+    def __init__(self, shapes: Shapes) -> None:
+        self._shapes = shapes
+        # None for calls that must run each time
+        self._known: dict[Any, CountedCall | None] = {}
+
+    def run(self, function: Callable[..., Any], key: Any, *args: Any) -> Any:
+        """Return `function(*args)`, or new tensors like its results if a call with equal shapes was
+        counted.
+
+        Args:
+            function: allocates nothing that outlives the call, except for its results.
+            key: everything but the shapes of tensors on which memory and work depend.
+            args: the arguments. Tensors have any shape.
+        """
+        counts = running_counts(StepCount)
+        # A count of split sequences assigns each allocation to this rank or to others.
+        if len(counts) != 1 or type(counts[0]) is not StepCount or torch.is_grad_enabled():
+            return function(*args)
+        count = counts[0]
+        parts = [function, key, count._kernel_depth > 0]
+        for x in args:
+            if isinstance(x, Tensor):
+                parts += [x.shape, x.stride(), x.dtype]
+        found = self._known.get(tuple(parts))
+        if found is None:
+            if tuple(parts) in self._known:
+                return function(*args)
+            return self._first(count, tuple(parts), functools.partial(function, *args))
+        count.add(found.work)
+        count.peak = max(count.peak, count.live + found.peak)
+        count.largest = max(count.largest, found.largest)
+        with no_dispatch():
+            made = self._shapes.make(Known(found.made, found.several, found.work))
+        for one in made:
+            if isinstance(one, Tensor):
+                count._track(one.untyped_storage())
+        if found.several:
+            return tuple(made)
+        return made[0]
+
+    def _first(self, count: StepCount, key: Any, call: Callable[[], Any]) -> Any:
+        """Run a call of new shapes, and store its memory and work.
+
+        Args:
+            count: the running count.
+            key: key of the shapes.
+            call: the call.
+        """
+        live = count.live
+        peak = count.peak
+        largest = count.largest
+        work = count.work
+        count.reset_peak()
+        count.largest = 0
+        result = call()
+        several = isinstance(result, tuple)
+        results = list(result) if several else [result]
+        made: list[Any] = []
+        bytes_made = 0
+        for x in results:
+            if isinstance(x, Tensor):
+                made.append((x.shape, x.stride(), x.dtype))
+                bytes_made += x.itemsize * _extent(x)
+            else:
+                made.append(x)
+        done = count.work.plus(work, -1)
+        found = CountedCall(count.peak - live, count.largest, done, made, several)
+        # The results are all that is left, and each has a storage of its own size.
+        is_complete = count.live - live == bytes_made and len(
+            {x.untyped_storage()._cdata for x in tensors(results)}
+        ) == len(tensors(results))
+        self._known[key] = found if is_complete else None
+        count.peak = max(peak, count.peak)
+        count.largest = max(largest, count.largest)
+        return result
+
+
+def _extent(x: Tensor) -> int:
+    """Return the number of elements from the first to the last one of x [...] in memory."""
+    if x.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 @contextlib.contextmanager
-def launched_kernels() -> Iterator[None]:
+def launched_kernels(calls: CountedCalls) -> Iterator[None]:
     """Context manager in which streambp's Triton kernels (for logits, and for merged attention
-    outputs) are counted by the bytes that they move, without a launch.
+    outputs) are counted by the bytes that they move, without a launch. Plain attention is counted
+    once for each shape.
 
     See `planner/count.py`.
+
+    Args:
+        calls: the calls that were counted.
     """
+
+    attend_merge = attend.merge_in_torch
 
     def launch(
         kernel: Callable[..., Any], moved: Callable[..., float], /, *args: Any, **kwargs: Any
@@ -43,6 +170,30 @@ def launched_kernels() -> Iterator[None]:
         with one_kernel(moved(*args)):
             return kernel(*args, **kwargs)
 
+    def merge(o: Tensor, lse: Tensor, part_o: Tensor, *args: Any) -> None:
+        """Merge two attention outputs o [b, t, H, D], as one kernel launch."""
+        out, *all_read = args[1:]
+        moved = o.nbytes + part_o.nbytes + out.nbytes
+        with one_kernel(moved):
+            merged = functools.partial(calls.run, attend_merge, tuple(all_read))
+            merged(o, lse, part_o, *args)
+
+    def plain(kernel: MathKernel, function: Callable[..., Any], *args: Any) -> Any:
+        """Return the results of plain attention over one block, forward or backward.
+
+        Args:
+            kernel: the kernel.
+            function: the kernel's method.
+            args: tensors [B, H, T, D], and the block as a `Task`.
+        """
+        task: Task = args[-1]
+        block = task.block
+        if block.kind is Kind.MASK:
+            return function(kernel, *args)
+        sizes = (block.q1 - block.q0, block.k1 - block.k0)
+        key = (block.kind, *sizes, task.softcap is None, task.dropout > 0.0)
+        return calls.run(function, key, kernel, *args)
+
     with contextlib.ExitStack() as stack:
         for module, name, kernel, moved in (
             (blocks, "fold_rows", triton_fold.fold_rows, lambda product, *_: product.nbytes),
@@ -52,16 +203,14 @@ def launched_kernels() -> Iterator[None]:
                 triton_gradient.write_gradient,
                 lambda product, *_: 2 * product.nbytes,
             ),
-            (
-                attend,
-                "merge_in_torch",
-                attend.merge_in_torch,
-                lambda o, _, p, __, out, *___: o.nbytes + p.nbytes + out.nbytes,
-            ),
         ):
             stack.enter_context(
                 mock.patch.object(module, name, functools.partial(launch, kernel, moved))
             )
+        stack.enter_context(mock.patch.object(attend, "merge_in_torch", merge))
+        for name in ("forward", "backward"):
+            method = functools.partialmethod(plain, getattr(MathKernel, name))
+            stack.enter_context(mock.patch.object(MathKernel, name, method))
         yield
 
 

@@ -76,23 +76,31 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
         return None
     if len(costs) < layers:
         return None
+    found = costs_as_json(map(costs.__getitem__, range(layers)))
+    return {"vocabulary": vocabulary, "plain": plain, **found}
+
+
+def costs_as_json(costs: Iterable[LayerCost]) -> dict[str, Any]:
+    """Return bytes and FLOPs of the tensors that layers may save as JSON types: the distinct kinds
+    of layers, and the kind of each layer.
+
+    Args:
+        costs: the layers, in order. Their devices are left out.
+    """
     kinds: list[dict[str, Any]] = []  # distinct kinds of layers, which are few
     numbers = []
-    for index in range(layers):
-        layer_cost = costs[index]
-        cost = dataclasses.asdict(layer_cost.cost) | {
-            "overwritten": sorted(layer_cost.cost.overwritten)
-        }
-        kind = layer_cost._asdict() | {"device": str(PLAN_DEVICE), "cost": cost}
+    for seen in costs:
+        cost = dataclasses.asdict(seen.cost) | {"overwritten": sorted(seen.cost.overwritten)}
+        kind = seen._asdict() | {"device": str(PLAN_DEVICE), "cost": cost}
         if kind not in kinds:
             kinds.append(kind)
         numbers.append(kinds.index(kind))
-    return {"vocabulary": vocabulary, "plain": plain, "kinds": kinds, "layers": numbers}
+    return {"kinds": kinds, "layers": numbers}
 
 
 def costs_from_json(saves: Mapping[str, Any]) -> dict[int, LayerCost]:
     """Return bytes and FLOPs of the tensors that each layer may save, by layer index, from the
-    result of `counted_saves`."""
+    result of `counted_saves` or `costs_as_json`."""
     kinds = []
     for kind in saves["kinds"]:
         products = {}

@@ -559,33 +559,38 @@ def from_json(data: Mapping[str, Any]) -> Profile:
         """Return the `Node` from a dict, with its children."""
         return Node(**{**value, "children": tuple(node(child) for child in value["children"])})
 
-    methods = []
-    for value in data["methods"]:
-        phases = {}
-        for name in ("first", "accumulating"):
-            phases[name] = tuple(
-                Phase(entry["name"], Law(*entry["law"]), entry["gradients"])
-                for entry in value[name]
-            )
-        parts = []
-        for entry in value["work"]:
-            laws = tuple(itertools.starmap(Law, entry["laws"]))
-            parts.append(Part(entry["name"], laws, entry["k_block"]))
-        split = value.get("split")
-        split = split and Split(
-            **{**split, "heads": tuple(itertools.starmap(Heads, split["heads"]))}
-        )
-        counted_laws = {
-            "saves": tuple(value["saves"]),
-            "host": Law(*value["host"]),
-            "work": tuple(parts),
-            "split": split,
-        }
-        methods.append(Method(**{**value, **phases, **counted_laws}))
     groups = tuple(Group(**group) for group in data["groups"])
+    methods = tuple(map(method_from_json, data["methods"]))
     lists = {}
     for name in ("left_out", "frozen", "trained", "without_adapters"):
         lists[name] = tuple(data.get(name, ()))
     return Profile(
-        **{**data, **lists, "groups": groups, "methods": tuple(methods), "tree": node(data["tree"])}
+        **{**data, **lists, "groups": groups, "methods": methods, "tree": node(data["tree"])}
     )
+
+
+def method_as_json(method: Method) -> dict[str, Any]:
+    """Return a method as JSON types, from which `method_from_json` restores it."""
+    return dataclasses.asdict(method)
+
+
+def method_from_json(value: Mapping[str, Any]) -> Method:
+    """Return the `Method` from the result of `method_as_json`, or from an entry of `to_json`."""
+    phases = {}
+    for name in ("first", "accumulating"):
+        phases[name] = tuple(
+            Phase(one["name"], Law(*one["law"]), one["gradients"]) for one in value[name]
+        )
+    parts = []
+    for one in value["work"]:
+        laws = tuple(itertools.starmap(Law, one["laws"]))
+        parts.append(Part(one["name"], laws, one["k_block"]))
+    split = value.get("split")
+    split = split and Split(**{**split, "heads": tuple(itertools.starmap(Heads, split["heads"]))})
+    given = {
+        "saves": tuple(value["saves"]),
+        "host": Law(*value["host"]),
+        "work": tuple(parts),
+        "split": split,
+    }
+    return Method(**{**value, **phases, **given})

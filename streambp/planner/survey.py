@@ -24,7 +24,7 @@ from streambp.planner.compose import Counted, fit, unroll
 from streambp.planner.count import Shapes, StepCount
 from streambp.planner.fused_layers import Kernels
 from streambp.planner.host import CountingManager, UncountedHost
-from streambp.planner.kernels import launched_kernels
+from streambp.planner.kernels import CountedCalls, launched_kernels
 from streambp.planner.laws import Point, fit_bytes, fit_work
 from streambp.planner.mixers import assumed
 from streambp.planner.profile import (
@@ -270,6 +270,7 @@ class Counter:
 
     def __post_init__(self) -> None:
         self.shapes = Shapes(self.skeleton.mode)
+        self.calls = CountedCalls(self.shapes)
         self._fused: bool | None = None
         self._unread: list[dict[Any, Any]] = []  # results of each layer's trials
         self._more_points: dict[tuple[str, tuple[str, ...], int], tuple[Works, Works]] = {}
@@ -406,7 +407,7 @@ class Counter:
             shared,
             self._prepared(recipe, point[1]) as manager,
             skeleton.running(),
-            launched_kernels(),
+            launched_kernels(self.calls),
         ):
             steps = []
             for _ in range(1 + accumulate):

@@ -1,0 +1,309 @@
+"""Counts of built models, written to files for later processes.
+
+[Note: stored counts] The first step of a patched model counts itself on tensors without data
+(`auto.py`), and the count takes most of that step's time. The count depends on the model's
+structure and settings and on code, but on no weight's value. A digest of all these is the name of a
+file, and the next process of the same model reads this file:
+
+    model         path, class and plain attributes of each module; shape, strides, dtype and
+                  requires_grad of each parameter and buffer, and which are tied; configurations,
+                  adapters' among them; hooks
+    code          functions of the modules' classes and of the files that define these classes, and
+                  this package's sources
+    surroundings  settings of `patch`, autocast's dtype, versions of libraries, installed kernels
+
+A digest cannot cover all code that a forward may reach. An outdated count costs memory or seconds,
+but changes no number: the policy measures each step, and corrects its predictions
+([Note: saves that fit]). A damaged file, or a file of another model, is ignored with one line in
+the log of this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import logging
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from streambp.config import StreamConfig
+from streambp.distributed.engines import full_shape, is_partitioned
+from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, InstanceForward
+from streambp.known_names import MODULE_HOOKS, MODULE_TABLES, NO_PART_OF_A_STEP
+from streambp.offload.costs import LayerCost
+from streambp.planner.counted import code_in_use, folder, write
+from streambp.planner.layer_costs import costs_as_json, costs_from_json
+from streambp.planner.profile import Method, method_as_json, method_from_json
+from streambp.reporting import reason
+
+logger = logging.getLogger(__name__)
+DEPTH = 4  # levels of containers and configurations inside an attribute
+MOST_FILES = 256  # files in the folder; older ones are deleted
+# attributes of modules that are described apart, or that a step changes
+LEFT_OUT = frozenset((*MODULE_TABLES, *MODULE_HOOKS, PATCH, REDUCES, WRAPPERS, "training"))
+LIBRARIES = frozenset(("builtins", "torch", "typing"))  # covered by a version
+
+
+class StoredCount(NamedTuple):
+    """Counted memory, time and saves of a model's step.
+
+    Attributes:
+        method: the step's counted memory and work.
+        factor: number by which the counted bytes are multiplied, for autocast.
+        casts: bytes of autocast's copies of weights.
+        costs: bytes and FLOPs of the tensors that each layer may save, by layer index. The devices
+            are placeholders.
+    """
+
+    method: Method
+    factor: float
+    casts: float
+    costs: dict[int, LayerCost]
+
+
+def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> str | None:
+    """Return a digest of everything that the count of a step depends on; None if the model cannot
+    be described. [Note: stored counts]
+
+    Args:
+        model: the patched model.
+        config: its settings.
+        cast: dtype to which autocast casts float32 weights; None: autocast is off.
+    """
+    try:
+        seen: dict[int, int] = {}
+        modules = list(model.named_modules())
+        structure = []
+        kinds: dict[type, None] = {}
+        for path, module in modules:
+            structure.append((path, *_module(module, seen)))
+            kinds[type(module)] = None
+        switches = (sys.version_info[:2], torch.backends.cuda.flash_sdp_enabled(), str(cast))
+        parts = [structure, list(_code_of(kinds)), repr(config), switches, code_in_use()]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    except Exception:  # a model that cannot be described is counted in each process
+        return None
+
+
+def read(key: str | None) -> StoredCount | None:
+    """Return the stored count with this key; None if there is none that can be used.
+
+    Args:
+        key: result of `key_of`.
+    """
+    if key is None:
+        return None
+    try:
+        text = _file(key).read_text("utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except Exception as error:
+        _report(key, error)
+        return None
+    try:
+        found = json.loads(text, parse_constant=_refuse)
+        if found["key"] != key:
+            raise ValueError("the file is another model's")
+        costs = {}
+        for place, cost in costs_from_json(found["saves"]).items():
+            costs[found["indices"][place]] = cost
+        method = method_from_json(found["method"])
+        if not method.first or not found["factor"] > 0 or not found["casts"] >= 0:
+            raise ValueError("numbers are missing")
+        return StoredCount(method, found["factor"], found["casts"], costs)
+    except Exception as error:  # whatever a damaged file leads to
+        _report(key, error)
+        return None
+
+
+def _report(key: str, error: Exception) -> None:
+    """Write one line to the log: a file is ignored.
+
+    Args:
+        key: the file's key.
+        error: the reason.
+    """
+    logger.warning(
+        "The stored count %s is ignored, and the step is counted: %s", key, reason(error)
+    )
+
+
+def store(key: str | None, count: StoredCount) -> None:
+    """Write a count to the file of its key. Nothing is raised if the file cannot be written.
+
+    Args:
+        key: result of `key_of`.
+        count: the count.
+    """
+    if key is None:
+        return
+    with contextlib.suppress(Exception):  # the file is optional
+        indices = sorted(count.costs)
+        data = {
+            "key": key,
+            "factor": count.factor,
+            "casts": count.casts,
+            "method": method_as_json(count.method),
+            "indices": indices,
+            "saves": costs_as_json([count.costs[index] for index in indices]),
+        }
+        file = _file(key)
+        write(file, data)
+        others = sorted(file.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
+        for old in others[:-MOST_FILES]:
+            old.unlink(missing_ok=True)
+
+
+def _file(key: str) -> Path:
+    """Return the path of the file with this key."""
+    return folder().with_name("counts") / f"{key}.json"
+
+
+def _refuse(constant: str) -> float:
+    """Raise ValueError: a count contains neither NaN nor infinities."""
+    raise ValueError(f"{constant} is no count")
+
+
+def _module(module: nn.Module, seen: dict[int, int]) -> Iterator[Any]:
+    """Yield the class, tensors, attributes and hooks of one module as JSON types. Modules inside the
+    module are left out.
+
+    Args:
+        module: the module.
+        seen: dict from ids of parameters to their numbers, by which tied parameters are recognized;
+            changed.
+    """
+    yield _name(type(module))
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
+            if tensor is None:
+                continue
+            number = seen.setdefault(id(tensor), len(seen))
+            yield name, number, _tensor(tensor)
+    for name, value in vars(module).items():
+        is_own = name == "forward" and isinstance(value, InstanceForward)
+        if name not in LEFT_OUT and not is_own:
+            yield name, described(value)
+    for hooks in MODULE_HOOKS:
+        yield list(map(described, getattr(module, hooks).values()))
+
+
+def _tensor(tensor: Tensor) -> list[str]:
+    """Return the class, shape, strides, dtype and requires_grad of a tensor [...], as text. A
+    parameter that ZeRO-3 has divided has its full shape."""
+    if is_partitioned(tensor):
+        layout = str(tuple(full_shape(tensor)))
+    else:
+        layout = f"{tuple(tensor.shape)} {tensor.stride()}"
+    return [_name(type(tensor)), layout, str(tensor.dtype), str(tensor.requires_grad)]
+
+
+def described(value: Any, depth: int = DEPTH) -> Any:
+    """Return a value as JSON types that are equal in all processes. Sets are sorted, and objects of
+    unknown classes have the name of their class.
+
+    Args:
+        value: the value.
+        depth: levels of containers inside it that are described.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if isinstance(value, type):
+        return _name(value)
+    if isinstance(value, types.FunctionType):
+        return _function(value, depth)
+    if isinstance(value, types.MethodType):
+        return _function(value.__func__, depth)
+    if depth > 0:
+        if isinstance(value, PreTrainedConfig) or dataclasses.is_dataclass(value):
+            fields = dict(vars(value))
+            for name in NO_PART_OF_A_STEP:
+                fields.pop(name, None)
+            return _name(type(value)), described(fields, depth - 1)
+        if isinstance(value, Mapping):
+            pairs = zip(map(str, value), described(list(value.values()), depth), strict=True)
+            return sorted(pairs, key=repr)
+        inside = functools.partial(described, depth=depth - 1)
+        if isinstance(value, list | tuple):
+            return list(map(inside, value))
+        if isinstance(value, set | frozenset):
+            return sorted(map(inside, value), key=repr)
+    return _name(type(value))
+
+
+def _name(kind: type) -> str:
+    """Return the module and the qualified name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _code_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
+    """Yield a description of the code of some modules' classes, and of the functions in the files
+    that define these classes.
+
+    Args:
+        kinds: the classes.
+    """
+    spaces: dict[str, Mapping[str, Any]] = {}
+    for base in itertools.chain.from_iterable(kind.__mro__ for kind in kinds):
+        if base.__module__.partition(".")[0] not in LIBRARIES:
+            spaces[_name(base)] = vars(base)
+            spaces[base.__module__] = vars(sys.modules.get(base.__module__, types))
+    for place in sorted(spaces):
+        for name, value in sorted(spaces[place].items()):
+            if isinstance(value, types.FunctionType):
+                yield place, name, _function(value, 1)
+
+
+def _function(function: Any, depth: int) -> list[Any]:
+    """Return a description of a function's code, and of the functions that it wraps.
+
+    Args:
+        function: the function.
+        depth: levels of defaults and closures that are described.
+    """
+    found: list[Any] = []
+    for _ in range(DEPTH):
+        code = getattr(function, "__code__", None)
+        if code is not None:
+            found.append(_code(code))
+        if depth > 0 and isinstance(function, types.FunctionType):
+            values = [*(function.__defaults__ or ()), *_contents(function)]
+            found.append(list(map(functools.partial(described, depth=0), values)))
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
+def _contents(function: types.FunctionType) -> Iterator[Any]:
+    """Yield the values of a function's closure that are no functions."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # the variable has no value yet
+            if not isinstance(cell.cell_contents, types.FunctionType):
+                yield cell.cell_contents
+
+
+def _code(code: types.CodeType) -> str:
+    """Return a digest of compiled code, without the place where it was written."""
+    found = hashlib.sha256(code.co_code)
+    for value in (*code.co_names, *code.co_varnames, *code.co_consts):
+        if isinstance(value, types.CodeType):
+            found.update(_code(value).encode())
+        elif isinstance(value, frozenset):
+            found.update(repr(sorted(value, key=repr)).encode())
+        else:
+            found.update(repr(value).encode())
+    return found.hexdigest()[:16]

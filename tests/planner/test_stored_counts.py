@@ -1,0 +1,388 @@
+"""The count of a patched model is stored, and read by the next process of the same model. A file
+that is damaged or wrong costs memory or a count, and changes no number.
+
+covers: planner/stored_counts.py
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import streambp
+from streambp.offload import free_memory
+from streambp.planner import auto, counted, stored_counts
+from tests.families import LENGTH, build, make_batch
+from tests.offload.runs import assert_same, step
+
+HERE = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A folder of counts, and a device that says what it has free."""
+    monkeypatch.setattr(stored_counts, "folder", lambda: tmp_path / "plans")
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: 2**31)
+    return tmp_path / "counts"
+
+
+@pytest.fixture(scope="module")
+def profiles():
+    """The count of `tiny()`, made once."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def counts(profiles, monkeypatch):
+    """One entry for each step that was counted."""
+    real, found = auto.survey, []
+
+    def survey(*args, **named):
+        found.append(1)
+        profiles.extend([] if profiles else [real(*args, **named)])
+        return profiles[0]
+
+    monkeypatch.setattr(auto, "survey", survey)
+    return found
+
+
+def tiny(**settings):
+    return build("qwen3", **{"dtype": torch.bfloat16, "num_hidden_layers": 3, **settings})
+
+
+def figures_of(model, **settings):
+    """What the policy of a newly patched model knows."""
+    given = {"unpatched_runs": False, **settings}
+    policy = streambp.patch(model, streambp.StreamConfig(**given))._streambp.saves_policy
+    policy.begins(HERE)
+    policy.ended()
+    return policy.known
+
+
+def candidates(known):
+    return {
+        index: set(cost.candidates(index, 2 * LENGTH, LENGTH))
+        for index, cost in known.costs.items()
+    }
+
+
+def assert_alike(found, expected):
+    assert found.need == expected.need
+    assert found.need.by_layer(4096, 1024, 0.5) == expected.need.by_layer(4096, 1024, 0.5)
+    assert found.seconds(65536, 8192) == expected.seconds(65536, 8192)
+    assert found.costs == expected.costs
+    assert len(candidates(found)) == 3
+    assert candidates(found) == candidates(expected)
+
+
+def test_the_next_process_of_a_model_reads_what_was_counted(counts, cache):
+    first = figures_of(tiny())
+    assert len(list(cache.iterdir())) == len(counts) == 1
+    # another model of the same structure: other values, gradients there, in eval mode
+    model = tiny(seed=5).eval()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert_alike(figures_of(model), first)
+    assert len(counts) == 1
+
+
+def adapted(model, rank=2):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=["q_proj"]))
+
+
+def first_frozen(model):
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def with_strides(model):
+    old = model.model.layers[1].mlp.up_proj.weight
+    weight = nn.Parameter(torch.randn(old.mT.shape, dtype=old.dtype).mT)
+    assert not weight.is_contiguous()
+    model.model.layers[1].mlp.up_proj.weight = weight
+    return model
+
+
+def with_attribute(model):
+    model.model.layers[1].mlp.splits = 3
+    return model
+
+
+def with_hook(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    return model
+
+
+def with_forward(model):
+    own = model.model.layers[1].mlp
+    own.forward = lambda x: type(own).forward(own, x) * 1
+    return model
+
+
+CHANGES = {
+    "frozen": first_frozen,
+    "float32": lambda model: model.float(),
+    "strides": with_strides,
+    "adapters": adapted,
+    "an attribute": with_attribute,
+    "a hook": with_hook,
+    "a forward": with_forward,
+}
+
+
+def test_another_model_is_counted(counts):
+    figures_of(tiny())
+    figures_of(first_frozen(tiny()))
+    assert len(counts) == 2
+
+
+def key(model, cast=None, **settings):
+    return stored_counts.key_of(model, streambp.StreamConfig(**settings), cast)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_count_depends_on_is_in_its_key(change):
+    assert key(tiny()) == key(tiny(seed=5))
+    assert key(CHANGES[change](tiny())) != key(tiny())
+    assert key(CHANGES[change](tiny())) == key(CHANGES[change](tiny(seed=5)))
+
+
+def test_adapters_of_another_rank_have_another_key():
+    assert key(adapted(tiny(), rank=4)) != key(adapted(tiny()))
+
+
+def test_settings_code_and_versions_are_in_the_key(monkeypatch):
+    model = tiny()
+    found = [key(model), key(model, torch.bfloat16), key(model, saves=("kv",))]
+    found.append(key(build("qwen3", dtype=torch.bfloat16, num_hidden_layers=4)))
+    found.append(key(tiny(tie_word_embeddings=True)))
+    with monkeypatch.context() as patch:
+        patch.setattr(counted, "_source", lambda: "another release")
+        found.append(key(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(counted.importlib.metadata, "version", lambda package: "0.0")
+        found.append(key(model))
+    mlp = type(model.model.layers[0].mlp)
+    with monkeypatch.context() as patch:
+        patch.setattr(mlp, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+        found.append(key(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[mlp.__module__], "rotate_half", lambda x: -x)
+        found.append(key(model))
+    assert None not in found
+    assert len(set(found)) == len(found)
+    assert key(model) == found[0]
+
+
+def test_a_patched_model_in_a_step_has_the_key_of_the_first_one(monkeypatch):
+    """What a patch and a step leave on modules is not in it."""
+    model, found = tiny(), []
+    real = stored_counts.key_of
+    monkeypatch.setattr(
+        stored_counts, "key_of", lambda *args: found.append(real(*args)) or found[-1]
+    )
+    for _ in range(2):
+        streambp.patch(model, streambp.StreamConfig(unpatched_runs=False))
+        step(model)
+        step(model)
+    assert len(found) == 2  # once a patch
+    assert len(set(found)) == 1
+
+
+def test_objects_are_described_by_their_classes():
+    """No address, and no order of a set, is in a description."""
+    odd = {"set": {"b", "a", "c"}, "object": object(), "map": {"x": [torch.float16, HERE, {1}]}}
+    assert stored_counts.described(odd) == [
+        ("map", [("x", ["torch.float16", "cpu", [1]])]),
+        ("object", "builtins.object"),
+        ("set", ["a", "b", "c"]),
+    ]
+    assert stored_counts.described([[[[[1]]]]]) == [[[["builtins.list"]]]]
+
+
+PROGRAM = """
+import torch, streambp
+from streambp.planner import stored_counts
+from tests.families import build
+import peft
+model = build("qwen3", num_hidden_layers=2)
+model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "o_proj"]))
+print(stored_counts.key_of(model, streambp.StreamConfig(), None))
+"""
+
+
+@pytest.mark.full
+def test_two_processes_find_the_same_key():
+    pytest.importorskip("peft", reason="peft is not installed")
+    found = []
+    for seed in ("1", "2"):
+        named = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            cwd=ROOT,
+            env=named,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.append(done.stdout.split()[-1])
+    assert found[0] == found[1]
+    assert len(found[0]) == 32
+
+
+def cut(data):
+    return json.dumps(data)[:-50]
+
+
+def older(data):
+    del data["method"]["work"]
+    return json.dumps(data)
+
+
+def foreign(data):
+    return json.dumps({**data, "key": "0" * 32})
+
+
+def not_finite(data):
+    return json.dumps({**data, "factor": float("nan")})
+
+
+def negative(data):
+    return json.dumps({**data, "factor": -1.0})
+
+
+def no_object(data):
+    return json.dumps([data])
+
+
+def fewer_kinds(data):
+    return json.dumps({**data, "saves": {**data["saves"], "kinds": []}})
+
+
+DAMAGES = (cut, older, foreign, not_finite, negative, no_object, fewer_kinds)
+
+
+@pytest.mark.fast("cut", "foreign")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_no_count_is_ignored_with_one_line(damage, counts, cache, caplog):
+    expected = figures_of(tiny())
+    (file,) = cache.iterdir()
+    text = file.read_text()
+    file.write_text(damage(json.loads(text)))
+    with caplog.at_level(logging.WARNING, "streambp"):
+        assert_alike(figures_of(tiny()), expected)
+    (line,) = caplog.messages
+    assert file.stem in line
+    assert "\n" not in line
+    assert len(counts) == 2
+    assert json.loads(file.read_text()) == json.loads(text)
+
+
+def test_a_file_that_cannot_be_read_is_ignored(counts, cache, caplog):
+    figures_of(tiny())
+    (file,) = cache.iterdir()
+    file.unlink()
+    file.mkdir()
+    figures_of(tiny())
+    assert len(caplog.messages) == 1
+    assert len(counts) == 2
+    assert [path.name for path in cache.iterdir()] == [file.name]  # nothing is left beside it
+
+
+@pytest.mark.parametrize("broken", ["key_of", "read", "store"])
+def test_no_trouble_with_files_ends_a_step(broken, monkeypatch, cache):
+    """Neither does a model that cannot be described, a missing home, or a full disk."""
+    names = {"key_of": "_module", "read": "folder", "store": "write"}
+
+    def fails(*_):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(stored_counts, names[broken], fails)
+    assert figures_of(tiny()).seconds is not None
+    assert not cache.exists()
+
+
+def test_old_files_go(cache, monkeypatch):
+    monkeypatch.setattr(stored_counts, "MOST_FILES", 2)
+    cache.mkdir(parents=True)
+    for number in range(3):
+        (cache / f"{number}.json").write_text("{}")
+        os.utime(cache / f"{number}.json", (number, number))
+    figures_of(tiny())
+    names = {path.name for path in cache.iterdir()}
+    assert len(names) == 2
+    assert "2.json" in names
+
+
+def test_what_cannot_be_counted_is_not_stored(monkeypatch, cache, counts):
+    with monkeypatch.context() as patch:
+        patch.setattr(auto, "_law", lambda *_: "no")
+        assert figures_of(tiny()).why == "no"
+    with monkeypatch.context() as patch:
+        patch.setattr(auto, "_costs", lambda *_: {})
+        figures_of(tiny())
+    assert not cache.exists()
+
+
+def test_a_cpu_neither_counts_nor_looks(monkeypatch, cache, counts):
+    """Where a device's memory is unknown nothing is described, read or stored."""
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: None)
+    monkeypatch.setattr(stored_counts, "key_of", None)
+    model = streambp.patch(tiny())
+    step(model)
+    assert not counts
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_a_wrong_count_changes_no_number(factor, cache, counts, float64_oracle):
+    """One that is far too low, and one with which nothing would fit."""
+    model = tiny(dtype=torch.float64)
+    batch = make_batch("plain", LENGTH)
+    expected = step(model, **batch)
+    model.zero_grad()
+    settings = {"chunk_size": 5, "saves": "auto"}
+    figures_of(model, **settings)
+    right = step(model, **batch)
+    (file,) = cache.iterdir()
+    file.write_text(json.dumps({**json.loads(file.read_text()), "factor": factor}))
+    known = figures_of(tiny(dtype=torch.float64), **settings)
+    assert known.need.factor == factor
+    other = tiny(dtype=torch.float64)
+    figures_of(other, **settings)
+    found = step(other, **batch)
+    assert len(counts) == 1
+    assert_same(found, right)
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def no_parameters(patch):
+    patch.setattr(stored_counts, "_tensor", lambda tensor: [])
+
+
+def one_key(patch):
+    patch.setattr(stored_counts, "key_of", lambda *_: "0" * 32)
+
+
+@pytest.mark.parametrize("mutant", [no_parameters, one_key])
+def test_mutant_of_the_key_turns_a_test_red(mutant, monkeypatch, counts):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_another_model_is_counted(counts)
+
+
+def test_mutant_that_stores_nothing_turns_a_test_red(monkeypatch, counts, cache):
+    monkeypatch.setattr(stored_counts, "write", lambda *_: None)
+    with pytest.raises((AssertionError, FileNotFoundError)):
+        test_the_next_process_of_a_model_reads_what_was_counted(counts, cache)
