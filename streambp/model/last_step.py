@@ -206,7 +206,7 @@ def _what_became_of(head: CausalLMForward) -> str:
     # calls of the module bypass the head
     if all(forward is not head for forward in forwards(head.module)):
         forward = head.module.__dict__.get(head.slot)
-        who = foreign_forward(type(head.module), forward) or "something"  # by its module
+        who = foreign_forward(type(head.module), forward) or "something"  # the name of its module
         if any(trls_head(function) is not None for function in wrapped_functions(forward)):
             who = "TRL's fused head"
         return (

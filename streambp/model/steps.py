@@ -154,7 +154,7 @@ class Steps:
             number = last.number + 1
             if last.over or last.in_backward or backbone in last.shapes:
                 self.settle()
-            else:  # the same forward runs another stack
+            else:  # another stack of the same forward
                 number = last.number
                 shapes = {**last.shapes, **shapes}
                 if unpatched:  # notes on saves of a streamed stack stay
