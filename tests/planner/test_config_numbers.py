@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    BartConfig,
     Gemma3nConfig,
     Gemma3nTextConfig,
     Gemma4Config,
@@ -129,3 +130,8 @@ def test_a_shorter_backbone_is_seen(monkeypatch):
     monkeypatch.setattr(skeleton, "INPUTS_BY_LAYER", "no_such_field")
     with pytest.raises(StreamBPError, match="could not be counted"):
         check_inputs_by_layer()
+
+
+def test_an_encoder_decoder_is_not_taken_for_its_decoder():
+    with pytest.raises(StreamBPError, match="encoder-decoder.*its decoder alone"):
+        Skeleton(BartConfig(encoder_layers=1, decoder_layers=1))
