@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +46,26 @@ def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -
         (whole - pieces).float().norm()
         <= added + 8 * torch.finfo(whole.dtype).eps * whole.float().norm()
     )
+
+
+def all_agree(
+    whole: Sequence[Tensor],
+    pieces: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> bool:
+    """True if the outputs of two runs agree, and the gradients of their inputs. False if only one
+    run has gradients.
+
+    Args:
+        whole, pieces: the results of the two runs: the output [..., B, T, h] and, if the output has
+            a graph, the gradient of the input [..., B, T, h]. Further gradients are not compared.
+        residuals: the input and the gradient of the output, both [..., B, T, h].
+        dtype: the result of `coarsest`.
+    """
+    if (len(whole) > 1) != (len(pieces) > 1):
+        return False
+    return all(agree(*three, dtype) for three in zip(whole, pieces, residuals, strict=False))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ runs in their place.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, agree, chose_alike, coarsest
+from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, all_agree, chose_alike, coarsest
 from streambp.admission.third_party import distinct_attentions, foreign_parts, watched_hooks
 from streambp.attention.interface import own_implementation, unrouted
 from streambp.attention.masks import LazyMask
@@ -41,6 +42,12 @@ from streambp.layer.site import ANY_SIZE
 MAX_COMPARED_ELEMENTS = (
     2**24
 )  # total elements of parameters whose gradients are compared, smallest parameters first
+
+
+CUTS = (
+    "its output passes no gradient to its input (no_grad or detach inside it), and chunks would "
+    "pass zeros"
+)
 
 
 class StreamingMismatchError(UnsupportedModelError):
@@ -65,6 +72,7 @@ class UnpatchedRun:
             parameters (`small_ones`).
         other_leaf: a leaf of the graph that requires a gradient, but is neither a parameter nor an
             argument of the layer; None: there is none.
+        cuts_graph: True if a graph is required, and the output has none that leads to x.
         foreign: names of third-party modules, forwards and hooks inside the layer.
     """
 
@@ -76,6 +84,14 @@ class UnpatchedRun:
         x.requires_grad_(torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
         try:
             output = self._output(x)
+            self.result = [output.detach()]
+            self.cuts_graph = x.requires_grad
+            if output.requires_grad:
+                self.other_leaf = leaf_besides([output], [x, *shadows])
+                leaves = [x, *small_ones(shadows)]
+                found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
+                self.cuts_graph = found[0] is None
+                self.result += zeros_for_missing(found, leaves)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -84,10 +100,6 @@ class UnpatchedRun:
                 f"({type(error).__name__}: {error}), so the two results cannot be compared. "
                 f"{WHAT_TO_DO}"
             ) from error
-        self.result = [output.detach()]
-        if output.requires_grad:
-            self.other_leaf = leaf_besides([output], [x, *shadows])
-            self.result += gradients_of(output, [x, *small_ones(shadows)], upstream)
 
     @property
     def named(self) -> str:
@@ -111,8 +123,7 @@ class UnpatchedRun:
                 the gradients of the smallest parameters.
         """
         dtype = coarsest(self.call, self.compared[0])
-        pairs = zip(self.result, whole, self.compared, strict=False)
-        if not all(agree(*pair, dtype) for pair in pairs):
+        if not all_agree(self.result, whole, self.compared, dtype):
             return False
         # Compare the parameters' gradients as one long vector: a single gradient may be rounding
         # alone.
@@ -123,15 +134,15 @@ class UnpatchedRun:
         return is_alike and chose_alike(self.call.site.choices, dtype)
 
     def why_whole(self) -> str | None:
-        """Return the reason, as text for `describe`, to run the layer unchunked: its output depends
-        on a leaf outside of the layer (`other_leaf`), which would get no gradient from chunks. None
-        if there is no such leaf.
+        """Return the reason, as text for `describe`, to run the layer unchunked; None if there is
+        no reason. Chunks would give zeros for a missing gradient of the input, and no gradient for
+        a leaf outside of the layer (`other_leaf`).
 
         Raises:
             StreamingMismatchError: the leaf is a flat parameter of FSDP1.
         """
         if self.other_leaf is None:
-            return None
+            return CUTS if self.cuts_graph else None
         if getattr(self.other_leaf, FLAT_PARAMETER, False):
             raise StreamingMismatchError(
                 f"{type(self.call.site.layer).__name__} {depends(self.other_leaf)}"
@@ -307,6 +318,11 @@ def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list
         upstream: [..., B, t, h], the gradient of `output`.
     """
     gradients = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
+    return zeros_for_missing(gradients, leaves)
+
+
+def zeros_for_missing(gradients: Sequence[Tensor | None], leaves: list[Tensor]) -> list[Tensor]:
+    """Return the gradients [...] of `leaves`, with zeros for gradients that are None."""
     return [
         torch.zeros_like(leaf) if grad is None else grad
         for leaf, grad in zip(leaves, gradients, strict=True)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from streambp.admission.agreement import agree, choices_once, chose_alike, coarsest
+from streambp.admission.agreement import all_agree, choices_once, chose_alike, coarsest
 from streambp.admission.first_call import SETS, set_once
 from streambp.admission.generators import generator_states, generators_of, has_drawn, on_trial
 from streambp.admission.long_trial import why_not_at_length
@@ -68,6 +68,7 @@ from streambp.tensors import rebuilt
 
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
 DRAWS = "it draws random numbers elsewhere than from torch's default generators"
+GRAPHS = "its output has an autograd graph for some lengths of a sequence alone"
 EMPTY = "its batch is empty, which tells nothing of the layer"
 EDITS = "{} changes gradients inside it, and may do so by where a token is in the whole sequence"
 CONVOLVES = (
@@ -339,9 +340,9 @@ def _why_unlike(
         state.rewind()
         pieces = _run(call, x, upstream, cut)
         dtype = coarsest(call, x)
-        is_alike = all(
-            agree(*pair, dtype) for pair in zip(unchunked, pieces, (x, upstream), strict=False)
-        )
+        if (len(unchunked) > 1) != (len(pieces) > 1):
+            return Found(GRAPHS)
+        is_alike = all_agree(unchunked, pieces, (x, upstream), dtype)
         if is_alike and chose_alike(choices, dtype):
             return Found(None)
     if not all(bool(part.isfinite().all()) for part in unchunked):
@@ -436,8 +437,14 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Gra
                 # Keep the graph for hooks that store tensors: their backward reaches `origin`,
                 # which names them.
                 (grad,) = torch.autograd.grad(
-                    output[..., readers, :], leaf, upstream[..., readers, :], retain_graph=True
+                    output[..., readers, :],
+                    leaf,
+                    upstream[..., readers, :],
+                    retain_graph=True,
+                    allow_unused=True,
                 )
+                if grad is None:  # `UnpatchedRun.why_whole` tells of it
+                    continue
                 across = grad[..., sources, :]
                 if bool(across.isfinite().all()) and bool(across.any()):
                     return True

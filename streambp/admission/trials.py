@@ -294,15 +294,20 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
             for part, old, version in records
         )
         states = output.states
-    return Overwritten(
-        overwritten.products.union(name for name, *pair in products if _changed(*pair)),
-        attended,
-        inputs,
-    )
+    written = {
+        name for name, out, before in products if _changed(out, before) or _counts_no_writes(out)
+    }
+    return Overwritten(overwritten.products.union(written), attended, inputs)
 
 
 def _changed(current: Tensor, earlier: Tensor) -> bool:
     return bool(((current != earlier) & ~(current.isnan() & earlier.isnan())).any())
+
+
+def _counts_no_writes(tensor: Tensor) -> bool:
+    """True if inference mode inside the layer made the tensor [...], which then has no version
+    counter. Such tensors are not saved for backward."""
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 @dataclasses.dataclass
