@@ -454,7 +454,11 @@ class _Trial:
             UnpatchedRun(self.call, self.x, self.upstream, shadows)
 
     def twice(self, shadows: list[Tensor]) -> None:
-        """Run the layer as in `whole`, and again on tokens that are much larger."""
+        """Run the layer as in `whole`, and again on tokens that are `LOUDER` times larger.
+
+        Args:
+            shadows: replacements of the layer's trainable parameters.
+        """
         self.whole(shadows)
         x = self.x
         try:

@@ -229,8 +229,8 @@ def attends(layer: nn.Module) -> bool:
 
 
 def cache_argument(layer: nn.Module) -> str | None:
-    """Return the name of the cache argument (such as past_key_values) of a layer with its own code
-    for attention, over the keys and values that the cache returns. None for other layers."""
+    """Return the name of the cache argument, such as past_key_values, of a layer whose own code
+    attends to the keys and values that the cache's `update` returns. None for other layers."""
     if attends(layer) or not any(
         UPDATE in _names(m) and cache_parameters(type(m).forward) for m in layer.modules()
     ):
