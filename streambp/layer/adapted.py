@@ -65,7 +65,8 @@ class Factor(NamedTuple):
 
 
 def factor_of(matrix: Tensor, dtype: torch.dtype, rows: tuple[Tensor, ...] = ()) -> Factor:
-    """Split a LoRA matrix [rank, m] into parts of the dtype of the matrix products.
+    """Split a LoRA matrix [rank, m] into parts of the dtype of the matrix products, such as the
+    rounded values and the rounding errors; see `Factor`.
 
     Args:
         matrix: [rank, m].
