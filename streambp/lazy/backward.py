@@ -208,12 +208,12 @@ class NodeTerm:
         return mask
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Find which of the N tokens are in each block of rows, and store their indices in
-        `entries`.
+        """Find which of the function's N tokens read logits of each block of rows, and store the
+        indices of these tokens in `entries`.
 
         Args:
-            row_of: [M], the row of each position; None: the position itself.
-            edges: block boundaries.
+            row_of: [M], the row of each position of the logits; None: the row is the position.
+            edges: first row of each block, and the end of the last block.
         """
         self.row_of = row_of
         rows = self.reading.positions
