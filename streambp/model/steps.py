@@ -125,8 +125,8 @@ class Steps:
 
     @contextlib.contextmanager
     def unnoted(self) -> Iterator[None]:
-        """Context manager that restores the notes on steps afterwards. Steps inside are neither
-        counted nor logged."""
+        """Context manager for runs that are no training steps: steps inside are neither counted nor
+        logged, and the record of the last step is restored at the end."""
         previous = self.last, self.unpatched, self.short, self.tell
         self.tell = None
         try:
