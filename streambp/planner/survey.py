@@ -469,8 +469,8 @@ class Counter:
 
 
 def _growth(phases: list[Counted], accumulating: list[Counted]) -> list[Counted]:
-    """Return by phase how many bytes more a step needs that adds to existing gradients, and the
-    bytes of these gradients.
+    """Return, for each phase, how many bytes more a step takes if it adds to existing gradients,
+    and the bytes of these gradients.
 
     Args:
         phases: the phases of a step that allocates its gradients.
