@@ -350,17 +350,18 @@ def _written(
     dtype: torch.dtype,
     parts: int,
 ) -> Tensor:
-    """Return the inputs u [B, D, parts * N] for the additional tokens of `SelectiveScan` that write
-    the state `start` [B, D, N].
+    """Return the inputs u [B, D, parts * N] of the tokens that `SelectiveScan` puts before a chunk,
+    so that the scan's state is `start` when the chunk begins.
 
     Args:
-        start: the start state.
-        raw: the tokens' step, from `_raw`.
+        start: the start state [B, D, N].
+        raw: step dt [D] of these tokens, before bias and softplus.
         A: the scan's A, [D, N].
         bias: the scan's delta_bias [D].
         softplus: the scan's delta_softplus.
         dtype: dtype of u.
-        parts: 2: each value is split into a rounded value and its rounding error; 1: it is not.
+        parts: tokens for each of the N columns. 2: one token writes the rounded value, and another
+            its rounding error; 1: one token writes the value.
     """
     wide = torch.promote_types(dtype, torch.float32)
     start, A = start.to(wide), A.to(wide)  # noqa: N806
@@ -387,17 +388,18 @@ def _written(
 
 
 class EndState(torch.autograd.Function):
-    """Autograd Function that returns a scan's end state [B, D, N]. The gradient goes to the outputs
-    of the tokens that read this state."""
+    """Autograd Function that returns a scan's end state [B, D, N]. Its backward sends the gradient
+    to the outputs of tokens behind the chunk that `SelectiveScan` added to read this state."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *readers: Tensor) -> Tensor:
-        """Return `value` [B, D, N], the end state that the scan itself has returned.
+        """Return a view of the end state `value`.
 
         Args:
-            value: [B, D, N].
-            readers: outputs [B, D, N] of the reading tokens, in one or two parts; inputs for the
-                graph alone.
+            value: [B, D, N], the end state that the scan has returned, without a gradient of its
+                own.
+            readers: outputs [B, D, N] of the added tokens, in one or two parts. Their values are
+                not used; they receive the end state's gradient.
         """
         ctx.dtype = readers[0].dtype
         ctx.parts = len(readers)
