@@ -389,13 +389,15 @@ class BlockwiseLogProbs(torch.autograd.Function):
     def _gradients(
         ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Recompute the logits block by block, and return the gradients of forward's arguments:
-        None for `inputs` and `wanted`, then those of hidden [N, h], weight [V, h], bias [V] and the
-        norm's parameters.
+        """Recompute the logits block by block, and return the gradients of forward's arguments.
 
         Args:
             saved: hidden, weight, bias, and the logsumexp [n], as forward saved them.
             grads: gradients [N] of the fields of `TokenLogProbs`, in order; None for unused fields.
+
+        Returns:
+            None for `inputs` and `wanted`, then the gradients of hidden [N, h], weight [V, h], bias
+            [V] and the norm's parameters.
         """
         inputs = ctx.inputs
         rows = ctx.rows

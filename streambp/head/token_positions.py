@@ -30,7 +30,8 @@ class AtPlaces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, places: Tensor) -> Tensor:
-        """Return the selected rows, a new tensor [M, h] in source's dtype."""
+        """Return the rows of source [N, h] at the indices `places` [M], as a new tensor [M, h] in
+        source's dtype."""
         ctx.save_for_backward(places)
         ctx.count = source.shape[0]
         return source.index_select(0, places)
