@@ -257,7 +257,7 @@ class SelectiveScan:
         **kwargs: Any,
     ) -> Any:
         """Run the scan with additional tokens that write the start state and read the end state.
-        Return its results without these tokens."""
+        Return its results without these tokens. The arguments are those of the original scan."""
         start = self._start
         if start is not None and start.dim() == 4:  # [B, heads, D, N]
             start = start[:, self._calls]
@@ -350,8 +350,8 @@ def _written(
     dtype: torch.dtype,
     parts: int,
 ) -> Tensor:
-    """Return the inputs u [B, D, parts * N] of the tokens that `SelectiveScan` puts before a chunk,
-    so that the scan's state is `start` when the chunk begins.
+    """Return the inputs u [B, D, parts * N] of tokens before a chunk that `SelectiveScan` adds to
+    write the start state into the scan.
 
     Args:
         start: the start state [B, D, N].
@@ -388,8 +388,9 @@ def _written(
 
 
 class EndState(torch.autograd.Function):
-    """Autograd Function that returns a scan's end state [B, D, N]. Its backward sends the gradient
-    to the outputs of tokens behind the chunk that `SelectiveScan` added to read this state."""
+    """Autograd Function that returns a scan's end state [B, D, N]. Backward sends the gradient to
+    the outputs of additional tokens behind the chunk, from which `SelectiveScan` reads this state.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *readers: Tensor) -> Tensor:
@@ -398,8 +399,8 @@ class EndState(torch.autograd.Function):
         Args:
             value: [B, D, N], the end state that the scan has returned, without a gradient of its
                 own.
-            readers: outputs [B, D, N] of the added tokens, in one or two parts. Their values are
-                not used; they receive the end state's gradient.
+            readers: outputs [B, D, N] of the additional tokens, in one or two parts. Backward sends
+                the end state's gradient to these tensors; their values are not used.
         """
         ctx.dtype = readers[0].dtype
         ctx.parts = len(readers)
