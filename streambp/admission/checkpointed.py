@@ -188,7 +188,7 @@ class Repeatable:
         snapshot = self._fingerprint.look(self._layer)
         self._fingerprint.check(self._layer, self._seen, snapshot)
         # peft's modules get the same arguments, and the layer draws the same random numbers.
-        later = generator_states(self._generators)
+        states = generator_states(self._generators)
         set_generators(self._generators, self._states)
         try:
             nothing_left = kept_values.recomputed(self._site, snapshot)
@@ -201,7 +201,7 @@ class Repeatable:
             ):
                 result = self._run(*args, **kwargs)
         finally:
-            set_generators(self._generators, later)
+            set_generators(self._generators, states)
             # The reverse shows nothing: torch stops a recomputation early, so some hooks do not
             # run.
             for key in sorted(modifying_hooks - self._seen.acted):

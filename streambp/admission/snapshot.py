@@ -429,14 +429,14 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(inner)
 
 
-def is_foreign(known: Any) -> bool:
+def is_foreign(code: Any) -> bool:
     """True if a class or a function is third-party: its package is none of those that streambp
     knows (the standard library, torch, transformers and so on).
     """
-    if isinstance(known, types.FunctionType):
-        home = known.__globals__.get("__name__")
+    if isinstance(code, types.FunctionType):
+        home = code.__globals__.get("__name__")
     else:
-        home = known.__module__
+        home = code.__module__
     return str(home).partition(".")[0] not in KNOWN
 
 
@@ -481,10 +481,10 @@ class Restored:
         input."""
         if self._after is None:
             return []
-        later = self._after.changes()
-        grown = {change.came_into for change in later.values()} - {""}
+        later_changes = self._after.changes()
+        grown = {change.came_into for change in later_changes.values()} - {""}
         changed = [name for name, change in self._first.items() if change.came_into not in grown]
-        return [name for name in changed if not _touched(name, later)]
+        return [name for name in changed if not _touched(name, later_changes)]
 
     def set_otherwise(self) -> list[str]:
         """Return the names of the values that the first run set, and that the latest run has set to
