@@ -90,7 +90,7 @@ def find_reach(tile: ReadTile, length: int, device: torch.device) -> tuple[tuple
         device: the device on which to scan.
     """
     position = torch.arange(length, device=device)
-    found: list[Tensor] = []
+    reaches: list[Tensor] = []
     for q0 in range(0, length, SCAN):
         read = []
         for k0 in range(0, length, SCAN):
@@ -99,9 +99,9 @@ def find_reach(tile: ReadTile, length: int, device: torch.device) -> tuple[tuple
         keys = torch.cat(read)  # [T]
         first = torch.where(keys, position, length).amin()
         last = torch.where(keys, position, -1).amax()
-        found.append(torch.stack((first, last + 1)))
+        reaches.append(torch.stack((first, last + 1)))
     reach: list[tuple[int, int]] = []
-    for start, end in torch.stack(found).tolist():
+    for start, end in torch.stack(reaches).tolist():
         reach.append((min(start, end), end))
     return tuple(reach)
 
@@ -148,13 +148,13 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
             queries = part.any(-1)
             keys = part.any(-2)
             anything = queries if anything is None else anything | queries
-            earlier = read[index]
-            read[index] = keys if earlier is None else earlier | keys
+            previous = read[index]
+            read[index] = keys if previous is None else previous | keys
         assert anything is not None
         reading.append(anything)
     empty = ~torch.cat(reading, -1)  # [B or 1, H or 1, T]
     if not bool(empty.any()):
         return None, True
     keys = torch.cat([part for part in read if part is not None], -1)  # [B or 1, H or 1, T]
-    alone = (empty.all(1) == empty.any(1)) & ~(empty & keys.any(1, keepdim=True)).any(1)
-    return empty.all(1), bool(alone.all())
+    is_isolated = (empty.all(1) == empty.any(1)) & ~(empty & keys.any(1, keepdim=True)).any(1)
+    return empty.all(1), bool(is_isolated.all())
