@@ -123,27 +123,29 @@ class Memory:
         for holder in self.holders:
             holder.restore()
 
-    def changed(self, before: Memory, written: Writes | None = None) -> dict[str, Any]:
+    def changed(self, previous: Memory, writes: Writes | None = None) -> dict[str, Any]:
         """Return a dict with the values that have changed since an earlier time, by path. A path
         that existed only at the earlier time has the value `GONE`.
 
         Args:
-            before: the values at the earlier time.
-            written: the recorded in-place writes; None: writes were not recorded.
+            previous: the values at the earlier time.
+            writes: the recorded in-place writes; None: writes were not recorded.
         """
         changes = {}
         for path, value in self.values.items():
-            earlier = before.values.get(path, GONE)
-            is_unchanged = value is earlier or (
-                isinstance(value, PLAIN) and type(value) is type(earlier) and value == earlier
+            previous_value = previous.values.get(path, GONE)
+            is_unchanged = value is previous_value or (
+                isinstance(value, PLAIN)
+                and type(value) is type(previous_value)
+                and value == previous_value
             )
             if not is_unchanged:
                 changes[path] = value
-            elif written is not None and isinstance(value, ARRAYS) and written.to(value):
+            elif writes is not None and isinstance(value, ARRAYS) and writes.to(value):
                 changes[path] = (
                     value.detach().clone() if isinstance(value, Tensor) else value.copy()
                 )
-        changes.update(dict.fromkeys(before.values.keys() - self.values.keys(), GONE))
+        changes.update(dict.fromkeys(previous.values.keys() - self.values.keys(), GONE))
         return changes
 
     def _note(self, path: str, value: Any) -> None:
@@ -212,8 +214,8 @@ class Memory:
             self._visit_object(path, value)
 
     def _visit_array(self, path: str, value: array.array[Any] | bytearray) -> None:
-        def write(_: Any, before: Any) -> None:
-            value[:] = before
+        def write(_: Any, content: Any) -> None:
+            value[:] = content
 
         self.holders.append(Holder(value, lambda: {None: value[:]}, write, lambda _: None))
         self._note(f"len({path})", len(value))
@@ -225,10 +227,10 @@ class Memory:
         if file.closed:
             return
 
-        def write(_: Any, before: Any) -> None:
+        def write(_: Any, content: Any) -> None:
             file.seek(0)
             file.truncate()
-            file.write(before)
+            file.write(content)
 
         self.holders.append(Holder(file, lambda: {None: file.getvalue()}, write, lambda _: None))
         self._note(f"len({path})", len(file.getvalue()))
@@ -423,7 +425,9 @@ class Writes(TorchDispatchMode):
         `memory`."""
         value_ids = {id(value) for value in memory.values.values()}
         return [
-            x for x in (made() for made in self._made) if x is not None and id(x) not in value_ids
+            x
+            for x in (reference() for reference in self._made)
+            if x is not None and id(x) not in value_ids
         ]
 
     def _note(self, argument: Any) -> None:
