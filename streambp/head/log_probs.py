@@ -299,7 +299,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any,
         inputs: HeadInputs,
-        wanted: Collection[str],
+        fields: Collection[str],
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -312,7 +312,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
 
         Args:
             inputs: labels, final norm and options of the head.
-            wanted: names of optional fields to compute. Other optional fields are None.
+            fields: names of optional fields to compute. Other optional fields are None.
             hidden: hidden states [N, h] before the final norm.
             weight: weight [V, h] of the head.
             bias: bias [V] of the head, or None.
@@ -333,10 +333,10 @@ class BlockwiseLogProbs(torch.autograd.Function):
                     normed, products, inputs.projection, labels[block], entries
                 )
                 lse[block] = folded.lse()
-                parts.append(folded.results(labels[block], wanted, weight.shape[0]))
+                parts.append(folded.results(labels[block], fields, weight.shape[0]))
             if not parts:  # no position has a label
                 empty = fold_in_torch(lse[:, None], labels, slice(0, 1))
-                parts = [empty.results(labels, wanted, 1)]
+                parts = [empty.results(labels, fields, 1)]
             values: list[Tensor | None] = []
             for column in zip(*parts, strict=True):
                 values.append(None if column[0] is None else torch.cat(column))
