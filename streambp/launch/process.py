@@ -172,8 +172,8 @@ class Launched:
                 device = None
             else:
                 device = torch.get_device_module(accelerator)
-            used = hasattr(device, "max_memory_allocated") and device.is_initialized()
-            peak = int(device.max_memory_allocated()) if used else None
+            has_peak = hasattr(device, "max_memory_allocated") and device.is_initialized()
+            peak = int(device.max_memory_allocated()) if has_peak else None
             account = Account(
                 os.getpid(), os.environ.get("RANK"), str([*sys.argv, ""][0]), self._models, peak
             )
