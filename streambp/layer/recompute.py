@@ -284,22 +284,22 @@ class Parameters:
         return self.replaced([change(parameter).requires_grad_() for parameter in self.current()])
 
     @contextlib.contextmanager
-    def replaced(self, others: list[Tensor]) -> Iterator[list[Tensor]]:
+    def replaced(self, replacements: list[Tensor]) -> Iterator[list[Tensor]]:
         """Context manager that replaces the parameters in their modules by other tensors [...].
 
         Args:
-            others: the tensors, in the order of `current`.
+            replacements: the tensors, in the order of `current`.
         """
-        together = zip(self.groups, others, self.current(), strict=True)
+        triples = zip(self.groups, replacements, self.current(), strict=True)
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
             (owner._parameters, name, other, parameter)
-            for slots, other, parameter in together
+            for slots, other, parameter in triples
             for owner, name in slots
         ]
         try:
             for table, name, other, _ in places:
                 table[name] = other
-            yield others
+            yield replacements
         finally:
             for table, name, _, parameter in places:
                 table[name] = parameter

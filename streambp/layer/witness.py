@@ -88,10 +88,10 @@ def chooses(layer: nn.Module) -> bool:
     return any(code is not None and not CHOOSING.isdisjoint(code.co_names) for code in codes)
 
 
-def answered_at_once(then: Tensor, now: Tensor) -> bool:
+def answered_at_once(in_forward: Tensor, in_backward: Tensor) -> bool:
     """True if two tensors [...] are on a CPU and have equal bits. The comparison is then finished
     without a device synchronization."""
-    return now.is_cpu and torch.equal(then, now)
+    return in_backward.is_cpu and torch.equal(in_forward, in_backward)
 
 
 class Compared(NamedTuple):
@@ -144,17 +144,17 @@ class Witness:
     _again: bool = False
     _found: list[Compared] = dataclasses.field(default_factory=list)
 
-    def begin(self, place: Hashable, last: bool, again: bool) -> None:
+    def begin(self, place: Hashable, last: bool, in_backward: bool) -> None:
         """Start a chunk, or one half of a chunk: in forward, record its values; in backward,
         compare the recomputed values with the record.
 
         Args:
             place: key of the chunk or the half.
             last: True for the last chunk.
-            again: True in backward.
+            in_backward: True in backward.
         """
-        self.last, self._again, self._seen = last, again, None
-        if again:
+        self.last, self._again, self._seen = last, in_backward, None
+        if in_backward:
             self._here = self._noted.pop(place, [])
         else:
             self._here = self._noted[place] = []
@@ -286,23 +286,23 @@ class Witnesses:
         folded = math.gcd(features, FEATURES) if features > FEATURES else features
         return total if folded in (features, 1) else total.view(-1, folded).sum(0)
 
-    def ask(self, found: list[Compared]) -> None:
+    def ask(self, pairs: list[Compared]) -> None:
         """Compare pairs of values when the running backward of the model ends, or at once if no
         backward is running. Raise if values differ.
 
         Args:
-            found: the pairs.
+            pairs: the pairs.
         """
         task = torch._C._current_graph_task_id()
         if task == -1:
-            Question(found).answer()
+            Question(pairs).answer()
             return
         with self._lock:
             question = self._asked.get(task)
             if question is None:
                 question = self._asked[task] = Question([])
                 Variable._execution_engine.queue_callback(question.answer)  # type: ignore[attr-defined]
-            question.found += found
+            question.found += pairs
 
 
 @dataclasses.dataclass(eq=False)
@@ -389,11 +389,11 @@ def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tens
         stack.enter_context(without_autocast(group[0].now.device.type))
         pairs = zip(*((pair.then, pair.now) for pair in group), strict=True)
         in_forward, in_backward = (torch.stack(parts).flatten(1).to(wide) for parts in pairs)
-        added = size = in_backward.norm(dim=1)
+        scale = size = in_backward.norm(dim=1)
         # all pairs have a tensor, or all have None
         unchanged_terms = [pair.unchanged for pair in group if pair.unchanged is not None]
         if unchanged_terms:
-            added = (in_backward - torch.stack(unchanged_terms).flatten(1).to(wide)).norm(dim=1)
+            scale = (in_backward - torch.stack(unchanged_terms).flatten(1).to(wide)).norm(dim=1)
         off = (in_backward - in_forward).norm(dim=1)
-        limit = tolerance * added + torch.finfo(dtype).eps * size
+        limit = tolerance * scale + torch.finfo(dtype).eps * size
         return off > limit
