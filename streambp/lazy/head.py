@@ -100,12 +100,12 @@ class RunInBackward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], Any] | None, before: Tensor) -> Tensor:
-        """Return a zero [1], whose backward calls `run`. `before` [...] gives its dtype and device,
+    def forward(ctx: Any, run: Callable[[], Any] | None, source: Tensor) -> Tensor:
+        """Return a zero [1], whose backward calls `run`. `source` [...] gives its dtype and device,
         and an edge in the graph."""
         ctx.run = run
         ctx.set_materialize_grads(False)
-        return torch.zeros(1, dtype=before.dtype, device=before.device)
+        return torch.zeros(1, dtype=source.dtype, device=source.device)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, None]:
