@@ -136,17 +136,17 @@ class Steps:
             self.last, self.unpatched, self.short, self.tell = previous
 
     def forward_done(
-        self, backbone: int, given: Tensor | None, shared: Shared | None, unpatched: bool = False
+        self, backbone: int, tokens: Tensor | None, shared: Shared | None, unpatched: bool = False
     ) -> None:
         """Record the end of a backbone's forward with gradients.
 
         Args:
             backbone: id() of the backbone; a step has one forward of each backbone.
-            given: input_ids [B, T], or inputs_embeds [B, T, h].
+            tokens: input_ids [B, T], or inputs_embeds [B, T, h].
             shared: rows whose common prefixes were computed once; None: no prefix was shared.
             unpatched: True if the forward ran unpatched.
         """
-        shape = (0, 0) if given is None else (given.shape[0], given.shape[1])
+        shape = (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1])
         shapes = {backbone: shape}
         number = 1
         last = self.last
