@@ -29,18 +29,18 @@ def launched_kernels() -> Iterator[None]:
     """
 
     def launch(
-        kernel: Callable[..., Any], moved: Callable[..., float], /, *args: Any, **kwargs: Any
+        kernel: Callable[..., Any], byte_count: Callable[..., float], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run the torch implementation of a Triton kernel, and count the bytes that the kernel
         itself would read and write.
 
         Args:
             kernel: the torch implementation.
-            moved: function of the same positional arguments that returns the bytes.
+            byte_count: function of the same positional arguments that returns the bytes.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
-        with one_kernel(moved(*args)):
+        with one_kernel(byte_count(*args)):
             return kernel(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
