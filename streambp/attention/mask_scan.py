@@ -5,7 +5,7 @@ causal mask allows every end. Where queries read ahead (image tokens their whole
 of itself), the ends between are left out (`chunks.Barrier`), and chunks get other lengths. A mask
 that leaves no end is not causal in any sense and is refused.
 
-[Note: empty queries] A query that may read nothing (padding on the left) gives 0, as in torch's
+A query that may read nothing (padding on the left) gives 0, as in torch's
 sdpa and in FlashAttention. Additive masks in eager attention give it the mean over all keys
 instead. The mean includes the keys of later chunks, so a causal computation cannot produce it. No
 query reads the key of an empty query, so nothing reads its output. Only its own label makes a
@@ -128,7 +128,6 @@ def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
 
 def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tensor | None, bool]:
     """Find the queries that may read no key, [B or 1, T] in bool; None if every query reads a key.
-    [Note: empty queries]
 
     The second result is True if these queries have no effect on other tokens: all heads agree on
     the queries, and no query reads their keys. The scan costs T^2 mask elements and one

@@ -504,7 +504,7 @@ class HeadGradients:
             leaf: [n, h], from `recompute`.
             normed: [n, h], from `recompute`.
             shadows: detached aliases of the norm's parameters, in whose place gradients are
-                computed. [Note: shadows]
+                computed.
             rows: positions with a label; None: all positions.
             block: the block's indices in `rows`.
         """

@@ -154,7 +154,7 @@ class Launched:
 
     def account(self) -> Account:
         """Return the record of this process's models. The record is also written to a file, which
-        the `streambp launch` command reads. [Note: reports]
+        the `streambp launch` command reads.
 
         A model that was deleted has the description from its last record.
         """

@@ -214,7 +214,7 @@ class BackwardPass:
             gradient is wanted. The buffer may be that of the incoming gradient: a chunk's part is
             overwritten after its last read.
         sums: sums of the parameters' gradients.
-        shadows: detached aliases that replace the layer's parameters. [Note: shadows]
+        shadows: detached aliases that replace the layer's parameters.
     """
 
     def __init__(

@@ -197,7 +197,7 @@ class Graph:
         origin: the marker of the graph's start.
         hidden_chunk: [..., B, C, h], the leaf for hidden_states.
         leaves: the arguments with requires_grad.
-        shadows: detached aliases of the layer's parameters. [Note: shadows]
+        shadows: detached aliases of the layer's parameters.
     """
 
     output: ChunkOutput

@@ -10,7 +10,7 @@ autograd returns each gradient in its value's dtype, and autocast would round th
 float32 region's gradients to half precision. The outer context keeps autocast's weight copies for
 all chunks, because torch drops the copies at the end of the outermost autocast.
 
-[Note: shadows] Every chunk's nested backward would fire the hooks that DDP, ZeRO, FSDP or the user
+Every chunk's nested backward would fire the hooks that DDP, ZeRO, FSDP or the user
 hung on the real parameters, once per chunk. So the chunk loop differentiates with respect to
 detached aliases that share the parameters' memory. They sit in the parameters' slots during the
 loop and the sums go out through the layer's autograd Function, which fires each hook once. A
@@ -276,7 +276,6 @@ class Parameters:
     ) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Context manager that replaces the parameters in their modules by shadows [...], detached
         aliases that require gradients. The shadows are yielded in the order of `current`.
-        [Note: shadows]
 
         Args:
             change: returns a shadow's value for a parameter's value.

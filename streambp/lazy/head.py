@@ -246,7 +246,7 @@ class LazyHead:
         """Return three softmax statistics of the logits of N tokens: the label's logit (0 without
         labels), the logsumexp and the mean, [N] each in promote_types(dtype, float32).
 
-        Tokens with the same position and label are computed once. [Note: places]
+        Tokens with the same position and label are computed once.
         """
         positions = reading.positions.reshape(-1)
         picks = labels

@@ -1,7 +1,7 @@
 """Decide which calls of a backbone share their rows' prefixes: by arguments, and by a trial of the
 model.
 
-[Note: trial of sharing] Sharing is exact only if a token depends on its row's earlier tokens and
+Sharing is exact only if a token depends on its row's earlier tokens and
 its position alone. No structure of a model proves this: some models count positions from the mask,
 some continue over padding. The first call of each kind therefore runs a trial. Three short rows of
 random tokens share most of their tokens. The trial computes the rows twice, once as rows and once
@@ -159,7 +159,7 @@ def check_streamed(site: LayerSite) -> None:
 
 class Trials:
     """Tests, with random tokens, whether a backbone computes the same for a packed row with shared
-    prefixes as for the rows themselves. [Note: trial of sharing]
+    prefixes as for the rows themselves.
 
     Args:
         module: the backbone.

@@ -361,7 +361,7 @@ class SharedPrefixes:
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
         """Take part in the exchange that precedes each call on all ranks (`_agreed`), for a call
-        that uses no packed row on this rank. [Note: trial of sharing]"""
+        that uses no packed row on this rank."""
         if must_agree(self.module):
             self._agreed(kwargs, may_try=False)
 

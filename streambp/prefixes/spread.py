@@ -86,7 +86,7 @@ class Behind(torch.autograd.Function):
 
 def _at_places(x: LazyHidden, tree: Tree) -> LazyHidden:
     """Return the packed row's lazy hidden states [N, h] as lazy hidden states [B, T, h] of the
-    batch's rows. Each token of the batch refers to a token of the packed row. [Note: places]
+    batch's rows. Each token of the batch refers to a token of the packed row.
 
     Args:
         x: hidden states, computed on the first read.
