@@ -176,7 +176,9 @@ class Repeatable:
             trained = Parameters(self._layer, self._device)
             if trained.names != self._parameters.names:  # a first call may make parameters
                 self._parameters = trained
-            self._seen = self._fingerprint.seen(self._layer, self._look, versions, modifying_hooks)
+            self._forward_snapshot = self._fingerprint.seen(
+                self._layer, self._look, versions, modifying_hooks
+            )
             self._buffers = written_since(buffer_copies)
             self._see((args, kwargs), result, again=False)
             return result
@@ -186,7 +188,7 @@ class Repeatable:
         self._parameters.check_unchanged()
         refuse_written(self._seen_arguments)
         snapshot = self._fingerprint.look(self._layer)
-        self._fingerprint.check(self._layer, self._seen, snapshot)
+        self._fingerprint.check(self._layer, self._forward_snapshot, snapshot)
         # peft's modules get the same arguments, and the layer draws the same random numbers.
         states = generator_states(self._generators)
         set_generators(self._generators, self._states)
@@ -204,7 +206,7 @@ class Repeatable:
             set_generators(self._generators, states)
             # The reverse shows nothing: torch stops a recomputation early, so some hooks do not
             # run.
-            for key in sorted(modifying_hooks - self._seen.acted):
+            for key in sorted(modifying_hooks - self._forward_snapshot.acted):
                 raise changed(
                     self._layer,
                     f"{described(key)} changes what it is given, and changed nothing in forward",
