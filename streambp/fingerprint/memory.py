@@ -108,9 +108,9 @@ class Memory:
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
         self.values: dict[str, Any] = {}
         self.holders: list[Holder] = []
-        self._seen: set[int] = set()
+        self._visited: set[int] = set()
         self._waiting = deque(roots)
-        self._held: list[Any] = []
+        self._references: list[Any] = []
         self._visits = 0
         while self._waiting and self._visits < MOST:
             self._visits += 1
@@ -162,10 +162,10 @@ class Memory:
         if isinstance(value, (*PLAIN, *ARRAYS)):
             self._note(path, value)
             return
-        if id(value) in self._seen or isinstance(value, Generator):
+        if id(value) in self._visited or isinstance(value, Generator):
             return
-        self._seen.add(id(value))
-        self._held.append(value)
+        self._visited.add(id(value))
+        self._references.append(value)
         if isinstance(value, nn.Module):
             self._open(
                 path, attributes_of(value, lambda name: name in TORCHS or name.startswith(THEIRS))
@@ -240,9 +240,9 @@ class Memory:
 
         Attributes of engines are left out.
         """
-        if parameter is None or id(parameter) in self._seen:
+        if parameter is None or id(parameter) in self._visited:
             return
-        self._seen.add(id(parameter))
+        self._visited.add(id(parameter))
         attributes = vars(parameter)
 
         def write(name: Any, value: Any) -> None:
@@ -287,9 +287,9 @@ class Memory:
                 self._open(name, entries_of(vars(namespace[name]), names), ".{}".format)
 
     def _visit_cell(self, path: str, cell: types.CellType) -> None:
-        if id(cell) in self._seen:
+        if id(cell) in self._visited:
             return
-        self._seen.add(id(cell))
+        self._visited.add(id(cell))
 
         def write(_: Any, value: Any) -> None:
             cell.cell_contents = value
@@ -387,9 +387,9 @@ class Writes(TorchDispatchMode):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         tensors = [x for x in memory.values.values() if isinstance(x, Tensor)]
-        self._known = {_storage(x): x for x in tensors if _storage(x) is not None}
-        self._before: dict[Any, Any] = {}
-        self._made: list[weakref.ref[Tensor]] = []
+        self._tensors = {_storage(x): x for x in tensors if _storage(x) is not None}
+        self._copies: dict[Any, Any] = {}
+        self._results: list[weakref.ref[Tensor]] = []
         self._arrays = [
             (x, x.copy())
             for x in memory.values.values()
@@ -399,12 +399,12 @@ class Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = func._schema if isinstance(func, torch._ops.OpOverload) else None
-        if self._known and schema is not None and schema.is_mutable:
+        if self._tensors and schema is not None and schema.is_mutable:
             for index, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._note(args[index] if index < len(args) else kwargs.get(argument.name))
         result = func(*args, **kwargs)
-        self._made += [weakref.ref(x) for x in tensors_in(result, Tensor)]
+        self._results += [weakref.ref(x) for x in tensors_in(result, Tensor)]
         return result
 
     def kept_elsewhere(self, memory: Memory) -> str:
@@ -426,7 +426,7 @@ class Writes(TorchDispatchMode):
         value_ids = {id(value) for value in memory.values.values()}
         return [
             x
-            for x in (reference() for reference in self._made)
+            for x in (reference() for reference in self._results)
             if x is not None and id(x) not in value_ids
         ]
 
@@ -434,25 +434,25 @@ class Writes(TorchDispatchMode):
         """Copy the storage of a tensor [...] before the first in-place write to it."""
         for x in argument if isinstance(argument, (list, tuple)) else (argument,):
             place = _storage(x)
-            if place in self._known and place not in self._before:
-                self._before[place] = self._known[place].untyped_storage().clone()
+            if place in self._tensors and place not in self._copies:
+                self._copies[place] = self._tensors[place].untyped_storage().clone()
 
     def to(self, value: Tensor | np.ndarray[Any, Any]) -> bool:
         """True if this tensor or array [...] was written to in place."""
         if isinstance(value, np.ndarray):
             return any(x is value and x.tobytes() != copied.tobytes() for x, copied in self._arrays)
-        return _storage(value) in self._before
+        return _storage(value) in self._copies
 
     def restore(self) -> None:
         """Write back the values from before the recorded writes."""
-        for place, copied in self._before.items():
-            storage = self._known[place].untyped_storage()
+        for place, copied in self._copies.items():
+            storage = self._tensors[place].untyped_storage()
             if storage.nbytes() == copied.nbytes():  # a resized tensor has other bytes
                 storage.copy_(copied)
         for x, values in self._arrays:
             if x.flags.writeable and self.to(x):
                 x[...] = values
-        self._before = {}
+        self._copies = {}
 
 
 @contextlib.contextmanager

@@ -151,7 +151,7 @@ class ModuleSnapshot:
         self.parameters: list[Tensor] = []
         self.tensors: list[Tensor] = []
         self.keys: list[Key] = []
-        self._held: list[Tensor] = []
+        self._references: list[Tensor] = []
         kinds: list[Any] = []
         for path, module in self.named.items():
             self._read(path, module, ignored, kinds)
@@ -246,7 +246,7 @@ class ModuleSnapshot:
     def _count_versions(self, key: Key, tensor: Tensor) -> None:
         """Add a tensor [...] to `tensors`, whose version counters are compared in backward.
         Inference tensors have no counter and are not added."""
-        self._held.append(tensor)
+        self._references.append(tensor)
         if not tensor.is_inference():
             self.tensors.append(tensor)
             self.keys.append(key)
