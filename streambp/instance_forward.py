@@ -387,14 +387,14 @@ class Home:
     reference changes to the largest remaining module with a replaced forward."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        self._given = None if module is None else weakref.ref(module)
+        self._reference = None if module is None else weakref.ref(module)
         self._inside = Living[nn.Module]()
 
     def __call__(self) -> nn.Module | None:
-        root = None if self._given is None else self._given()
+        root = None if self._reference is None else self._reference()
         if root is None:
             root = max(self._inside, key=lambda module: len(list(module.modules())), default=None)
-            self._given = None if root is None else weakref.ref(root)
+            self._reference = None if root is None else weakref.ref(root)
         return root
 
     def __reduce__(self) -> Any:
@@ -403,11 +403,11 @@ class Home:
     @property
     def known(self) -> bool:
         """True if a module was set by `name` or the constructor, and still exists."""
-        return self._given is not None and self._given() is not None
+        return self._reference is not None and self._reference() is not None
 
     def name(self, module: nn.Module) -> None:
         """Store a weak reference to `module`, the module that was passed to `patch`."""
-        self._given = weakref.ref(module)
+        self._reference = weakref.ref(module)
 
     def enter(self, module: nn.Module) -> None:
         """Register a module with a replaced forward. The reference may change to this module if the
