@@ -110,8 +110,8 @@ class Steps:
         self.last: Step | None = None
         self.unpatched = self.short = 0
         self.apart = False
-        self._moved: Mapping[str, float] = {}
-        self._said: set[Hashable] = set()
+        self._moved_bytes: Mapping[str, float] = {}
+        self._logged: set[Hashable] = set()
 
     def __getstate__(self) -> Any:
         """Return the state for copy and pickle, without the notes on steps."""
@@ -229,9 +229,10 @@ class Steps:
         if self.offloader is not None:
             moved_bytes = dict(self.offloader.transfers.bytes)
             step.moved = {
-                way: max(0.0, size - self._moved.get(way, 0.0)) for way, size in moved_bytes.items()
+                way: max(0.0, size - self._moved_bytes.get(way, 0.0))
+                for way, size in moved_bytes.items()
             }
-            self._moved = moved_bytes
+            self._moved_bytes = moved_bytes
         if self.tell is None or not logger.isEnabledFor(logging.INFO):
             return
         chunks = {
@@ -250,9 +251,9 @@ class Steps:
             reasons,
             step.shared is None,
         )
-        if how in self._said:
+        if how in self._logged:
             return
-        self._said.add(how)
+        self._logged.add(how)
         try:
             record = self.tell()
         except Exception:  # a failed report must not end the user's backward
