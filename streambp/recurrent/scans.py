@@ -102,15 +102,17 @@ class SwappedScans:
 
     def __init__(self, attributes: list[tuple[nn.Module, str, Callable[..., Any]]]) -> None:
         self._attributes = attributes
-        self._before: list[Any] = []
+        self._originals: list[Any] = []
 
     def __enter__(self) -> None:
-        self._before = [module.__dict__.get(name) for module, name, _ in self._attributes]
+        self._originals = [module.__dict__.get(name) for module, name, _ in self._attributes]
         for module, name, function in self._attributes:
             module.__dict__[name] = function
 
     def __exit__(self, *_: object) -> None:
-        for (module, name, _function), previous in zip(self._attributes, self._before, strict=True):
+        for (module, name, _function), previous in zip(
+            self._attributes, self._originals, strict=True
+        ):
             if previous is None:
                 del module.__dict__[name]
             else:  # set by another library
