@@ -100,8 +100,10 @@ class GradientSum:
         self._casts: dict[
             tuple[int, torch.dtype, bool], Tensor
         ] = {}  # by id, dtype and whether with a graph
-        self._done: dict[int, int] = {}  # by parameter, added products of the current chunk
-        self._left: dict[int, int] = {}  # added products that a retry still has to skip
+        self._products_added: dict[
+            int, int
+        ] = {}  # by parameter, added products of the current chunk
+        self._products_to_skip: dict[int, int] = {}  # added products that a retry still has to skip
 
     def begin(self, again: bool = False) -> None:
         """Start the differentiation of one chunk. [Note: once for each chunk]
@@ -110,9 +112,9 @@ class GradientSum:
             again: True in a retry after running out of memory. The matrix products that the first
                 attempt has added are not added a second time.
         """
-        self._left = dict(self._done) if again else {}
+        self._products_to_skip = dict(self._products_added) if again else {}
         if not again:
-            self._done.clear()
+            self._products_added.clear()
 
     def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
         """Return a function that adds a matrix product [out, n] @ [n, in] to the gradient of a
@@ -128,11 +130,11 @@ class GradientSum:
             return None
 
         def add(left: Tensor, right: Tensor) -> None:
-            if self._left.get(index):
-                self._left[index] -= 1
+            if self._products_to_skip.get(index):
+                self._products_to_skip[index] -= 1
                 return
             self._sums[index] = add_product(self._sums[index], left, right)
-            self._done[index] = self._done.get(index, 0) + 1
+            self._products_added[index] = self._products_added.get(index, 0) + 1
 
         return add
 

@@ -142,8 +142,8 @@ class StreamConfig:
     def __post_init__(self) -> None:
         if isinstance(self.saves, list | tuple):  # command lines and JSON give ["auto"]
             saves = tuple(self.saves)
-            alone = len(saves) == 1 and isinstance(saves[0], str) and saves[0] == "auto"
-            object.__setattr__(self, "saves", "auto" if alone else saves)
+            is_auto = len(saves) == 1 and isinstance(saves[0], str) and saves[0] == "auto"
+            object.__setattr__(self, "saves", "auto" if is_auto else saves)
         if isinstance(self.chunk_size, str) and self.chunk_size[:1].isdigit():
             object.__setattr__(self, "chunk_size", parse_tokens("chunk_size", self.chunk_size))
         for field in ("host_memory", "gpu_memory"):

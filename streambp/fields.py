@@ -21,18 +21,18 @@ LARGEST_NUMBER = 2.0**62  # above every length, number of bytes and rate
 SHOWN = 120  # characters of a value in a message
 
 
-def check_fields(found: Any, **ranges: float | tuple[float, float]) -> None:
+def check_fields(instance: Any, **ranges: float | tuple[float, float]) -> None:
     """Check types and ranges of a dataclass's fields; called in `__post_init__`.
 
     Args:
-        found: the dataclass instance.
+        instance: the dataclass instance.
         ranges: for each field name the smallest value, or a pair of smallest and largest.
 
     Raises:
         ConfigError: a value has another type, is not finite, or is out of range.
     """
-    for field, hint in _hints(cast(Any, type(found))).items():
-        value = getattr(found, field)
+    for field, hint in _hints(cast(Any, type(instance))).items():
+        value = getattr(instance, field)
         limits = ranges.get(field, -LARGEST_NUMBER)
         low, high = limits if isinstance(limits, tuple) else (limits, LARGEST_NUMBER)
         try:

@@ -236,10 +236,10 @@ class InstanceForward:
         self.retired = False
         self.index = self.order = 0
 
-    def __setstate__(self, own: dict[str, Any]) -> None:
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
         """Set the state of a copied or pickled replacement, and register it with its patch."""
-        self.__dict__.update(own)
-        enter = getattr(own.get("state"), "enter", None)
+        self.__dict__.update(attributes)
+        enter = getattr(attributes.get("state"), "enter", None)
         if enter is not None:
             enter(self)
 
@@ -318,15 +318,15 @@ class InstanceForward:
             )
         return forward is self
 
-    def leave(self, own: dict[str, Any]) -> None:
+    def leave(self, attributes: dict[str, Any]) -> None:
         """Restore the replaced forward in a copy of the module, by changing the copy's attributes.
 
         Args:
-            own: the copy's `__dict__`.
+            attributes: the copy's `__dict__`.
         """
-        if self.stands_as(own.get(self.slot)):
-            own.pop(self.slot)
-            own |= {} if self.previous is None else {self.slot: self.previous}
+        if self.stands_as(attributes.get(self.slot)):
+            attributes.pop(self.slot)
+            attributes |= {} if self.previous is None else {self.slot: self.previous}
 
     def remove(self) -> None:
         """Restore the replaced forward. If another library has wrapped this forward, the module is
@@ -386,15 +386,15 @@ class Home:
     """Weak reference to the module that was passed to `patch`. If that module is deleted, the
     reference changes to the largest remaining module with a replaced forward."""
 
-    def __init__(self, given: nn.Module | None = None) -> None:
-        self._given = None if given is None else weakref.ref(given)
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._reference = None if module is None else weakref.ref(module)
         self._inside = Living[nn.Module]()
 
     def __call__(self) -> nn.Module | None:
-        root = None if self._given is None else self._given()
+        root = None if self._reference is None else self._reference()
         if root is None:
             root = max(self._inside, key=lambda module: len(list(module.modules())), default=None)
-            self._given = None if root is None else weakref.ref(root)
+            self._reference = None if root is None else weakref.ref(root)
         return root
 
     def __reduce__(self) -> Any:
@@ -403,11 +403,11 @@ class Home:
     @property
     def known(self) -> bool:
         """True if a module was set by `name` or the constructor, and still exists."""
-        return self._given is not None and self._given() is not None
+        return self._reference is not None and self._reference() is not None
 
     def name(self, module: nn.Module) -> None:
         """Store a weak reference to `module`, the module that was passed to `patch`."""
-        self._given = weakref.ref(module)
+        self._reference = weakref.ref(module)
 
     def enter(self, module: nn.Module) -> None:
         """Register a module with a replaced forward. The reference may change to this module if the

@@ -1,6 +1,6 @@
 """Reports that never raise.
 
-[Note: reports] Code that only reports must never raise: a run of days must not end over a line of
+Code that only reports must never raise: a run of days must not end over a line of
 text. Such code is `describe`, the account of `streambp launch`, callbacks, and hooks that print.
 Each part of a report goes through `told`. A part that fails is replaced by the reason. Code that
 decides, or changes the model, raises as usual.
@@ -19,7 +19,7 @@ LONGEST = 400  # characters of an error in a report
 
 def told(part: Callable[..., T], *args: Any, otherwise: Callable[[str], T]) -> T:
     """Return the result of `part(*args)`. If the call raises, return `otherwise(reason)` with the
-    error as text: a failed report must not end the program. [Note: reports]"""
+    error as text: a failed report must not end the program."""
     try:
         return part(*args)
     except Exception as error:

@@ -264,7 +264,7 @@ def merged_without_weights_if_read(
 
 def leave_without_sums(self, indices):
     for index in [index for index in indices if index >= self.resident]:
-        self._here.pop(index, None)
+        self._on_device.pop(index, None)
 
 
 def from_the_start(self, block):

@@ -30,21 +30,21 @@ def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
     return call.site.coarsest(x.dtype, x.device.type, call.autocast)
 
 
-def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:
+def agree(unchunked: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:
     """True if the results of two runs of a layer differ by no more than rounding.
 
     Args:
-        whole, pieces: [..., B, T, h], the results of the two runs: outputs, or gradients of the
+        unchunked, pieces: [..., B, T, h], the results of the two runs: outputs, or gradients of the
             input.
         residual: [..., B, T, h], what the residual connection adds to both results. This is the
             layer's input if outputs are compared, and the gradient of the output if gradients are.
-            The norm of `whole - residual` sets the tolerance.
+            The norm of `unchunked - residual` sets the tolerance.
         dtype: the result of `coarsest`.
     """
-    added = TOLERANCE.get(dtype, HALF_TOLERANCE) * (whole - residual).float().norm()
+    limit = TOLERANCE.get(dtype, HALF_TOLERANCE) * (unchunked - residual).float().norm()
     return bool(
-        (whole - pieces).float().norm()
-        <= added + 8 * torch.finfo(whole.dtype).eps * whole.float().norm()
+        (unchunked - pieces).float().norm()
+        <= limit + 8 * torch.finfo(unchunked.dtype).eps * unchunked.float().norm()
     )
 
 

@@ -176,7 +176,9 @@ class Repeatable:
             trained = Parameters(self._layer, self._device)
             if trained.names != self._parameters.names:  # a first call may make parameters
                 self._parameters = trained
-            self._seen = self._fingerprint.seen(self._layer, self._look, versions, modifying_hooks)
+            self._forward_snapshot = self._fingerprint.seen(
+                self._layer, self._look, versions, modifying_hooks
+            )
             self._buffers = written_since(buffer_copies)
             self._see((args, kwargs), result, again=False)
             return result
@@ -186,9 +188,9 @@ class Repeatable:
         self._parameters.check_unchanged()
         refuse_written(self._seen_arguments)
         snapshot = self._fingerprint.look(self._layer)
-        self._fingerprint.check(self._layer, self._seen, snapshot)
+        self._fingerprint.check(self._layer, self._forward_snapshot, snapshot)
         # peft's modules get the same arguments, and the layer draws the same random numbers.
-        later = generator_states(self._generators)
+        states = generator_states(self._generators)
         set_generators(self._generators, self._states)
         try:
             nothing_left = kept_values.recomputed(self._site, snapshot)
@@ -201,10 +203,10 @@ class Repeatable:
             ):
                 result = self._run(*args, **kwargs)
         finally:
-            set_generators(self._generators, later)
+            set_generators(self._generators, states)
             # The reverse shows nothing: torch stops a recomputation early, so some hooks do not
             # run.
-            for key in sorted(modifying_hooks - self._seen.acted):
+            for key in sorted(modifying_hooks - self._forward_snapshot.acted):
                 raise changed(
                     self._layer,
                     f"{described(key)} changes what it is given, and changed nothing in forward",

@@ -437,9 +437,9 @@ class _Trial:
             }
             del shadows
             end = Memory(self.roots)
-            values, elsewhere = end.changed(start, writes), writes.kept_elsewhere(end)
+            values, unreachable = end.changed(start, writes), writes.kept_elsewhere(end)
             values.update(on_weights)
-            return {**values, OUT_OF_SIGHT: elsewhere} if elsewhere else values
+            return {**values, OUT_OF_SIGHT: unreachable} if unreachable else values
 
     def whole(self, shadows: list[Tensor]) -> None:
         """Run the unpatched layer once, with backward if the call has one.
@@ -454,7 +454,11 @@ class _Trial:
             UnpatchedRun(self.call, self.x, self.upstream, shadows)
 
     def twice(self, shadows: list[Tensor]) -> None:
-        """Run the layer as in `whole`, and again on tokens that are much larger."""
+        """Run the layer as in `whole`, and again on tokens that are `LOUDER` times larger.
+
+        Args:
+            shadows: replacements of the layer's trainable parameters.
+        """
         self.whole(shadows)
         x = self.x
         try:
@@ -483,21 +487,21 @@ class _Trial:
             self._run(Stage.RECOMPUTE, chunks, lambda ended: ended)
         elif self.graph:
             prefix.overwritten = True  # as in `_run`
-            starts = [started for started, _ in ran]
-            for chunk, started in zip(reversed(chunks), reversed(starts), strict=True):
-                self._recompute(chunk, started, prefix)
+            starts = [states for states, _ in ran]
+            for chunk, states in zip(reversed(chunks), reversed(starts), strict=True):
+                self._recompute(chunk, states, prefix)
 
-    def _recompute(self, chunk: Chunk, started: States | None, prefix: Prefix) -> None:
+    def _recompute(self, chunk: Chunk, states: States | None, prefix: Prefix) -> None:
         """Recompute one chunk with a graph, and differentiate it. Called from the last chunk to the
         first, as in a step's backward.
 
         Args:
             chunk: the chunk.
-            started: the recurrent states at the chunk's start; None: the layer gets no cache.
+            states: the recurrent states at the chunk's start; None: the layer gets no cache.
             prefix: keys and values of all chunks, from the forward.
         """
         x = chunk.part(self.x, -2).detach().requires_grad_()
-        output, _ = self.call.compute(x, chunk, Stage.RECOMPUTE, prefix, states=started)
+        output, _ = self.call.compute(x, chunk, Stage.RECOMPUTE, prefix, states=states)
         if output is not None and output.hidden_states.requires_grad:
             upstream = chunk.part(self.upstream, -2)
             torch.autograd.grad(output.hidden_states, [x], upstream, allow_unused=True)

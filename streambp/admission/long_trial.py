@@ -89,17 +89,17 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
             yield output.hidden_states
 
     (unchunked,) = given([Chunk(0, 0, length)])
-    differences, added, sizes = [], [], []  # sums of squares, [..., B, C] each
+    differences, residuals, sizes = [], [], []  # sums of squares, [..., B, C] each
     parts = call.plan.chunks[:chunks]
     for chunk, piece in zip(parts, given(parts), strict=True):
         unchunked_chunk = chunk.part(unchunked, -2)
         differences.append(_squares(unchunked_chunk - piece))
-        added.append(_squares(unchunked_chunk - chunk.part(x, -2)))
+        residuals.append(_squares(unchunked_chunk - chunk.part(x, -2)))
         sizes.append(_squares(unchunked_chunk))
     padding = (0, -length % BLOCK)
     difference, addition, size = (  # [..., T] -> the sums over each BLOCK
         torch.nn.functional.pad(torch.cat(squares, -1), padding).unflatten(-1, (-1, BLOCK)).sum(-1)
-        for squares in (differences, added, sizes)
+        for squares in (differences, residuals, sizes)
     )
     dtype = coarsest(call, x)
     tolerance = (

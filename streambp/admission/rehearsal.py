@@ -58,9 +58,9 @@ def rehearsed(
     """
     ended: States = {}
     for chunk in chunks:
-        started = start(ended)
-        output, _ = call.compute(chunk.part(x, -2), chunk, stage, prefix, states=started)
-        yield started, output
+        states = start(ended)
+        output, _ = call.compute(chunk.part(x, -2), chunk, stage, prefix, states=states)
+        yield states, output
         ended = {} if output is None else output.states
 
 

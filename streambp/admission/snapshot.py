@@ -124,17 +124,17 @@ class Snapshot:
         self._tables: list[Table] = []
         self._values: list[Values] = []
         # keys are ids; each value is the object, so that no other object can reuse the id
-        self._seen: dict[int, Any] = {}
+        self._objects: dict[int, Any] = {}
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
         self._classes: set[type] = set()
         self._room = SMALL
         named = list(module.named_modules())
-        self._seen.update((id(inner), inner) for _, inner in named)
+        self._objects.update((id(inner), inner) for _, inner in named)
         for path, inner in named:
             self._read_module(path, inner, inside=True)
         everywhere = vars(torch.nn.modules.module)
         self._wait((name, everywhere[name]) for name in GLOBAL_HOOKS if everywhere[name])
-        while self._waiting and len(self._seen) < MOST:
+        while self._waiting and len(self._objects) < MOST:
             self._follow(*self._waiting.popleft())
 
     def iterators(self) -> list[str]:
@@ -214,8 +214,8 @@ class Snapshot:
         """Add (name, value) pairs to the queue of values to save; values that were queued before
         are skipped."""
         for name, value in pairs:
-            if type(value) not in ATOMS and id(value) not in self._seen:
-                self._seen[id(value)] = value
+            if type(value) not in ATOMS and id(value) not in self._objects:
+                self._objects[id(value)] = value
                 self._waiting.append((name, value))
 
     def _note(self, name: str, holder: Any, kind: Kind, structure: bool = False) -> dict[Any, Any]:
@@ -257,9 +257,9 @@ class Snapshot:
                 inside
                 and parameter is not None
                 and parameter.dim() < 2
-                and id(parameter) not in self._seen
+                and id(parameter) not in self._objects
             ):
-                self._seen[id(parameter)] = parameter
+                self._objects[id(parameter)] = parameter
                 self._copy(dotted(path, name), parameter)
         if not inside and len(list(itertools.islice(module.modules(), OUTSIDE + 1))) <= OUTSIDE:
             self._wait((dotted(path, name), part) for name, part in module._modules.items())
@@ -429,14 +429,14 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(inner)
 
 
-def is_foreign(known: Any) -> bool:
+def is_foreign(code: Any) -> bool:
     """True if a class or a function is third-party: its package is none of those that streambp
     knows (the standard library, torch, transformers and so on).
     """
-    if isinstance(known, types.FunctionType):
-        home = known.__globals__.get("__name__")
+    if isinstance(code, types.FunctionType):
+        home = code.__globals__.get("__name__")
     else:
-        home = known.__module__
+        home = code.__module__
     return str(home).partition(".")[0] not in KNOWN
 
 
@@ -451,7 +451,7 @@ class Restored:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._first: dict[str, Change] = {}
-        self._after: Snapshot | None = None
+        self._end_of_first_run: Snapshot | None = None
 
     def __enter__(self) -> Restored:
         self._snapshot = Snapshot(self.module)
@@ -473,18 +473,18 @@ class Restored:
         """Record the values that the module has changed in its first run, for `set_once` and
         `set_otherwise`."""
         self._first = self._snapshot.changes()
-        self._after = Snapshot(self.module) if self._first else None
+        self._end_of_first_run = Snapshot(self.module) if self._first else None
 
     def set_once(self) -> list[str]:
         """Return the names of the values that the first run of the test changed, and later runs
         left as they were. The module may compute such a value, for example a scale, from its first
         input."""
-        if self._after is None:
+        if self._end_of_first_run is None:
             return []
-        later = self._after.changes()
-        grown = {change.came_into for change in later.values()} - {""}
+        later_changes = self._end_of_first_run.changes()
+        grown = {change.came_into for change in later_changes.values()} - {""}
         changed = [name for name, change in self._first.items() if change.came_into not in grown]
-        return [name for name in changed if not _touched(name, later)]
+        return [name for name in changed if not _touched(name, later_changes)]
 
     def set_otherwise(self) -> list[str]:
         """Return the names of the values that the first run set, and that the latest run has set to

@@ -229,8 +229,8 @@ def attends(layer: nn.Module) -> bool:
 
 
 def cache_argument(layer: nn.Module) -> str | None:
-    """Return the name of the cache argument (such as past_key_values) of a layer with its own code
-    for attention, over the keys and values that the cache returns. None for other layers."""
+    """Return the name of the cache argument, such as past_key_values, of a layer whose own code
+    attends to the keys and values that the cache's `update` returns. None for other layers."""
     if attends(layer) or not any(
         UPDATE in _names(m) and cache_parameters(type(m).forward) for m in layer.modules()
     ):
@@ -389,14 +389,14 @@ def _why_config_differs(backbone: PreTrainedModel) -> str | None:
     if getattr(backbone.config, "is_decoder", True) is False:
         # A model whose mask is causal in a decoder and bidirectional in an encoder, which it is
         # here.
-        own = (
+        functions = (
             inspect.unwrap(value)
             for value in vars(type(backbone)).values()
             if inspect.isfunction(value)
         )
         codes = (
             function.__code__
-            for function in (written_forward(backbone), *own)
+            for function in (written_forward(backbone), *functions)
             if hasattr(function, "__code__")
         )
         if {"is_decoder", *MASK_MAKERS} <= {name for code in codes for name in code.co_names}:

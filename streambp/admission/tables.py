@@ -196,17 +196,19 @@ def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, An
     return {name: holder[name] for name in names if name in holder}
 
 
-def refill_globals(names: tuple[str, ...], holder: dict[str, Any], kept: dict[str, Any]) -> None:
+def refill_globals(
+    names: tuple[str, ...], holder: dict[str, Any], saved_values: dict[str, Any]
+) -> None:
     """Restore the named globals in the dict `holder`, and remove those that are new.
 
     Args:
         names: names of the globals.
         holder: a module's globals.
-        kept: saved values by name, from `read_globals`.
+        saved_values: saved values by name, from `read_globals`.
     """
     for name in names:
-        if name in kept:
-            holder[name] = kept[name]
+        if name in saved_values:
+            holder[name] = saved_values[name]
         else:
             holder.pop(name, None)
 
@@ -243,8 +245,10 @@ CONTAINERS: tuple[tuple[type, Kind], ...] = (
 )
 
 
-def same_entries(kept: dict[Any, Any], now: dict[Any, Any]) -> bool:
+def same_entries(saved_entries: dict[Any, Any], entries: dict[Any, Any]) -> bool:
     """True if two dicts have the same keys in the same order, with identical objects."""
-    if len(kept) != len(now):
+    if len(saved_entries) != len(entries):
         return False
-    return all(map(operator.is_, kept, now)) and all(map(operator.is_, kept.values(), now.values()))
+    return all(map(operator.is_, saved_entries, entries)) and all(
+        map(operator.is_, saved_entries.values(), entries.values())
+    )

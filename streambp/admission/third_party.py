@@ -294,11 +294,11 @@ def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
     return paths_by_hook
 
 
-def named_hooks(found: dict[str, list[str]]) -> str:
+def named_hooks(paths_of_hooks: dict[str, list[str]]) -> str:
     """Return the result of `hooks_of_others` as text: "count (probe.py:12) on layers.0.mlp and 11
     other modules"."""
     labels = []
-    for hook, paths in list(found.items())[:NAMED_AT_MOST]:
+    for hook, paths in list(paths_of_hooks.items())[:NAMED_AT_MOST]:
         further_modules = len(set(paths)) - 1
         labels.append(
             f"{hook} on {paths[0]}"
@@ -309,7 +309,9 @@ def named_hooks(found: dict[str, list[str]]) -> str:
             )
         )
     return ", ".join(labels) + (
-        f" and {len(found) - NAMED_AT_MOST} more" if len(found) > NAMED_AT_MOST else ""
+        f" and {len(paths_of_hooks) - NAMED_AT_MOST} more"
+        if len(paths_of_hooks) > NAMED_AT_MOST
+        else ""
     )
 
 

@@ -222,19 +222,19 @@ def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Te
 
 
 def same_gradients(
-    call: LayerCall, found: list[Tensor | None], expected: list[Tensor | None]
+    call: LayerCall, gradients: list[Tensor | None], expected: list[Tensor | None]
 ) -> bool:
     """True if two lists of gradients [...] are equal: to the bit, or up to rounding on devices
     whose kernels sum in varying order. A gradient of None equals only None.
 
     Args:
         call: the call of the layer, which determines the tolerance.
-        found: gradients.
+        gradients: gradients.
         expected: gradients.
     """
-    if len(found) != len(expected):
+    if len(gradients) != len(expected):
         return False
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(gradients, expected, strict=True):
         if x is None or y is None:
             if x is not y:
                 return False
@@ -255,8 +255,8 @@ class _Watched(PrefixChunkAttention):
         super().__init__(prefix, chunk, Stage.FORWARD)
         self.given: list[tuple[Tensor, Tensor]] = []
 
-    def attend(self, given: AttentionCall) -> Tensor:
-        o = super().attend(given)
+    def attend(self, call: AttentionCall) -> Tensor:
+        o = super().attend(call)
         self.given.append((o, o.clone()))
         return o
 
@@ -284,9 +284,9 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
             for part in inputs_of_chunk
         ]
         point = _Watched(prefix, chunk)
-        started = dict(zip(states, inputs_of_chunk[1:], strict=True))
+        states_of_chunk = dict(zip(states, inputs_of_chunk[1:], strict=True))
         with tapped(linears, linears, lambda name, out: products.append((name, out, out.clone()))):
-            output = call.run(inputs_of_chunk[0], chunk, point, states=started)
+            output = call.run(inputs_of_chunk[0], chunk, point, states=states_of_chunk)
         assert output is not None
         attended |= any(_changed(*pair) for pair in point.given)
         inputs |= any(
@@ -300,8 +300,8 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
     return Overwritten(overwritten.products.union(written), attended, inputs)
 
 
-def _changed(current: Tensor, earlier: Tensor) -> bool:
-    return bool(((current != earlier) & ~(current.isnan() & earlier.isnan())).any())
+def _changed(current: Tensor, copy: Tensor) -> bool:
+    return bool(((current != copy) & ~(current.isnan() & copy.isnan())).any())
 
 
 def _counts_no_writes(tensor: Tensor) -> bool:
@@ -402,7 +402,7 @@ class Trial:
         with computed(self.linears, computed_names), left_out(self.linears, names):
             return self.gradients_of(self.recompute())
 
-    def gradients_of(self, found: Recomputed) -> list[Tensor | None]:
+    def gradients_of(self, recomputed: Recomputed) -> list[Tensor | None]:
         """Return the gradients [...] of the layer's input, start states and parameters, in this
         order, for random gradients of a recomputation's outputs. Tensors that do not require a
         gradient are left out; None for a tensor without effect."""
@@ -410,7 +410,7 @@ class Trial:
             parameter for parameter in self.call.site.layer.parameters() if parameter.requires_grad
         ]
         with self.random.replayed():
-            return gradients_of(found.outputs, [*found.leaves, *parameters])
+            return gradients_of(recomputed.outputs, [*recomputed.leaves, *parameters])
 
 
 def _keys_and_values(prefix: Prefix) -> list[Tensor]:

@@ -99,13 +99,13 @@ class Writes(TorchDispatchMode):
             self.before.append(values_of("", tensor))
 
 
-def written(known: Iterable[Values]) -> list[Values]:
+def written(snapshots: Iterable[Values]) -> list[Values]:
     """Return the entries whose tensors or arrays differ now from their copies. Synchronizes once
     with each device."""
     entries: list[Values] = []
     by_device: dict[torch.device, list[tuple[Values, Tensor]]] = {}
     with _disable_current_modes(), torch.no_grad():
-        for values in known:
+        for values in snapshots:
             holder, saved = values.holder, values.kept
             if isinstance(holder, ARRAYS):
                 entries += [values] if bytes_of(holder) != bytes_of(saved) else []

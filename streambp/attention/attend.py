@@ -121,8 +121,8 @@ class MergedOutput:
         self._o = self._o.to(torch.promote_types(self._o.dtype, dtype))
         rows = slice(block.b0, block.b1)
         columns = slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
-        merged = self._o[rows, columns]
-        merge(merged, self._lse[rows, :, columns], o.transpose(1, 2), lse, merged)
+        part = self._o[rows, columns]
+        merge(part, self._lse[rows, :, columns], o.transpose(1, 2), lse, part)
 
     def result(self) -> Attended:
         """Return the merged o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. A
@@ -175,16 +175,16 @@ def merge_in_torch(
         all_read: True if no logsumexp is -inf. Masking of such entries is then skipped, with the
             same result.
     """
-    merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
+    merged_lse = torch.logaddexp(lse, part_lse)  # [b, H, t]
     # -inf - -inf would be NaN for a query that reads no key in either part
-    safe = merged if all_read else merged.clamp(min=torch.finfo(merged.dtype).min)
+    safe = merged_lse if all_read else merged_lse.clamp(min=torch.finfo(merged_lse.dtype).min)
     weight = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)  # [b, t, H, 1]
     part_weight = (part_lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
     weighted = o * weight  # [b, t, H, D]
     if not all_read:
         weighted.masked_fill_(weight == 0.0, 0.0)
     torch.add(weighted, part_o * part_weight, out=out)
-    lse.copy_(merged)
+    lse.copy_(merged_lse)
 
 
 class SummedQueries:
@@ -222,13 +222,13 @@ class SummedQueries:
             return
         rows = slice(block.b0, block.b1)
         columns = slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
-        alone = self._plan.depth == 1 and self._plan.complete
+        is_final = self._plan.depth == 1 and self._plan.complete
         if self._sum is None:
-            if alone:
+            if is_final:
                 self._sum = torch.empty_like(self._q)
             else:
                 self._sum = torch.zeros_like(self._q, dtype=self._dtype)
-        if alone:
+        if is_final:
             self._sum[rows, columns].copy_(dq)
         else:
             self._sum[rows, columns].add_(dq)
@@ -330,7 +330,7 @@ def attend_blocks(
         )
     keep_wide = keep_wide and set(plan.kernels) == {MATH}
     size = site.value_size
-    merged = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None)
+    output = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None)
     padded = size != site.width
     (all_queries,) = cut((0, q.shape[0], 0, q.shape[1]), q)
     visits = zip(site.visit(plan.blocks), params.tasks(plan, layout, q.device), strict=True)
@@ -342,8 +342,8 @@ def attend_blocks(
         o, lse = plan.kernels[number].forward(q_here, k, v, task)
         if padded:
             o = narrowed(o, size)
-        merged.add(number, o, lse)
-    attended = merged.result()
+        output.add(number, o, lse)
+    attended = output.result()
     if sink is not None:
         attended = with_sink(attended, sink)
     if attended.o.dtype == q.dtype:

@@ -192,13 +192,13 @@ class Backend:
         kernels = list[Kernel]()
         covers = list[bool]()
         kinds = set[Kind]()
-        used = set[Used]()
+        uses = set[Used]()
         for block in blocks:
             kernel = self.kernel(block)
             kernels.append(kernel)
             covers.append((block.b0, block.b1, block.q0, block.q1) == all_queries)
             kinds.add(block.kind)
-            used.add(Used(kernel.name, block.kind, self.because))
+            uses.add(Used(kernel.name, block.kind, self.because))
         queries = rows * (chunk.stop - chunk.start)
         if blocks and all(covers):
             depth = len(blocks)
@@ -213,7 +213,7 @@ class Backend:
             covers=tuple(covers),
             by_place=kinds.isdisjoint((Kind.MASK, Kind.VARLEN)),
             all_read=any(covers[:1]) and kinds <= {Kind.FULL, Kind.CAUSAL},
-            used=frozenset(used),
+            used=frozenset(uses),
         )
         return plan
 

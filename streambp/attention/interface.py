@@ -231,11 +231,11 @@ def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
             "of a 4-D mask. Pass attention_mask [B, T], or run this model unpatched "
             "(streambp.unpatch(model))."
         )
-    picked = torch.zeros(*picks.shape[:2], length, dtype=torch.bool, device=picks.device)
-    picked = picked.scatter_(-1, picks.long(), True)[:, None]  # [B, 1, S, T]
+    is_picked = torch.zeros(*picks.shape[:2], length, dtype=torch.bool, device=picks.device)
+    is_picked = is_picked.scatter_(-1, picks.long(), True)[:, None]  # [B, 1, S, T]
     if mask.dtype == torch.bool:
-        return mask & picked
-    return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
+        return mask & is_picked
+    return mask.masked_fill(~is_picked, torch.finfo(mask.dtype).min)
 
 
 def _unusual(
@@ -301,11 +301,11 @@ def over_encoders(named: Mapping[Any, Any], configs: list[PreTrainedConfig]) -> 
     if len(masks) < 2:
         return {}
     is_added = any(own_implementation(config) == EAGER for config in configs)
-    found: dict[Any, Any] = {}
+    masks_over_keys: dict[Any, Any] = {}
     for name, mask in masks.items():
         if mask.is_bidirectional:
-            found[name] = mask.over_keys(is_added)
-    return {} if len(found) == len(masks) else found
+            masks_over_keys[name] = mask.over_keys(is_added)
+    return {} if len(masks_over_keys) == len(masks) else masks_over_keys
 
 
 class Routed(str):

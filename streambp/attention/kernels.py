@@ -106,15 +106,15 @@ class Kernel(Protocol):
         ...
 
 
-def cut(here: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
+def cut(bounds: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
     """Return rows [b0, b1) and tokens [t0, t1) of contiguous tensors [B, T, H, D], as views [b, H,
     t, D]. [Note: one layout]
 
     Args:
-        here: the four indices b0, b1, t0 and t1.
+        bounds: the four indices b0, b1, t0 and t1.
         whole: the tensors.
     """
-    b0, b1, t0, t1 = here
+    b0, b1, t0, t1 = bounds
     rows = b1 - b0
     tokens = t1 - t0
     parts = list[Tensor]()

@@ -49,15 +49,19 @@ def _with_own_masks(
         args: the layer's positional arguments.
         kwargs: the layer's keyword arguments.
     """
-    own = [own_implementation(config) or EAGER for config in configs]
+    implementations = [own_implementation(config) or EAGER for config in configs]
 
     def mask(lazy: LazyMask) -> Any:
-        return AttentionMaskInterface()[own[0]](**lazy.description)
+        return AttentionMaskInterface()[implementations[0]](**lazy.description)
 
     replaced: dict[str, Any] = {}
     for name, value in kwargs.items():
         replaced[name] = masks_replaced(value, mask)
-    return unrouted(configs, own), [masks_replaced(value, mask) for value in args], replaced
+    return (
+        unrouted(configs, implementations),
+        [masks_replaced(value, mask) for value in args],
+        replaced,
+    )
 
 
 class BothWays(ThroughInterface):

@@ -267,7 +267,7 @@ class KVTiles:
         self._v = f"v.{index}"
         self._dk = f"dk.{index}"
         self._dv = f"dv.{index}"
-        self._here: dict[int, KVBuffer] = {}
+        self._on_device: dict[int, KVBuffer] = {}
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Store a chunk's K [B, H_kv, C, D] and V on the device. K and V of the other chunks leave
@@ -276,7 +276,7 @@ class KVTiles:
         The new K and V are also stored on the host if `keeps_all`, or if a later chunk reads K and
         V after their tile has left the device.
         """
-        self._leave(list(self._here))
+        self._leave(list(self._on_device))
         k = k.transpose(1, 2).clone(memory_format=torch.contiguous_format)
         v = v.transpose(1, 2).clone(memory_format=torch.contiguous_format)
         tile = KVBuffer(k, v)
@@ -287,7 +287,7 @@ class KVTiles:
                 # `keys` declined the tile, which backward recomputes; this pass still needs it
                 if not self._keys.has(name, chunk.index):
                     self._scratch.put(name, chunk.index, part)
-        self._here[chunk.index] = tile
+        self._on_device[chunk.index] = tile
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
         """Yield each block of a chunk's attention with K and V of its keys. A tile, K and V of one
@@ -305,7 +305,11 @@ class KVTiles:
             return
         own_tile = self.plan.holding(blocks[0].q0)
         self._leave(
-            [index for index in self._here if index != own_tile and index not in tiles_of_blocks[0]]
+            [
+                index
+                for index in self._on_device
+                if index != own_tile and index not in tiles_of_blocks[0]
+            ]
         )
         for number, block in enumerate(blocks):
             for index in tiles_of_blocks[number]:
@@ -314,7 +318,7 @@ class KVTiles:
             if number + 1 < len(blocks):
                 following = tiles_of_blocks[number + 1]
             for index in following:  # load the next tile while the kernel runs
-                if index not in self._here:
+                if index not in self._on_device:
                     for name in (self._k, self._v):
                         self._home(name, index).load(name, index)
                     if gradients and self._scratch.has(self._dk, index):
@@ -336,21 +340,23 @@ class KVTiles:
         each chunk) that contain the block's keys."""
         rows = slice(block.b0, block.b1)
         for index, in_tile, of_block in self._overlaps(block):
-            for total, part in zip(self._here[index].grow_accumulators(), (dk, dv), strict=True):
+            for total, part in zip(
+                self._on_device[index].grow_accumulators(), (dk, dv), strict=True
+            ):
                 total[rows, in_tile].add_(part[:, :, of_block].transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return the complete gradients dK [B, H_kv, C, D] and dV of a chunk's own tokens, and
         remove the chunk's K, V and gradients from the device."""
         self._enter(chunk.index, gradients=True)
-        return self._here.pop(chunk.index).take_gradients(chunk)
+        return self._on_device.pop(chunk.index).take_gradients(chunk)
 
     def _enter(self, index: int, gradients: bool) -> None:
-        if index not in self._here:
+        if index not in self._on_device:
             k, v = (self._home(name, index).peek(name, index) for name in (self._k, self._v))
             self._keys.read_ahead()
-            self._here[index] = KVBuffer(k, v)
-        tile = self._here[index]
+            self._on_device[index] = KVBuffer(k, v)
+        tile = self._on_device[index]
         if gradients and tile.dk is None:
             if self._scratch.has(self._dk, index):
                 dk = self._scratch.borrow(self._dk, index)
@@ -362,8 +368,8 @@ class KVTiles:
 
     def _leave(self, indices: Iterable[int]) -> None:
         for index in indices:
-            if index >= self.resident and index in self._here:
-                tile = self._here.pop(index)
+            if index >= self.resident and index in self._on_device:
+                tile = self._on_device.pop(index)
                 if tile.dk is not None and tile.dv is not None:
                     self._scratch.put(self._dk, index, tile.dk)
                     self._scratch.put(self._dv, index, tile.dv)
@@ -398,7 +404,9 @@ class KVTiles:
             which: function that returns K or V of a chunk's tile.
             width: number of columns; None: no padding.
         """
-        tiles = [(which(self._here[index]), in_tile) for index, in_tile, _ in self._overlaps(block)]
+        tiles = [
+            (which(self._on_device[index]), in_tile) for index, in_tile, _ in self._overlaps(block)
+        ]
         if width is not None and tiles[0][0].shape[3] != width:
             rows = block.b1 - block.b0
             size = block.k1 - block.k0

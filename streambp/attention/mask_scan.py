@@ -5,7 +5,7 @@ causal mask allows every end. Where queries read ahead (image tokens their whole
 of itself), the ends between are left out (`chunks.Barrier`), and chunks get other lengths. A mask
 that leaves no end is not causal in any sense and is refused.
 
-[Note: empty queries] A query that may read nothing (padding on the left) gives 0, as in torch's
+A query that may read nothing (padding on the left) gives 0, as in torch's
 sdpa and in FlashAttention. Additive masks in eager attention give it the mean over all keys
 instead. The mean includes the keys of later chunks, so a causal computation cannot produce it. No
 query reads the key of an empty query, so nothing reads its output. Only its own label makes a
@@ -90,7 +90,7 @@ def find_reach(tile: ReadTile, length: int, device: torch.device) -> tuple[tuple
         device: the device on which to scan.
     """
     position = torch.arange(length, device=device)
-    found: list[Tensor] = []
+    reaches: list[Tensor] = []
     for q0 in range(0, length, SCAN):
         read = []
         for k0 in range(0, length, SCAN):
@@ -99,9 +99,9 @@ def find_reach(tile: ReadTile, length: int, device: torch.device) -> tuple[tuple
         keys = torch.cat(read)  # [T]
         first = torch.where(keys, position, length).amin()
         last = torch.where(keys, position, -1).amax()
-        found.append(torch.stack((first, last + 1)))
+        reaches.append(torch.stack((first, last + 1)))
     reach: list[tuple[int, int]] = []
-    for start, end in torch.stack(found).tolist():
+    for start, end in torch.stack(reaches).tolist():
         reach.append((min(start, end), end))
     return tuple(reach)
 
@@ -128,7 +128,6 @@ def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
 
 def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tensor | None, bool]:
     """Find the queries that may read no key, [B or 1, T] in bool; None if every query reads a key.
-    [Note: empty queries]
 
     The second result is True if these queries have no effect on other tokens: all heads agree on
     the queries, and no query reads their keys. The scan costs T^2 mask elements and one
@@ -148,13 +147,13 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
             queries = part.any(-1)
             keys = part.any(-2)
             anything = queries if anything is None else anything | queries
-            earlier = read[index]
-            read[index] = keys if earlier is None else earlier | keys
+            previous = read[index]
+            read[index] = keys if previous is None else previous | keys
         assert anything is not None
         reading.append(anything)
     empty = ~torch.cat(reading, -1)  # [B or 1, H or 1, T]
     if not bool(empty.any()):
         return None, True
     keys = torch.cat([part for part in read if part is not None], -1)  # [B or 1, H or 1, T]
-    alone = (empty.all(1) == empty.any(1)) & ~(empty & keys.any(1, keepdim=True)).any(1)
-    return empty.all(1), bool(alone.all())
+    is_isolated = (empty.all(1) == empty.any(1)) & ~(empty & keys.any(1, keepdim=True)).any(1)
+    return empty.all(1), bool(is_isolated.all())

@@ -84,8 +84,8 @@ class LazyMask:
             self._keys_read = read
             if is_added:
                 dtype = self.description["dtype"]
-                added = torch.zeros(read.shape, dtype=dtype, device=read.device)
-                self._keys_read = added.masked_fill(~read, torch.finfo(dtype).min)
+                scores = torch.zeros(read.shape, dtype=dtype, device=read.device)
+                self._keys_read = scores.masked_fill(~read, torch.finfo(dtype).min)
         return self._keys_read
 
     def __getitem__(self, index: Any) -> LazyMask:
@@ -166,16 +166,16 @@ class DenseMask:
         Args:
             device: the device on which to find the keys that are read.
         """
-        found: DenseMask | None = self.derived.get(DenseMask)
-        if found is None:
+        mask: DenseMask | None = self.derived.get(DenseMask)
+        if mask is None:
             reach = find_reach(
                 lambda q0, q1, k0, k1: reads(self.tile(q0, q1, k0, k1, device)),
                 self.length,
                 device,
             )
-            found = dataclasses.replace(self, barriers=(), reach=reach, derived={})
-            self.derived[DenseMask] = found
-        return found
+            mask = dataclasses.replace(self, barriers=(), reach=reach, derived={})
+            self.derived[DenseMask] = mask
+        return mask
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
         """Return the mask of queries [q0, q1) and keys [k0, k1) on `device`, [B or 1, H or 1, q,
@@ -254,13 +254,13 @@ def _rectangles(
     """Return the keys that each query reads, for attention that may read ahead. The result is one
     interval for each row if all queries of a row read the same consecutive tokens, else a
     `DenseMask`."""
-    known = mask.description
-    if (known["q_length"], known["kv_length"]) != (length, length):
+    arguments = mask.description
+    if (arguments["q_length"], arguments["kv_length"]) != (length, length):
         raise UnsupportedMaskError(
-            f"The attention mask covers {known['kv_length']} keys, but the sequence has {length} "
-            "tokens. Pass an attention_mask of the same length as input_ids."
+            f"The attention mask covers {arguments['kv_length']} keys, but the sequence has "
+            f"{length} tokens. Pass an attention_mask of the same length as input_ids."
         )
-    padding: Tensor | None = known.get("attention_mask")
+    padding: Tensor | None = arguments.get("attention_mask")
     runs: list[tuple[Run, ...]] = [(Run(0, length, 0, length),)] * batch_size
     if padding is not None:
         runs = []

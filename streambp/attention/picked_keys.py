@@ -80,10 +80,10 @@ class PickedMask(DenseMask):
         assert isinstance(self.source, Tensor)
         read = visible(self.below, q0, q1, k0, k1, device)
         picks = self.source[:, q0 - self.start : q1 - self.start].long() - k0  # [B, q, k]
-        elsewhere = k1 - k0  # a column of its own, which is dropped
-        picks = torch.where((picks >= 0) & (picks < elsewhere), picks, elsewhere)
-        is_picked = torch.zeros(*picks.shape[:2], elsewhere + 1, dtype=torch.bool, device=device)
-        is_picked = is_picked.scatter_(-1, picks, True)[:, None, :, :elsewhere]  # [B, 1, q, k]
+        spare = k1 - k0  # a column of its own, which is dropped
+        picks = torch.where((picks >= 0) & (picks < spare), picks, spare)
+        is_picked = torch.zeros(*picks.shape[:2], spare + 1, dtype=torch.bool, device=device)
+        is_picked = is_picked.scatter_(-1, picks, True)[:, None, :, :spare]  # [B, 1, q, k]
         if read.dtype == torch.bool:
             return read & is_picked
         return read.masked_fill(~is_picked, torch.finfo(read.dtype).min)

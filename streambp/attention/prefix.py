@@ -133,16 +133,16 @@ class Prefix:
             width = self._width(index)
             if index == len(self.sizes_seen):
                 self.sizes_seen.append(SiteSize.of(k, v, width))
-            resident, alone = self.resident_tiles(backward)[index], None
+            resident, tile = self.resident_tiles(backward)[index], None
             if (
                 resident is None
                 and width is None
                 and k.shape[2] == self.length
                 and not self.heads_first
             ):
-                alone = KVBuffer.of_one_chunk(k, v)
-            if alone is not None:
-                self.sites.append(alone)
+                tile = KVBuffer.of_one_chunk(k, v)
+            if tile is not None:
+                self.sites.append(tile)
                 return
             if resident is None:
                 columns = None if width is None else v.shape[3]
@@ -394,7 +394,7 @@ class PrefixChunkAttention(ChunkAttention):
             raise TypeError(f"'{type(self).__name__}' object is not subscriptable")
         return self
 
-    def attend(self, given: AttentionCall) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Return o [B, C, H, D_v] in q's dtype, with an autograd graph only if the stage is
         RECOMPUTE.
 
@@ -408,7 +408,7 @@ class PrefixChunkAttention(ChunkAttention):
         prefix = self.prefix
         chunk = self.chunk
         index = self.call
-        q, k, v, scale, dropout, softcap, sink, picks = given
+        q, k, v, scale, dropout, softcap, sink, picks = call
         self.call += 1
         backend = prefix.backends.get(index)
         # backward uses forward's kernels, even if torch's switches change in between

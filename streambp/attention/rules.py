@@ -103,25 +103,25 @@ class AttentionShape:
         return self.size, self.value_size
 
 
-def why_not_fused(call: AttentionShape, here: Platform) -> Iterator[str]:
+def why_not_fused(call: AttentionShape, platform: Platform) -> Iterator[str]:
     """Yield the reasons why no fused kernel (FlashAttention, cuDNN and others) can compute the
     attention call."""
     if call.dropout > 0.0:
         yield f"it has no dropout, and the model's is {call.dropout}"
     if call.softcap is not None:
         yield f"it has no softcap, and the model's is {call.softcap}"
-    if here.device not in ("cpu", "cuda", "meta"):
-        yield f"it does not run on {here.device}"
-    if here.device != "cpu" and call.dtype not in HALF:
+    if platform.device not in ("cpu", "cuda", "meta"):
+        yield f"it does not run on {platform.device}"
+    if platform.device != "cpu" and call.dtype not in HALF:
         yield (
             "it computes in float16 and bfloat16, and the model attends in "
             f"{str(call.dtype).removeprefix('torch.')}"
         )
-    if here.capability is not None and not here.hip and here.capability < (8, 0):
-        yield f"the device has compute capability {here.capability}; it needs (8, 0)"
+    if platform.capability is not None and not platform.hip and platform.capability < (8, 0):
+        yield f"the device has compute capability {platform.capability}; it needs (8, 0)"
 
 
-def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
+def why_not_flash(call: AttentionShape, platform: Platform) -> Iterator[str]:
     """Yield the reasons why neither FlashAttention nor the CPU's fused kernel can attend, with q, k
     and v padded to one head size.
 
@@ -131,21 +131,21 @@ def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
     torch's operators raise and never fall back. Files torch/nn/attention/_fa3.py and _fa4.py list
     their devices, FlashAttention's own interfaces their head sizes.
     """
-    yield from why_not_fused(call, here)
-    if here.device == "cpu":
+    yield from why_not_fused(call, platform)
+    if platform.device == "cpu":
         return
     if call.padded > FLASH_LIMIT:
         yield f"the head size is {call.padded}; it takes at most {FLASH_LIMIT}"
-    name = here.flash
-    if here.hip or name is None:
+    name = platform.flash
+    if platform.hip or name is None:
         if (
-            not here.hip
+            not platform.hip
             and 192 < call.padded <= 224
-            and (here.capability in ((8, 6), (8, 9)) or here.major >= 12)
+            and (platform.capability in ((8, 6), (8, 9)) or platform.major >= 12)
         ):
             yield (
                 f"it has no backward for head size {call.padded} on compute capability "
-                f"{here.capability}"
+                f"{platform.capability}"
             )
         return
     restore = "torch.nn.attention.restore_flash_attention_impl() brings FlashAttention-2 back"
@@ -155,32 +155,32 @@ def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
             f"{name} stands behind torch's FlashAttention operators, which streambp does not know; "
             f"{restore}"
         )
-    elif here.device == "cuda" and here.major not in majors:
+    elif platform.device == "cuda" and platform.major not in majors:
         devices = " and ".join(f"{major}.x" for major in majors)
         yield (
             f"{name} is activated, which runs on compute capability {devices}, not on "
-            f"{here.capability}; {restore}"
+            f"{platform.capability}; {restore}"
         )
-    if name == "FA3" and here.deterministic and call.padded > 192:
+    if name == "FA3" and platform.deterministic and call.padded > 192:
         yield f"FA3 is not deterministic at head size {call.padded}; {restore}"
-    if name == "FA4" and here.major == 10 and call.padded > NATIVE and call.padded != WIDE[0]:
+    if name == "FA4" and platform.major == 10 and call.padded > NATIVE and call.padded != WIDE[0]:
         yield (
             f"FA4 takes head sizes to {NATIVE} and {WIDE[0]} on compute capability 10.x, not "
             f"{call.padded}; {restore}"
         )
     # a release is later than its betas
-    newer = len(here.flash_4) == 3 or here.flash_4 > LAST_FLASH_4
-    if name == "FA4" and here.torch < (2, 14) and newer:
-        version = ".".join(map(str, here.flash_4[:3])) + "".join(
-            f"b{beta}" for beta in here.flash_4[3:]
+    newer = len(platform.flash_4) == 3 or platform.flash_4 > LAST_FLASH_4
+    if name == "FA4" and platform.torch < (2, 14) and newer:
+        version = ".".join(map(str, platform.flash_4[:3])) + "".join(
+            f"b{beta}" for beta in platform.flash_4[3:]
         )
         yield (
-            f"flash-attn-4 {version} returns more than torch {'.'.join(map(str, here.torch))} "
+            f"flash-attn-4 {version} returns more than torch {'.'.join(map(str, platform.torch))} "
             "unpacks; pip install flash-attn-4==4.0.0b18"
         )
 
 
-def why_not_cudnn(call: AttentionShape, here: Platform) -> Iterator[str]:
+def why_not_cudnn(call: AttentionShape, platform: Platform) -> Iterator[str]:
     """Yield the reasons why cuDNN cannot attend, forward and backward.
 
     Head sizes are multiples of 8 up to 128, or exactly (D, D_v) = (192, 128) or (256, 256). ATen's
@@ -191,16 +191,16 @@ def why_not_cudnn(call: AttentionShape, here: Platform) -> Iterator[str]:
     needs cuDNN 9.11.0 on 10.x, and (256, 256) needs 9.23.0 with torch 2.14. Neither pair is
     supported on 12.x.
     """
-    yield from why_not_fused(call, here)
-    if here.device != "cuda":
-        yield f"cuDNN does not run on {here.device}"
-    elif here.hip:
+    yield from why_not_fused(call, platform)
+    if platform.device != "cuda":
+        yield f"cuDNN does not run on {platform.device}"
+    elif platform.hip:
         yield "torch was built for ROCm, which has no cuDNN"
-    elif here.major < 9:
-        yield f"cuDNN's attention needs compute capability (9, 0), not {here.capability}"
-    elif not here.cudnn:
+    elif platform.major < 9:
+        yield f"cuDNN's attention needs compute capability (9, 0), not {platform.capability}"
+    elif not platform.cudnn:
         yield "torch was built without cuDNN"
-    elif here.cudnn in (91000, 91001):
+    elif platform.cudnn in (91000, 91001):
         yield "cuDNN 9.10.0 and 9.10.1 refuse attention's backward"
     if call.size % 8 or call.value_size % 8:
         yield (
@@ -208,25 +208,27 @@ def why_not_cudnn(call: AttentionShape, here: Platform) -> Iterator[str]:
             "multiples of 8"
         )
     native = max(call.pair) <= NATIVE
-    if here.capability == (9, 0):
-        native = native or (call.pair in (MLA, WIDE) and here.cudnn >= 91300)
-    elif here.major == 10:
-        native = native or (call.pair == MLA and here.cudnn >= 91100)
-        native = native or (call.pair == WIDE and here.cudnn >= 92300 and here.torch >= (2, 14))
+    if platform.capability == (9, 0):
+        native = native or (call.pair in (MLA, WIDE) and platform.cudnn >= 91300)
+    elif platform.major == 10:
+        native = native or (call.pair == MLA and platform.cudnn >= 91100)
+        native = native or (
+            call.pair == WIDE and platform.cudnn >= 92300 and platform.torch >= (2, 14)
+        )
     if not native:
         yield (
             f"the head size is {call.size}, of values {call.value_size}; cuDNN's attention has at "
             f"most {NATIVE}, and {MLA} and {WIDE} on compute capability 9.0 and 10.x with new "
             "versions"
         )
-    if here.deterministic:
+    if platform.deterministic:
         yield (
             "cuDNN's attention is not deterministic, and torch.use_deterministic_algorithms(True) "
             "asks for what is"
         )
 
 
-def prefers_cudnn(here: Platform) -> bool:
+def prefers_cudnn(platform: Platform) -> bool:
     """True if torch's own attention takes cuDNN before FlashAttention on this device.
 
     The rule is `check_prefer_cudnn_attention` of ATen/native/transformers/cuda/sdp_utils.cpp, with
@@ -235,11 +237,21 @@ def prefers_cudnn(here: Platform) -> bool:
     Builds of torch 2.13 for CUDA 13 accept any 9.x and 10.x, which adds no existing device.
     FlashAttention is at least as fast on 8.x and 12.x.
     """
-    newest = here.capability is not None and here.major in (9, 10) and here.capability[1] in (0, 3)
-    return here.cudnn_on and not here.hip and newest and here.cudnn > 91500 and not here.cudnn_last
+    newest = (
+        platform.capability is not None
+        and platform.major in (9, 10)
+        and platform.capability[1] in (0, 3)
+    )
+    return (
+        platform.cudnn_on
+        and not platform.hip
+        and newest
+        and platform.cudnn > 91500
+        and not platform.cudnn_last
+    )
 
 
-def why_not_efficient(call: AttentionShape, here: Platform) -> Iterator[str]:
+def why_not_efficient(call: AttentionShape, platform: Platform) -> Iterator[str]:
     """Yield the reasons why torch's memory-efficient attention cannot attend. Here D and D_v may be
     any multiples of 8.
 
@@ -247,8 +259,8 @@ def why_not_efficient(call: AttentionShape, here: Platform) -> Iterator[str]:
     cuDNN's (512 in Gemma 4's global layers and DeepSeek V4). ROCm has another kernel behind the
     operator, which is not called.
     """
-    yield from why_not_fused(call, here)
-    if here.device == "cpu" or here.hip:
+    yield from why_not_fused(call, platform)
+    if platform.device == "cpu" or platform.hip:
         yield "torch's memory-efficient attention is CUDA's alone"
     if call.size % 8 or call.value_size % 8:
         yield f"the head sizes are {call.size} and {call.value_size}; it takes multiples of 8"

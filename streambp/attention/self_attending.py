@@ -13,7 +13,7 @@ is never requested. `indexers.py` serves other sparse attention.
 
 A query that reads nothing would get the mean over the keys of its prefix here, which depends on the
 chunks. Such a query reads itself alone instead, with a value of zero that no other query reads.
-[Note: empty queries]
+`attention/mask_scan.py` says what such a query gives elsewhere.
 """
 
 from __future__ import annotations

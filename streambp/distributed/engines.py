@@ -339,7 +339,7 @@ def must_agree(module: nn.Module) -> bool:
 
 
 def everyones_numbers(
-    module: nn.Module, mine: Sequence[int], device: torch.device
+    module: nn.Module, numbers: Sequence[int], device: torch.device
 ) -> list[list[int]]:
     """Gather the numbers that each rank passes, and return one list for each rank. This is a
     collective: every rank of the group calls the function before each of its forwards.
@@ -349,7 +349,7 @@ def everyones_numbers(
 
     Args:
         module: the module whose parameters are partitioned.
-        mine: this rank's numbers, as many on each rank.
+        numbers: this rank's numbers, as many on each rank.
         device: the device of the model's inputs.
     """
     ranks = None
@@ -362,7 +362,7 @@ def everyones_numbers(
         for group in getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]:
             gather_group = getattr(getattr(group, FSDP_GATHERS[0], None), FSDP_GATHERS[1], None)
             ranks = gather_group if ranks is None else ranks
-    return [said.tolist() for said in all_gather(ranks, torch.tensor(mine, device=device))]
+    return [row.tolist() for row in all_gather(ranks, torch.tensor(numbers, device=device))]
 
 
 def all_gather(group: Any, tensor: Tensor) -> list[Tensor]:

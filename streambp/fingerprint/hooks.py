@@ -74,18 +74,18 @@ class Hooks:
         return None
 
     def differences(
-        self, before: Hooks, acted: AbstractSet[HookKey], ignored: set[tuple[HookKey, str]]
+        self, previous: Hooks, acted: AbstractSet[HookKey], ignored: set[tuple[HookKey, str]]
     ) -> list[str]:
         """Return texts for an error message, one for each change since an earlier snapshot. Only
         hooks that modify values and backward hooks are compared.
 
         Args:
-            before: the hooks in the earlier snapshot.
+            previous: the hooks in the earlier snapshot.
             acted: the forward hooks that modified values since.
             ignored: values in hooks that the layer's own forward changes.
         """
         texts = []
-        for (key, leaf), exact in before.exact.items():
+        for (key, leaf), exact in previous.exact.items():
             if (key not in acted and "backward" not in key[1]) or (key, base_of(leaf)) in ignored:
                 continue
             if key not in self.places:

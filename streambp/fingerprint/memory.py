@@ -108,9 +108,9 @@ class Memory:
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
         self.values: dict[str, Any] = {}
         self.holders: list[Holder] = []
-        self._seen: set[int] = set()
+        self._visited: set[int] = set()
         self._waiting = deque(roots)
-        self._held: list[Any] = []
+        self._references: list[Any] = []
         self._visits = 0
         while self._waiting and self._visits < MOST:
             self._visits += 1
@@ -123,27 +123,29 @@ class Memory:
         for holder in self.holders:
             holder.restore()
 
-    def changed(self, before: Memory, written: Writes | None = None) -> dict[str, Any]:
+    def changed(self, previous: Memory, writes: Writes | None = None) -> dict[str, Any]:
         """Return a dict with the values that have changed since an earlier time, by path. A path
         that existed only at the earlier time has the value `GONE`.
 
         Args:
-            before: the values at the earlier time.
-            written: the recorded in-place writes; None: writes were not recorded.
+            previous: the values at the earlier time.
+            writes: the recorded in-place writes; None: writes were not recorded.
         """
         changes = {}
         for path, value in self.values.items():
-            earlier = before.values.get(path, GONE)
-            is_unchanged = value is earlier or (
-                isinstance(value, PLAIN) and type(value) is type(earlier) and value == earlier
+            previous_value = previous.values.get(path, GONE)
+            is_unchanged = value is previous_value or (
+                isinstance(value, PLAIN)
+                and type(value) is type(previous_value)
+                and value == previous_value
             )
             if not is_unchanged:
                 changes[path] = value
-            elif written is not None and isinstance(value, ARRAYS) and written.to(value):
+            elif writes is not None and isinstance(value, ARRAYS) and writes.to(value):
                 changes[path] = (
                     value.detach().clone() if isinstance(value, Tensor) else value.copy()
                 )
-        changes.update(dict.fromkeys(before.values.keys() - self.values.keys(), GONE))
+        changes.update(dict.fromkeys(previous.values.keys() - self.values.keys(), GONE))
         return changes
 
     def _note(self, path: str, value: Any) -> None:
@@ -160,10 +162,10 @@ class Memory:
         if isinstance(value, (*PLAIN, *ARRAYS)):
             self._note(path, value)
             return
-        if id(value) in self._seen or isinstance(value, Generator):
+        if id(value) in self._visited or isinstance(value, Generator):
             return
-        self._seen.add(id(value))
-        self._held.append(value)
+        self._visited.add(id(value))
+        self._references.append(value)
         if isinstance(value, nn.Module):
             self._open(
                 path, attributes_of(value, lambda name: name in TORCHS or name.startswith(THEIRS))
@@ -212,8 +214,8 @@ class Memory:
             self._visit_object(path, value)
 
     def _visit_array(self, path: str, value: array.array[Any] | bytearray) -> None:
-        def write(_: Any, before: Any) -> None:
-            value[:] = before
+        def write(_: Any, content: Any) -> None:
+            value[:] = content
 
         self.holders.append(Holder(value, lambda: {None: value[:]}, write, lambda _: None))
         self._note(f"len({path})", len(value))
@@ -225,10 +227,10 @@ class Memory:
         if file.closed:
             return
 
-        def write(_: Any, before: Any) -> None:
+        def write(_: Any, content: Any) -> None:
             file.seek(0)
             file.truncate()
-            file.write(before)
+            file.write(content)
 
         self.holders.append(Holder(file, lambda: {None: file.getvalue()}, write, lambda _: None))
         self._note(f"len({path})", len(file.getvalue()))
@@ -238,9 +240,9 @@ class Memory:
 
         Attributes of engines are left out.
         """
-        if parameter is None or id(parameter) in self._seen:
+        if parameter is None or id(parameter) in self._visited:
             return
-        self._seen.add(id(parameter))
+        self._visited.add(id(parameter))
         attributes = vars(parameter)
 
         def write(name: Any, value: Any) -> None:
@@ -285,9 +287,9 @@ class Memory:
                 self._open(name, entries_of(vars(namespace[name]), names), ".{}".format)
 
     def _visit_cell(self, path: str, cell: types.CellType) -> None:
-        if id(cell) in self._seen:
+        if id(cell) in self._visited:
             return
-        self._seen.add(id(cell))
+        self._visited.add(id(cell))
 
         def write(_: Any, value: Any) -> None:
             cell.cell_contents = value
@@ -385,9 +387,9 @@ class Writes(TorchDispatchMode):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         tensors = [x for x in memory.values.values() if isinstance(x, Tensor)]
-        self._known = {_storage(x): x for x in tensors if _storage(x) is not None}
-        self._before: dict[Any, Any] = {}
-        self._made: list[weakref.ref[Tensor]] = []
+        self._tensors = {_storage(x): x for x in tensors if _storage(x) is not None}
+        self._copies: dict[Any, Any] = {}
+        self._results: list[weakref.ref[Tensor]] = []
         self._arrays = [
             (x, x.copy())
             for x in memory.values.values()
@@ -397,12 +399,12 @@ class Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = func._schema if isinstance(func, torch._ops.OpOverload) else None
-        if self._known and schema is not None and schema.is_mutable:
+        if self._tensors and schema is not None and schema.is_mutable:
             for index, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._note(args[index] if index < len(args) else kwargs.get(argument.name))
         result = func(*args, **kwargs)
-        self._made += [weakref.ref(x) for x in tensors_in(result, Tensor)]
+        self._results += [weakref.ref(x) for x in tensors_in(result, Tensor)]
         return result
 
     def kept_elsewhere(self, memory: Memory) -> str:
@@ -423,32 +425,34 @@ class Writes(TorchDispatchMode):
         `memory`."""
         value_ids = {id(value) for value in memory.values.values()}
         return [
-            x for x in (made() for made in self._made) if x is not None and id(x) not in value_ids
+            x
+            for x in (reference() for reference in self._results)
+            if x is not None and id(x) not in value_ids
         ]
 
     def _note(self, argument: Any) -> None:
         """Copy the storage of a tensor [...] before the first in-place write to it."""
         for x in argument if isinstance(argument, (list, tuple)) else (argument,):
             place = _storage(x)
-            if place in self._known and place not in self._before:
-                self._before[place] = self._known[place].untyped_storage().clone()
+            if place in self._tensors and place not in self._copies:
+                self._copies[place] = self._tensors[place].untyped_storage().clone()
 
     def to(self, value: Tensor | np.ndarray[Any, Any]) -> bool:
         """True if this tensor or array [...] was written to in place."""
         if isinstance(value, np.ndarray):
             return any(x is value and x.tobytes() != copied.tobytes() for x, copied in self._arrays)
-        return _storage(value) in self._before
+        return _storage(value) in self._copies
 
     def restore(self) -> None:
         """Write back the values from before the recorded writes."""
-        for place, copied in self._before.items():
-            storage = self._known[place].untyped_storage()
+        for place, copied in self._copies.items():
+            storage = self._tensors[place].untyped_storage()
             if storage.nbytes() == copied.nbytes():  # a resized tensor has other bytes
                 storage.copy_(copied)
         for x, values in self._arrays:
             if x.flags.writeable and self.to(x):
                 x[...] = values
-        self._before = {}
+        self._copies = {}
 
 
 @contextlib.contextmanager

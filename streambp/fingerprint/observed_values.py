@@ -75,10 +75,11 @@ class ObservedValue:
     kind: Any
 
 
-def name_of(known: Any) -> str:
+def name_of(definition: Any) -> str:
     """Return the module and qualified name of a function or class. An object of any other type gets
     the name of its class."""
-    return f"{getattr(known, '__module__', None)}.{getattr(known, '__qualname__', type(known).__qualname__)}"
+    name = getattr(definition, "__qualname__", type(definition).__qualname__)
+    return f"{getattr(definition, '__module__', None)}.{name}"
 
 
 def plain_leaf(value: Any, name: str) -> ObservedValue | None:

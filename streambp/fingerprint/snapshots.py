@@ -151,7 +151,7 @@ class ModuleSnapshot:
         self.parameters: list[Tensor] = []
         self.tensors: list[Tensor] = []
         self.keys: list[Key] = []
-        self._held: list[Tensor] = []
+        self._references: list[Tensor] = []
         kinds: list[Any] = []
         for path, module in self.named.items():
             self._read(path, module, ignored, kinds)
@@ -246,7 +246,7 @@ class ModuleSnapshot:
     def _count_versions(self, key: Key, tensor: Tensor) -> None:
         """Add a tensor [...] to `tensors`, whose version counters are compared in backward.
         Inference tensors have no counter and are not added."""
-        self._held.append(tensor)
+        self._references.append(tensor)
         if not tensor.is_inference():
             self.tensors.append(tensor)
             self.keys.append(key)
@@ -354,31 +354,33 @@ class Fingerprint:
         return latest
 
     def learn(
-        self, layer: nn.Module, before: LayerSnapshot, versions: list[int] | None = None
+        self, layer: nn.Module, previous: LayerSnapshot, versions: list[int] | None = None
     ) -> LayerSnapshot:
         """Return a snapshot of the layer after its own forward. Values that the forward has
         changed, such as a counter, are ignored in later comparisons.
 
         Args:
             layer: the layer.
-            before: snapshot before the forward.
-            versions: version counters of the tensors in `before` at that time; None: they are not
+            previous: snapshot before the forward.
+            versions: version counters of the tensors in `previous` at that time; None: they are not
                 compared.
         """
         current = self.look(layer)
-        body_is_unchanged = current.body is before.body
+        body_is_unchanged = current.body is previous.body
         changed_keys = (
             set()
             if body_is_unchanged
-            else {key[:2] for key in _differing(before.body.exact, current.body.exact)}
+            else {key[:2] for key in _differing(previous.body.exact, current.body.exact)}
         )
-        if versions is not None and versions != (current_versions := versions_of(before)):
+        if versions is not None and versions != (current_versions := versions_of(previous)):
             changed_keys |= {
                 key
-                for key, a, b in zip(before.body.keys, versions, current_versions, strict=True)
+                for key, a, b in zip(previous.body.keys, versions, current_versions, strict=True)
                 if a != b
             }
-        hooks = set() if current is before else _differing(before.hooks.exact, current.hooks.exact)
+        hooks = (
+            set() if current is previous else _differing(previous.hooks.exact, current.hooks.exact)
+        )
         if not changed_keys and not hooks:
             return current
         self._ignored |= changed_keys
@@ -389,7 +391,7 @@ class Fingerprint:
     def seen(
         self,
         layer: nn.Module,
-        before: LayerSnapshot,
+        previous: LayerSnapshot,
         versions: list[int],
         acted: AbstractSet[HookKey],
     ) -> ForwardSnapshot:
@@ -398,29 +400,29 @@ class Fingerprint:
 
         Args:
             layer: the layer.
-            before: snapshot at the forward's start.
+            previous: snapshot at the forward's start.
             versions: version counters of its tensors at the forward's start.
             acted: hooks inside the layer that modified values.
         """
-        look = self.learn(layer, before, versions)
+        look = self.learn(layer, previous, versions)
         self.pending += 1
-        return ForwardSnapshot(look, versions if look is before else versions_of(look), acted)
+        return ForwardSnapshot(look, versions if look is previous else versions_of(look), acted)
 
-    def check(self, layer: nn.Module, seen: ForwardSnapshot, now: LayerSnapshot) -> None:
+    def check(self, layer: nn.Module, snapshot: ForwardSnapshot, current: LayerSnapshot) -> None:
         """Raise if the layer changed between the end of its forward and its backward.
 
         Args:
             layer: the layer.
-            seen: snapshot at the end of the forward.
-            now: snapshot at the start of backward.
+            snapshot: snapshot at the end of the forward.
+            current: snapshot at the start of backward.
 
         Raises:
             BackwardError: the layer changed; the message names the changes.
         """
         self.pending = max(0, self.pending - 1)
         texts: list[str] = []
-        if now is not seen.look:
-            values_in_forward, values_in_backward = seen.look.body.exact, now.body.exact
+        if current is not snapshot.look:
+            values_in_forward, values_in_backward = snapshot.look.body.exact, current.body.exact
             differing = (
                 set()
                 if values_in_forward is values_in_backward
@@ -434,8 +436,8 @@ class Fingerprint:
                 and (key[0] != CLASSES or (key in values_in_forward and key in values_in_backward))
             }
             if differing:  # an attribute counts only if the layer's code may read it
-                modules = [*now.body.modules, *seen.look.body.modules]
-                places = [*now.hooks.places.values(), *seen.look.hooks.places.values()]
+                modules = [*current.body.modules, *snapshot.look.body.modules]
+                places = [*current.hooks.places.values(), *snapshot.look.hooks.places.values()]
                 read = names_read(
                     modules, [table[number] for table, number in places if number in table]
                 )
@@ -451,10 +453,12 @@ class Fingerprint:
             texts += [
                 _told(key, values_in_forward, values_in_backward) for key in sorted(differing)
             ]
-            texts += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
-        if (versions := versions_of(seen.look)) != seen.versions:
+            texts += current.hooks.differences(
+                snapshot.look.hooks, snapshot.acted, self._ignored_of_hooks
+            )
+        if (versions := versions_of(snapshot.look)) != snapshot.versions:
             for key, version_in_forward, version in zip(
-                seen.look.body.keys, seen.versions, versions, strict=True
+                snapshot.look.body.keys, snapshot.versions, versions, strict=True
             ):
                 if version_in_forward != version and key not in self._ignored:
                     texts.append(f"{_path(*key)} was changed in place")
@@ -486,9 +490,11 @@ def versions_of(look: LayerSnapshot) -> list[int]:
 def _differing(old: dict[Any, Any], new: dict[Any, Any]) -> set[Any]:
     """Return the keys whose values differ between two dicts or are missing in either."""
     missing = object()
-    pairs = ((key, earlier, new.get(key, missing)) for key, earlier in old.items())
+    pairs = ((key, old_value, new.get(key, missing)) for key, old_value in old.items())
     return {
-        key for key, earlier, value in pairs if earlier is not value and not bool(earlier == value)
+        key
+        for key, old_value, value in pairs
+        if old_value is not value and not bool(old_value == value)
     } | (new.keys() - old.keys())
 
 

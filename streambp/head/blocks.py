@@ -165,14 +165,14 @@ class Fold:
         return self.max + torch_own.log(self.sum)
 
     def results(
-        self, labels: Tensor, wanted: Collection[str], entries: int
+        self, labels: Tensor, fields: Collection[str], entries: int
     ) -> tuple[Tensor | None, ...]:
         """Return the values of the fields of `TokenLogProbs` in order, [n] each; None for optional
-        fields that are not `wanted`.
+        fields that are not `fields`.
 
         Args:
             labels: [n].
-            wanted: names of optional fields.
+            fields: names of optional fields.
             entries: number of vocabulary entries.
         """
         lse = self.lse()
@@ -181,20 +181,20 @@ class Fold:
         mean_log_probs: Tensor | None = None
         is_top1: Tensor | None = None
         log_sum_sq_probs: Tensor | None = None
-        if "entropy" in wanted:
+        if "entropy" in fields:
             entropy = lse - self.mean / self.sum
-        if "mean_log_probs" in wanted:
+        if "mean_log_probs" in fields:
             mean_log_probs = mean_logits - lse
-        if "is_top1" in wanted:
+        if "is_top1" in fields:
             is_top1 = self.best == labels
-        if "log_sum_sq_probs" in wanted:
+        if "log_sum_sq_probs" in fields:
             log_sum_sq_probs = torch_own.log(self.squares) - 2.0 * torch_own.log(self.sum)
         return (
             self.target - lse,
             entropy,
             mean_log_probs,
             is_top1,
-            mean_logits if "mean_logits" in wanted else None,
+            mean_logits if "mean_logits" in fields else None,
             log_sum_sq_probs,
         )
 
@@ -330,7 +330,7 @@ class TokenGradients:
 
 
 def product_gradient(
-    product: Tensor, projection: Projection, given: TokenGradients, block: slice
+    product: Tensor, projection: Projection, statistics: TokenGradients, block: slice
 ) -> Tensor:
     """Return the gradient of the output projection's matrix products [n, v], for a block of
     vocabulary entries, in the products' dtype.
@@ -340,21 +340,22 @@ def product_gradient(
     Args:
         product: [n, v].
         projection: the map from matrix products to logits.
-        given: softmax statistics and gradients of the n tokens.
+        statistics: softmax statistics and gradients of the n tokens.
         block: the vocabulary entries of the v columns.
     """
     if not serves(product.device, product.dtype):
-        return gradient_in_torch(product, projection, given, block)
+        return gradient_in_torch(product, projection, statistics, block)
     write_gradient(
-        product, given.labels, block.start, given.lse,
-        (given.d_log_probs, given.d_entropy, given.d_mean_log_probs, given.d_lse), given.entropy, given.vocabulary,
+        product, statistics.labels, block.start, statistics.lse,
+        (statistics.d_log_probs, statistics.d_entropy, statistics.d_mean_log_probs, statistics.d_lse),
+        statistics.entropy, statistics.vocabulary,
         projection.logit_scale, projection.softcap, projection.temperature,
     )  # fmt: skip
     return product
 
 
 def gradient_in_torch(
-    product: Tensor, projection: Projection, given: TokenGradients, block: slice
+    product: Tensor, projection: Projection, statistics: TokenGradients, block: slice
 ) -> Tensor:
     """Compute the result of `product_gradient` [n, v] by torch's operators, without a change of
     `product`. Tests compare the Triton kernel with this function.
@@ -362,14 +363,14 @@ def gradient_in_torch(
     Args:
         product: [n, v], matrix products of the output projection.
         projection: the map from matrix products to logits.
-        given: softmax statistics and gradients of the n tokens.
+        statistics: softmax statistics and gradients of the n tokens.
         block: the vocabulary entries of the v columns.
     """
     logits = projection.logits(product)
-    return projection.backward(logits_gradient(logits, given, block), logits).to(product.dtype)
+    return projection.backward(logits_gradient(logits, statistics, block), logits).to(product.dtype)
 
 
-def logits_gradient(logits: Tensor, given: TokenGradients, block: slice) -> Tensor:
+def logits_gradient(logits: Tensor, statistics: TokenGradients, block: slice) -> Tensor:
     """Return the gradient of logits [n, v], for a block of vocabulary entries.
 
     The gradient of each statistic is:
@@ -379,25 +380,25 @@ def logits_gradient(logits: Tensor, given: TokenGradients, block: slice) -> Tens
         mean log p = mean z - lse      (1 / V - p) g_mean
         lse                            p g_lse
     """
-    lse = given.lse[:, None]
-    entropy = given.entropy
+    lse = statistics.lse[:, None]
+    entropy = statistics.entropy
     grad = (logits - lse).exp_()  # p, in the single buffer [n, v] of this function
     scale = torch.zeros_like(lse)  # [n, 1]
-    if given.d_log_probs is not None:
-        scale = scale - given.d_log_probs[:, None]
-    if given.d_mean_log_probs is not None:
-        scale = scale - given.d_mean_log_probs[:, None]
-    if given.d_lse is not None:
-        scale = scale + given.d_lse[:, None]
-    if entropy is not None and given.d_entropy is not None:
-        scale = scale - (logits - lse + entropy[:, None]) * given.d_entropy[:, None]
+    if statistics.d_log_probs is not None:
+        scale = scale - statistics.d_log_probs[:, None]
+    if statistics.d_mean_log_probs is not None:
+        scale = scale - statistics.d_mean_log_probs[:, None]
+    if statistics.d_lse is not None:
+        scale = scale + statistics.d_lse[:, None]
+    if entropy is not None and statistics.d_entropy is not None:
+        scale = scale - (logits - lse + entropy[:, None]) * statistics.d_entropy[:, None]
         scale.masked_fill_(grad == 0.0, 0.0)  # 0 * log 0 is 0 here
     grad.mul_(scale)
-    if given.d_mean_log_probs is not None:
-        grad.add_(given.d_mean_log_probs[:, None] / given.vocabulary)
-    if given.d_log_probs is None:
+    if statistics.d_mean_log_probs is not None:
+        grad.add_(statistics.d_mean_log_probs[:, None] / statistics.vocabulary)
+    if statistics.d_log_probs is None:
         return grad
-    in_block, column = locate(given.labels, block)
+    in_block, column = locate(statistics.labels, block)
     return grad.scatter_add_(
-        -1, column[:, None], torch_own.where(in_block, given.d_log_probs, 0.0)[:, None]
+        -1, column[:, None], torch_own.where(in_block, statistics.d_log_probs, 0.0)[:, None]
     )

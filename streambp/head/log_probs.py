@@ -299,7 +299,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any,
         inputs: HeadInputs,
-        wanted: Collection[str],
+        fields: Collection[str],
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -312,7 +312,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
 
         Args:
             inputs: labels, final norm and options of the head.
-            wanted: names of optional fields to compute. Other optional fields are None.
+            fields: names of optional fields to compute. Other optional fields are None.
             hidden: hidden states [N, h] before the final norm.
             weight: weight [V, h] of the head.
             bias: bias [V] of the head, or None.
@@ -333,10 +333,10 @@ class BlockwiseLogProbs(torch.autograd.Function):
                     normed, products, inputs.projection, labels[block], entries
                 )
                 lse[block] = folded.lse()
-                parts.append(folded.results(labels[block], wanted, weight.shape[0]))
+                parts.append(folded.results(labels[block], fields, weight.shape[0]))
             if not parts:  # no position has a label
                 empty = fold_in_torch(lse[:, None], labels, slice(0, 1))
-                parts = [empty.results(labels, wanted, 1)]
+                parts = [empty.results(labels, fields, 1)]
             values: list[Tensor | None] = []
             for column in zip(*parts, strict=True):
                 values.append(None if column[0] is None else torch.cat(column))
@@ -389,8 +389,16 @@ class BlockwiseLogProbs(torch.autograd.Function):
     def _gradients(
         ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Recompute the logits block by block, and return the gradients of hidden [N, h], weight
-        [V, h], bias [V] and the norm's parameters."""
+        """Recompute the logits block by block, and return the gradients of forward's arguments.
+
+        Args:
+            saved: hidden, weight, bias, and the logsumexp [n], as forward saved them.
+            grads: gradients [N] of the fields of `TokenLogProbs`, in order; None for unused fields.
+
+        Returns:
+            None for `inputs` and `wanted`, then the gradients of hidden [N, h], weight [V, h], bias
+            [V] and the norm's parameters.
+        """
         inputs = ctx.inputs
         rows = ctx.rows
         hidden, weight, bias, lse = saved
@@ -496,7 +504,7 @@ class HeadGradients:
             leaf: [n, h], from `recompute`.
             normed: [n, h], from `recompute`.
             shadows: detached aliases of the norm's parameters, in whose place gradients are
-                computed. [Note: shadows]
+                computed.
             rows: positions with a label; None: all positions.
             block: the block's indices in `rows`.
         """

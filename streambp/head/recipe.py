@@ -110,7 +110,7 @@ class LogitsExpression:
             temperature is in `request`.
         logits: True for the output projection's result and tensors derived from it.
         places: [...], index of each token in the stored hidden states [N, h]; None: these have the
-            tokens' shape. [Note: places]
+            tokens' shape.
         late: hidden states of padding, computed when they are read. [Note: padding that is read]
     """
 
@@ -321,7 +321,7 @@ def _loss_at_places(
     reduction: str,
 ) -> Tensor:
     """Compute `blockwise_loss` for M tokens whose hidden states are rows of `source`: token i has
-    row `places[i]`. [Note: places]
+    row `places[i]`.
 
     Several tokens may have the same hidden state. If many of them share the label too, each pair of
     hidden state and label is computed once, in two passes.

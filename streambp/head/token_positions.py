@@ -1,6 +1,6 @@
 """Hidden states shared by several tokens of a batch, with an index for each token.
 
-[Note: places] A model whose rows share prefixes ends with the hidden states [N, h] of its packed
+A model whose rows share prefixes ends with the hidden states [N, h] of its packed
 row. The head selects rows at places [B, T], or at the labelled positions only, and never builds [B,
 T, h]. The gradient of a hidden state that several tokens read is a sum, added in
 promote_types(dtype, float32) and rounded once.
@@ -30,7 +30,8 @@ class AtPlaces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, places: Tensor) -> Tensor:
-        """Return the selected rows, a new tensor [M, h] in source's dtype."""
+        """Return the rows of source [N, h] at the indices `places` [M], as a new tensor [M, h] in
+        source's dtype."""
         ctx.save_for_backward(places)
         ctx.count = source.shape[0]
         return source.index_select(0, places)
@@ -38,7 +39,7 @@ class AtPlaces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient [N, h] of `source`: the sum of the rows of grad [M, h] that have the
-        same index. [Note: places]"""
+        same index."""
         (places,) = ctx.saved_tensors
         total = grad.new_zeros(
             ctx.count, grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32)

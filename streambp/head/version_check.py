@@ -40,11 +40,11 @@ class VersionCheck:
     def changed(self) -> Tensor | None:
         """Return a sampled tensor [...] whose entries have changed since the snapshot; None if
         there is none."""
-        for tensor, shape, earlier in self._entries:
+        for tensor, shape, entries in self._entries:
             if not has_data(tensor):
                 continue
             if tensor.shape != shape or not torch.allclose(
-                _entries(tensor), earlier, rtol=0.0, atol=0.0, equal_nan=True
+                _entries(tensor), entries, rtol=0.0, atol=0.0, equal_nan=True
             ):
                 return tensor
         return None

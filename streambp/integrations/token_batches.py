@@ -67,7 +67,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.rank = rank
         self.seed = seed
         self.window = window
-        self.epoch = self._done = 0
+        self.epoch = self._batches_done = 0
         numbers = (tokens, num_replicas, window)
         if not all(isinstance(number, int) and number >= 1 for number in numbers):
             raise ConfigError(
@@ -114,7 +114,7 @@ class TokenBatchSampler(Sampler[list[int]]):
                 on them.
         """
         self.epoch = epoch
-        self._done = batches_done
+        self._batches_done = batches_done
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, for this rank or, without `rank`, for all
@@ -128,8 +128,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         """Yield each batch as a list of row numbers."""
         first, step = (0, 1) if self.rank is None else (self.rank, self.num_replicas)
         epoch = self.epoch
-        skipped = self._done
-        self._done = 0
+        skipped = self._batches_done
+        self._batches_done = 0
         order = self._shuffled(epoch)
         batches = self._in_windows(order)
         if len(batches) > self._count:

@@ -92,7 +92,7 @@ def run(arguments: Any) -> int:
                 if untold:
                     return code
                 return judge(code, streamed(accounts), arguments.allow_unpatched)
-            except Exception as error:  # [Note: reports]
+            except Exception as error:  # a report must not end the program
                 lost = reason(error)
         say(f"what the program's processes did could not be told ({lost})")
         return code

@@ -56,10 +56,10 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
     # with "auto", micro-batches do not change
     if not any(state.config.rows == "packed" for state in patched):
         return inputs
-    together = grouped(cut)
-    setattr(trainer, ROLLOUTS, together)
+    whole_groups = grouped(cut)
+    setattr(trainer, ROLLOUTS, whole_groups)
     return next(
-        (ours for ours, theirs in zip(together, cut, strict=True) if theirs is inputs), inputs
+        (ours for ours, theirs in zip(whole_groups, cut, strict=True) if theirs is inputs), inputs
     )
 
 

@@ -35,10 +35,10 @@ class Launched:
 
     def __init__(self, config: StreamConfig) -> None:
         self.config = config
-        self._seen: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
+        self._records: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
         self._ours: weakref.WeakKeyDictionary[nn.Module, StreamConfig] = weakref.WeakKeyDictionary()
         self._models: list[Model] = []
-        self._busy = self._left = False
+        self._busy = self._has_left = False
         atexit.register(self.tell, at_end=True)
 
     def __reduce__(self) -> tuple[type[Launched], tuple[StreamConfig]]:
@@ -120,7 +120,7 @@ class Launched:
                 self._note(model if patched is None else patched)
                 return True
             model = patched
-        elif model in self._seen:
+        elif model in self._records:
             return False
         config = self.config if config is None else config
         try:
@@ -130,8 +130,8 @@ class Launched:
             finally:
                 self._busy = False
         except UnsupportedModelError as error:
-            self._seen[model] = Model(type(model).__name__, left=str(error))
-            self._models.append(self._seen[model])
+            self._records[model] = Model(type(model).__name__, left=str(error))
+            self._models.append(self._records[model])
             say(f"{type(model).__name__} is left as it was: {error}")
             self.account()
             return False
@@ -144,22 +144,22 @@ class Launched:
         already."""
         if self._knows(model):
             return
-        self._seen[model] = Model(type(model).__name__)
-        self._models.append(self._seen[model])
+        self._records[model] = Model(type(model).__name__)
+        self._models.append(self._records[model])
         self.account()
 
     def _knows(self, model: nn.Module) -> bool:
         """True if the record has this model or a model around it."""
-        return any(part is model for recorded in self._seen for part in recorded.modules())
+        return any(part is model for recorded in self._records for part in recorded.modules())
 
     def account(self) -> Account:
         """Return the record of this process's models. The record is also written to a file, which
-        the `streambp launch` command reads. [Note: reports]
+        the `streambp launch` command reads.
 
         A model that was deleted has the description from its last record.
         """
         try:
-            for model, record in list(self._seen.items()):
+            for model, record in list(self._records.items()):
                 if record.left is None and is_patched(model):
                     record.description = told(
                         lambda it: str(describe(it)),
@@ -172,12 +172,12 @@ class Launched:
                 device = None
             else:
                 device = torch.get_device_module(accelerator)
-            used = hasattr(device, "max_memory_allocated") and device.is_initialized()
-            peak = int(device.max_memory_allocated()) if used else None
+            has_peak = hasattr(device, "max_memory_allocated") and device.is_initialized()
+            peak = int(device.max_memory_allocated()) if has_peak else None
             account = Account(
                 os.getpid(), os.environ.get("RANK"), str([*sys.argv, ""][0]), self._models, peak
             )
-            self._left = leave(account)
+            self._has_left = leave(account)
             return account
         except Exception as error:
             return Account(os.getpid(), None, reason(error), self._models)
@@ -191,7 +191,7 @@ class Launched:
                 command reads it.
         """
         account = self.account()
-        if at_end and (self._left or not account.models):
+        if at_end and (self._has_left or not account.models):
             return
         if os.environ.get("RANK", "0") == "0":  # other ranks would print the same
             say(

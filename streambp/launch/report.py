@@ -76,8 +76,6 @@ def leave(account: Account) -> bool:
 def collect(folder: Path) -> tuple[list[Account], list[str]]:
     """Return the records of all processes in a folder, sorted by rank, and messages about records
     that are missing or cannot be read.
-
-    [Note: reports]
     """
     accounts: list[Account] = []
     complaints = []
@@ -152,7 +150,7 @@ def table(accounts: list[Account]) -> str:
 
 
 def say(text: str) -> None:
-    """Print text to stderr, and ignore a closed stderr. [Note: reports]"""
+    """Print text to stderr, and ignore a closed stderr."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(
             "\n".join(f"streambp: {line}" for line in text.splitlines()),

@@ -52,7 +52,7 @@ class Settings:
         )
 
 
-def from_fields(found: dict[str, Any]) -> Settings:
+def from_fields(fields: dict[str, Any]) -> Settings:
     """Return the `Settings` of `streambp launch` from a dict with `StreamConfig`'s fields and "at",
     parsed from JSON.
 
@@ -60,26 +60,26 @@ def from_fields(found: dict[str, Any]) -> Settings:
         ConfigError: a name is unknown, or a value is invalid.
     """
     config = {}
-    for name, value in found.items():
+    for name, value in fields.items():
         if name != "at":
             config[name] = value
-    return Settings(config_from(config, "streambp launch"), found.get("at", "trainer"))
+    return Settings(config_from(config, "streambp launch"), fields.get("at", "trainer"))
 
 
-def config_from(found: dict[str, Any], source: str) -> StreamConfig:
+def config_from(fields: dict[str, Any], source: str) -> StreamConfig:
     """Return a `StreamConfig` from a dict of its fields.
 
     The default of `lazy_logits` is True here, except with head=False.
 
     Args:
-        found: fields by name.
+        fields: fields by name.
         source: origin of the fields, for the message.
 
     Raises:
         ConfigError: a name is unknown, or a value is invalid.
     """
-    lazy_logits = DEFAULTS.lazy_logits and found.get("head") is not False
-    return config_of({"lazy_logits": lazy_logits, **found}, source, DEFAULTS)
+    lazy_logits = DEFAULTS.lazy_logits and fields.get("head") is not False
+    return config_of({"lazy_logits": lazy_logits, **fields}, source, DEFAULTS)
 
 
 Allowed = Annotated[

@@ -65,7 +65,8 @@ class Factor(NamedTuple):
 
 
 def factor_of(matrix: Tensor, dtype: torch.dtype, rows: tuple[Tensor, ...] = ()) -> Factor:
-    """Split a LoRA matrix [rank, m] into parts of the dtype of the matrix products.
+    """Split a LoRA matrix [rank, m] into parts of the dtype of the matrix products, such as the
+    rounded values and the rounding errors; see `Factor`.
 
     Args:
         matrix: [rank, m].
@@ -165,46 +166,46 @@ class Work:
     place: int = 0
 
 
-def thin(left: Tensor, factor: Factor) -> Tensor:
-    """Return left [n, m] times the transpose of the LoRA matrix: [n, rank] in promote_types(dtype,
+def thin(x: Tensor, factor: Factor) -> Tensor:
+    """Return x [n, m] times the transpose of the LoRA matrix: [n, rank] in promote_types(dtype,
     float32)."""
-    products = add_product(None, left, factor.wide.mT)
+    products = add_product(None, x, factor.wide.mT)
     if factor.parts < 3:
         return products
     return products[:, : factor.rank].add_(products[:, factor.rank :])
 
 
-def spread(found: Tensor, factor: Factor) -> Tensor:
+def spread(product: Tensor, factor: Factor) -> Tensor:
     """Return the left operand of a matrix product with `factor.stack`. The operand is made of
-    `found`, which is x A^T or its gradient in float32.
+    `product`, which is x A^T or its gradient in float32.
 
     hi are the rounded values and lo the rounding errors. The columns are hi for a factor of one
     part, [hi, lo] for two parts, and [hi, lo, hi] for three. A column of ones follows for each bias
     row of `factor.stack`.
 
     Args:
-        found: [n, rank].
+        product: [n, rank].
         factor: the right operand.
     """
-    rank, width = found.shape[1], factor.stack.shape[0]
+    rank, width = product.shape[1], factor.stack.shape[0]
     if factor.parts == 1 and width == rank:
-        return found
-    out = found.new_empty(found.shape[0], width, dtype=factor.stack.dtype)
+        return product
+    out = product.new_empty(product.shape[0], width, dtype=factor.stack.dtype)
     # one view of the high parts: each slice would cost as much time as the launch of a kernel
     times = (factor.parts + 1) // HIGH_AGAIN
-    high = (times, found.shape[0], rank), (HIGH_AGAIN * rank, width, 1)
-    out.as_strided(*high).copy_(found)
+    high = (times, product.shape[0], rank), (HIGH_AGAIN * rank, width, 1)
+    out.as_strided(*high).copy_(product)
     if factor.parts > 1:
-        torch.sub(found, out[:, :rank], out=out[:, rank : 2 * rank])
+        torch.sub(product, out[:, :rank], out=out[:, rank : 2 * rank])
     if width > factor.parts * rank:
         out[:, factor.parts * rank :].fill_(1.0)
     return out
 
 
-def summed_parts(found: Tensor, dim: int) -> Tensor:
+def summed_parts(parts: Tensor, dim: int) -> Tensor:
     """Return the sum of the two halves of a tensor [...] along `dim`. One half is a product with
     rounded values, the other half the product with their rounding errors."""
-    first, second = found.chunk(2, dim)
+    first, second = parts.chunk(2, dim)
     return first.add_(second)
 
 
@@ -395,25 +396,25 @@ class AdaptedLinear(torch.autograd.Function):
 def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
     needs = ctx.needs_input_grad
     rows = x.flatten(0, -2)
-    left = None
+    thin_parts = None
     if not isinstance(work.value, Tensor) or any(needs):
-        left = _left(work, rows)
+        thin_parts = _left(work, rows)
     ctx.work = dataclasses.replace(
         work, value=None, groups=[group._replace(mask=None) for group in work.groups]
     )
     saved_weight = weight if needs[1] and work.decode is None else None
-    ctx.save_for_backward(x, saved_weight, left, *[group.mask for group in work.groups])
+    ctx.save_for_backward(x, saved_weight, thin_parts, *[group.mask for group in work.groups])
     if isinstance(work.value, Tensor):
         return work.value.view_as(work.value)
-    assert left is not None
+    assert thin_parts is not None
     shape = (*x.shape[:-1], weight.shape[0])
     if work.value is None:
-        return unviewed(_product(rows, weight, left, work.b), shape)
+        return unviewed(_product(rows, weight, thin_parts, work.b), shape)
     out = x.new_full(shape, torch.nan)
     if work.value is not UNREAD:
         read = x[..., work.value, :]
-        left = left.view(*x.shape[:-1], -1)[..., work.value, :]
-        product = _product(read.flatten(0, -2), weight, left.flatten(0, -2), work.b)
+        thin_parts = thin_parts.view(*x.shape[:-1], -1)[..., work.value, :]
+        product = _product(read.flatten(0, -2), weight, thin_parts.flatten(0, -2), work.b)
         out[..., work.value, :] = product.view(*read.shape[:-1], -1)
     return out
 
@@ -427,22 +428,22 @@ def _left(work: Work, rows: Tensor) -> Tensor:
     return spread(products[0] if len(products) == 1 else torch.cat(products, 1), work.b)
 
 
-def _product(rows: Tensor, weight: Tensor, left: Tensor, b: Factor) -> Tensor:
+def _product(rows: Tensor, weight: Tensor, thin_parts: Tensor, b: Factor) -> Tensor:
     """Return y [n, out]: the product of x with the Linear's weight, plus the product of x A^T with
     `b.stack`.
 
     Args:
         rows: x, [n, in].
         weight: [out, in].
-        left: x A^T with ones for the bias rows, from `_left`.
+        thin_parts: x A^T with ones for the bias rows, from `_left`.
         b: the adapters' B matrices, with the biases as further rows.
     """
-    return (left @ b.stack).addmm_(rows, weight.mT)
+    return (thin_parts @ b.stack).addmm_(rows, weight.mT)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
-    x, weight, left, *masks = ctx.saved_tensors
+    x, weight, thin_parts, *masks = ctx.saved_tensors
     groups = [group._replace(mask=mask) for group, mask in zip(ctx.work.groups, masks, strict=True)]
     work = dataclasses.replace(ctx.work, groups=groups)
     rows, flat = x.flatten(0, -2), grad.flatten(0, -2)
@@ -462,7 +463,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_weight = flat.mT @ rows
     d_bias = flat.sum(0) if needs[3] else None
     of_a = _of_a(work, lefts, rows) if work.shared is None and any(needs[4::3]) else None
-    of_adapters = _of_adapters(work, needs[4:], of_a, flat, left)
+    of_adapters = _of_adapters(work, needs[4:], of_a, flat, thin_parts)
     return None, d_x, d_weight, d_bias, *of_adapters
 
 
@@ -502,7 +503,7 @@ def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
 
 
 def _of_adapters(
-    work: Work, needs: tuple[bool, ...], of_a: Tensor | None, flat: Tensor, left: Tensor
+    work: Work, needs: tuple[bool, ...], of_a: Tensor | None, flat: Tensor, thin_parts: Tensor
 ) -> list[Tensor | None]:
     """Return the gradients of the adapters' tensors, in float32 or wider. The result is a flat
     list: A [r, in], B [out, r] and B's bias [out] of the first adapter, then of the second. An
@@ -514,12 +515,14 @@ def _of_adapters(
         of_a: gradients of all A of the Linear, one below the other, [rank, in]; None: no A needs a
             gradient, or `SharedInput` computes the gradients of A.
         flat: gradient of the Linear's output, [n, out].
-        left: x A^T in parts, [n, parts * rank + bias rows].
+        thin_parts: x A^T in parts, [n, parts * rank + bias rows].
     """
     of_b: Tensor | None = None
     if any(needs[1::3]):
         parts = min(work.b.parts, 2)
-        of_b = add_product(None, flat.mT, left[:, : parts * work.b.rank])  # [out, rank or 2 rank]
+        of_b = add_product(
+            None, flat.mT, thin_parts[:, : parts * work.b.rank]
+        )  # [out, rank or 2 rank]
         of_b = summed_parts(of_b, 1) if parts == 2 else of_b
     wide = torch.promote_types(flat.dtype, torch.float32)
     gradients: list[Tensor | None] = []

@@ -131,18 +131,18 @@ def readings(layer: nn.Module) -> dict[str, Reading]:
     return by_name
 
 
-def keep_reasons(before: dict[str, Reading], found: dict[str, Reading]) -> None:
+def keep_reasons(previous: dict[str, Reading], current: dict[str, Reading]) -> None:
     """Copy the reasons why peft's forward ran in the last call from earlier readings to new
     readings of the same modules.
 
     Args:
-        before: the earlier readings, by name.
-        found: the new readings, by name; `why_in_call` is set.
+        previous: the earlier readings, by name.
+        current: the new readings, by name; `why_in_call` is set.
     """
-    for name, reading in found.items():
-        earlier = before.get(name)
-        if earlier is not None and earlier.module is reading.module:
-            reading.why_in_call = earlier.why_in_call
+    for name, reading in current.items():
+        previous_reading = previous.get(name)
+        if previous_reading is not None and previous_reading.module is reading.module:
+            reading.why_in_call = previous_reading.why_in_call
 
 
 def _kinds() -> tuple[Any, ...]:
@@ -523,7 +523,7 @@ class Siblings:
     joined: tuple[list[Factor], Factor] | None = None
 
     def shared(
-        self, given: Tensor, x: Tensor, member: Adaptation
+        self, tensor: Tensor, x: Tensor, member: Adaptation
     ) -> tuple[Tensor, Shared, int] | None:
         """Return x [..., in] in the compute dtype for one of the Linears, the values that all of
         the Linears share, and the Linear's index in these values.
@@ -533,23 +533,23 @@ class Siblings:
         of parts.
 
         Args:
-            given: the Linear's input.
+            tensor: the Linear's input.
             x: the input in the compute dtype.
             member: the Linear's replacement.
         """
         place = self.members.index(member)
-        if given.is_inference():
+        if tensor.is_inference():
             return None
-        running, state = self.held, (given._version, torch.is_grad_enabled())
-        if running is None or running[0] is not given or running[1] != state or place in running[4]:
-            shared = self._begun(given, x)
-            running = self.held = None if shared is None else (given, state, *shared, set())
-        if running is None:
+        record, state = self.held, (tensor._version, torch.is_grad_enabled())
+        if record is None or record[0] is not tensor or record[1] != state or place in record[4]:
+            shared = self._begun(tensor, x)
+            record = self.held = None if shared is None else (tensor, state, *shared, set())
+        if record is None:
             return None
-        running[4].add(place)
-        if len(running[4]) == len(self.members):
+        record[4].add(place)
+        if len(record[4]) == len(self.members):
             self.held = None  # free x as early as in the unpatched model
-        return running[3], running[2], place
+        return record[3], record[2], place
 
     def _begun(self, caller_input: Tensor, x: Tensor) -> tuple[Shared, Tensor] | None:
         if any(adapter.drops for sibling in self.members for adapter in sibling.reading.adapters):
@@ -594,12 +594,14 @@ def _tensors(adapter: Adapter) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 @contextlib.contextmanager
-def adapted(found: dict[str, Reading], factors: dict[str, Factors] | None = None) -> Iterator[None]:
+def adapted(
+    readings: dict[str, Reading], factors: dict[str, Factors] | None = None
+) -> Iterator[None]:
     """Context manager in which peft's LoRA Linears compute as one operation (`AdaptedLinear`).
     Nothing changes while hooks for all modules are registered.
 
     Args:
-        found: the LoRA Linears by name.
+        readings: the LoRA Linears by name.
         factors: cached LoRA matrices by name, read and written; None: a new cache, dropped at the
             end of the context.
     """
@@ -607,7 +609,7 @@ def adapted(found: dict[str, Reading], factors: dict[str, Factors] | None = None
     changed_modules: list[dict[str, Any]] = []
     groups: dict[tuple[str, int], Siblings] = {}
     try:
-        for name, reading in found.items() if not hooked_everywhere() else ():
+        for name, reading in readings.items() if not hooked_everywhere() else ():
             attributes = vars(reading.module)
             if reading.why is not None or ADAPTED in attributes:
                 continue

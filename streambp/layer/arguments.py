@@ -43,13 +43,13 @@ class Differentiable:
 Seen = list[tuple[str, Tensor, int]]  # (name, argument of any shape, version), no inference tensors
 
 
-def refuse_written(seen: Seen) -> None:
+def refuse_written(arguments: Seen) -> None:
     """Raise BackwardError if one of the arguments of a layer call was written to since forward.
 
     Args:
-        seen: name, tensor [...] and version counter in forward, of each argument.
+        arguments: name, tensor [...] and version counter in forward, of each argument.
     """
-    for name, tensor, version in seen:
+    for name, tensor, version in arguments:
         if tensor._version != version:
             raise BackwardError(
                 f"{name} [{', '.join(map(str, tensor.shape))}], an argument of a streamed layer, "
@@ -188,21 +188,21 @@ class Arguments:
         self._check_length(name, tensor)
         return Slot(len(self.inputs) - 1)
 
-    def leaves(self, chunk: Chunk, wanted: list[bool]) -> list[Tensor]:
+    def leaves(self, chunk: Chunk, flags: list[bool]) -> list[Tensor]:
         """Return new autograd leaves for this chunk, one for each argument that requires a
         gradient. A leaf is the argument's slice [..., C, ...], or the full tensor if no dimension
         counts tokens.
 
         Args:
             chunk: the chunk.
-            wanted: a flag for each of these arguments, True if its gradient is needed. Leaves of
+            flags: a flag for each of these arguments, True if its gradient is needed. Leaves of
                 other arguments have requires_grad=False.
         """
         return [
             (d.tensor if d.dim is None else chunk.part(d.tensor, d.dim))
             .detach()
             .requires_grad_(needs)
-            for d, needs in zip(self.differentiable, wanted, strict=True)
+            for d, needs in zip(self.differentiable, flags, strict=True)
         ]
 
     def _part(self, chunk: Chunk, leaves: list[Tensor], name: str, tensor: Any) -> Any:

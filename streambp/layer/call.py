@@ -107,7 +107,7 @@ class ChunkOutput:
 
 def collect(
     hidden_states: Tensor,
-    returned: dict[int, Tensor],
+    return_values: dict[int, Tensor],
     recorded: Collected,
     mappings: dict[str, tuple[Any, Any]],
 ) -> ChunkOutput:
@@ -115,15 +115,15 @@ def collect(
 
     Args:
         hidden_states: the layer's hidden states, [..., C, h].
-        returned: the return values behind hidden_states, [B, C, ...], by index.
+        return_values: the return values behind hidden_states, [B, C, ...], by index.
         recorded: the tensors that transformers' hooks recorded, by key.
         mappings: content of each dict argument, before the layer ran and after.
 
     Raises:
         UnsupportedModelError: a recorded tensor is neither [B * C, ...] nor [B, C, ...].
     """
-    if returned:
-        extras = {OutputSlot(RETURNED, index): tensor for index, tensor in returned.items()}
+    if return_values:
+        extras = {OutputSlot(RETURNED, index): tensor for index, tensor in return_values.items()}
     else:
         extras = {}
     rows, tokens = hidden_states.shape[-3:-1]
@@ -139,9 +139,11 @@ def collect(
             extras[OutputSlot(name, index, flat=flat)] = (
                 tensor.unflatten(0, (rows, tokens)) if flat else tensor
             )
-    for name, (earlier, current) in mappings.items():
+    for name, (previous, current) in mappings.items():
         for key, parts in current.items():
-            if key not in earlier or parts is not earlier[key]:  # new tuples of tensors [..., C, D]
+            if (
+                key not in previous or parts is not previous[key]
+            ):  # new tuples of tensors [..., C, D]
                 extras.update(
                     {OutputSlot(name, index, key): part for index, part in enumerate(parts)}
                 )
@@ -152,12 +154,12 @@ def collect(
 Whole = dict[OutputSlot | None, Tensor]
 
 
-def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
+def put(outputs: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
     """Copy a chunk's outputs into the outputs of the full sequence, and return `output`. An output
     that does not have the chunk's length, but all `length` positions, is stored without a copy.
 
     Args:
-        whole: dict of the full sequence's outputs, modified in place: key None holds the hidden
+        outputs: dict of the full sequence's outputs, modified in place: key None holds the hidden
             states [..., T, h], the other keys are `OutputSlot`s.
         output: the chunk's outputs.
         chunk: the chunk's range of positions.
@@ -166,19 +168,19 @@ def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOu
     for place, part in ((None, output.hidden_states), *output.extras.items()):
         dim = -2 if place is None else place.dim
         if part.shape[dim] == length:
-            whole[place] = part
+            outputs[place] = part
             continue
-        if place not in whole:
+        if place not in outputs:
             shape = list(part.shape)
             shape[dim] = length
-            whole[place] = part.new_empty(shape)
-        if part.shape[-1] > whole[place].shape[-1] and not part.is_floating_point():
+            outputs[place] = part.new_empty(shape)
+        if part.shape[-1] > outputs[place].shape[-1] and not part.is_floating_point():
             # Keys picked by each query. Early chunks have fewer keys and pick all; padding repeats
             # key 0.
-            whole[place] = torch.nn.functional.pad(
-                whole[place], (0, part.shape[-1] - whole[place].shape[-1])
+            outputs[place] = torch.nn.functional.pad(
+                outputs[place], (0, part.shape[-1] - outputs[place].shape[-1])
             )
-        chunk.part(whole[place], dim).copy_(part)
+        chunk.part(outputs[place], dim).copy_(part)
     return output
 
 
@@ -552,14 +554,14 @@ class LayerCall:
             self.form.width = 0
             return result.flatten(-2) if self.arguments.folds else result, {}
         self.form.is_tuple = isinstance(result, tuple)
-        hidden_states, *returned = result if self.form.is_tuple else (result,)
+        hidden_states, *others = result if self.form.is_tuple else (result,)
         if isinstance(hidden_states, Tensor) and self.arguments.folds:
             hidden_states = hidden_states.flatten(-2)
         if self.site.kind.attention.returns_weights and any(
-            x is not None and x.is_floating_point() for x in returned
+            x is not None and x.is_floating_point() for x in others
         ):
-            returned = [None] * len(returned)
-        tensors = {index: part for index, part in enumerate(returned) if part is not None}
+            others = [None] * len(others)
+        tensors = {index: part for index, part in enumerate(others) if part is not None}
         batch_shape = isinstance(hidden_states, Tensor) and hidden_states.shape[-3:-1]
         if not batch_shape or not all(
             isinstance(part, Tensor) and part.shape[:2] == batch_shape for part in tensors.values()
@@ -569,7 +571,7 @@ class LayerCall:
                 "[B, T, ...] beside them, which streambp does not support. Use gradient checkpointing "
                 "for this model."
             )
-        self.form.width = len(returned)
+        self.form.width = len(others)
         return hidden_states, tensors
 
     def wrap(self, hidden_states: Tensor, extras: dict[OutputSlot, Tensor]) -> Any:
@@ -581,9 +583,9 @@ class LayerCall:
             extras: the outputs beside hidden_states. Recorded tensors and tensors of dict arguments
                 among them are ignored.
         """
-        returned = [extras.get(OutputSlot(RETURNED, index)) for index in range(self.form.width)]
+        others = [extras.get(OutputSlot(RETURNED, index)) for index in range(self.form.width)]
         hidden_states = self.arguments.as_given(hidden_states)
-        return (hidden_states, *returned) if self.form.is_tuple else hidden_states
+        return (hidden_states, *others) if self.form.is_tuple else hidden_states
 
     def compute(
         self,
@@ -664,7 +666,7 @@ class LayerCall:
             named, cache = kind.states.hand(named, chunk, states, read)
             named, starting = self.packing.entered(named, chunk, cache)
         earlier_mappings = {name: dict(named[name]) for name in shared} if shared else {}
-        picked = picking(self.parts.indexers, point) if kind.attention.picks_keys else NULL_CONTEXT
+        picks = picking(self.parts.indexers, point) if kind.attention.picks_keys else NULL_CONTEXT
         if self.site.choices is None:
             choosing = NULL_CONTEXT
         else:
@@ -678,7 +680,7 @@ class LayerCall:
         with (
             self.autocast.restored() if self.autocast.on else NULL_CONTEXT,
             starting,
-            picked,
+            picks,
             choosing,
         ):
             try:
@@ -688,11 +690,11 @@ class LayerCall:
                 return None
         point.finish()
         result = kind.states.collect(result, cache) if kind.states.carries else result
-        hidden_states, returned = self.unwrap(result)
-        if returned or earlier_mappings or self.form.collected:
+        hidden_states, return_values = self.unwrap(result)
+        if return_values or earlier_mappings or self.form.collected:
             output = collect(
                 hidden_states,
-                returned,
+                return_values,
                 self.form.collected,
                 {name: (earlier_mappings[name], named[name]) for name in earlier_mappings},
             )

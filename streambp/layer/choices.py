@@ -38,7 +38,9 @@ class ReplayedChoices(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[Any, list[tuple[Any, ...]]] = {}  # by call: (chunk stop, scores, choices)
+        self._recorded_choices: dict[
+            Any, list[tuple[Any, ...]]
+        ] = {}  # by call: (chunk stop, scores, choices)
         self._calls: Counter[Any] = Counter()
         self.far: dict[int, Tensor] = {}
         self.differing = 0
@@ -66,11 +68,11 @@ class ReplayedChoices(TorchFunctionMode):
                 positions, [B', T', ...].
         """
         copied = ReplayedChoices()
-        for call, records in self._made.items():
+        for call, records in self._recorded_choices.items():
             scores, chosen = (
                 change(torch.cat([of_chunk[index] for of_chunk in records], 1)) for index in (1, 2)
             )
-            copied._made[call] = [(scores.shape[1], scores, chosen)]
+            copied._recorded_choices[call] = [(scores.shape[1], scores, chosen)]
         return copied
 
     def furthest(self) -> float:
@@ -115,10 +117,10 @@ class ReplayedChoices(TorchFunctionMode):
         )
         kind = name, router_scores.dim(), router_scores.shape[-1]
         call = *kind, self._calls[kind]
-        records = self._made.get(call, [])
+        records = self._recorded_choices.get(call, [])
         self._calls[kind] += 1
         if self._chunk.start == (records[-1][0] if records else 0):
-            self._made[call] = [*records, (self._chunk.stop, router_scores, chosen_now)]
+            self._recorded_choices[call] = [*records, (self._chunk.stop, router_scores, chosen_now)]
             return result
         if not records:  # the first chunk has fewer choices: it starts without a state
             return result

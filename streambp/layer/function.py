@@ -131,20 +131,20 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
 
 def _forward_chunk(
     call: LayerCall,
-    whole: Whole,
+    outputs: Whole,
     hidden_chunk: Tensor,
     chunk: Chunk,
     states: States,
     original: Tensor,
     is_retry: bool,
 ) -> tuple[ChunkOutput, list[Attended]]:
-    """Compute one chunk of a layer call without a graph, copy its outputs into `whole`, and return
-    them with the output and logsumexp of each attention call. Linear outputs named by `saves` are
+    """Compute one chunk of a layer call without a graph, copy its results into `outputs`, and
+    return them with the output and logsumexp of each attention call. Linear outputs named by `saves` are
     collected.
 
     Args:
         call: the call of the layer.
-        whole: the outputs of the full sequence, into which the chunk's output is written.
+        outputs: the outputs of the full sequence, into which the chunk's output is written.
         hidden_chunk: the chunk's input, [..., B, C, h].
         chunk: the chunk's range of positions.
         states: the recurrent states at the chunk's start.
@@ -169,28 +169,31 @@ def _forward_chunk(
             witness.see_output(original, graph.output.hidden_states)
         extras = {place: part.detach() for place, part in graph.output.extras.items()}
         return put(
-            whole, ChunkOutput(graph.output.hidden_states.detach(), extras), chunk, call.plan.length
+            outputs,
+            ChunkOutput(graph.output.hidden_states.detach(), extras),
+            chunk,
+            call.plan.length,
         ), []
     with saved.products.capture_outputs(see=see) if saved.products.names else NULL_CONTEXT:
         output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
     if witness is not None:
         witness.see_output(original, output.hidden_states)
-    return put(whole, output, chunk, call.plan.length), attended
+    return put(outputs, output, chunk, call.plan.length), attended
 
 
-def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
+def outputs_of(call: LayerCall, outputs: Whole) -> tuple[Tensor, ...]:
     """Return the layer's outputs as a tuple: hidden_states [..., B, T, h], then the others. Store
     the order of the others in `call.form.extras`.
 
     Args:
         call: the layer call.
-        whole: the outputs of the full sequence; key None holds the hidden states, the other keys
+        outputs: the outputs of the full sequence; key None holds the hidden states, the other keys
             are `OutputSlot`s.
     """
-    result = whole.pop(None)
-    call.form.extras = [place for place in whole if place is not None]
-    return result, *(whole[place] for place in call.form.extras)
+    result = outputs.pop(None)
+    call.form.extras = [place for place in outputs if place is not None]
+    return result, *(outputs[place] for place in call.form.extras)
 
 
 class BackwardPass:
@@ -211,7 +214,7 @@ class BackwardPass:
             gradient is wanted. The buffer may be that of the incoming gradient: a chunk's part is
             overwritten after its last read.
         sums: sums of the parameters' gradients.
-        shadows: detached aliases that replace the layer's parameters. [Note: shadows]
+        shadows: detached aliases that replace the layer's parameters.
     """
 
     def __init__(
@@ -507,7 +510,7 @@ def computed_with_graph(
     call: LayerCall,
     x: Tensor,
     chunk: Chunk,
-    wanted: tuple[bool, list[bool]],
+    flags: tuple[bool, list[bool]],
     shadows: list[Tensor],
     states: States,
 ) -> Graph:
@@ -518,12 +521,12 @@ def computed_with_graph(
         call: the call of the layer.
         x: hidden_states of the chunk.
         chunk: the chunk's range of positions.
-        wanted: (True if x needs a gradient, a list with the same for each argument that requires a
+        flags: (True if x needs a gradient, a list with the same for each argument that requires a
             gradient).
         shadows: the detached aliases that now replace the layer's parameters.
         states: the recurrent states at the chunk's start.
     """
-    needs_input, arguments = wanted
+    needs_input, arguments = flags
     hidden_chunk = x.detach().requires_grad_(needs_input)
     leaves = call.arguments.leaves(chunk, arguments)
     origin = GraphMarker()

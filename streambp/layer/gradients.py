@@ -197,7 +197,7 @@ class Graph:
         origin: the marker of the graph's start.
         hidden_chunk: [..., B, C, h], the leaf for hidden_states.
         leaves: the arguments with requires_grad.
-        shadows: detached aliases of the layer's parameters. [Note: shadows]
+        shadows: detached aliases of the layer's parameters.
     """
 
     output: ChunkOutput
@@ -227,17 +227,17 @@ def can_keep_graph(call: LayerCall) -> bool:
 
 
 @contextlib.contextmanager
-def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> Iterator[None]:
+def counting(call: LayerCall, watch: ObservedCosts, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Context manager that counts the bytes of the tensors that autograd saves for one chunk, and
     adds them to `watch.graph`.
 
-    Tensors that exist without the graph are not counted: `known`, frozen weights and the call's
+    Tensors that exist without the graph are not counted: `tensors`, frozen weights and the call's
     arguments, such as cosines and sines.
 
     Args:
         call: the call of the layer.
         watch: the recorded costs of the layer.
-        known: tensors [...] that exist without the graph.
+        tensors: tensors [...] that exist without the graph.
     """
     if call.attempt is RUN_ONCE:
         yield
@@ -246,7 +246,7 @@ def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> 
     # without shadows
     frozen = [weight for weight in call.site.layer.parameters() if not weight.requires_grad]
     existing_storages = {
-        tensor.untyped_storage()._cdata for tensor in (*known, *frozen, *arguments)
+        tensor.untyped_storage()._cdata for tensor in (*tensors, *frozen, *arguments)
     }
     sizes: dict[int, int] = {}
 

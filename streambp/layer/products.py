@@ -93,7 +93,7 @@ def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn
     ):
         return {}
     excluded = [*indexers_of(layer), *compiled_inside(layer)]
-    inner_ids = {id(module) for found in excluded for module in found.modules()}
+    inner_ids = {id(module) for excluded_module in excluded for module in excluded_module.modules()}
     adapted_names = set(adapted)
     for name in adapted_names:
         wrapper = layer.get_submodule(name)

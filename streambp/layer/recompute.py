@@ -10,7 +10,7 @@ autograd returns each gradient in its value's dtype, and autocast would round th
 float32 region's gradients to half precision. The outer context keeps autocast's weight copies for
 all chunks, because torch drops the copies at the end of the outermost autocast.
 
-[Note: shadows] Every chunk's nested backward would fire the hooks that DDP, ZeRO, FSDP or the user
+Every chunk's nested backward would fire the hooks that DDP, ZeRO, FSDP or the user
 hung on the real parameters, once per chunk. So the chunk loop differentiates with respect to
 detached aliases that share the parameters' memory. They sit in the parameters' slots during the
 loop and the sums go out through the layer's autograd Function, which fires each hook once. A
@@ -276,7 +276,6 @@ class Parameters:
     ) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Context manager that replaces the parameters in their modules by shadows [...], detached
         aliases that require gradients. The shadows are yielded in the order of `current`.
-        [Note: shadows]
 
         Args:
             change: returns a shadow's value for a parameter's value.
@@ -284,22 +283,22 @@ class Parameters:
         return self.replaced([change(parameter).requires_grad_() for parameter in self.current()])
 
     @contextlib.contextmanager
-    def replaced(self, others: list[Tensor]) -> Iterator[list[Tensor]]:
+    def replaced(self, replacements: list[Tensor]) -> Iterator[list[Tensor]]:
         """Context manager that replaces the parameters in their modules by other tensors [...].
 
         Args:
-            others: the tensors, in the order of `current`.
+            replacements: the tensors, in the order of `current`.
         """
-        together = zip(self.groups, others, self.current(), strict=True)
+        triples = zip(self.groups, replacements, self.current(), strict=True)
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
             (owner._parameters, name, other, parameter)
-            for slots, other, parameter in together
+            for slots, other, parameter in triples
             for owner, name in slots
         ]
         try:
             for table, name, other, _ in places:
                 table[name] = other
-            yield others
+            yield replacements
         finally:
             for table, name, _, parameter in places:
                 table[name] = parameter

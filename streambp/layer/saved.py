@@ -378,7 +378,9 @@ class SavedForBackward:
                 raise self._overwritten(
                     *(name for name in products if name in overwritten.products)
                 )
-            unread = [found.recompute for found in self.site.tests.unread.values()]
+            unread = [
+                unread_linears.recompute for unread_linears in self.site.tests.unread.values()
+            ]
             never_read = frozenset.intersection(*unread) if unread else frozenset()
             self.products.names = [name for name in savable if name not in never_read]
 

@@ -49,14 +49,14 @@ def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
             module._buffers[name] = original
 
 
-def written_since(before: Buffers) -> Buffers:
-    """Return those of the buffers `before` whose values have changed, with their old values [...].
+def written_since(copies: Buffers) -> Buffers:
+    """Return those of the buffers `copies` whose values have changed, with their old values [...].
 
     Args:
-        before: the buffers with a copy of their values.
+        copies: the buffers with a copy of their values.
     """
     changed_buffers: Buffers = {}
-    for (module, name), old in before.items():
+    for (module, name), old in copies.items():
         current = module._buffers[name]
         is_unchanged = (
             current is not None and current.shape == old.shape and current.dtype == old.dtype

@@ -54,13 +54,13 @@ DOUBTS_BEFORE_DECISION = (
 )
 
 
-def remember(known: dict[Key, T], key: Key, value: T) -> T:
-    """Insert `value` under `key` as the newest entry of the dict `known`, and return `value`. If
+def remember(entries: dict[Key, T], key: Key, value: T) -> T:
+    """Insert `value` under `key` as the newest entry of the dict `entries`, and return `value`. If
     the dict then has more than `MAX_KINDS_OF_CALLS` entries, the oldest entry is dropped."""
-    known.pop(key, None)
-    known[key] = value
-    if len(known) > MAX_KINDS_OF_CALLS:
-        del known[next(iter(known))]
+    entries.pop(key, None)
+    entries[key] = value
+    if len(entries) > MAX_KINDS_OF_CALLS:
+        del entries[next(iter(entries))]
     return value
 
 

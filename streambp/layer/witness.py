@@ -88,10 +88,10 @@ def chooses(layer: nn.Module) -> bool:
     return any(code is not None and not CHOOSING.isdisjoint(code.co_names) for code in codes)
 
 
-def answered_at_once(then: Tensor, now: Tensor) -> bool:
+def answered_at_once(in_forward: Tensor, in_backward: Tensor) -> bool:
     """True if two tensors [...] are on a CPU and have equal bits. The comparison is then finished
     without a device synchronization."""
-    return now.is_cpu and torch.equal(then, now)
+    return in_backward.is_cpu and torch.equal(in_forward, in_backward)
 
 
 class Compared(NamedTuple):
@@ -137,27 +137,27 @@ class Witness:
     left_out: frozenset[str] = frozenset()
     last: bool = False
     _noted: dict[Any, list[tuple[str, Tensor]]] = dataclasses.field(default_factory=dict)
-    _here: list[tuple[str, Tensor]] = dataclasses.field(default_factory=list)
-    _seen: tuple[weakref.ref[Tensor], int, Tensor] | None = (
+    _records: list[tuple[str, Tensor]] = dataclasses.field(default_factory=list)
+    _combined_input: tuple[weakref.ref[Tensor], int, Tensor] | None = (
         None  # the last x, its version, and its combination
     )
-    _again: bool = False
-    _found: list[Compared] = dataclasses.field(default_factory=list)
+    _in_backward: bool = False
+    _pairs: list[Compared] = dataclasses.field(default_factory=list)
 
-    def begin(self, place: Hashable, last: bool, again: bool) -> None:
+    def begin(self, place: Hashable, last: bool, in_backward: bool) -> None:
         """Start a chunk, or one half of a chunk: in forward, record its values; in backward,
         compare the recomputed values with the record.
 
         Args:
             place: key of the chunk or the half.
             last: True for the last chunk.
-            again: True in backward.
+            in_backward: True in backward.
         """
-        self.last, self._again, self._seen = last, again, None
-        if again:
-            self._here = self._noted.pop(place, [])
+        self.last, self._in_backward, self._combined_input = last, in_backward, None
+        if in_backward:
+            self._records = self._noted.pop(place, [])
         else:
-            self._here = self._noted[place] = []
+            self._records = self._noted[place] = []
 
     def see(
         self, name: str, x: Tensor, unchanged: Tensor | None = None, rows: slice | None = None
@@ -171,14 +171,14 @@ class Witness:
             unchanged: [..., C, n], a term of x; the norm of the remaining terms sets the tolerance.
             rows: rows of x to compare one by one; None: compare one weighted sum of all rows.
         """
-        if not self._again:
-            self._here.append(
+        if not self._in_backward:
+            self._records.append(
                 (name, self._combined(x) if rows is None else x.detach()[..., rows, :].clone())
             )
             return
-        for place, (recorded_name, recorded) in enumerate(self._here):
+        for place, (recorded_name, recorded) in enumerate(self._records):
             if recorded_name == name:
-                del self._here[place]
+                del self._records[place]
                 value = self._combined(x) if rows is None else x.detach()[..., rows, :]
                 if recorded.shape != value.shape or answered_at_once(recorded, value):
                     return
@@ -188,7 +188,7 @@ class Witness:
                         base = self.witnesses.combined(base.detach())
                     else:
                         base = base.detach()[..., rows, :].clone()
-                self._found.append(
+                self._pairs.append(
                     self.compared()(recorded, value if rows is None else value.clone(), base)
                 )
                 return
@@ -198,10 +198,10 @@ class Witness:
         have the same x."""
         if x.is_inference():
             return self.witnesses.combined(x)
-        cached = self._seen
+        cached = self._combined_input
         if cached is None or cached[0]() is not x or cached[1] != x._version:
             combined = self.witnesses.combined(x.detach() if x.requires_grad else x)
-            self._seen = weakref.ref(x), x._version, combined
+            self._combined_input = weakref.ref(x), x._version, combined
             return combined
         return cached[2]
 
@@ -218,7 +218,7 @@ class Witness:
     def end(self) -> None:
         """Pass the pairs of values to `Witnesses.ask`, which compares them. Called at the end of
         the layer's backward."""
-        pairs, self._found, self._noted = self._found, [], {}
+        pairs, self._pairs, self._noted = self._pairs, [], {}
         if pairs:
             self.witnesses.ask(pairs)
 
@@ -234,7 +234,7 @@ class Witnesses:
     _longest: dict[tuple[torch.dtype, torch.device], Tensor] = dataclasses.field(
         default_factory=dict
     )
-    _asked: weakref.WeakValueDictionary[int, Question] = dataclasses.field(
+    _questions: weakref.WeakValueDictionary[int, Question] = dataclasses.field(
         default_factory=weakref.WeakValueDictionary
     )
     # autograd has a thread for each device
@@ -286,23 +286,23 @@ class Witnesses:
         folded = math.gcd(features, FEATURES) if features > FEATURES else features
         return total if folded in (features, 1) else total.view(-1, folded).sum(0)
 
-    def ask(self, found: list[Compared]) -> None:
+    def ask(self, pairs: list[Compared]) -> None:
         """Compare pairs of values when the running backward of the model ends, or at once if no
         backward is running. Raise if values differ.
 
         Args:
-            found: the pairs.
+            pairs: the pairs.
         """
         task = torch._C._current_graph_task_id()
         if task == -1:
-            Question(found).answer()
+            Question(pairs).answer()
             return
         with self._lock:
-            question = self._asked.get(task)
+            question = self._questions.get(task)
             if question is None:
-                question = self._asked[task] = Question([])
+                question = self._questions[task] = Question([])
                 Variable._execution_engine.queue_callback(question.answer)  # type: ignore[attr-defined]
-            question.found += found
+            question.found += pairs
 
 
 @dataclasses.dataclass(eq=False)
@@ -389,11 +389,11 @@ def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tens
         stack.enter_context(without_autocast(group[0].now.device.type))
         pairs = zip(*((pair.then, pair.now) for pair in group), strict=True)
         in_forward, in_backward = (torch.stack(parts).flatten(1).to(wide) for parts in pairs)
-        added = size = in_backward.norm(dim=1)
+        scale = size = in_backward.norm(dim=1)
         # all pairs have a tensor, or all have None
         unchanged_terms = [pair.unchanged for pair in group if pair.unchanged is not None]
         if unchanged_terms:
-            added = (in_backward - torch.stack(unchanged_terms).flatten(1).to(wide)).norm(dim=1)
+            scale = (in_backward - torch.stack(unchanged_terms).flatten(1).to(wide)).norm(dim=1)
         off = (in_backward - in_forward).norm(dim=1)
-        limit = tolerance * added + torch.finfo(dtype).eps * size
+        limit = tolerance * scale + torch.finfo(dtype).eps * size
         return off > limit

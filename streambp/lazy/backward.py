@@ -65,27 +65,27 @@ class StatisticsTerm:
         self.has_mean = False
         self.further: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def add(self, given: StatisticsGradient) -> None:
+    def add(self, gradient: StatisticsGradient) -> None:
         """Add the gradients of one result, for example of each token's log-probability.
 
         Labels are stored in `further` if a position is repeated, or has a label from an earlier
         result.
         """
-        positions = given.positions
-        if given.pick is not None:
-            assert given.labels is not None
-            pick = given.pick.to(self.pick.dtype)
-            if given.unique and (
+        positions = gradient.positions
+        if gradient.pick is not None:
+            assert gradient.labels is not None
+            pick = gradient.pick.to(self.pick.dtype)
+            if gradient.unique and (
                 not has_data(positions) or not bool((self.labels[positions] >= 0).any())
             ):
-                self.labels[positions] = given.labels
+                self.labels[positions] = gradient.labels
                 self.pick[positions] = pick
             else:
-                self.further.append((positions, given.labels, pick))
-        for total, part in ((self.lse, given.lse), (self.mean, given.mean)):
+                self.further.append((positions, gradient.labels, pick))
+        for total, part in ((self.lse, gradient.lse), (self.mean, gradient.mean)):
             if part is not None:
                 total.index_add_(0, positions, part.to(total.dtype))
-        self.has_mean |= given.mean is not None
+        self.has_mean |= gradient.mean is not None
 
     def touched(self, count: int) -> Tensor:
         """Return a bool tensor [M]: True for tokens with a gradient other than zero. `count` is
@@ -208,12 +208,12 @@ class NodeTerm:
         return mask
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Find which of the N tokens are in each block of rows, and store their indices in
-        `entries`.
+        """Find which of the function's N tokens read logits of each block of rows, and store the
+        indices of these tokens in `entries`.
 
         Args:
-            row_of: [M], the row of each position; None: the position itself.
-            edges: block boundaries.
+            row_of: [M], the row of each position of the logits; None: the row is the position.
+            edges: first row of each block, and the end of the last block.
         """
         self.row_of = row_of
         rows = self.reading.positions
@@ -341,10 +341,10 @@ def sweep(
         row_of.index_copy_(0, rows, torch.arange(count, device=rows.device))
 
     # The kernels support a single term: statistics with at most one label for each position.
-    alone: StatisticsTerm | None = None
+    statistics_term: StatisticsTerm | None = None
     tokens = rows_at_once(weight.shape[0])
     if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and not terms[0].further:
-        alone = terms[0]
+        statistics_term = terms[0]
         tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
     blocks = list(token_blocks(count, tokens))
     for term in terms:
@@ -353,9 +353,12 @@ def sweep(
         for block in blocks:
             leaf, normed = work.recompute(rows, block)
             product = products.of(normed.detach(), everything)  # [n, V]
-            if alone is not None:
+            if statistics_term is not None:
                 grad = product_gradient(
-                    product, alone.projection, alone.read(product, positions[block]), everything
+                    product,
+                    statistics_term.projection,
+                    statistics_term.read(product, positions[block]),
+                    everything,
                 )
             else:
                 # [n, V]

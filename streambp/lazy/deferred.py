@@ -183,7 +183,7 @@ class LazyHidden(LazyTensor):
     ) -> LazyHidden:
         """Return the lazy result of an operation on the tokens, such as an index or a reshape.
 
-        [Note: places]
+        Hidden states that several tokens share get an index, see `head/token_positions.py`.
 
         Args:
             change: function [*tokens, k] -> [*other tokens, k], for any k.

@@ -144,24 +144,24 @@ def inputs_of(node: Node) -> list[Tensor]:
 
 
 def rebuilt(
-    node: Node, change: Callable[[Node], Node], done: dict[Node, Node] | None = None
+    node: Node, change: Callable[[Node], Node], changed_nodes: dict[Node, Node] | None = None
 ) -> Node:
     """Return the recorded function with each of its inputs replaced by `change(input)`.
 
     Args:
         node: the recorded function.
         change: function from an input (`Reading` or `Operand`) to its replacement.
-        done: changed nodes so far, by original node.
+        changed_nodes: changed nodes so far, by original node.
     """
-    done = {} if done is None else done
-    if node not in done and isinstance(node, Call):
+    changed_nodes = {} if changed_nodes is None else changed_nodes
+    if node not in changed_nodes and isinstance(node, Call):
         args, kwargs = tree_map_only(
-            Node, lambda child: rebuilt(child, change, done), (node.args, node.kwargs)
+            Node, lambda child: rebuilt(child, change, changed_nodes), (node.args, node.kwargs)
         )
-        done[node] = dataclasses.replace(node, args=args, kwargs=kwargs)
-    elif node not in done:
-        done[node] = change(node)
-    return done[node]
+        changed_nodes[node] = dataclasses.replace(node, args=args, kwargs=kwargs)
+    elif node not in changed_nodes:
+        changed_nodes[node] = change(node)
+    return changed_nodes[node]
 
 
 def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = True) -> Node:

@@ -100,12 +100,12 @@ class RunInBackward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], Any] | None, before: Tensor) -> Tensor:
-        """Return a zero [1], whose backward calls `run`. `before` [...] gives its dtype and device,
+    def forward(ctx: Any, run: Callable[[], Any] | None, source: Tensor) -> Tensor:
+        """Return a zero [1], whose backward calls `run`. `source` [...] gives its dtype and device,
         and an edge in the graph."""
         ctx.run = run
         ctx.set_materialize_grads(False)
-        return torch.zeros(1, dtype=before.dtype, device=before.device)
+        return torch.zeros(1, dtype=source.dtype, device=source.device)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, None]:
@@ -169,12 +169,12 @@ class LazyHead:
         self.inputs: HeadInputs = make_inputs(
             source, source.new_empty(0, dtype=torch.long), Projection(), recipe.norm, -100
         )
-        self._seen = VersionCheck((self.hidden, *recipe.inputs()), recipe.inputs())
-        self._left: dict[int, list[Any]] = {}
+        self._versions = VersionCheck((self.hidden, *recipe.inputs()), recipe.inputs())
+        self._gradients: dict[int, list[Any]] = {}
         # [M] each: logsumexp, mean, and a mask of the positions with computed values.
-        self._known: dict[Projection, tuple[Tensor, ...]] = {}
+        self._statistics: dict[Projection, tuple[Tensor, ...]] = {}
         # Hubs that include padding, and their handles. Key: True for a hub with gradients.
-        self._whole: dict[bool, tuple[LazyHead, Tensor]] = {}
+        self._hubs: dict[bool, tuple[LazyHead, Tensor]] = {}
 
     def read(self, source: Tensor, tokens: torch.Size, places: Tensor | None = None) -> Reading:
         """Return the logits of all positions, or of those in `places`, as an input of recorded
@@ -205,19 +205,19 @@ class LazyHead:
         graded = torch.is_grad_enabled()
         if late is None or not late.reads(reading.positions):
             return reading
-        if graded not in self._whole:
+        if graded not in self._hubs:
             self.check()
             source = late.completed()
             hub = LazyHead(source, dataclasses.replace(self.recipe, late=None, places=None))
-            self._whole[graded] = hub, hub.read(source, source.shape[:1]).handle
-        hub, handle = self._whole[graded]
+            self._hubs[graded] = hub, hub.read(source, source.shape[:1]).handle
+        hub, handle = self._hubs[graded]
         for hook in reading.hooks:
             handle = RunInBackward.apply(functools.partial(hub.scale_left, hook), handle)
         return dataclasses.replace(reading, head=hub, handle=handle)
 
     def check(self) -> None:
         """Raise `StreamBPError` if weights or hidden states were changed in place since forward."""
-        changed = self._seen.written()
+        changed = self._versions.written()
         weight = self.recipe.weight
         assert weight is not None
         if changed is None and has_data(weight) and not weight.untyped_storage().size():
@@ -227,7 +227,7 @@ class LazyHead:
                 "StreamConfig(lazy_logits=False)."
             )
         if changed is None:
-            changed = self._seen.changed()
+            changed = self._versions.changed()
         if changed is not None:
             raise StreamBPError(
                 f"The head's weights or inputs {list(changed.shape)} changed since the model was "
@@ -246,7 +246,7 @@ class LazyHead:
         """Return three softmax statistics of the logits of N tokens: the label's logit (0 without
         labels), the logsumexp and the mean, [N] each in promote_types(dtype, float32).
 
-        Tokens with the same position and label are computed once. [Note: places]
+        Tokens with the same position and label are computed once.
         """
         positions = reading.positions.reshape(-1)
         picks = labels
@@ -271,7 +271,7 @@ class LazyHead:
                 pick[block] = folded.target
                 lse[block] = folded.lse()
                 mean[block] = folded.total / self.vocabulary
-            if reading.projection not in self._known:
+            if reading.projection not in self._statistics:
                 total = self.hidden.shape[0]
                 # Values computed under inference mode may be completed outside of it.
                 with torch.inference_mode(False):
@@ -279,8 +279,8 @@ class LazyHead:
                         self.hidden.new_zeros(total, dtype=dtype)
                         for dtype in (self.wide, self.wide, torch.bool)
                     ]
-                self._known[reading.projection] = tuple(zeros)
-            all_lse, all_means, is_known = self._known[reading.projection]
+                self._statistics[reading.projection] = tuple(zeros)
+            all_lse, all_means, is_known = self._statistics[reading.projection]
             all_lse[positions] = lse
             all_means[positions] = mean
             is_known[positions] = True
@@ -292,10 +292,10 @@ class LazyHead:
         """Return the logsumexp and the mean of the logits of N tokens, [N] each; None if they have
         not been computed before for all of these tokens."""
         positions = reading.positions.reshape(-1)
-        if reading.projection not in self._known or not has_data(positions):
+        if reading.projection not in self._statistics or not has_data(positions):
             return None
         self.check()
-        lse, mean, is_known = self._known[reading.projection]
+        lse, mean, is_known = self._statistics[reading.projection]
         if not bool(is_known[positions].all()):
             return None
         return lse[positions], mean[positions]
@@ -304,11 +304,11 @@ class LazyHead:
         """Store the gradient of one result (`StatisticsGradient` or `NodeTerm`) until the end of
         the current backward call."""
         task = torch._C._current_graph_task_id()
-        if task not in self._left:
-            self._left[task] = []
+        if task not in self._gradients:
+            self._gradients[task] = []
             engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-            engine.queue_callback(lambda: self._left.pop(task, None))
-        self._left[task].append(gradient)
+            engine.queue_callback(lambda: self._gradients.pop(task, None))
+        self._gradients[task].append(gradient)
 
     def scale_left(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         """Multiply the gradients that the current backward call has stored so far by an engine's
@@ -319,14 +319,16 @@ class LazyHead:
                 wider.
         """
         task = torch._C._current_graph_task_id()
-        if task in self._left:
+        if task in self._gradients:
             factor = hook(self.hidden.new_ones(1, dtype=self.wide))
             if factor is not None:
-                self._left[task] = [gradient.times(factor) for gradient in self._left[task]]
+                self._gradients[task] = [
+                    gradient.times(factor) for gradient in self._gradients[task]
+                ]
 
     def take(self) -> list[Any]:
         """Remove the gradients that the current backward call has stored, and return them."""
-        return self._left.pop(torch._C._current_graph_task_id(), [])
+        return self._gradients.pop(torch._C._current_graph_task_id(), [])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,7 +167,11 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 def of_all(
-    name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]
+    name: str,
+    func: Callable[..., Any],
+    x: LazyLogits,
+    positional: list[Any],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Reduce lazy logits to one number. Each token's entries are reduced first, block by block;
     torch's own function then reduces the results [*tokens].
@@ -176,10 +180,10 @@ def of_all(
         name: name of the operation, such as "sum".
         func: torch's function.
         x: the lazy logits.
-        rest: further positional arguments of the call.
+        positional: further positional arguments of the call.
         kwargs: keyword arguments of the call.
     """
-    if rest or kwargs.get("keepdim"):
+    if positional or kwargs.get("keepdim"):
         return NotImplemented
     of_rows = _reduce(name, func, x, [], kwargs)
     return getattr(torch_own, OF_ALL[name])(of_rows)

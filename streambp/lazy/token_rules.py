@@ -92,7 +92,7 @@ def is_of_tokens(x: LazyTensor, dim: Any) -> bool:
 
 
 def along(
-    own: Callable[..., Any], at: int, name: str, x: LazyTensor, *args: Any, **kwargs: Any
+    method: Callable[..., Any], at: int, name: str, x: LazyTensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Apply a torch method, such as `select`, along a dimension of a lazy tensor's tokens. The
     result is lazy.
@@ -101,7 +101,7 @@ def along(
     NotImplemented for the dimension of size W.
 
     Args:
-        own: torch's method.
+        method: torch's method.
         at: index of the dimension in `args`.
         name: name of the method.
         x: the lazy tensor.
@@ -117,12 +117,14 @@ def along(
     else:
         kwargs["dim"] = dim % x.dim()
     if name in SEVERAL:
-        parts = range(len(own(torch.empty(*x.shape[:-1], 1, device="meta"), *positional, **kwargs)))
+        parts = range(
+            len(method(torch.empty(*x.shape[:-1], 1, device="meta"), *positional, **kwargs))
+        )
         return tuple(
-            x.moved(lambda t, part=part: own(t, *positional, **kwargs)[part]) for part in parts
+            x.moved(lambda t, part=part: method(t, *positional, **kwargs)[part]) for part in parts
         )
     copies = name == "index_select"
-    return x.moved(lambda t: own(t, *positional, **kwargs), unique=not copies, view=not copies)
+    return x.moved(lambda t: method(t, *positional, **kwargs), unique=not copies, view=not copies)
 
 
 def view(x: LazyTensor, *shape: Any) -> Any:
@@ -211,8 +213,8 @@ def permute(x: LazyTensor, *dims: Any) -> Any:
     order = [dim % x.dim() for dim in order_of_dims]
     last = x.dim() - 1
     if x.classes is not None:
-        back = [dim for dim in range(x.dim()) if dim != x.classes] + [x.classes]
-        if order == back:
+        in_order = [dim for dim in range(x.dim()) if dim != x.classes] + [x.classes]
+        if order == in_order:
             return x.with_classes(None)
         return NotImplemented
     if order[-1] == last:

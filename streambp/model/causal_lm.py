@@ -213,7 +213,7 @@ class CausalLMForward(InstanceForward):
     def score(
         self,
         kwargs: dict[str, Any],
-        wanted: tuple[str, ...],
+        fields: tuple[str, ...],
         temperature: float = 1.0,
         in_float32: bool = False,
     ) -> tuple[Any, TokenLogProbs, HeadRequest]:
@@ -222,7 +222,7 @@ class CausalLMForward(InstanceForward):
 
         Args:
             kwargs: arguments of the model's forward, with labels.
-            wanted: fields of `TokenLogProbs` to compute beside log_probs, such as the entropy.
+            fields: fields of `TokenLogProbs` to compute beside log_probs, such as the entropy.
             temperature: divisor of the logits, also in the loss.
             in_float32: compute the output projection's products in float32.
 
@@ -236,7 +236,7 @@ class CausalLMForward(InstanceForward):
                 library computes the loss.
         """
         self.refuse_foreign()
-        request = HeadRequest(self.state.pending, wanted, temperature, in_float32)
+        request = HeadRequest(self.state.pending, fields, temperature, in_float32)
         kwargs["return_dict"] = True  # per-token values are fields
         output = self._with_head(kwargs, request)
         if request.values is None:

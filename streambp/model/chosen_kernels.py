@@ -129,7 +129,7 @@ def without_driver(kind: str) -> str | None:
 
 
 def by_device(
-    kind: str, rotations: dict[nn.Module, Callable[..., Any]], before: Attributes
+    kind: str, rotations: dict[nn.Module, Callable[..., Any]], attributes: Attributes
 ) -> set[nn.Module]:
     """Change the forwards that Liger bound to modules: Liger's code then runs on devices of type
     `kind` alone, and the module's own forward on all other devices. Called by `put_on`, while
@@ -139,7 +139,7 @@ def by_device(
         kind: the device type on which Liger's kernels run, such as "cuda".
         rotations: filled by this function with Liger's rotary embedding function for each attention
             module that uses one.
-        before: each changed module's attributes before Liger changed the module.
+        attributes: each changed module's attributes before Liger changed the module.
 
     Returns:
         The modules to restore to their previous forward: compiled modules, modules with another
@@ -147,10 +147,10 @@ def by_device(
     """
     to_restore = {
         m
-        for m in before
-        if ACCELERATE_HOOK in before[m] or "forward" in before[m] or is_compiled(m)
+        for m in attributes
+        if ACCELERATE_HOOK in attributes[m] or "forward" in attributes[m] or is_compiled(m)
     }
-    for module in before:
+    for module in attributes:
         forward = module.__dict__.get("forward")
         if module in to_restore:
             continue

@@ -336,8 +336,8 @@ def treats_tokens_alike(module: nn.Module) -> bool:
     entry_inputs: dict[nn.Module, Tensor] = {}
     entry_outputs: dict[nn.Module, Tensor] = {}
 
-    def note(entry: nn.Module, given: tuple[Tensor], output: Tensor) -> Tensor:
-        entry_inputs[entry] = given[0]
+    def note(entry: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        entry_inputs[entry] = inputs[0]
         return entry_outputs[entry]
 
     twin = object.__new__(type(module))
@@ -370,8 +370,8 @@ def treats_tokens_alike(module: nn.Module) -> bool:
             tensors = [
                 some(2, 3, TEST_SIZE) for _ in inspect.signature(type(module).forward).parameters
             ][1:]
-            together = type(module).forward(twin, *tensors)
-            alone = type(module).forward(twin, *(x[:, 1] for x in tensors))
-            return together.shape == tensors[0].shape and torch.equal(together[:, 1], alone)
+            joint = type(module).forward(twin, *tensors)
+            single = type(module).forward(twin, *(x[:, 1] for x in tensors))
+            return joint.shape == tensors[0].shape and torch.equal(joint[:, 1], single)
     except Exception:  # the forward needs other arguments or sizes
         return False

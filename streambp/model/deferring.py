@@ -142,13 +142,13 @@ class HeldHead(nn.Module):
         """Return a placeholder for the logits [..., V] of hidden_states [..., h], which are
         computed later from a copy of the projection's weight and bias."""
         head: Any = self._head[0]
-        lent = Lent()
+        loan = Lent()
 
         def forward(hidden_states: Tensor) -> Tensor:
             weights: list[Any] = [x for x in (head.weight, head.bias) if x is not None]
-            lent.copies = [x.detach().clone() for x in weights]
-            lent.trained = [x.requires_grad for x in weights]
-            result: Tensor = Lending.apply(lent, hidden_states, *weights)  # type: ignore[no-untyped-call]
+            loan.copies = [x.detach().clone() for x in weights]
+            loan.trained = [x.requires_grad for x in weights]
+            result: Tensor = Lending.apply(loan, hidden_states, *weights)  # type: ignore[no-untyped-call]
             return result
 
         instance_forward = head.__dict__.get("forward")
@@ -159,7 +159,7 @@ class HeldHead(nn.Module):
             del head.__dict__["forward"]
             if instance_forward is not None:
                 head.forward = instance_forward
-        hidden_states, weight, *bias = Borrowed.apply(lent, head_input)  # type: ignore[no-untyped-call]
+        hidden_states, weight, *bias = Borrowed.apply(loan, head_input)  # type: ignore[no-untyped-call]
         return LazyHidden.make(
             hidden_states,
             LogitsExpression(self.request, weight=weight, bias=next(iter(bias), None), logits=True),
@@ -192,10 +192,10 @@ class Lending(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, lent: Lent, hidden_states: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, loan: Lent, hidden_states: Tensor, *weights: Tensor) -> Tensor:
         """Return a view of hidden_states [..., h]. The weights are inputs so that they get a
         gradient from this node."""
-        ctx.lent = lent
+        ctx.lent = loan
         ctx.set_materialize_grads(False)
         return hidden_states.view_as(hidden_states)
 
@@ -214,15 +214,15 @@ class Borrowed(torch.autograd.Function):
     graph."""
 
     @staticmethod
-    def forward(ctx: Any, lent: Lent, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, loan: Lent, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """Return a view of hidden_states [..., h], and the copies. A copy requires a gradient if
         the original does."""
-        ctx.lent = lent
-        copies = lent.copies
-        lent.copies = []
+        ctx.lent = loan
+        copies = loan.copies
+        loan.copies = []
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(x for x, trained in zip(copies, lent.trained, strict=True) if not trained)
+            *(x for x, trained in zip(copies, loan.trained, strict=True) if not trained)
         )
         return (hidden_states.view_as(hidden_states), *copies)
 

@@ -206,10 +206,10 @@ def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]
         stacks = ()
     present_ids = {id(w.module) for w in present}
     current_layers = (layer for stack in stacks for layer in stack.layers)
-    later = [
+    other_layers = [
         layer for layer in current_layers if id(layer) in names and id(layer) not in present_ids
     ]
-    for layer in later:
+    for layer in other_layers:
         outer_wrappers = [
             f
             for m in layer.modules()
@@ -225,7 +225,7 @@ def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]
             outer_wrappers[0].module is layer
         ):  # a copy of a streamed layer; an outer one is described
             described.append((id(layer), _streamed(names[id(layer)], outer_wrappers[0])))
-    if later:
+    if other_layers:
         described.sort(key=lambda pair: places[pair[0]])
     removed_wrappers = [w for w in wrappers if id(w.module) not in names]
     removed = (
@@ -311,13 +311,13 @@ def _describe_attention(state: PatchState, record: StepRecord | None) -> str:
     for wrapper in state.wrappers:
         if isinstance(wrapper, LayerForward):
             whats = set()
-            for used in wrapper.site.last_call.kernels:
-                if used.kernel != MATH.name:
-                    whats.add(used.kernel)
-                elif used.because:
-                    whats.add(f"plain products, because {used.because},")
+            for use in wrapper.site.last_call.kernels:
+                if use.kernel != MATH.name:
+                    whats.add(use.kernel)
+                elif use.because:
+                    whats.add(f"plain products, because {use.because},")
                 else:
-                    whats.add(f"plain products for {BLOCKS[used.kind]}")
+                    whats.add(f"plain products for {BLOCKS[use.kind]}")
             for what in sorted(whats):
                 counts[what] = counts.get(what, 0) + 1
     kernels = "; ".join(
@@ -350,7 +350,7 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
             else f" on each of {ranks} ranks"
         )
     names = config.named_saves if config.saves != "auto" else _names(record)
-    moved = ", ".join(("layer inputs", *names))
+    tensors = ", ".join(("layer inputs", *names))
     stats = manager.stats()
     use = HostUse() if state.root is None else engine_host_use(state.root)
     # an engine's own offloading
@@ -363,7 +363,7 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
             coming = ""
         engine = f", beside the engine's {engine}{coming}"
     parts = [
-        f"{moved} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){engine}"
+        f"{tensors} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){engine}"
     ]
     if manager.gpu_memory is not None:
         parts.append(

@@ -121,17 +121,17 @@ def add_head(
     head_class(causal, temperature, cast_lm_head_to_fp32, outputs).install()
 
 
-def head_again(causal: CausalLMForward, before: FusedHead | None) -> FusedHead | None:
+def head_again(causal: CausalLMForward, previous: FusedHead | None) -> FusedHead | None:
     """Return a new `FusedHead` with the settings of the fused head that a model had before this
     `patch`; None if the model had none.
 
     Args:
         causal: the model's new patched forward.
-        before: the model's `FusedHead` from a previous patch; None: look for a head that TRL's
+        previous: the model's `FusedHead` from a previous patch; None: look for a head that TRL's
             `add_fused_lm_head` made.
     """
-    if before is not None:
-        return type(before)(causal, before.temperature, before.in_float32, before.outputs)
+    if previous is not None:
+        return type(previous)(causal, previous.temperature, previous.in_float32, previous.outputs)
     settings = next(
         (s for f in wrapped_functions(causal.previous) if (s := trls_head(f)) is not None), None
     )

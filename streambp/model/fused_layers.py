@@ -68,9 +68,9 @@ class NoKernelsError(ConfigError):
         found: the reason.
     """
 
-    def __init__(self, found: str, remedy: str) -> None:
-        super().__init__(f"{found}. {remedy}.")
-        self.found = found
+    def __init__(self, fault: str, remedy: str) -> None:
+        super().__init__(f"{fault}. {remedy}.")
+        self.found = fault
 
 
 @dataclasses.dataclass

@@ -54,7 +54,7 @@ def hides_padding(
 
 def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
     """Warn if a label is predicted at a position that can attend to no key, such as the last
-    position of left padding. Return True if a warning was issued. [Note: empty queries]
+    position of left padding. Return True if a warning was issued.
 
     The warning applies to models whose unpatched attention returns the mean over all tokens at such
     a position.

@@ -29,16 +29,16 @@ def sized(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def out_of(part: float, whole: float) -> str:
+def out_of(part: float, total: float) -> str:
     """Return a part and a total in bytes as text, such as "0.03 of 7.8 GiB" or "1.2 KiB of 7.8
     GiB".
 
     One unit is used if both numbers are readable in that unit.
     """
-    scale = next((scale for scale in UNITS.values() if whole >= scale), 1)
+    scale = next((scale for scale in UNITS.values() if total >= scale), 1)
     if scale == 1 or part < scale / 100:
-        return f"{sized(part)} of {sized(whole)}"
-    return f"{part / scale:.2g} of {sized(whole)}"
+        return f"{sized(part)} of {sized(total)}"
+    return f"{part / scale:.2g} of {sized(total)}"
 
 
 @dataclasses.dataclass(frozen=True)

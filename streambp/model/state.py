@@ -61,7 +61,7 @@ class ForwardContext:
         tree: the batch's rows as one packed row without padding, with shared prefixes only once;
             None: rows are computed separately. [Note: tree of rows]
         failed: exceptions of layers in the test run that checks if rows can share prefixes; None:
-            this is no test run. [Note: trial of sharing]
+            this is no test run.
         asked_cache: True if the forward would return a cache unpatched, by its arguments or the
             model's config.
         names_cache: True if the caller of a training call passes `use_cache=True`; None: the

@@ -110,8 +110,8 @@ class Steps:
         self.last: Step | None = None
         self.unpatched = self.short = 0
         self.apart = False
-        self._moved: Mapping[str, float] = {}
-        self._said: set[Hashable] = set()
+        self._moved_bytes: Mapping[str, float] = {}
+        self._logged: set[Hashable] = set()
 
     def __getstate__(self) -> Any:
         """Return the state for copy and pickle, without the notes on steps."""
@@ -125,8 +125,8 @@ class Steps:
 
     @contextlib.contextmanager
     def unnoted(self) -> Iterator[None]:
-        """Context manager that restores the notes on steps afterwards. Steps inside are neither
-        counted nor logged."""
+        """Context manager for runs that are no training steps: steps inside are neither counted nor
+        logged, and the record of the last step is restored at the end."""
         previous = self.last, self.unpatched, self.short, self.tell
         self.tell = None
         try:
@@ -136,17 +136,17 @@ class Steps:
             self.last, self.unpatched, self.short, self.tell = previous
 
     def forward_done(
-        self, backbone: int, given: Tensor | None, shared: Shared | None, unpatched: bool = False
+        self, backbone: int, tokens: Tensor | None, shared: Shared | None, unpatched: bool = False
     ) -> None:
         """Record the end of a backbone's forward with gradients.
 
         Args:
             backbone: id() of the backbone; a step has one forward of each backbone.
-            given: input_ids [B, T], or inputs_embeds [B, T, h].
+            tokens: input_ids [B, T], or inputs_embeds [B, T, h].
             shared: rows whose common prefixes were computed once; None: no prefix was shared.
             unpatched: True if the forward ran unpatched.
         """
-        shape = (0, 0) if given is None else (given.shape[0], given.shape[1])
+        shape = (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1])
         shapes = {backbone: shape}
         number = 1
         last = self.last
@@ -238,9 +238,10 @@ class Steps:
         if self.offloader is not None:
             moved_bytes = dict(self.offloader.transfers.bytes)
             step.moved = {
-                way: max(0.0, size - self._moved.get(way, 0.0)) for way, size in moved_bytes.items()
+                way: max(0.0, size - self._moved_bytes.get(way, 0.0))
+                for way, size in moved_bytes.items()
             }
-            self._moved = moved_bytes
+            self._moved_bytes = moved_bytes
         if self.tell is None or not logger.isEnabledFor(logging.INFO):
             return
         chunks = {
@@ -259,9 +260,9 @@ class Steps:
             reasons,
             step.shared is None,
         )
-        if how in self._said:
+        if how in self._logged:
             return
-        self._said.add(how)
+        self._logged.add(how)
         try:
             record = self.tell()
         except Exception:  # a failed report must not end the user's backward

@@ -33,7 +33,7 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     """
 
     def __init__(self) -> None:
-        self._before: StepRecord | None = None
+        self._previous: StepRecord | None = None
         log_in_new_trainers()
 
     @classmethod
@@ -56,7 +56,7 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start counting steps anew, so that the logs count no step before this training."""
-        self._before = _last_step(kwargs.get("model"))
+        self._previous = _last_step(kwargs.get("model"))
 
     def on_log(
         self,
@@ -73,10 +73,10 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             if not isinstance(logs, dict) or LOSS not in logs:
                 return
             record = _last_step(model)
-            previous = self._before
+            previous = self._previous
             if record is None or (previous is not None and record.number == previous.number):
                 return
-            self._before = record
+            self._previous = record
             counts = zip(_counts(record), _counts(previous), strict=True)
             steps, unpatched, short, stalls = (current - earlier for current, earlier in counts)
             values = {

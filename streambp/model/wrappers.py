@@ -166,7 +166,7 @@ class LayerForward(InstanceForward):
 
         The test compares the batch's separate rows with one packed row, in which common prefixes
         appear once. After an exception every layer returns its input. Each rank still enters every
-        layer, because other ranks wait there for gathered weights. [Note: trial of sharing]
+        layer, because other ranks wait there for gathered weights.
 
         Args:
             failed: exceptions of all layers in this test run so far.

@@ -74,8 +74,8 @@ class StepNeed(Need):
     factor: float = 1.0
     casts: float = 0.0
     rows: int = 1
-    _asked: dict[tuple[int, int, float], tuple[tuple[float, float], ...]] = dataclasses.field(
-        default_factory=dict, init=False, compare=False, repr=False
+    _bytes_of_layers: dict[tuple[int, int, float], tuple[tuple[float, float], ...]] = (
+        dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
     )
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
@@ -92,8 +92,8 @@ class StepNeed(Need):
                 gradients (1).
         """
         key = tokens, chunk, present
-        if key in self._asked:
-            return self._asked[key]
+        if key in self._bytes_of_layers:
+            return self._bytes_of_layers[key]
         tokens, chunk = tokens // self.rows, max(1, chunk // self.rows)
         largest: list[dict[float, float]] = []
         for phases in (self.method.first, self.method.accumulating if present else ()):
@@ -108,9 +108,9 @@ class StepNeed(Need):
                 upto: (1 - present) * size + present * accumulating.get(upto, size)
                 for upto, size in first.items()
             }
-        if len(self._asked) == REMEMBERED:
-            self._asked.clear()
-        bytes_by_layer = self._asked[key] = tuple(
+        if len(self._bytes_of_layers) == REMEMBERED:
+            self._bytes_of_layers.clear()
+        bytes_by_layer = self._bytes_of_layers[key] = tuple(
             (upto, self.factor * size + self.casts) for upto, size in first.items()
         )
         return bytes_by_layer
@@ -217,7 +217,7 @@ class ModelStates:
 
     def __init__(self, model: nn.Module | Home, config: StreamConfig) -> None:
         self.home, self.config = model if isinstance(model, Home) else Home(model), config
-        self._known: dict[tuple[Any, ...], Figures] = {}
+        self._figures: dict[tuple[Any, ...], Figures] = {}
         # weights on another device count like weights on this device
         decides = DECIDES if config.weights == "device" else DECIDES[:-1]
         self._decides = [operator.attrgetter(name) for name in decides]
@@ -256,11 +256,11 @@ class ModelStates:
         # comparing is faster than hashing this many values
         if self._last[:3] != (device, cast, look):
             key = device, cast, *map(tuple, look)
-            if key not in self._known:
-                if len(self._known) == REMEMBERED:
-                    self._known.clear()
-                self._known[key] = self._count(device)
-            self._last = device, cast, look, self._known[key]
+            if key not in self._figures:
+                if len(self._figures) == REMEMBERED:
+                    self._figures.clear()
+                self._figures[key] = self._count(device)
+            self._last = device, cast, look, self._figures[key]
         figures: Figures = self._last[3]
         if not any(born):
             return figures, 0.0

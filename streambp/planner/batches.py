@@ -191,16 +191,16 @@ def both_ways(
         candidates = []
         for method in methods:
             for size in dict.fromkeys(min(size, tokens // rows) for size in chunk_sizes(rows)):
-                at, used = placed(profile, method, tokens, rows * size, memory, setting)
+                at, part_setting = placed(profile, method, tokens, rows * size, memory, setting)
                 parts = work(method, batch, packed, size)
                 flops = sum(part.products + part.forward + part.backward for part in parts.values())
-                spent = seconds_of(with_copies(parts, used.on_host), rates)
+                spent = seconds_of(with_copies(parts, part_setting.on_host), rates)
                 resident_peak = peak(profile, plain, tokens, rows * size, resident).total
                 free_bytes = None
                 if method.prefix_on_host:
                     free_bytes = max(1, int(memory.usable - at.total))
                 how = (method.name, method.saves, method.offload, size, tokens // rows)
-                choice = Choice(*how, at, flops, spent, free_bytes, on_host=used.on_host)
+                choice = Choice(*how, at, flops, spent, free_bytes, on_host=part_setting.on_host)
                 candidates.append(
                     Way(
                         batch,

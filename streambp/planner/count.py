@@ -158,7 +158,7 @@ class Shapes:
         self.mode = mode
         # ids of operations that, by their schemas, return views of their arguments
         self.views: set[int] = set()
-        self._known: dict[Any, Known] = {}
+        self._operations: dict[Any, Known] = {}
         self._meta = mode is None
 
     def known(self, func: Any, args: Any, kwargs: Any) -> tuple[Known | None, Any]:
@@ -181,7 +181,7 @@ class Shapes:
             if kwargs:
                 key += [*kwargs, *map(self._part, kwargs.values())]
             key_of_call = tuple(key)
-            return self._known.get(key_of_call), key_of_call
+            return self._operations.get(key_of_call), key_of_call
         except TypeError:
             return None, None
 
@@ -261,11 +261,11 @@ class Shapes:
             return work
         if writes_inputs:
             if func in CHANGED_IN_PLACE and result is args[0]:
-                self._known[key] = Known(Shapes.IN_PLACE, False, work)
+                self._operations[key] = Known(Shapes.IN_PLACE, False, work)
             elif "out" in kwargs and result is kwargs["out"]:
-                self._known[key] = Known(Shapes.OUT, False, work)
+                self._operations[key] = Known(Shapes.OUT, False, work)
             elif func in CHANGED_LISTS:
-                self._known[key] = Known([None], False, work)
+                self._operations[key] = Known([None], False, work)
         elif any(out.alias_info is not None for out in schema.returns):
             pass  # some outputs are views
         elif all(
@@ -277,7 +277,7 @@ class Shapes:
                     facts.append((x.shape, x.stride(), x.dtype))
                 else:
                     facts.append(x)
-            self._known[key] = Known(
+            self._operations[key] = Known(
                 facts, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0
             )
         return work
@@ -323,8 +323,8 @@ class StepCount(LiveBytes):
         self.shapes = shapes or Shapes()
         # (token, expert) pairs of the last expert selection, and the number of experts
         self.routed = self.experts = 0
-        self._done = Work()
-        # operation -> number of calls whose work is not yet in `_done`
+        self._work = Work()
+        # operation -> number of calls whose work is not yet in `_work`
         self._times: dict[Known, int] = {}
         self._kernel_depth = 0
 
@@ -332,14 +332,14 @@ class StepCount(LiveBytes):
     def work(self) -> Work:
         """Return the FLOPs, bytes read and written, and dispatches of all operations so far."""
         for operation, times in self._times.items():
-            self._done = self._done.plus(operation.work, times)
+            self._work = self._work.plus(operation.work, times)
         self._times.clear()
-        return self._done
+        return self._work
 
     def add(self, work: Work) -> None:
         """Add the FLOPs, bytes and dispatches of a kernel that does not run here, because tensors
         have no data."""
-        self._done = self._done.plus(work)
+        self._work = self._work.plus(work)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

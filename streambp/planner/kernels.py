@@ -156,18 +156,18 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
     attend_merge = attend.merge_in_torch
 
     def launch(
-        kernel: Callable[..., Any], moved: Callable[..., float], /, *args: Any, **kwargs: Any
+        kernel: Callable[..., Any], byte_count: Callable[..., float], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run the torch implementation of a Triton kernel, and count the bytes that the kernel
         itself would read and write.
 
         Args:
             kernel: the torch implementation.
-            moved: function of the same positional arguments that returns the bytes.
+            byte_count: function of the same positional arguments that returns the bytes.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
-        with one_kernel(moved(*args)):
+        with one_kernel(byte_count(*args)):
             return kernel(*args, **kwargs)
 
     def merge(o: Tensor, lse: Tensor, part_o: Tensor, *args: Any) -> None:

@@ -149,7 +149,11 @@ def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> lis
 
 
 def fit_work(
-    name: str, points: Sequence[Point], found: Sequence[Work], k_block: int, own: int | None = None
+    name: str,
+    points: Sequence[Point],
+    costs: Sequence[Work],
+    k_block: int,
+    count_of_own: int | None = None,
 ) -> Part:
     """Fit the costs of one kind of phase as functions of T and C, through counts at several points.
     The number of coefficients is at most the number of points.
@@ -157,23 +161,23 @@ def fit_work(
     Args:
         name: the kind of phase.
         points: (T, C) of each count: tokens of a row, and tokens of a chunk.
-        found: the counted costs at each point.
+        costs: the counted costs at each point.
         k_block: number of keys in an attention block.
-        own: number of leading points from which the bytes copied to and from the host are fitted;
-            None: all points.
+        count_of_own: number of leading points from which bytes copied to and from the host are
+            fitted; None: all points.
     """
-    used = dict(IN_CHUNKS if any(c for _, c in points) else AT_ONCE)
+    columns = dict(IN_CHUNKS if any(c for _, c in points) else AT_ONCE)
     if name not in LAYERS:
         head_features = ("tokens", "one")  # the head has its own blocks
-        used |= {"products": ("tokens",), "moved": head_features, "dispatches": head_features}
+        columns |= {"products": ("tokens",), "moved": head_features, "dispatches": head_features}
     steps = [features(*point, k_block=k_block) for point in points]
     laws = []
-    for field, values in zip(Work._fields, zip(*found, strict=True), strict=True):
-        if own is not None and field in ("out", "back"):
-            number = own
+    for field, values in zip(Work._fields, zip(*costs, strict=True), strict=True):
+        if count_of_own is not None and field in ("out", "back"):
+            number = count_of_own
         else:
             number = len(points)
-        names = list(used[field][:number])
+        names = list(columns[field][:number])
         law = Law()
         if names and any(values):
             table = torch.tensor(

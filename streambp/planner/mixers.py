@@ -176,15 +176,15 @@ def out_of_reach(model: nn.Module) -> list[str]:
 
 
 @contextlib.contextmanager
-def replaced_functions(found: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+def replaced_functions(functions: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Context manager that replaces functions in modules' globals, and restores them afterwards.
 
     Args:
-        found: (namespace, name, replacement) of each function.
+        functions: (namespace, name, replacement) of each function.
     """
-    originals = [(space, name, space[name]) for space, name, _ in found]
+    originals = [(space, name, space[name]) for space, name, _ in functions]
     try:
-        for space, name, stand_in in found:
+        for space, name, stand_in in functions:
             space[name] = stand_in
         yield
     finally:

@@ -353,8 +353,8 @@ def plan_profile(
                 fitting.append(option)
     choice = _fastest(fitting)
     if choice is not None and choice.on_host is not None:
-        used = dataclasses.replace(setting, on_host=choice.on_host)
-        hidden = hides_from(profile.method(choice.method), choice.chunk_size, rates, used)
+        placed_setting = dataclasses.replace(setting, on_host=choice.on_host)
+        hidden = hides_from(profile.method(choice.method), choice.chunk_size, rates, placed_setting)
         choice = dataclasses.replace(choice, hidden_from=hidden)
     levers = tuple(_levers(profile, best.seq_len, memory, setting))
     times = []
@@ -427,8 +427,8 @@ def _timed(
         total = choice.peak.total
     else:
         size = min(chunk_sizes(profile.batch_size)[-1], seq_len)
-        at, used = placed(profile, method, seq_len, size, memory, limited)
-        spent = seconds(method, seq_len, size, rates, used)
+        at, placed_setting = placed(profile, method, seq_len, size, memory, limited)
+        spent = seconds(method, seq_len, size, rates, placed_setting)
         total = at.total
     speed = throughput(spent, seq_len, profile.batch_size, limited)
     shown = size if method.chunked else seq_len
@@ -515,13 +515,13 @@ def options(
         else:
             sizes = (seq_len,)
         for size in dict.fromkeys(min(size, seq_len) for size in sizes):
-            at, used = placed(profile, method, seq_len, size, memory, setting)
+            at, placed_setting = placed(profile, method, seq_len, size, memory, setting)
             how = (method.name, method.saves, method.offload, size, seq_len)
             if method.prefix_on_host:
                 free_bytes = max(1, int(memory.usable - at.total))
             else:
                 free_bytes = None
-            spent = seconds(method, seq_len, size, rates, used)
+            spent = seconds(method, seq_len, size, rates, placed_setting)
             sent = link_bytes(method, seq_len, setting)
             yield Choice(
                 *how,
@@ -530,7 +530,7 @@ def options(
                 spent,
                 free_bytes,
                 sent,
-                used.on_host,
+                placed_setting.on_host,
             )
 
 
@@ -558,15 +558,15 @@ def placed(
     resident = dataclasses.replace(setting, on_host=None)
     if setting.on_host is None or not method.chunked:
         return peak(profile, method, seq_len, chunk_size, resident), resident
-    used = setting
+    placed_setting = setting
     if setting.weights == "auto":
         at = peak(profile, method, seq_len, chunk_size, resident)
         lacking = at.total - memory.usable
         if lacking <= 0:
             return at, resident
         on_host = fewest(profile.frozen, lacking, profile.decoded)
-        used = dataclasses.replace(setting, on_host=on_host)
-    return peak(profile, method, seq_len, chunk_size, used), used
+        placed_setting = dataclasses.replace(setting, on_host=on_host)
+    return peak(profile, method, seq_len, chunk_size, placed_setting), placed_setting
 
 
 def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:

@@ -436,12 +436,12 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
     The function does nothing unless the stream is a terminal.
     """
 
-    def said(what: str, done: float) -> None:
+    def said(what: str, fraction: float) -> None:
         """Draw the progress bar with a text."""
         if stream.isatty():
-            full = round(BAR * done)
+            full = round(BAR * fraction)
             stream.write(
-                f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * done:3.0f} % {doing} {what}"
+                f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * fraction:3.0f} % {doing} {what}"
             )
             stream.flush()
 

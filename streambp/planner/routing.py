@@ -26,7 +26,7 @@ LOOKED_AT = frozenset({aten.nonzero.default, aten._to_copy.default})
 
 
 def answer(
-    func: Any, asked: Tensor, rows: int, experts: int
+    func: Any, tensor: Tensor, rows: int, experts: int
 ) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
     """Return the result of an operation that reads the routing of tokens to experts, for an
     argument [...] on meta or fake tensors. None if the operation reads no routing.
@@ -36,20 +36,25 @@ def answer(
 
     Args:
         func: the operation.
-        asked: its argument.
+        tensor: its argument.
         rows: number of (token, expert) pairs in the last routing.
         experts: number of experts.
     """
     if func is aten._to_copy.default:
-        if asked.dim() != 1 or not rows or asked.is_floating_point() or asked.dtype == torch.bool:
+        if (
+            tensor.dim() != 1
+            or not rows
+            or tensor.is_floating_point()
+            or tensor.dtype == torch.bool
+        ):
             return None
-        share, more = divmod(rows, asked.shape[0])
-        shares = [share + (place < more) for place in range(asked.shape[0])]
-        return torch.tensor(shares, dtype=torch.long, device="cpu").to(asked.dtype)  # [experts]
-    if asked.dtype == torch.bool:
-        if asked.dim() == 1:
-            return ((asked.shape[0], 1), torch.long)
+        share, more = divmod(rows, tensor.shape[0])
+        shares = [share + (place < more) for place in range(tensor.shape[0])]
+        return torch.tensor(shares, dtype=torch.long, device="cpu").to(tensor.dtype)  # [experts]
+    if tensor.dtype == torch.bool:
+        if tensor.dim() == 1:
+            return ((tensor.shape[0], 1), torch.long)
         return None
     if experts:
-        return ((-(-asked.numel() // experts), asked.dim()), torch.long)
+        return ((-(-tensor.numel() // experts), tensor.dim()), torch.long)
     return None

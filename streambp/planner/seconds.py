@@ -148,13 +148,13 @@ def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) 
     return low
 
 
-def throughput(found: Seconds, seq_len: int, batch_size: int, setting: Setting) -> float:
+def throughput(step: Seconds, seq_len: int, batch_size: int, setting: Setting) -> float:
     """Return the tokens that all ranks together process per second.
 
     Args:
-        found: the seconds of a step.
+        step: the seconds of a step.
         seq_len: positions of a row.
         batch_size: rows of a rank's batch.
         setting: the training setting, with the number of GPUs.
     """
-    return seq_len * batch_size * (setting.gpus / setting.ranks) / found.total
+    return seq_len * batch_size * (setting.gpus / setting.ranks) / step.total

@@ -110,12 +110,18 @@ class Phases:
         links = tuple(getattr(count, "links", ()))
         if self._current is not None:
             gradients = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
-            done = work.plus(self._work, -1)
+            phase_work = work.plus(self._work, -1)
             span = Span(
-                *self._current, self._start, count.peak, count.live, self._host(), gradients, done
+                *self._current,
+                self._start,
+                count.peak,
+                count.live,
+                self._host(),
+                gradients,
+                phase_work,
             )
             linked = tuple(
-                current - earlier for current, earlier in zip(links, self._links, strict=True)
+                current - previous for current, previous in zip(links, self._links, strict=True)
             )
             self.spans.append(
                 dataclasses.replace(span, most=getattr(count, "most", {}), links=linked)

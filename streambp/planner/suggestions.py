@@ -150,7 +150,7 @@ def _changed(
 
 
 def remedies(
-    found: Plan,
+    plan: Plan,
     seq_len: int | Literal["max"],
     training: Training,
     count: Callable[[Training], Profile],
@@ -161,14 +161,14 @@ def remedies(
     weights in host memory.
 
     Args:
-        found: the plan that does not fit.
+        plan: the plan that does not fit.
         seq_len: the requested length.
         training: the requested training.
         count: returns the model's profile for a training; called only if necessary.
     """
     named = 0
     last = None
-    best = best_change(found, seq_len, found.profile, None)
+    best = best_change(plan, seq_len, plan.profile, None)
     if best is not None:
         named += 1
         yield best
@@ -179,18 +179,18 @@ def remedies(
         if profile is None:
             continue
         last = (profile, how)
-        smaller = best_change(found, seq_len, profile, how)
+        smaller = best_change(plan, seq_len, profile, how)
         if smaller is not None:
             named += 1
             yield smaller
             if on_device(smaller):
                 break
-    for wider in _on_more_gpus(found, seq_len):
+    for wider in _on_more_gpus(plan, seq_len):
         named += 1
         yield wider
-    shorter = _fewer_tokens(found, seq_len, found.profile, None)
+    shorter = _fewer_tokens(plan, seq_len, plan.profile, None)
     if shorter is None and not named and last is not None:
-        shorter = _fewer_tokens(found, seq_len, *last)
+        shorter = _fewer_tokens(plan, seq_len, *last)
     if shorter is not None:
         yield shorter
 
@@ -258,22 +258,22 @@ def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator
 
 
 def faster(
-    found: Plan, training: Training, count: Callable[[Training], Profile]
+    plan: Plan, training: Training, count: Callable[[Training], Profile]
 ) -> Iterator[Remedy]:
     """Generate changes of a plan that fits which lower its seconds by more than `SLOWER`: where
     weights and optimizer live, and 4 bits for frozen weights.
 
     Args:
-        found: the plan that fits.
+        plan: the plan that fits.
         training: the plan's training.
         count: returns the model's profile for a training; called only if memory binds.
     """
-    seconds = seconds_of(found)
-    plenty = dataclasses.replace(found.memory, gpu=PLENTY, host=None)
-    ideal = plan_profile(found.profile, found.seq_len, plenty, found.setting, found.rates)
+    seconds = seconds_of(plan)
+    plenty = dataclasses.replace(plan.memory, gpu=PLENTY, host=None)
+    ideal = plan_profile(plan.profile, plan.seq_len, plenty, plan.setting, plan.rates)
     if seconds_of(ideal) >= (1 - SLOWER) * seconds:
         return  # more memory does not help
-    best = best_change(found, found.seq_len, found.profile, None)
+    best = best_change(plan, plan.seq_len, plan.profile, None)
     if best is not None and seconds_of(best.plan) <= (1 - SLOWER) * seconds:
         yield best
         seconds = seconds_of(best.plan)
@@ -281,7 +281,7 @@ def faster(
         how = Training(training.lora, BITS)
         profile = profile_of(how, count)
         if profile is not None:
-            smaller = best_change(found, found.seq_len, profile, how)
+            smaller = best_change(plan, plan.seq_len, profile, how)
             if smaller is not None and seconds_of(smaller.plan) <= (1 - SLOWER) * seconds:
                 yield smaller
 
@@ -323,12 +323,12 @@ def too_large(plan: Plan) -> str | None:
     )
 
 
-def with_options(given: Sequence[str], options: Sequence[str]) -> list[str]:
+def with_options(command: Sequence[str], options: Sequence[str]) -> list[str]:
     """Return a command line's words, with `options` in place of its options for the same
     settings."""
     names = {option for option in options if option.startswith("--")}
     names |= {"--lora", "--full"} if names & {"--lora", "--full"} else set()
-    words, values = [], iter(given)
+    words, values = [], iter(command)
     for word in values:
         name, _, value = word.partition("=")
         if name not in names:

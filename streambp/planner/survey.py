@@ -297,7 +297,7 @@ class Counter:
             self._fused = count.work.forward + count.work.backward > 0
         return self._fused
 
-    def more_points(self, recipe: SurveyRecipe, size: int, own: Works) -> Works:
+    def more_points(self, recipe: SurveyRecipe, size: int, counts: Works) -> Works:
         """Return the FLOPs and bytes of steps at two more points: two chunks of `size` tokens, and
         three chunks of 2 `size` tokens. Costs at any length are fitted through these and other
         points.
@@ -309,7 +309,7 @@ class Counter:
         Args:
             recipe: the way to run the step.
             size: chunk size of the smaller point.
-            own: the recipe's own counts, by point.
+            counts: the recipe's own counts, by point.
         """
         assert recipe.config is not None
         key = recipe.split, recipe.config.named_saves, size
@@ -321,16 +321,16 @@ class Counter:
             counted_works: Works = {}
             for point, spans in steps.items():
                 counted_works[point] = unroll(spans, self.reduced)[2]
-            self._more_points[key] = (own, counted_works)
+            self._more_points[key] = (counts, counted_works)
         first, more_work = self._more_points[key]
-        shared = next(point for point in own if point in first)
+        shared = next(point for point in counts if point in first)
         works: Works = {}
         for point, work in more_work.items():
             tokens = point[0] / shared[0]
             chunks = tokens * shared[1] / point[1]
             works[point] = {}
             for name, part in work.items():
-                more = own[shared][name].plus(first[shared][name], -1)
+                more = counts[shared][name].plus(first[shared][name], -1)
                 moved_bytes = part.moved + tokens * more.moved
                 dispatches = part.dispatches + chunks * more.dispatches
                 works[point][name] = part._replace(moved=moved_bytes, dispatches=dispatches)
@@ -470,8 +470,8 @@ class Counter:
 
 
 def _growth(phases: list[Counted], accumulating: list[Counted]) -> list[Counted]:
-    """Return by phase how many bytes more a step needs that adds to existing gradients, and the
-    bytes of these gradients.
+    """Return, for each phase, how many bytes more a step takes if it adds to existing gradients,
+    and the bytes of these gradients.
 
     Args:
         phases: the phases of a step that allocates its gradients.

@@ -61,14 +61,16 @@ def whole_run(
     packed = steps * seconds_of(plan) / 3600
     hours = None
     if plan.profile.batch_size == 1:
-        used = dataclasses.replace(setting, on_host=choice.on_host)
+        placed_setting = dataclasses.replace(setting, on_host=choice.on_host)
         method = plan.profile.method(choice.method)
         total = 0.0
         for length, number in Counter(map(rounded_up, cut)).items():
             tokens_of_row = min(length, plan.seq_len)
             tokens_of_row += -tokens_of_row % setting.ranks
             chunk = min(choice.chunk_size, tokens_of_row)
-            total += number * seconds(method, tokens_of_row, chunk, plan.rates, used).total
+            total += (
+                number * seconds(method, tokens_of_row, chunk, plan.rates, placed_setting).total
+            )
         hours = epochs * total / replicas / 3600
     fastest = min(packed, hours) if hours is not None else packed
     spent = setting.gpus * fastest
@@ -82,15 +84,15 @@ def rounded_up(length: int) -> int:
     return math.ceil(2 ** (math.ceil(STEPS_OF_TWO * math.log2(length)) / STEPS_OF_TWO))
 
 
-def whole_run_text(found: WholeRun, seq_len: int) -> str:
+def whole_run_text(run: WholeRun, seq_len: int) -> str:
     """Return the cost of a training as one line of text."""
-    ways = [f"{hours_text(found.packed_hours)} packed into rows of {seq_len:,} tokens"]
-    if found.hours is not None:
-        ways.append(f"{hours_text(found.hours)} row by row")
-    money = "" if found.price is None else f", {found.price:,.2f} of money"
+    ways = [f"{hours_text(run.packed_hours)} packed into rows of {seq_len:,} tokens"]
+    if run.hours is not None:
+        ways.append(f"{hours_text(run.hours)} row by row")
+    money = "" if run.price is None else f", {run.price:,.2f} of money"
     return (
-        f"{found.rows:,} rows with {found.tokens:,} tokens, {found.epochs:g} epochs: "
-        f"{' or '.join(ways)}; {found.gpu_hours:,.3g} GPU hours{money}. Without the optimizer's "
+        f"{run.rows:,} rows with {run.tokens:,} tokens, {run.epochs:g} epochs: "
+        f"{' or '.join(ways)}; {run.gpu_hours:,.3g} GPU hours{money}. Without the optimizer's "
         "time, loading and evaluation."
     )
 

@@ -1,7 +1,7 @@
 """Decide which calls of a backbone share their rows' prefixes: by arguments, and by a trial of the
 model.
 
-[Note: trial of sharing] Sharing is exact only if a token depends on its row's earlier tokens and
+Sharing is exact only if a token depends on its row's earlier tokens and
 its position alone. No structure of a model proves this: some models count positions from the mask,
 some continue over padding. The first call of each kind therefore runs a trial. Three short rows of
 random tokens share most of their tokens. The trial computes the rows twice, once as rows and once
@@ -159,7 +159,7 @@ def check_streamed(site: LayerSite) -> None:
 
 class Trials:
     """Tests, with random tokens, whether a backbone computes the same for a packed row with shared
-    prefixes as for the rows themselves. [Note: trial of sharing]
+    prefixes as for the rows themselves.
 
     Args:
         module: the backbone.
@@ -179,12 +179,12 @@ class Trials:
     def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return a key for calls with arguments of the same names and form, under the same
         autocast."""
-        said: list[str] = []
+        names: list[str] = []
         for name, value in kwargs.items():
             if value is not None and value is not False and name not in LABELS:
-                said.append(name)
+                names.append(name)
         positions = kwargs.get(SHARED_INPUTS[2])
-        form = (*sorted(said), 0 if positions is None else positions.dim())
+        form = (*sorted(names), 0 if positions is None else positions.dim())
         dtype = next((parameter.dtype for parameter in self.module.parameters()), None)
         return form, autocast_dtype(tokens_of(kwargs).device.type), dtype
 
@@ -198,7 +198,7 @@ class Trials:
         over: Over,
         sites: list[LayerSite],
         apart: int,
-        together: bool,
+        on_all_ranks: bool,
     ) -> None:
         """Test with random tokens whether calls with arguments of this form can be computed as a
         packed row with shared prefixes. Store the reasons against it, or None, in `verdicts`.
@@ -208,7 +208,7 @@ class Trials:
             over: the backbone's forward.
             sites: the backbone's decoder layers.
             apart: minimum number of tokens between two positions at which rows branch.
-            together: True if all ranks run this test at once, because forwards contain collectives.
+            on_all_ranks: True if all ranks run this test together, as forwards contain collectives.
         """
         shares = kwargs.get(EMBEDS) is None
         padded = kwargs.get(SHARED_INPUTS[1]) is not None
@@ -217,7 +217,7 @@ class Trials:
         reasons: list[str | None] = []
         for with_padding in (False,) * shares + (True,) * padded:
             trial = trial_of(kwargs, vocabulary, with_padding)
-            reasons.append(self._try(trial, over, sites, apart, together))
+            reasons.append(self._try(trial, over, sites, apart, on_all_ranks))
         self.verdicts[self.kind_of(kwargs)] = reasons[0], reasons[-1]
 
     def _try(
@@ -226,7 +226,7 @@ class Trials:
         over: Over,
         sites: list[LayerSite],
         branch_distance: int,
-        together: bool,
+        on_all_ranks: bool,
     ) -> str | None:
         mask, positions = mask_and_positions(kwargs)
         ids = known_by(kwargs)
@@ -260,7 +260,7 @@ class Trials:
                     expected = rows[0][is_token]
                     results = spread_all(row, tree)[0][is_token]
             except Exception as error:
-                if together and (failed or is_out_of_memory(error)):
+                if on_all_ranks and (failed or is_out_of_memory(error)):
                     # Other ranks continue this forward, so this rank cannot skip it.
                     raise (failed or [error])[0] from None
                 failed.append(error)
@@ -268,7 +268,7 @@ class Trials:
         if failed:
             if isinstance(failed[0], UnsharedError):
                 return str(failed[0])
-            if is_out_of_memory(failed[0]) and not together:
+            if is_out_of_memory(failed[0]) and not on_all_ranks:
                 # Running out of memory proves nothing about the model. No other rank waits here.
                 raise failed[0]
             return (

@@ -95,13 +95,13 @@ def known_by(kwargs: Mapping[str, Any]) -> Tensor:
     shape = tokens.shape[:2]
     if tokens.is_floating_point():
         return torch.arange(shape.numel(), device=tokens.device).view(shape)
-    said = [kwargs[name] for name in PER_TOKEN if kwargs.get(name) is not None]
+    values = [kwargs[name] for name in PER_TOKEN if kwargs.get(name) is not None]
     if positions is not None and positions.dim() == 3:
-        said += [_numbered(axis.expand(shape)) for axis in positions]
-    if not said:
+        values += [_numbered(axis.expand(shape)) for axis in positions]
+    if not values:
         return tokens  # type: ignore[no-any-return]
     # [B * T, what is said]
-    rows_of_values = torch.stack([tokens, *(x.to(tokens) for x in said)], -1).flatten(0, 1)
+    rows_of_values = torch.stack([tokens, *(x.to(tokens) for x in values)], -1).flatten(0, 1)
     return rows_of_values.unique(dim=0, return_inverse=True)[1].view(shape)
 
 

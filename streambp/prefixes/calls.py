@@ -204,20 +204,20 @@ class SharedPrefixes:
         labels: tuple[Any, Any],
         padding_unseen: Unseen,
     ) -> Tree | str:
-        together = must_agree(self.module)
-        tree, may_try = self._wanted(kwargs, sites, labels, padding_unseen, together)
+        on_all_ranks = must_agree(self.module)
+        tree, may_try = self._wanted(kwargs, sites, labels, padding_unseen, on_all_ranks)
         self._looked = None
         wants = isinstance(tree, Tree) and not self.trials.knows(kwargs)
-        if together and self._agreed(kwargs, may_try, wants):
-            self.trials.make(kwargs, over, sites(), _apart(sites()), together)
-        elif together and wants:
+        if on_all_ranks and self._agreed(kwargs, may_try, wants):
+            self.trials.make(kwargs, over, sites(), _apart(sites()), on_all_ranks)
+        elif on_all_ranks and wants:
             return (
                 "ranks are to try a kind of call together, and this one is not that of all of them "
                 "(a mask on some)"
             )
         elif wants:
             try:
-                self.trials.make(kwargs, over, sites(), _apart(sites()), together)
+                self.trials.make(kwargs, over, sites(), _apart(sites()), on_all_ranks)
                 return self._tried(kwargs, tree)  # type: ignore[arg-type]
             except Exception as error:
                 reason = f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
@@ -235,7 +235,7 @@ class SharedPrefixes:
         sites: Callable[[], list[LayerSite]],
         labels: tuple[Any, Any],
         padding_unseen: Unseen,
-        together: bool = False,
+        on_all_ranks: bool = False,
     ) -> tuple[Tree | str, bool]:
         """Return two values: the packed row for a call, or the reason against it as text; True if
         the backbone may be tested with calls of this form. The backbone does not run.
@@ -248,11 +248,11 @@ class SharedPrefixes:
             sites: returns the backbone's decoder layers.
             labels: labels and shift_labels of the language model around the backbone.
             padding_unseen: returns True if no other code reads values at padding positions.
-            together: True if all ranks test the backbone at once.
+            on_all_ranks: True if all ranks test the backbone at once.
         """
         may_try = False
         try:
-            if not together and self._is_one_row(kwargs):
+            if not on_all_ranks and self._is_one_row(kwargs):
                 return ONE_ROW, False
             layers = sites()
             reason = self._why_not(kwargs, layers)
@@ -361,7 +361,7 @@ class SharedPrefixes:
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
         """Take part in the exchange that precedes each call on all ranks (`_agreed`), for a call
-        that uses no packed row on this rank. [Note: trial of sharing]"""
+        that uses no packed row on this rank."""
         if must_agree(self.module):
             self._agreed(kwargs, may_try=False)
 
@@ -381,10 +381,10 @@ class SharedPrefixes:
             torch.device("cpu"),
         )
         kind = zlib.crc32(repr(self.trials.kind_of(kwargs)).encode()) if may_try else 0
-        said = everyones_numbers(self.module, [kind, wants], device)
-        if kind == 0 or any(other[0] != kind for other in said):
+        replies = everyones_numbers(self.module, [kind, wants], device)
+        if kind == 0 or any(other[0] != kind for other in replies):
             return False
-        return any(wants_test for _, wants_test in said)
+        return any(wants_test for _, wants_test in replies)
 
 
 def _apart(sites: list[LayerSite]) -> int:

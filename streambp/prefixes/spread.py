@@ -86,7 +86,7 @@ class Behind(torch.autograd.Function):
 
 def _at_places(x: LazyHidden, tree: Tree) -> LazyHidden:
     """Return the packed row's lazy hidden states [N, h] as lazy hidden states [B, T, h] of the
-    batch's rows. Each token of the batch refers to a token of the packed row. [Note: places]
+    batch's rows. Each token of the batch refers to a token of the packed row.
 
     Args:
         x: hidden states, computed on the first read.
@@ -190,7 +190,7 @@ def spread(x: Tensor, tree: Tree, late: Callable[[bool], Tensor] | None = None) 
 def spread_all(
     output: Any,
     tree: Tree,
-    done: dict[int, Tensor] | None = None,
+    results: dict[int, Tensor] | None = None,
     late: Callable[[bool], Tensor] | None = None,
 ) -> Any:
     """Return a model's output for the packed row as an output for the batch's rows. The function
@@ -199,20 +199,22 @@ def spread_all(
     Args:
         output: a tensor [1, N, ...] or [N, ...], or such tensors in tuples, lists and dicts.
         tree: the packed row.
-        done: results so far, by id of the tensor.
+        results: results so far, by id of the tensor.
         late: returns the hidden states of the rows [B * T, h], if the program reads padding; None:
             padding has another token's values.
 
     Raises:
         UnsharedError: a tensor has another shape.
     """
-    done = {} if done is None else done
+    results = {} if results is None else results
     if isinstance(output, Tensor):
-        if id(output) not in done:
-            done[id(output)] = spread(output, tree, late)
-        return done[id(output)]
+        if id(output) not in results:
+            results[id(output)] = spread(output, tree, late)
+        return results[id(output)]
     if isinstance(output, Mapping):
-        return type(output)(**{name: spread_all(x, tree, done, late) for name, x in output.items()})
+        return type(output)(
+            **{name: spread_all(x, tree, results, late) for name, x in output.items()}
+        )
     if isinstance(output, tuple | list):
-        return type(output)(spread_all(value, tree, done, late) for value in output)
+        return type(output)(spread_all(value, tree, results, late) for value in output)
     return output

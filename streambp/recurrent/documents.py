@@ -60,13 +60,13 @@ class Documents:
     """
 
     def __init__(
-        self, ids: Tensor | None, ends: Tensor | None, known: tuple[int, ...] | None = None
+        self, ids: Tensor | None, ends: Tensor | None, known_ends: tuple[int, ...] | None = None
     ) -> None:
         self.ids = ids
         self._ends = ends
         self.ends: tuple[int, ...] = ()
         if ends is not None:
-            self.ends = tuple(ends.tolist()) if known is None else known
+            self.ends = tuple(ends.tolist()) if known_ends is None else known_ends
         self._cut: dict[Chunk, Tensor] = {}
 
     @property

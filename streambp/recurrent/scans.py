@@ -102,15 +102,17 @@ class SwappedScans:
 
     def __init__(self, attributes: list[tuple[nn.Module, str, Callable[..., Any]]]) -> None:
         self._attributes = attributes
-        self._before: list[Any] = []
+        self._originals: list[Any] = []
 
     def __enter__(self) -> None:
-        self._before = [module.__dict__.get(name) for module, name, _ in self._attributes]
+        self._originals = [module.__dict__.get(name) for module, name, _ in self._attributes]
         for module, name, function in self._attributes:
             module.__dict__[name] = function
 
     def __exit__(self, *_: object) -> None:
-        for (module, name, _function), previous in zip(self._attributes, self._before, strict=True):
+        for (module, name, _function), previous in zip(
+            self._attributes, self._originals, strict=True
+        ):
             if previous is None:
                 del module.__dict__[name]
             else:  # set by another library
@@ -257,7 +259,7 @@ class SelectiveScan:
         **kwargs: Any,
     ) -> Any:
         """Run the scan with additional tokens that write the start state and read the end state.
-        Return its results without these tokens."""
+        Return its results without these tokens. The arguments are those of the original scan."""
         start = self._start
         if start is not None and start.dim() == 4:  # [B, heads, D, N]
             start = start[:, self._calls]
@@ -350,17 +352,18 @@ def _written(
     dtype: torch.dtype,
     parts: int,
 ) -> Tensor:
-    """Return the inputs u [B, D, parts * N] for the additional tokens of `SelectiveScan` that write
-    the state `start` [B, D, N].
+    """Return the inputs u [B, D, parts * N] of tokens before a chunk that `SelectiveScan` adds to
+    write the start state into the scan.
 
     Args:
-        start: the start state.
-        raw: the tokens' step, from `_raw`.
+        start: the start state [B, D, N].
+        raw: step dt [D] of these tokens, before bias and softplus.
         A: the scan's A, [D, N].
         bias: the scan's delta_bias [D].
         softplus: the scan's delta_softplus.
         dtype: dtype of u.
-        parts: 2: each value is split into a rounded value and its rounding error; 1: it is not.
+        parts: tokens for each of the N columns. 2: one token writes the rounded value, and another
+            its rounding error; 1: one token writes the value.
     """
     wide = torch.promote_types(dtype, torch.float32)
     start, A = start.to(wide), A.to(wide)  # noqa: N806
@@ -387,17 +390,19 @@ def _written(
 
 
 class EndState(torch.autograd.Function):
-    """Autograd Function that returns a scan's end state [B, D, N]. The gradient goes to the outputs
-    of the tokens that read this state."""
+    """Autograd Function that returns a scan's end state [B, D, N]. Backward sends the gradient to
+    the outputs of additional tokens behind the chunk, from which `SelectiveScan` reads this state.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *readers: Tensor) -> Tensor:
-        """Return `value` [B, D, N], the end state that the scan itself has returned.
+        """Return a view of the end state `value`.
 
         Args:
-            value: [B, D, N].
-            readers: outputs [B, D, N] of the reading tokens, in one or two parts; inputs for the
-                graph alone.
+            value: [B, D, N], the end state that the scan has returned, without a gradient of its
+                own.
+            readers: outputs [B, D, N] of the additional tokens, in one or two parts. Backward sends
+                the end state's gradient to these tensors; their values are not used.
         """
         ctx.dtype = readers[0].dtype
         ctx.parts = len(readers)

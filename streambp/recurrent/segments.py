@@ -203,12 +203,12 @@ def _cut(segment: Segment, rows: int, tokens: int, x: Tensor) -> Tensor:
     return _picked(x[:, segment.start : segment.stop], segment.rows, rows)
 
 
-def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:
-    """Return the rows `picked` of x [rows, ...]. Return x unchanged if all rows are picked, or if x
+def _picked(x: Tensor, selected: tuple[int, ...], rows: int) -> Tensor:
+    """Return the rows `selected` of x [rows, ...]. Return x itself if these are all rows, or if x
     [1, ...] has one row for all."""
-    if len(picked) == rows or x.shape[0] == 1:
+    if len(selected) == rows or x.shape[0] == 1:
         return x
-    return torch.cat([x[row : row + 1] for row in picked])
+    return torch.cat([x[row : row + 1] for row in selected])
 
 
 def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tensor | None:

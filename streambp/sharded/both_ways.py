@@ -38,11 +38,11 @@ class OneRank(Shards):
     splits: ClassVar[bool] = False
 
     def queries(self, x: Tensor) -> Tensor:
-        """Return x [B, H, T, D] itself."""
+        """Return x [B, H, T, D] itself: the rank has all tokens, so nothing is exchanged."""
         return x
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
-        """Return x [B, H, T, D] itself."""
+        """Return x [B, H, T, D] itself: the rank has all heads, so nothing is exchanged."""
         return x
 
     def sinks(self, sinks: Tensor) -> Tensor:

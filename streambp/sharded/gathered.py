@@ -120,8 +120,8 @@ class GatheredShards(Shards):
         """Return the part of each rank, [P, B, T / P, ...], from full sequences [B, T, ...]. The
         inverse of `in_order`."""
         if self.balanced:
-            back = self._order(x.device).argsort()
-            x = x.unflatten(1, (2 * self.size, -1)).index_select(1, back).flatten(1, 2)
+            inverse = self._order(x.device).argsort()
+            x = x.unflatten(1, (2 * self.size, -1)).index_select(1, inverse).flatten(1, 2)
         return x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
 
     def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
@@ -184,18 +184,18 @@ class GatheredShards(Shards):
         return gradients
 
 
-def bytes_of_a_head(k: Tensor, v: Tensor, whole: int) -> int:
+def bytes_of_a_head(k: Tensor, v: Tensor, length: int) -> int:
     """Return the bytes of device memory for one head of gathered K and V in backward: values in
     use, values in transfer, and gradients.
 
     Args:
         k: [B, H_kv, T / P, D].
         v: [B, H_kv, T / P, D_v].
-        whole: T, the number of tokens in a full sequence.
+        length: T, the number of tokens in a full sequence.
     """
     item = k.element_size()
     wide = torch.promote_types(k.dtype, torch.float32).itemsize
-    return k.shape[0] * whole * (k.shape[3] + v.shape[3]) * (4 * item + 3 * wide) // 2
+    return k.shape[0] * length * (k.shape[3] + v.shape[3]) * (4 * item + 3 * wide) // 2
 
 
 class GatheredKeys(Keys):

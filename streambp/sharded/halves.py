@@ -39,7 +39,7 @@ class SplitAtAttention(ChunkAttention):
         self.calls = 0
         self.projected: AttentionCall | None = None
 
-    def attend(self, given: AttentionCall) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Return attention's output o as [B, C, H, D_v], contiguous, in the half after attention.
         Store the call's arguments and raise `RefillDone` in the half before attention, to end the
         layer's forward.
@@ -49,7 +49,7 @@ class SplitAtAttention(ChunkAttention):
             if self.at_attention is not None:
                 self.at_attention()
             return self.o.transpose(1, 2).contiguous()
-        self.projected = given
+        self.projected = call
         raise RefillDone
 
     def finish(self) -> None:

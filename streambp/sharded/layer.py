@@ -276,9 +276,9 @@ def _second_half(call: ShardedCall, chunk: Chunk, o: Tensor) -> SplitAtAttention
     """
     if not call.random_before:
         return SplitAtAttention(o)
-    own = RandomState.capture(call.device)
+    random_state = RandomState.capture(call.device)
     call.random_before[chunk.index].restore()
-    return SplitAtAttention(o, own.restore)
+    return SplitAtAttention(o, random_state.restore)
 
 
 def _as_before(call: ShardedCall, chunk: Chunk) -> contextlib.AbstractContextManager[None]:

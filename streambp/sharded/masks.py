@@ -64,14 +64,14 @@ def resolve_whole(
     if isinstance(mask, LazyMask) and mask.whole is not None:
         return mask.whole
     window, clear, shown = _shown(mask, rows, whole.length, length, position_ids, device)
-    said = everyones([-1 if window is None else window, clear, shown])
-    if any(other[2] == Shown.REFUSED or other[0] != said[0][0] for other in said):
+    replies = everyones([-1 if window is None else window, clear, shown])
+    if any(other[2] == Shown.REFUSED or other[0] != replies[0][0] for other in replies):
         raise UnsupportedMaskError(
             "The attention mask is no sliding window, padding or packing; where sequences are "
             "split over ranks streambp knows one rank's part of it only. Train this model without "
             "splitting sequences."
         )
-    if not any(other[1] for other in said):
+    if not any(other[1] for other in replies):
         raise UnsupportedMaskError(
             f"One shard of {length} tokens does not show whether the attention mask is a sliding "
             f"window of {window}. Use longer sequences or fewer ranks, or train without splitting "
@@ -79,7 +79,7 @@ def resolve_whole(
         )
     assert isinstance(mask, LazyMask)
     ignored = (
-        any(other[2] == Shown.IGNORED for other in said)
+        any(other[2] == Shown.IGNORED for other in replies)
         and mask.description.get("attention_mask") is None
     )
     if ignored:

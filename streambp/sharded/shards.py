@@ -166,12 +166,12 @@ class Shards:
         """Return a view of attention sinks [H] for the query heads of this rank."""
         return sinks.chunk(self.size)[self.rank]
 
-    def everyones(self, mine: list[int]) -> list[list[int]]:
+    def everyones(self, numbers: list[int]) -> list[list[int]]:
         """Return the integers that each rank passes, one list for each rank."""
         assert self.positions is not None
         return [
-            said.tolist()
-            for said in all_gather(self.group, torch.tensor(mine, device=self.positions.device))
+            row.tolist()
+            for row in all_gather(self.group, torch.tensor(numbers, device=self.positions.device))
         ]
 
     def start_keys(self, parts: list[Tensor], heads: int) -> Keys:

@@ -197,7 +197,7 @@ def _judge(
     batch: Batch,
     narrow: torch.dtype,
     wide: torch.dtype,
-    said: Said,
+    progress: Said,
 ) -> Draw:
     """Return the verdict for one batch. The gradients of the streamed model, the unpatched model
     and every other method are compared with the gradients of a reference in dtype `wide`. The
@@ -208,10 +208,10 @@ def _judge(
         _set_aside(model),
         float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext(),
     ):
-        said("the streamed model", 0.2)
+        progress("the streamed model", 0.2)
         streamed, notes = _run_streamed(model, config, batch, scale)
         fused = choose_kernels(model, config)  # the truth runs without these kernels
-        said("the unpatched model", 0.4)
+        progress("the unpatched model", 0.4)
         try:
             unpatched = _run(model, batch, scale)
         finally:
@@ -223,10 +223,10 @@ def _judge(
             )
         runs = [streamed, unpatched]
         for method in against:
-            said(name_of(method), 0.5)
+            progress(name_of(method), 0.5)
             with prepared(model, method) as forward:
                 runs.append(_run(model, batch, scale, forward))
-        said(f"the truth in {_name(wide)}", 0.6)
+        progress(f"the truth in {_name(wide)}", 0.6)
         truth = _run_truth(model, batch, scale, wide, tuple(runs))
     streaming = _rate(*truth, runs, 0)
     errors = []
@@ -376,7 +376,9 @@ def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
     return narrow, wide
 
 
-def check_memory(model: nn.Module, narrow: torch.dtype, wide: torch.dtype, others: int = 0) -> None:
+def check_memory(
+    model: nn.Module, narrow: torch.dtype, wide: torch.dtype, other_methods: int = 0
+) -> None:
     """Check that the host has memory for the truth, a copy of the model in dtype `wide`, and for
     each run's gradients.
 
@@ -384,12 +386,12 @@ def check_memory(model: nn.Module, narrow: torch.dtype, wide: torch.dtype, other
         model: the model; tensors on `meta` are counted with the memory that they will take.
         narrow: the least precise dtype of the parameters.
         wide: dtype of the truth.
-        others: number of other methods.
+        other_methods: number of other methods.
 
     Raises:
         StreamBPError: the host has too little memory.
     """
-    sets = 2 + others
+    sets = 2 + other_methods
     needed = 0
     for parameter in model.parameters():
         needed += parameter.numel() * wide.itemsize
@@ -411,7 +413,7 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
     """Return one row of random tokens; its first eighth and an eighth of the rest have no label.
 
     In all runs, left padding and the first token behind it have no label either. The last padding
-    token would predict that first token without reading any key. [Note: empty queries]
+    token would predict that first token without reading any key.
 
     Args:
         model: the model, for its vocabulary and device.

@@ -201,36 +201,36 @@ def _role(name: str) -> str:
 
 def find_problems(
     rated: tuple[ParameterError, ...],
-    whole: ParameterError,
+    total: ParameterError,
     loss: Distances,
     expected: set[str],
-    found: set[str],
+    received: set[str],
     run: str = "streamed",
 ) -> tuple[str, ...]:
     """Return all evidence that a run's gradient is not exact.
 
     Args:
         rated: every parameter's errors.
-        whole: the full gradient's errors.
+        total: the full gradient's errors.
         loss: distances of the losses.
         expected: parameters with a gradient in the unpatched run.
-        found: parameters with a gradient in the run.
+        received: parameters with a gradient in the run.
         run: the run's name.
     """
     problems = []
     for names, what in (
-        (expected - found, f"get none {run}"),
-        (found - expected, f"get one only {run}"),
+        (expected - received, f"get none {run}"),
+        (received - expected, f"get one only {run}"),
     ):
         if names:
             problems.append(
                 f"{len(names)} parameters differ in having a gradient: {', '.join(sorted(names))} "
                 f"{what}"
             )
-    if not whole.exact:
+    if not total.exact:
         problems.append(
-            f"the whole gradient's error {whole.streamed:.2e} is more than {WHOLE:g} x the model's "
-            f"own rounding noise {whole.unpatched:.2e}"
+            f"the whole gradient's error {total.streamed:.2e} is more than {WHOLE:g} x the model's "
+            f"own rounding noise {total.unpatched:.2e}"
         )
     beyond = []
     for p in rated:
@@ -242,7 +242,7 @@ def find_problems(
             f"{len(beyond)} of {len(rated)} parameters have errors that rounding does not explain; "
             f"{worst.name} has {worst.streamed:.2e}, at most {worst.bar:.1e} was expected"
         )
-    allowed = EACH * loss.unpatched + abs(loss.truth) * max(whole.unpatched / 4, LOSS_FLOOR)
+    allowed = EACH * loss.unpatched + abs(loss.truth) * max(total.unpatched / 4, LOSS_FLOOR)
     if not loss.streamed <= allowed:
         problems.append(
             f"the loss is off by {loss.streamed:.1e}; rounding explains at most {allowed:.1e}"

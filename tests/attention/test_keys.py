@@ -69,7 +69,7 @@ def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
         for (block, *expected), (other, *found) in visits:
             assert other == block
             assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-            assert len(tiles._here) <= resident + 2 + -(-k_block // CHUNK) or k_block > LENGTH
+            assert len(tiles._on_device) <= resident + 2 + -(-k_block // CHUNK) or k_block > LENGTH
             if gradients:
                 parts = [torch.randn(expected[0].shape, generator=generator) for _ in "kv"]
                 buffer.add(block, *parts)
@@ -86,7 +86,7 @@ def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
             tiles.take_gradients(chunk), buffer.take_gradients(chunk), strict=True
         ):
             assert torch.equal(found, expected)
-    assert all(index < resident for index in tiles._here)
+    assert all(index < resident for index in tiles._on_device)
 
 
 def test_prefixes_share_their_room_in_order():

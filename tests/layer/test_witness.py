@@ -376,7 +376,7 @@ def test_a_backward_that_raises_leaves_nothing_behind():
     with pytest.raises(BackwardError):
         loss.backward()
     state = model._streambp
-    assert not len(state.witnesses._asked)
+    assert not len(state.witnesses._questions)
     gradients(model, **make_batch("plain"))
 
 
@@ -434,7 +434,7 @@ def one_combination_for_all(patch):
     real = witness.Witness._combined
 
     def combined(self, x):
-        return real(self, x) if self._seen is None else self._seen[2]
+        return real(self, x) if self._combined_input is None else self._combined_input[2]
 
     patch.setattr(witness.Witness, "_combined", combined)
 

@@ -45,12 +45,12 @@ def always_free(self, given, real=sweep.StatisticsTerm.add):
 
 
 def of_any_backward(self, gradient):
-    self._left.setdefault(0, []).append(gradient)
+    self._gradients.setdefault(0, []).append(gradient)
 
 
 def first_ones(self, reading):
     count = reading.positions.numel()
-    found = self._known.get(reading.projection)
+    found = self._statistics.get(reading.projection)
     return None if found is None else (found[0][:count], found[1][:count])
 
 
@@ -127,7 +127,7 @@ def is_refused_before_backward():
 
 
 def left_in_one_place(monkeypatch):
-    monkeypatch.setattr(hub.LazyHead, "take", lambda self: self._left.pop(0, []))
+    monkeypatch.setattr(hub.LazyHead, "take", lambda self: self._gradients.pop(0, []))
 
 
 MUTANTS = {

@@ -135,7 +135,7 @@ def test_every_phase_is_predicted(monkeypatch):
 def remember_as_new(self, key, func, args, kwargs, result):
     """A view taken for a new tensor; no other operation is remembered."""
     if func is torch.ops.aten._unsafe_view.default:
-        self._known[key] = count.Known(
+        self._operations[key] = count.Known(
             [(result.shape, result.stride(), result.dtype)], False, count.VIEW.work
         )
     return count.VIEW.work

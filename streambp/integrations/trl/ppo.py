@@ -205,9 +205,9 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         if self.args.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False)
         if "ref_per_token_logps" in output:
-            away = (log_probs - output["ref_per_token_logps"]).masked_fill(~mask, 0.0)
-            rewards = rewards - self.kl_coef * away
-            self._steer(self.accelerator.gather(away.sum(1)))
+            log_ratios = (log_probs - output["ref_per_token_logps"]).masked_fill(~mask, 0.0)
+            rewards = rewards - self.kl_coef * log_ratios
+            self._steer(self.accelerator.gather(log_ratios.sum(1)))
         return rewards.masked_fill(~mask, 0.0)
 
     def _steer(self, divergences: Tensor) -> None:
