@@ -8,6 +8,7 @@ integrations/trl/grpo.py
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -201,21 +202,32 @@ def adapters_of(weights):
     return {name: weight.float() for name, weight in weights.items() if "lora_" in name}
 
 
-def by_trl(checkpoint, folder, attention="sdpa", config=None):
+def by_trl(checkpoint, folder, attention="sdpa", config=None, kind="sft"):
     """TRL casts the adapters of such a model to bfloat16."""
-    *_, weights, trainer = train(
-        SFTTrainer,
-        SFTConfig,
-        texts(),
+    classes, _, data, more = KINDS[kind]
+    settings = {name: value for name, value in more.items() if name != "reward_funcs"}
+    trainer = {name: value for name, value in more.items() if name == "reward_funcs"}
+    if kind != "grpo":
+        settings["max_length"] = 32
+    *_, weights, trained_by = train(
+        *classes,
+        data(),
         folder,
         model=loaded(checkpoint, torch.bfloat16, attention),
-        trainer={"peft_config": peft.LoraConfig(**LORA)},
+        trainer={**trainer, "peft_config": peft.LoraConfig(**LORA)},
         patch_with=config,
         max_steps=STEPS,
-        max_length=32,
         bf16=True,
+        **settings,
     )
-    return adapters_of(weights), trainer.model
+    return adapters_of(weights), trained_by.model
+
+
+RUNS = {
+    "sft": by_trl,
+    "dpo": functools.partial(by_trl, kind="dpo"),
+    "grpo": functools.partial(by_trl, kind="grpo"),
+}
 
 
 def by_transformers(checkpoint, folder, attention="sdpa", config=None):
@@ -228,7 +240,7 @@ def by_transformers(checkpoint, folder, attention="sdpa", config=None):
 
 @pytest.mark.full
 @pytest.mark.trls_kernel
-@pytest.mark.parametrize("run", [by_trl, by_transformers])
+@pytest.mark.parametrize("run", [*RUNS.values(), by_transformers], ids=[*RUNS, "trainer"])
 def test_qlora(run, tmp_path, calls, in_four_bits):
     """No further from unpatched QLoRA than twice the distance between two of its attention
     kernels."""
