@@ -5,8 +5,8 @@ Each row patches a small model as its users would, mostly with nothing but `stre
 and takes three steps. Its gradients may be 1.15 x as far from those in float32 as the unpatched
 model's in the same set-up. "default": Liger's kernels where they are installed; "compiled"; "LoRA",
 and "LoRA own": by peft's code; "experts": a mixture; "QLoRA": a 4-bit base by bitsandbytes;
-"padded"; "weights": those of a LoRA model's base on the host; "autocast": float32 weights; "TF32"
-and "float32": no half precision. "Trainer" compares four logged steps of HF's Trainer in bf16,
+"padded"; "both ways": attention reads ahead, and layers are cut at it; "weights": those of a LoRA
+model's base on the host; "autocast": float32 weights; "TF32" and "float32": no half precision. "Trainer" compares four logged steps of HF's Trainer in bf16,
 patched on the CPU, with two micro-batches of padded rows each, with those of the unpatched model.
 
 Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the
@@ -113,6 +113,15 @@ def in_four_bits(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     )
 
 
+def reads_ahead(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with bidirectional attention, as LLM2Vec makes it."""
+    model.config.is_causal = False  # type: ignore[union-attr]
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False  # type: ignore[assignment]
+    return model.to(dtype)
+
+
 SETUPS = {
     "default": Setup(liger=True),
     "default short": Setup(liger=True, chunks=1),
@@ -124,6 +133,8 @@ SETUPS = {
     "QLoRA": Setup(in_four_bits),
     "padded right": Setup(spans="right-padded"),
     "padded left": Setup(spans="left-padded"),
+    "both ways": Setup(reads_ahead),
+    "both ways padded": Setup(reads_ahead, spans="right-padded"),
     "weights": Setup(with_adapters, settings={"weights": "cpu"}),
     "offload": Setup(settings={"offload": "auto"}),
     "autocast": Setup(dtype=torch.float32, autocast=True),
