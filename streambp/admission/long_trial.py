@@ -22,6 +22,7 @@ from streambp.admission.agreement import (
 )
 from streambp.admission.rehearsal import rehearsed
 from streambp.attention.prefix import Prefix, Stage
+from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.device import MEMORY_ERRORS, is_out_of_memory
 from streambp.layer.call import LayerCall
@@ -81,9 +82,12 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
     x = call.hidden_states.detach()[..., :length, :].clone()
     x[..., 1::2, :].neg_()
     carried = call.carried.prefix
+    layout = carried.layout
+    if call.site.kind.attention.reads_ahead:  # chunks of the test have no keys of later chunks
+        layout = Spans.causal(call.rows, carried.length)
 
     def given(parts: Sequence[Chunk]) -> Iterator[Tensor]:
-        prefix = Prefix(carried.layout, carried.length, carried.attention)
+        prefix = Prefix(layout, carried.length, carried.attention)
         for _, output in rehearsed(call, x, parts, Stage.FORWARD, prefix):
             assert output is not None
             yield output.hidden_states

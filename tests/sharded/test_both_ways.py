@@ -6,6 +6,7 @@ covers: sharded/both_ways.py, attention/kinds.py
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ from transformers import (
 )
 
 import streambp
+from streambp.admission import long_trial
 from streambp.attention import mask_scan, masks
+from streambp.attention.spans import Run, Spans
 from streambp.layer.recompute import NULL_CONTEXT
 from streambp.sharded import both_ways
 from streambp.sharded import layer as halves
@@ -413,3 +416,47 @@ def test_mutants(mutant, monkeypatch):
     monkeypatch.setattr(module, name, changed)
     with pytest.raises((AssertionError, streambp.StreamBPError)):
         run()
+
+
+def add_hooks(model, hook):
+    for layer in model.encoder.layer:
+        for module in (layer.attention.self.query, layer.output.dense):
+            module.register_forward_hook(hook)
+
+
+def test_hooks_that_change_values(in_halves):
+    """In the half that leaves other products out, a Linear with a hook is computed."""
+    seed_torch(11)
+    model = MAKE["bert"]().train()
+    add_hooks(model, lambda module, args, output: 1.5 * output + 0.1)
+    described = check(model, batch_of("right"), chunk_size=CHUNK)
+    assert [layer.path for layer in described.layers] == ["streams"] * 2
+    assert in_halves
+
+
+def test_recorders_keep_what_they_keep_unpatched():
+    seed_torch(12)
+    stock = MAKE["bert"]().train()
+    shapes = {}
+    for name, model in (("stock", stock), ("ours", copy.deepcopy(stock))):
+        kept = shapes[name] = []
+        add_hooks(model, lambda module, args, output, kept=kept: kept.append(output.shape))
+        if name == "ours":
+            streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK))
+        for _ in range(2):
+            kept.clear()
+            gradients(model, batch_of("right"), torch.randn(3, LENGTH, 32))
+    assert shapes["ours"] == shapes["stock"]
+
+
+def test_the_mutant_that_tries_chunks_with_later_keys_is_noticed(in_halves, monkeypatch):
+    """The layers then run whole: chunks of the test have no keys of later chunks."""
+    monkeypatch.setattr(
+        long_trial, "Spans", SimpleNamespace(causal=lambda rows, length: all_keys(rows, length))
+    )
+    with pytest.raises(AssertionError):
+        test_hooks_that_change_values(in_halves)
+
+
+def all_keys(rows, length):
+    return Spans(length, ((Run(0, length, 0, length),),) * rows)
