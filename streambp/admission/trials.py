@@ -303,7 +303,8 @@ class Recomputed:
     Attributes:
         kv: K and V of each attention call.
         outputs: the outputs of each chunk.
-        leaves: the leaf tensors of the graph: the input and the recurrent start states.
+        leaves: the leaf tensors of the graph: the input, the differentiable arguments of each chunk
+            and the recurrent start states.
         starts: the recurrent start states of each chunk.
         goes_on: True if a chunk's end states have a graph, so that gradients reach earlier chunks.
     """
@@ -348,9 +349,15 @@ class Trial:
             found.leaves += found.starts[-1].values()
             return found.starts[-1]
 
+        def leaves(chunk: Chunk) -> list[Tensor]:
+            # an encoder's output may be all that needs a gradient
+            arguments = self.call.arguments.leaves(chunk, self.call.backward.wanted[1])
+            found.leaves += arguments
+            return arguments
+
         with torch.enable_grad(), self.random.replayed():
             for _, output in rehearsed(
-                self.call, leaf, self.chunks, Stage.RECOMPUTE, prefix, start
+                self.call, leaf, self.chunks, Stage.RECOMPUTE, prefix, start, leaves
             ):
                 assert output is not None
                 found.outputs += [
@@ -382,15 +389,15 @@ class Trial:
         return _keys_and_values(prefix)
 
     def gradients(self, names: Labels) -> list[Tensor | None]:
-        """Return the gradients [...] of input, start states and parameters, recomputed without the
-        outputs of the named Linears."""
+        """Return the gradients [...] of input, arguments, start states and parameters, recomputed
+        without the outputs of the named Linears."""
         others = [name for name in self.linears if name not in names]
         with computed(self.linears, others), left_out(self.linears, names):
             return self.gradients_of(self.recompute())
 
     def gradients_of(self, found: Recomputed) -> list[Tensor | None]:
-        """Return the gradients [...] of input, start states and parameters for a finished
-        recomputation."""
+        """Return the gradients [...] of input, arguments, start states and parameters for a
+        finished recomputation."""
         parameters = [
             parameter for parameter in self.call.site.layer.parameters() if parameter.requires_grad
         ]

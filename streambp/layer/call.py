@@ -459,7 +459,14 @@ class LayerCall:
             stops = [chunk.stop for chunk in self.first_chunks(TRIAL_TOKENS)]
             known = self.backward.situation = (
                 asked,
-                (self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops),
+                (
+                    self.arguments.kind,
+                    tuple(linears),
+                    needs_input,
+                    tuple(self.backward.wanted[1]),
+                    self.autocast.states,
+                    *stops,
+                ),
             )
         return known[1]
 
