@@ -39,6 +39,7 @@ def rehearsed(
     stage: Stage,
     prefix: Prefix,
     start: Callable[[States], States | None] = lambda ended: ended,
+    leaves: Callable[[Chunk], list[Tensor] | None] = lambda chunk: None,
 ) -> Iterator[tuple[States | None, ChunkOutput | None]]:
     """Run the layer's own forward on chunks of x [..., B, t, h], in order, for a test.
 
@@ -51,6 +52,7 @@ def rehearsed(
         prefix: the keys and values that attention reads and appends to.
         start: returns a chunk's start states for the previous chunk's end states; if it returns
             None, the chunk gets no cache.
+        leaves: returns a chunk's differentiable arguments with gradients; None: no gradients.
 
     Yields:
         Each chunk's start states and outputs; the outputs are None if only keys and values are
@@ -59,7 +61,8 @@ def rehearsed(
     ended: States = {}
     for chunk in chunks:
         states = start(ended)
-        output, _ = call.compute(chunk.part(x, -2), chunk, stage, prefix, states=states)
+        part = chunk.part(x, -2)
+        output, _ = call.compute(part, chunk, stage, prefix, leaves(chunk), states)
         yield states, output
         ended = {} if output is None else output.states
 

@@ -317,7 +317,8 @@ class Recomputed:
     Attributes:
         kv: K and V of each attention call.
         outputs: the outputs of each chunk.
-        leaves: the leaf tensors of the graph: the input and the recurrent start states.
+        leaves: the leaf tensors of the graph: the input, the differentiable arguments of each chunk
+            and the recurrent start states.
         starts: the recurrent start states of each chunk.
         goes_on: True if a chunk's end states have a graph, so that gradients reach earlier chunks.
     """
@@ -362,9 +363,15 @@ class Trial:
             results.leaves += results.starts[-1].values()
             return results.starts[-1]
 
+        def leaves(chunk: Chunk) -> list[Tensor]:
+            # an encoder's output may be all that needs a gradient
+            arguments = self.call.arguments.leaves(chunk, self.call.backward.wanted[1])
+            results.leaves += arguments
+            return arguments
+
         with torch.enable_grad(), self.random.replayed():
             for _, output in rehearsed(
-                self.call, leaf, self.chunks, Stage.RECOMPUTE, prefix, start
+                self.call, leaf, self.chunks, Stage.RECOMPUTE, prefix, start, leaves
             ):
                 assert output is not None
                 results.outputs += [
@@ -396,16 +403,16 @@ class Trial:
         return _keys_and_values(prefix)
 
     def gradients(self, names: Labels) -> list[Tensor | None]:
-        """Return the gradients [...] of input, start states and parameters, recomputed without the
-        outputs of the named Linears."""
+        """Return the gradients [...] of input, arguments, start states and parameters, recomputed
+        without the outputs of the named Linears."""
         computed_names = [name for name in self.linears if name not in names]
         with computed(self.linears, computed_names), left_out(self.linears, names):
             return self.gradients_of(self.recompute())
 
     def gradients_of(self, recomputed: Recomputed) -> list[Tensor | None]:
-        """Return the gradients [...] of the layer's input, start states and parameters, in this
-        order, for random gradients of a recomputation's outputs. Tensors that do not require a
-        gradient are left out; None for a tensor without effect."""
+        """Return the gradients [...] of the layer's input, arguments, start states and parameters,
+        in this order, for random gradients of a recomputation's outputs. Tensors that do not require
+        a gradient are left out; None for a tensor without effect."""
         parameters = [
             parameter for parameter in self.call.site.layer.parameters() if parameter.requires_grad
         ]

@@ -31,7 +31,6 @@ from streambp.attention.self_attending import (
     own_mask,
     why_picked_blocks_stay_whole,
 )
-from streambp.attention.spans import Spans
 from streambp.cache import ChunkCache
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
@@ -92,9 +91,8 @@ class BothWays(ThroughInterface):
             return because
         if mask is None:
             return "its attention is bidirectional, and has no mask that tells which keys exist"
-        spans = self.layout(named, x).spans
-        empty = isinstance(spans, Spans) and not all(spans.rows)
-        if empty and any(own_implementation(config) == EAGER for config in self.configs(layer)):
+        is_eager = any(own_implementation(config) == EAGER for config in self.configs(layer))
+        if is_eager and mask.has_empty_row:
             return "a row has no tokens, of which eager attention takes the mean over all keys"
         if mask.description.get("allow_is_causal_skip", False):
             return (

@@ -61,11 +61,21 @@ class LazyMask:
         self.ends: tuple[tuple[int, ...], ...] | None = None
         self.tree: Callable[[int | None], Spans] | None = None
         self._keys_read: Tensor | None = None
+        self._has_empty_row: bool | None = None
 
     @property
     def is_bidirectional(self) -> bool:
         """True if each query reads all keys but padding."""
         return self.description.get("mask_function") is bidirectional_mask_function
+
+    @property
+    def has_empty_row(self) -> bool:
+        """True if a row of the batch has no tokens but padding. The result is cached, because all
+        layers share the mask and the first call waits for the device."""
+        if self._has_empty_row is None:
+            padding: Tensor | None = self.description.get("attention_mask")
+            self._has_empty_row = padding is not None and not bool(padding.any(-1).all())
+        return self._has_empty_row
 
     def over_keys(self, is_added: bool) -> Tensor | None:
         """Return a bidirectional mask as [B, 1, 1, S], because it is the same for all queries; None

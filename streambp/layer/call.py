@@ -465,7 +465,14 @@ class LayerCall:
             stops = [chunk.stop for chunk in self.first_chunks(TRIAL_TOKENS)]
             cached = self.backward.situation = (
                 question,
-                (self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops),
+                (
+                    self.arguments.kind,
+                    tuple(linears),
+                    needs_input,
+                    tuple(self.backward.wanted[1]),
+                    self.autocast.states,
+                    *stops,
+                ),
             )
         return cached[1]
 

@@ -189,7 +189,9 @@ class ShardedCall(LayerCall):
 
     def look_into_halves(self) -> None:
         """Determine which Linears each half of the layer can skip, and store them in `unread`.
-        Cached for calls of the same kind. Must be called inside `LayerCall.streaming`.
+        Cached for calls of the same kind. Under inference mode autograd records no test run, so the
+        halves skip nothing unless an earlier call has tested them. Must be called inside
+        `LayerCall.streaming`.
 
         Raises:
             UnsupportedModelError: the layer overwrites its input in place, which the half before
@@ -204,8 +206,15 @@ class ShardedCall(LayerCall):
             )
         linears = self.site.linears
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
-        key = (self.arguments.kind, tuple(linears), autocast, min(TRIAL_TOKENS, self.plan.length))
-        if linears and key not in self.site.tests.unread_in_halves:
+        key = (
+            self.arguments.kind,
+            tuple(linears),
+            len(self.arguments.differentiable),
+            autocast,
+            min(TRIAL_TOKENS, self.plan.length),
+        )
+        known = key in self.site.tests.unread_in_halves
+        if linears and not known and not torch.is_inference_mode_enabled():
             parameters = Parameters(self.site.layer, self.device)
             with (
                 torch.enable_grad(),
@@ -237,12 +246,13 @@ def _unread_in_halves(
         random: the random state from which each run starts.
     """
     x = x.clone().requires_grad_()
+    leaves = call.arguments.leaves(chunk, [True] * len(call.arguments.differentiable))
 
     def before() -> list[Tensor]:
         """Run the layer's forward up to its attention, and return q, k and v."""
         point = SplitAtAttention()
         with random.replayed():
-            call.run(x, chunk, point)
+            call.run(x, chunk, point, leaves)
         projected = point.projected
         assert projected is not None
         return [projected.q, projected.k, projected.v]
@@ -255,7 +265,7 @@ def _unread_in_halves(
         """Run the layer's forward with `o` as attention's output, and return hidden_states and the
         layer's other outputs."""
         with random.replayed():
-            output = call.run(x, chunk, SplitAtAttention(o))
+            output = call.run(x, chunk, SplitAtAttention(o), leaves)
         assert output is not None
         return [output.hidden_states, *output.extras.values()]
 
@@ -272,7 +282,7 @@ def _unread_in_halves(
                     return run()
             computed_names = [name for name in linears if name not in names]
             with random.replayed(), computed(linears, computed_names), left_out(linears, names):
-                return gradients_of(run(), [x, o, *call.site.layer.parameters()])
+                return gradients_of(run(), [x, o, *leaves, *call.site.layer.parameters()])
 
         def same(results: list[Any]) -> bool:
             """True if these outputs or gradients equal those with all Linears."""

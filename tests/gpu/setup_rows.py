@@ -6,8 +6,9 @@ and takes three steps. Its gradients may be 1.15 x as far from those in float32 
 model's in the same set-up. "default": Liger's kernels where they are installed; "compiled"; "LoRA",
 and "LoRA own": by peft's code; "experts": a mixture; "QLoRA": a 4-bit base by bitsandbytes;
 "padded"; "both ways": attention reads ahead, and layers are cut at it; "weights": those of a LoRA
-model's base on the host; "autocast": float32 weights; "TF32" and "float32": no half precision. "Trainer" compares four logged steps of HF's Trainer in bf16,
-patched on the CPU, with two micro-batches of padded rows each, with those of the unpatched model.
+model's base on the host; "autocast": float32 weights; "TF32" and "float32": no half precision.
+"Trainer" compares four logged steps of HF's Trainer in bf16, patched on the CPU, with two
+micro-batches of padded rows each, with those of the unpatched model.
 
 Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the
 same code on a CPU.

@@ -1,0 +1,204 @@
+"""Layers whose attention reads ahead, as training programs call them: rows without tokens, other
+modes, several forwards in a step.
+
+covers: sharded/both_ways.py, sharded/call.py, attention/kinds.py, attention/masks.py
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import streambp
+from streambp.attention import masks
+from tests.oracle import EXACT, worst_error
+from tests.seeds import seed_torch
+from tests.sharded.test_both_ways import CHUNK, LENGTH, MAKE, in_halves, padding
+
+__all__ = ["in_halves"]  # a fixture
+
+NAMES = ["bert", "modernbert", "llama", "embedding_gemma"]
+
+
+@pytest.fixture(autouse=True)
+def float64_everywhere(float64_oracle):
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def made(name, implementation="sdpa"):
+    model = MAKE[name]().train()
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def ids(rows, length=LENGTH):
+    return torch.randint(3, 60, (rows, length))
+
+
+def gradients(model, step):
+    model.zero_grad(set_to_none=True)
+    loss = step(model)
+    if loss.requires_grad:
+        loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), found
+
+
+def check(stock, step, steps=2, **settings):
+    """Compare steps of the patched model with the unpatched one, and return its description."""
+    loss, expected = gradients(stock, step)
+    config = streambp.StreamConfig(**{"chunk_size": CHUNK, **settings})
+    ours = streambp.patch(copy.deepcopy(stock), config)
+    for _ in range(steps):
+        ours_loss, found = gradients(ours, step)
+        assert abs(ours_loss - loss) <= 1e-11 * abs(loss)
+        assert worst_error(found, expected) <= EXACT
+    return streambp.describe(ours)
+
+
+def weighted(output):
+    """A sum over all outputs with weights that follow from their positions."""
+    states = output.last_hidden_state
+    weights = torch.arange(states.numel(), dtype=states.dtype).sin().reshape(states.shape)
+    return (states * weights).sum()
+
+
+def without_tokens(kind):
+    """A mask whose third row is padding alone."""
+    mask = padding(kind)
+    mask[2] = 0
+    return mask
+
+
+@pytest.mark.fast("modernbert-between-eager")
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["right", "between"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_of_padding(name, kind, implementation, in_halves):
+    """Eager attention takes the mean over all keys there, also in layers with a window and beside a
+    row with padding between its tokens."""
+    seed_torch()
+    x, mask = ids(3), without_tokens(kind)
+    stock = made(name, implementation)
+
+    def step(model):
+        states = model(input_ids=x, attention_mask=mask, use_cache=False).last_hidden_state
+        kept = mask.clone()
+        kept[2] = 1  # the row's outputs are read
+        return (states * kept[..., None]).square().sum()
+
+    described = check(stock, step)
+    paths = {layer.path for layer in described.layers}
+    assert paths == {"streams" if implementation == "sdpa" else "checkpoints"}
+    assert bool(in_halves) == (implementation == "sdpa")
+
+
+def test_the_mutant_that_looks_for_no_row_of_padding_is_noticed(monkeypatch, in_halves):
+    monkeypatch.setattr(masks.LazyMask, "has_empty_row", False)
+    with pytest.raises((AssertionError, streambp.StreamBPError)):
+        test_a_row_of_padding("modernbert", "between", "eager", in_halves)
+
+
+@pytest.mark.fast("modernbert")
+@pytest.mark.parametrize("name", NAMES)
+def test_inference_mode_first(name, in_halves):
+    """No test of the halves is run under inference mode, and the next call tests them."""
+    seed_torch(1)
+    x, mask = ids(3), padding("right")
+
+    def step(model):
+        model.eval()
+        with torch.inference_mode():
+            first = float(weighted(model(input_ids=x, attention_mask=mask, use_cache=False)))
+        model.train()
+        return weighted(model(input_ids=x, attention_mask=mask, use_cache=False)) + first
+
+    check(made(name), step)
+    assert len(in_halves) == 4 * MAKE[name]().config.num_hidden_layers
+
+
+def mean_of(output, mask):
+    states = output.last_hidden_state
+    kept = mask[..., None].to(states.dtype)
+    return torch.nn.functional.normalize((states * kept).sum(1) / kept.sum(1), dim=-1)
+
+
+def ranking_loss(first, second):
+    """Sentence-transformers' MultipleNegativesRankingLoss."""
+    return torch.nn.functional.cross_entropy(20 * first @ second.T, torch.arange(len(first)))
+
+
+def pairs():
+    """Queries with padding, and shorter documents."""
+    documents = ids(3, 15)
+    return (ids(3), padding("right")), (documents, torch.ones_like(documents))
+
+
+def embed(model, tokens, mask):
+    return mean_of(model(input_ids=tokens, attention_mask=mask, use_cache=False), mask)
+
+
+@pytest.mark.fast("bert", "embedding_gemma")
+@pytest.mark.parametrize("name", NAMES)
+def test_two_forwards_before_a_backward(name, in_halves):
+    """The lengths of the two differ, and their weights are the same."""
+    seed_torch(2)
+    queries, documents = pairs()
+    check(made(name), lambda m: ranking_loss(embed(m, *queries), embed(m, *documents)))
+    assert set(in_halves) == {LENGTH, 15}
+
+
+@pytest.mark.fast("llama")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cached_ranking_loss(name):
+    """Embeddings without a graph, the loss over all of them, and each row again with a graph."""
+    seed_torch(3)
+    given = pairs()
+
+    def step(model):
+        with torch.no_grad():
+            found = [embed(model, *part) for part in given]
+        leaves = [x.requires_grad_() for x in found]
+        loss = ranking_loss(*leaves)
+        loss.backward()
+        for (tokens, mask), leaf in zip(given, leaves, strict=True):
+            for row in range(3):
+                part = slice(row, row + 1)
+                again = embed(model, tokens[part], mask[part])
+                (again * leaf.grad[part]).sum().backward()
+        return loss.detach()
+
+    check(made(name), step)
+
+
+@pytest.mark.fast("modernbert")
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_between_and_accumulated_steps(name):
+    seed_torch(4)
+    x, y, mask = ids(3), ids(2, 29), padding("right")
+
+    def step(model):
+        weighted(model(input_ids=y, use_cache=False)).backward()
+        model.eval()
+        with torch.no_grad():
+            value = float(weighted(model(input_ids=x, attention_mask=mask, use_cache=False)))
+        model.train()
+        return weighted(model(input_ids=x, attention_mask=mask, use_cache=False)) + value
+
+    check(made(name), step, saves=("attn_out",), offload="cpu")
+
+
+@pytest.mark.fast("bert")
+@pytest.mark.parametrize("name", NAMES)
+def test_frozen_lower_layers(name):
+    seed_torch(5)
+    stock = made(name)
+    for parameter_name, parameter in stock.named_parameters():
+        is_low = any(part in parameter_name for part in ("embed", "layer.0.", "layers.0."))
+        parameter.requires_grad_(not is_low)
+    queries, documents = pairs()
+    check(stock, lambda m: ranking_loss(embed(m, *queries), embed(m, *documents)))
