@@ -32,7 +32,7 @@ or less: `worst_error` in tests/oracle.py). Made by `python -m scripts.family_ta
 
 Left-padded batches leave out one label, that of the first token after the padding: what predicts it is padding, which
 reads nothing, and there eager attention gives what no causal computation can
-([how-it-works.md](how-it-works.md), masks and padding).
+([how-it-works.md](../explanation/how-it-works.md), masks and padding).
 
 *streams*: so many layers run in chunks; *checkpoints*: these cannot be cut and run whole under torch's checkpoint, which
 costs memory and is exact. *head*: whether the loss is computed without logits. The last column is what `describe` says:

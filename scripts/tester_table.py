@@ -1,19 +1,23 @@
-"""Writes docs/transformers-testers.md: `python scripts/tester_table.py TREE [FAMILY ...]`.
+"""Writes docs/transformers-testers.md:
+`python scripts/tester_table.py TREE [--rows FILE] [--form FORM] [FAMILY ...]`.
 
 TREE is a source tree of transformers, whose `tests/models/*/test_modeling_*.py` build a tiny model
-of every class. Every class runs in a process of its own, forked from one that has imported
-everything. About twenty minutes on one core. With names of families (folders of tests/models) only
-these are run, and nothing is written.
+of every class. Every class runs in each form (settings and padding, `FORMS`), each time in a
+process of its own, forked from one that has imported everything. About an hour on one core. FILE
+gets each row as a line of JSON, and a run that finds rows there does not repeat them. With a form,
+or with names of families (folders of tests/models), only these are run, and no page is written.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import json
 import multiprocessing
 import os
 import re
@@ -30,6 +34,14 @@ TARGET = ROOT / "docs" / "transformers-testers.md"
 CHUNK_SIZE = 3
 LIMIT = 240.0  # seconds for a class
 EXACT = 1e-10
+EXACT_IN_FLOAT32 = 1e-5  # of the whole gradient, for classes that do not run in float64
+FORMS: dict[str, dict[str, Any]] = {  # settings, and the side that is padded
+    "chunks": {"chunk_size": CHUNK_SIZE},
+    "defaults, right padding": {"pad": "right"},
+    "defaults, left padding": {"pad": "left"},
+    "offload": {"chunk_size": CHUNK_SIZE, "offload": "cpu"},
+}
+MAIN = "chunks"  # the form whose rows the page shows one by one
 RANDOM = (
     "dropout",
     "pdrop",
@@ -60,18 +72,33 @@ class Row:
     layers: str = ""
     head: str = ""
     error: float | None = None
+    form: str = MAIN
 
     def __str__(self) -> str:
         error = "" if self.error is None else f"{self.error:.0e}"
         return " | ".join(
-            (self.family, self.model, self.outcome, self.layers, self.head, error, self.why)
+            (
+                self.form,
+                self.family,
+                self.model,
+                self.outcome,
+                self.layers,
+                self.head,
+                error,
+                self.why,
+            )
         )
 
 
 def main() -> None:
-    tree, *families = sys.argv[1:]
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("tree")
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--form", choices=FORMS, action="append")
+    parser.add_argument("--rows", type=Path)
+    given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    sys.path[0] = tree  # instead of this folder; `tests` is theirs from here on
+    sys.path[0] = given.tree  # instead of this folder; `tests` is theirs from here on
     import torch
 
     import streambp  # noqa: F401 - before the forks
@@ -79,23 +106,74 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in UNUSED:
         sys.modules[name] = Absent(name)
+    kept = Kept(given.rows)
     rows: list[Row] = []
-    paths = sorted(Path(tree).glob("tests/models/*/test_modeling_*.py"))
-    for path in paths:
-        family = path.parent.name
-        if families and family not in families:
-            continue
-        try:
-            module = import_with_stand_ins(f"tests.models.{family}.{path.stem}")
-        except Exception as error:
-            rows.append(Row(family, path.stem, "not imported", f"{type(error).__name__}: {error}"))
+    for path in sorted(Path(given.tree).glob("tests/models/*/test_modeling_*.py")):
+        if not given.families or path.parent.name in given.families:
+            rows += rows_of(path, given.form or list(FORMS), kept)
+    if not (given.families or given.form):
+        TARGET.write_text(page(rows, given.tree))
+
+
+class Kept:
+    """Rows of earlier runs in a file, one a line of JSON; None: no file.
+
+    A test module is in the file once all its rows are, so that a run which ends early loses the
+    rows of one module.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        lines = file.read_text().splitlines() if file is not None and file.exists() else []
+        self.modules = [json.loads(line) for line in lines]
+
+    def rows(self, path: Path, forms: list[str]) -> list[Row] | None:
+        """Return the rows of a test module in these forms; None if it has not been run."""
+        for module in self.modules:
+            if module["path"] == path.name and module["forms"] == forms:
+                return [Row(**row) for row in module["rows"]]
+        return None
+
+    def add(self, path: Path, forms: list[str], rows: list[Row]) -> None:
+        """Append the rows of a test module."""
+        if self.file is not None:
+            module = {
+                "path": path.name,
+                "forms": forms,
+                "rows": [dataclasses.asdict(row) for row in rows],
+            }
+            with self.file.open("a") as file:
+                file.write(json.dumps(module) + "\n")
+
+
+def rows_of(path: Path, forms: list[str], kept: Kept) -> list[Row]:
+    """Return rows of all model classes of a test module, in all forms. Print those that are new."""
+    found = kept.rows(path, forms)
+    if found is None:
+        found = run_module(path, forms)
+        kept.add(path, forms, found)
+    return found
+
+
+def run_module(path: Path, forms: list[str]) -> list[Row]:
+    """Run all model classes of a test module in all forms, and print and return their rows."""
+    family = path.parent.name
+    rows: list[Row] = []
+    try:
+        module = import_with_stand_ins(f"tests.models.{family}.{path.stem}")
+    except Exception as error:
+        rows.append(Row(family, path.stem, "not imported", f"{type(error).__name__}: {error}"))
+        print(rows[-1], flush=True)
+        return rows
+    for tester, model_class in sorted(testers(module), key=lambda pair: pair[1].__name__):
+        for form in forms:
+            # `patch` refuses a class in every form.
+            if rows and rows[-1].outcome == "refused" and rows[-1].model == model_class.__name__:
+                rows.append(dataclasses.replace(rows[-1], form=form))
+                continue
+            rows.append(in_a_process(tester, model_class, family, form))
             print(rows[-1], flush=True)
-            continue
-        for tester, model_class in sorted(testers(module), key=lambda pair: pair[1].__name__):
-            rows.append(in_a_process(tester, model_class, family))
-            print(rows[-1], flush=True)
-    if not families:
-        TARGET.write_text(page(rows, tree))
+    return rows
 
 
 def import_with_stand_ins(name: str) -> types.ModuleType:
@@ -175,13 +253,13 @@ def testers(module: types.ModuleType) -> Iterator[tuple[type, type]]:
     yield from found.values()
 
 
-def in_a_process(test: type, model_class: type, family: str) -> Row:
+def in_a_process(test: type, model_class: type, family: str, form: str = MAIN) -> Row:
     """What `row` says, or that it took too long or took its process down."""
-    row_of = Row(family, model_class.__name__, "crashed", "its process ended")
+    row_of = Row(family, model_class.__name__, "crashed", "its process ended", form=form)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
-        target=lambda: theirs.send(dataclasses.asdict(row(test, model_class, family)))
+        target=lambda: theirs.send(dataclasses.asdict(row(test, model_class, family, form)))
     )
     process.start()
     theirs.close()
@@ -197,22 +275,44 @@ def in_a_process(test: type, model_class: type, family: str) -> Row:
     return row_of
 
 
-def row(test: type, model_class: type, family: str) -> Row:
-    """Build, run unpatched, patch, run, compare."""
+def row(test: type, model_class: type, family: str, form: str = MAIN) -> Row:
+    """Build, run unpatched, patch, run, compare. A class that does not run in float64 is run in
+    float32."""
+    import torch
+
+    found = row_in(
+        torch.float64, test, model_class, Row(family, model_class.__name__, "", form=form)
+    )
+    if found.outcome not in ("not built", "not run unpatched"):
+        return found
+    again = row_in(torch.float32, test, model_class, dataclasses.replace(found, outcome="", why=""))
+    if again.outcome in ("not built", "not run unpatched"):
+        return found
+    return dataclasses.replace(again, why="; ".join(filter(None, ("in float32", again.why))))
+
+
+def row_in(dtype: Any, test: type, model_class: type, result: Row) -> Row:
+    """Fill in a row, in float64 with casts lifted or in float32."""
     import pytest
     import torch
 
     import streambp
 
     oracle, checks = load("tests/oracle"), load("scripts/tester_checks")
-    result = Row(family, model_class.__name__, "")
-    torch.set_default_dtype(torch.float64)
+    settings = dict(FORMS[result.form])
+    side = settings.pop("pad", None)
+    torch.set_default_dtype(dtype)
     with pytest.MonkeyPatch.context() as patch:
-        oracle.lift_float32_casts(patch)
+        if dtype is torch.float64:
+            oracle.lift_float32_casts(patch)
         try:
             model, batch = build(test, model_class)
-            size = checks.chunk_size_for(batch, CHUNK_SIZE)
-            ours = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=size))
+            if side is not None and not pad(model, batch, side):
+                why = f"its inputs have no row to pad on the {side}"
+                return dataclasses.replace(result, outcome="not padded", why=why)
+            if "chunk_size" in settings:
+                settings["chunk_size"] = checks.chunk_size_for(batch, CHUNK_SIZE)
+            ours = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(**settings))
         except streambp.StreamBPError as error:
             return dataclasses.replace(result, outcome="refused", why=short(error))
         except Exception as error:
@@ -235,19 +335,43 @@ def row(test: type, model_class: type, family: str) -> Row:
             described := streambp.describe(ours),
             (loss, expected),
             (found_loss, found),
-            oracle,
+            oracle.worst_error if dtype is torch.float64 else oracle.relative_l2,
         )
-        if result.error is not None and not result.error <= EXACT:
+        exact = EXACT if dtype is torch.float64 else EXACT_IN_FLOAT32
+        if result.error is not None and not result.error <= exact:
             noise = oracle.worst_error(gradients(model, batch)[1], expected)
             result.why = f"two unpatched runs differ by {noise:.0e}; {result.why}"
             result.outcome = result.outcome if result.error <= 2 * noise else "INEXACT"
-        nothing = checks.why_nothing(described, chunks, expected)
+        # A step under the defaults, of one chunk, shows the batch without its padding.
+        nothing = side is None and checks.why_nothing(described, chunks, expected)
         if nothing and result.outcome in ("streams", "runs whole"):
             result.outcome, result.why = "shows nothing", nothing
         return result
 
 
-def compared(result: Row, description: Any, expected: Any, found: Any, oracle: Any) -> None:
+def pad(model: Any, batch: dict[str, Any], side: str) -> bool:
+    """Mask one to three tokens at a side of each row but the last, and their labels. False if the
+    batch has no 2-D mask of its tokens."""
+    import torch
+
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    accepted = inspect.signature(model.forward).parameters
+    if ids is None or ids.dim() != 2 or "attention_mask" not in accepted:
+        return False
+    if ids.shape[1] < 3 or getattr(batch.get("attention_mask"), "shape", ids.shape) != ids.shape:
+        return False
+    mask = torch.ones_like(ids)
+    for index in range(max(1, ids.shape[0] - 1)):
+        size = 1 + index % min(3, ids.shape[1] - 2)
+        mask[index, slice(size) if side == "left" else slice(-size, None)] = 0
+    batch["attention_mask"] = mask
+    if labels is not None and labels.shape == mask.shape:
+        labels[mask == 0] = -100
+        leave_out_what_padding_predicts(batch)
+    return True
+
+
+def compared(result: Row, description: Any, expected: Any, found: Any, distance: Any) -> None:
     """Fill in what the patched model did, and how far its loss and gradients are off."""
     paths = [layer.path for layer in description.layers]
     result.layers = ", ".join(
@@ -263,7 +387,7 @@ def compared(result: Row, description: Any, expected: Any, found: Any, oracle: A
         result.outcome, result.why = "INEXACT", f"gradients of {differing[:3]} on one side only"
         return
     loss_error = float(abs(found[0] - expected[0]) / abs(expected[0]).clamp(min=1e-30))
-    result.error = max(oracle.worst_error(found[1], expected[1]), loss_error)
+    result.error = max(distance(found[1], expected[1]), loss_error)
     result.outcome = "streams" if "streams" in paths else "runs whole"
 
 
@@ -280,10 +404,11 @@ def load(name: str) -> Any:
 
 
 def build(test: type, model_class: type) -> tuple[Any, dict[str, Any]]:
-    """The tester's model in float64 and train mode with nothing random in it, and its inputs, with
-    random labels."""
+    """The tester's model in the default dtype and train mode with nothing random in it, and its
+    inputs, with random labels."""
     import torch
 
+    dtype = torch.get_default_dtype()
     torch.manual_seed(0)
     case = test()
     case.setUp()
@@ -294,7 +419,7 @@ def build(test: type, model_class: type) -> tuple[Any, dict[str, Any]]:
     # their sdpa leaves it out
     if any(getattr(text, "attn_logit_softcapping", None) is not None for text in texts):
         config._attn_implementation = "eager"
-    model = model_class(config).double().train()
+    model = model_class(config).to(dtype).train()
     for module in model.modules():
         if "Dropout" in type(module).__name__:
             module.p = 0.0
@@ -316,7 +441,7 @@ def build(test: type, model_class: type) -> tuple[Any, dict[str, Any]]:
         )
         leave_out_what_padding_predicts(batch)
     batch = {
-        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in batch.items()
     }
     batch.pop("use_cache", None)
@@ -387,6 +512,14 @@ predicts): patched with chunks of {chunk_size} positions (a shorter text's last 
 unpatched model in float64, inner float32 casts lifted, train mode, dropout off: the loss and all parameters' gradients, the
 same set of them. *error*: the worst over both, relative to each gradient (tests/oracle.py). Exact: at most {exact:.0e}.
 
+The tables below are of chunks. Counts of every form:
+
+{forms}
+
+A padded batch has one to three tokens of padding in every row but the last, on the left or on the right, and runs under the
+defaults of `streambp.patch`. Classes that do not run in float64 are run in float32, and the error is then the whole
+gradient's.
+
 Made by `python scripts/tester_table.py TREE` with the tests of transformers {tests}, run with transformers {transformers}
 and torch {torch}.
 
@@ -406,6 +539,7 @@ SECTIONS = {
     "not run unpatched": "Not run: the unpatched model does not take the tester's inputs in float64",
     "not built": "Not run: the tester does not build its model here",
     "not imported": "Not run: the test module is not imported here",
+    "not padded": "Not run: its inputs have no row to pad",
 }
 NO_DECODER = (
     "It has no stack of transformers decoder layers",
@@ -414,11 +548,23 @@ NO_DECODER = (
 )
 
 
+def counts_by_form(rows: list[Row]) -> str:
+    """A table of how many classes had which outcome, a row for each form."""
+    names = [name for name in SECTIONS if any(row.outcome == name for row in rows)]
+    lines = [f"| form | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    for form in FORMS:
+        outcomes = [row.outcome for row in rows if row.form == form]
+        counts = [str(outcomes.count(name)) for name in names]
+        lines.append(f"| {form} | {' | '.join(counts)} |")
+    return "\n".join(lines)
+
+
 def page(rows: list[Row], tree: str) -> str:
     """The table as Markdown."""
     import torch
     import transformers
 
+    every, rows = rows, [row for row in rows if row.form == MAIN]
     encoders = [
         row
         for row in rows
@@ -431,6 +577,7 @@ def page(rows: list[Row], tree: str) -> str:
     counts = [
         f"{len(found)} {SECTIONS[name][0].lower() + SECTIONS[name][1:]}"
         for name, found in listed.items()
+        if name != "not padded"
     ]
     version = re.search(r'version="([^"]+)"', (Path(tree) / "setup.py").read_text())
     text = HEADER.format(
@@ -440,9 +587,13 @@ def page(rows: list[Row], tree: str) -> str:
         transformers=transformers.__version__,
         torch=torch.__version__.split("+")[0],
         counts="\n".join(f"- {count}" for count in [*counts, f"{len(encoders)} no decoders"]),
+        forms=counts_by_form(every),
     )
     for name, found in listed.items():
-        text += f"\n## {SECTIONS[name]}\n\n" + (table(found, name) if found else "None.\n")
+        if name != "not padded":
+            text += f"\n## {SECTIONS[name]}\n\n" + (table(found, name) if found else "None.\n")
+    text += "\n## Other forms\n\nClasses that are not exact in another form, where chunks are:\n\n"
+    text += others(every)
     text += (
         "\n## No decoders\n\nEncoders, encoder-decoders and models without transformers' decoder "
         "layers; refused when "
@@ -451,6 +602,20 @@ def page(rows: list[Row], tree: str) -> str:
         "patched.\n\n" + textwrap.fill(", ".join(row.model for row in encoders) + ".", 125) + "\n"
     )
     return text
+
+
+def others(rows: list[Row]) -> str:
+    """A table of classes that were exact in chunks, and have another outcome in another form."""
+    exact = ("streams", "runs whole", "shows nothing", "not padded")
+    known = {(row.family, row.model) for row in rows if row.form == MAIN and row.outcome in exact}
+    lines = [
+        f"| {row.form} | {row.model} | {row.outcome} | {cell(row.why)} |"
+        for row in rows
+        if row.outcome not in exact and (row.family, row.model) in known
+    ]
+    if not lines:
+        return "None.\n"
+    return "\n".join(["| form | class | outcome | reason |", "|---|---|---|---|", *lines]) + "\n"
 
 
 def table(rows: list[Row], outcome: str) -> str:

@@ -1525,3 +1525,82 @@ def _(t: Trial) -> None:
     with contextlib.suppress(RuntimeError):
         t.model(input_ids=t.batch["input_ids"][:0], labels=t.batch["labels"][:0])
     t.step()
+
+
+@program(BEFORE, "has a layer that runs without gradients (`torch.no_grad`)")
+def _(t: Trial) -> None:
+    real = t.layer.forward
+
+    def forward(hidden_states: Tensor, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return real(hidden_states, **kwargs)
+
+    t.layer.forward = forward
+    t.patch()
+    t.step()
+
+
+class OfOneLength(torch.autograd.Function):
+    """A kernel whose backward takes no other length than a batch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        if grad.shape[1] != LENGTH:
+            raise ValueError(f"{LENGTH} tokens are needed")
+        return grad
+
+
+@program(BEFORE, "has a module whose backward raises on a few tokens")
+def _(t: Trial) -> None:
+    real = t.layer.mlp.forward
+    t.layer.mlp.forward = lambda x: OfOneLength.apply(real(x))
+    t.patch()
+    t.step()
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+@program(
+    BEFORE,
+    "evaluates beyond the length of its dynamic RoPE, and trains on padded rows",
+    max_position_embeddings=16,
+    rope_parameters=DYNAMIC,
+)
+def _(t: Trial) -> None:
+    with torch.no_grad():
+        t.model.eval()(make_batch("plain", 2 * LENGTH)["input_ids"])
+    t.model.train()
+    t.patch()
+    t.clear()
+    t.model(**make_batch("right-padded"), use_cache=False).loss.backward()
+
+
+@program(DURING, "asks for a cache in a training step, and trains through it")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    t.clear()
+    ids = t.batch["input_ids"]
+    first = t.model(ids[:, :9], use_cache=True)
+    second = t.model(ids[:, 9:], past_key_values=first.past_key_values, use_cache=True)
+    second.logits.square().mean().backward()
+
+
+@program(DURING, "computes a loss of its own from logits of a call with labels")
+def _(t: Trial) -> None:
+    t.patch(lazy_logits=True)
+    t.clear()
+    logits = t.model(**t.batch, use_cache=False).logits[:, :-1]
+    nn.functional.cross_entropy(logits.flatten(0, 1), t.batch["labels"][:, 1:].flatten()).backward()
+
+
+@program(DURING, "runs the model on two batches of other shapes in one forward")
+def _(t: Trial) -> None:
+    t.patch()
+    t.clear()
+    (t.forward() + t.forward(LENGTH // 2)).backward()

@@ -25,7 +25,11 @@ from streambp.admission.kept_values import (
 )
 from streambp.admission.probe import Verdict, broken, can_stream
 from streambp.admission.rehearsal import nothing_compiled
-from streambp.admission.third_party import hooks_of_others, may_edit_gradients
+from streambp.admission.third_party import (
+    hooks_of_others,
+    may_edit_gradients,
+    refuse_compiled_attention,
+)
 from streambp.admission.trials import look_for_writes, unread_products
 from streambp.attention.masks import LazyMask, attention_mask_of
 from streambp.chunks import Forks
@@ -279,6 +283,7 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
         The exception that the layer raised in the test for in-place writes (None: no exception),
         and the decision whether the call runs in chunks.
     """
+    refuse_compiled_attention(call.site.layer)
     because = why_untestable(call)
     if because is not None:
         call.site.tests.result(call.arguments.kind).judge(because)

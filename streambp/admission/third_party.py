@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -43,7 +44,7 @@ from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import short_name
 from streambp.fingerprint.observed_values import version_of
-from streambp.foreign import full_name, home_of, package_of, trls_head, undecorated
+from streambp.foreign import compiled_inside, full_name, home_of, package_of, trls_head, undecorated
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import (
     ATTENTION_TABLE,
@@ -64,6 +65,9 @@ from streambp.known_names import (
 )
 from streambp.source import written, written_forward
 from streambp.tensors import tensors_in
+
+# Compilers of older releases raise at a lookup by a subclass of str, such as a routed config's name.
+COMPILES_NAMES = TorchVersion(torch.__version__) >= "2.13"
 
 
 def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
@@ -106,6 +110,27 @@ def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
             ):
                 by_config.setdefault((id(config), type(module)), module)
     return list(by_config.values())
+
+
+def refuse_compiled_attention(layer: nn.Module) -> None:
+    """Refuse a layer with a compiled attention module, if torch's compiler is too old for streamed
+    attention.
+
+    Args:
+        layer: the decoder layer.
+
+    Raises:
+        UnsupportedModelError: an attention module inside the layer is compiled.
+    """
+    if COMPILES_NAMES:
+        return
+    for module in compiled_inside(layer):
+        if distinct_attentions([module]):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} in {type(layer).__name__} is compiled, and the compiler "
+                f"of torch {torch.__version__} fails on streamed attention. Compile the other "
+                "modules of a layer alone (layer.mlp.compile()), or install torch 2.13."
+            )
 
 
 def foreign_function(module: nn.Module, implementation: str | None) -> str | None:

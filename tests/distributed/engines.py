@@ -4,8 +4,9 @@ unpatched and patched.
 A case is a dictionary (it travels as JSON). The engine's: "stage", "accumulation", "zero",
 "options", "reshard", "offload". The model's: "model", "tied", "frozen", "lora", "router",
 "experts", "zero_init", "dtype". "stream" is the StreamConfig; "one_chunk_on" is a rank whose
-sequences are not cut. "eval" and "resume" are what happens between steps; with "logits" the loss is
-computed from lazy logits.
+sequences are not cut, "padded_on" the only rank whose rows are padded, "unlabelled_on" a rank that
+has no labels in every second batch. "eval" and "resume" are what happens between steps; with
+"logits" the loss is computed from lazy logits.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ FAST = {  # by the engine that starts the ranks: torch's two share theirs
         {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_moe", "patched": ["after"], "steps": 2},
         {"stage": 3, "zero": NOTHING_CACHED, "model": "qwen3_5_text", "patched": ["before"], "steps": 2},
         {"stage": 3, "zero": NOTHING_CACHED, "logits": True, "patched": ["before"], "steps": 2},
+        {"stage": 3, "zero": NOTHING_CACHED, "padded_on": 1, "unlabelled_on": 0, "patched": ["before"], "steps": 2},
     ],
 }  # fmt: skip
 MATRIX = {
@@ -104,6 +105,8 @@ ALONE = {
         {"stage": 3, "zero": NOTHING_CACHED, "zero_init": True}, {"stage": 3},
         {"stage": 2, "logits": True}, {"stage": 3, "logits": True, "zero_init": True, "eval": True},
         {"stage": 3, "zero": NOTHING_CACHED, "logits": True, "lora": True},
+        {"stage": 3, "zero": NOTHING_CACHED, "padded_on": 0, "unlabelled_on": 0, "lora": True},
+        {"stage": 3, "zero": NOTHING_CACHED, "padded_on": 1, "unlabelled_on": 1, "logits": True},
         {"stage": 2, "zero": {"offload_optimizer": CPU}, "stream": STREAM},
         {"stage": 3, "zero": {**NOTHING_CACHED, "offload_optimizer": CPU, "offload_param": CPU}, "stream": STREAM},
     ],

@@ -40,7 +40,13 @@ def batches(rank, case):
     for index in range(case.get("steps", STEPS) * case.get("accumulation", 1)):
         length = (17, 23, 11, 31)[index % 4] * case.get("longer", 1) + 6 * rank
         if "shared_on" not in case:
-            yield make_batch("left-padded", length=length, seed=10 * index + rank)
+            mode = "left-padded"
+            if "padded_on" in case:
+                mode = "right-padded" if case["padded_on"] == rank else "plain"
+            batch = make_batch(mode, length=length, seed=10 * index + rank)
+            if case.get("unlabelled_on") == rank and index % 2 == 0:
+                batch["labels"].fill_(-100)
+            yield batch
             continue
         batch = make_batch("plain", length=length, seed=10 * index + rank)
         if case["shared_on"] == rank:  # on the other ranks rows have nothing in common

@@ -1,6 +1,6 @@
 """Modules inside of streamed layers that are compiled stay compiled, and layers stream.
 
-covers: foreign.py, admission/rehearsal.py, admission/stacks.py, layer/products.py
+covers: foreign.py, admission/rehearsal.py, admission/stacks.py, admission/third_party.py, layer/products.py
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 import streambp
-from streambp.admission import entry, trials
+from streambp.admission import entry, third_party, trials
 from streambp.config import StreamConfig
+from streambp.errors import UnsupportedModelError
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
 from tests.seeds import seeded
@@ -156,6 +157,30 @@ def test_whole_attention_compiled_breaks_at_the_blocks():
     assert max(errors) <= 1e-6
     assert runs > PASSES * CHUNKS * (1 + len(TOKEN_WISE)) * len(model.model.layers)
     assert "streams: 2 x" in str(streambp.describe(model))
+
+
+def test_compiled_attention_is_refused_where_the_compiler_fails(monkeypatch):
+    """By name and in the first call; other modules may be compiled."""
+    monkeypatch.setattr(third_party, "COMPILES_NAMES", False)
+    model = build("qwen3")
+    model.model.layers[0].mlp.compile(backend="eager")
+    streambp.patch(model, CONFIG)
+    gradients(model, **make_batch("plain", LENGTH))
+    model = build("qwen3")
+    model.model.layers[1].self_attn.compile(backend="eager")
+    streambp.patch(model, CONFIG)
+    with pytest.raises(
+        UnsupportedModelError, match=r"Qwen3Attention in Qwen3DecoderLayer is compiled"
+    ):
+        gradients(model, **make_batch("plain", LENGTH))
+    streambp.unpatch(model)
+    gradients(model, **make_batch("plain", LENGTH))
+
+
+def test_the_mutant_of_the_refusal_is_seen(monkeypatch):
+    monkeypatch.setattr(entry, "refuse_compiled_attention", lambda layer: None)
+    with pytest.raises((pytest.fail.Exception, RuntimeError)):
+        test_compiled_attention_is_refused_where_the_compiler_fails(monkeypatch)
 
 
 def test_a_submodule_that_torch_compile_wraps():
