@@ -127,7 +127,10 @@ def best_change(
                 changes.append("the layers' weights on the host")
             tried.append(Remedy(" and ".join(changes), options, plan))
     bar = (1 + SLOWER) * min((seconds_of(one.plan) for one in tried), default=0.0)
-    near = [one for one in tried if seconds_of(one.plan) <= bar]
+    near = []
+    for one in tried:
+        if seconds_of(one.plan) <= bar:
+            near.append(one)
     return min(near, key=lambda one: len(one.options), default=None)
 
 
@@ -223,7 +226,9 @@ def _on_more_gpus(found: Plan, seq_len: int | Literal["max"]) -> Iterator[Remedy
     given = found.setting
     gpus = given.gpus if given.gpus > 1 and given.zero < 3 else 2 * given.gpus
     while gpus <= max(MOST_GPUS, given.gpus):  # more GPUs leave less host memory to each
-        host = None if found.memory.host is None else found.memory.host * given.gpus // gpus
+        host = found.memory.host
+        if host is not None:
+            host = host * given.gpus // gpus
         memory = dataclasses.replace(found.memory, host=host)
         for on_host in dict.fromkeys((given.optimizer_on_host, True)):
             setting = dataclasses.replace(given, gpus=gpus, zero=3, optimizer_on_host=on_host)
@@ -240,6 +245,21 @@ def _on_more_gpus(found: Plan, seq_len: int | Literal["max"]) -> Iterator[Remedy
         gpus *= 2
 
 
+def _least_seconds(found: Plan) -> float:
+    """Return the least seconds of a plan's step on devices with more memory.
+
+    The default's seconds may grow with the memory: where everything fits, the default runs the
+    model unpatched. So devices between the plan's and one with memory for everything count, too.
+    """
+    gpu = found.memory.gpu
+    least = math.inf
+    for size in (gpu * 5 // 4, 2 * gpu, PLENTY):
+        larger = dataclasses.replace(found.memory, gpu=size, host=None)
+        plan = plan_profile(found.profile, found.seq_len, larger, found.setting, found.rates)
+        least = min(least, seconds_of(plan))
+    return least
+
+
 def faster(
     found: Plan, training: Training, count: Callable[[Training], Profile]
 ) -> Iterator[Remedy]:
@@ -252,9 +272,7 @@ def faster(
         count: returns the model's profile for a training; called only if memory binds.
     """
     now = seconds_of(found)
-    plenty = dataclasses.replace(found.memory, gpu=PLENTY, host=None)
-    ideal = plan_profile(found.profile, found.seq_len, plenty, found.setting, found.rates)
-    if seconds_of(ideal) >= (1 - SLOWER) * now:
+    if _least_seconds(found) >= (1 - SLOWER) * now:
         return  # more memory does not help
     same = best_change(found, found.seq_len, found.profile, None)
     if same is not None and seconds_of(same.plan) <= (1 - SLOWER) * now:
