@@ -1,4 +1,4 @@
-"""Sequences that are longer than the positions a model was made for."""
+"""Warn of sequences beyond the positions of a model."""
 
 from __future__ import annotations
 
