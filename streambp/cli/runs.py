@@ -21,6 +21,7 @@ from streambp.cli.profile_page import profile_page
 from streambp.device import is_accelerator
 from streambp.errors import StreamBPError
 from streambp.fields import shown
+from streambp.model.positions import beyond_positions
 from streambp.planner.batches import COMPLETIONS, Batch, batches_table, both_ways
 from streambp.planner.configuration import TRUST, needs_trust, read_config
 from streambp.planner.fused_layers import fusion
@@ -28,7 +29,6 @@ from streambp.planner.measure import compare_default, compare_step
 from streambp.planner.measure_device import measure_device
 from streambp.planner.page import page
 from streambp.planner.plan import SLOWER, Plan, plan, plan_profile
-from streambp.planner.positions import beyond_positions
 from streambp.planner.profile import Profile, Setting
 from streambp.planner.report import (
     as_json,

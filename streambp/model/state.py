@@ -97,6 +97,7 @@ class CallHistory:
         warned_of_documents: True after the warning that the unpatched model would treat a row as
             one document.
         warned_of_trials: True after the warning that hooks ran in test runs of layers.
+        positions_known_to: tokens of a row up to which no warning of its positions is due.
         unasked_cache: True if a call with gradients ran unpatched because the model's config
             returns a cache.
         given_cache: True if a training call received a cache, and ran unpatched.
@@ -107,6 +108,7 @@ class CallHistory:
     warned_of_padding: bool = False
     warned_of_documents: bool = False
     warned_of_trials: bool = False
+    positions_known_to: int = 0
     unasked_cache: bool = False
     given_cache: bool = False
     named_cache: bool = False

@@ -50,6 +50,7 @@ from streambp.layer.oom import explaining
 from streambp.layer.site import LayerSite
 from streambp.model.absent_cache import with_absent_cache
 from streambp.model.deferring import DeferredForward, can_be_deferred
+from streambp.model.positions import warn_beyond_positions
 from streambp.model.split import refuse_lone_layer, refuse_replicas, shards_of
 from streambp.model.state import (
     PatchState,
@@ -295,6 +296,12 @@ class BackboneForward(InstanceForward):
                     layer.gradient_checkpointing = False  # type: ignore[assignment]
                     self.checkpointed.append(layer)
             self._check(tokens)
+            if (
+                isinstance(tokens, Tensor)
+                and tokens.shape[1] > state.history.positions_known_to
+                and self.module.training
+            ):
+                state.history.positions_known_to = self._warn_beyond_positions(kwargs, tokens)
             refuse_foreign_attention(self.attentions)
             state.check_cache(self.module.config, kwargs)
             cacheless = context.asked_cache and self._leaves_a_cache_out()
@@ -538,6 +545,23 @@ class BackboneForward(InstanceForward):
                 "their own, which it cannot see. Set activation_offloading=False and use "
                 "streambp.StreamConfig(offload='cpu') instead."
             )
+
+    def _warn_beyond_positions(self, kwargs: dict[str, Any], tokens: Tensor) -> int:
+        """Warn of rows beyond the model's positions. Return the number of tokens up to which
+        later calls need no test.
+
+        Args:
+            kwargs: arguments of the backbone's forward.
+            tokens: input_ids [B, T], or inputs_embeds [B, T, h].
+        """
+        text: PreTrainedConfig = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
+        config = getattr(self.state.root, "config", None)
+        if not isinstance(config, PreTrainedConfig):
+            config = text
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = self.state.running.position_ids
+        return warn_beyond_positions(config, text, tokens, positions)
 
     def _packed_rows(self, kwargs: dict[str, Any], tokens: Any) -> PackedRows | None:
         """Return the packed documents of the call's rows, if layers with recurrent states must read

@@ -215,8 +215,9 @@ def check_shown(block: Block, printed: str) -> None:
 
 
 def line_of(block: Block, command: str) -> str:
-    """A command with its comment."""
-    return next((line for line in block.text.splitlines() if command in line), command)
+    """A command, joined where it goes on, with its comment."""
+    lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
+    return next((line for line in lines if command in line), command)
 
 
 def not_run(found: list[str]) -> str | None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import SHARING
 from tests.docs import runner, stand_ins
-from tests.docs.pages import USERS, blocks
+from tests.docs.pages import USERS, Block, blocks, commands
 from tests.docs.runner import NOT_RUN, PARSED, PageError, Runner, count
 
 LIGHT = (
@@ -137,6 +137,15 @@ def test_a_wrong_block_is_found(text, error, inside, made, monkeypatch):
     (inside / "page.md").write_text(text)
     with pytest.raises(error):
         Runner("page.md", inside, made).run()
+
+
+def test_an_exit_code_may_stand_in_the_last_line_of_a_command():
+    text = "streambp plan M --full \\\n    --seq-len 64k  # exit code 1\nstreambp --version\n"
+    block = Block("page.md", 1, "bash", "", text)
+    first, second = commands(block)
+    assert first == "streambp plan M --full --seq-len 64k"
+    assert runner.line_of(block, first).endswith("# exit code 1")
+    assert runner.line_of(block, second) == second
 
 
 def test_stand_ins_keep_what_a_program_does(tmp_path):

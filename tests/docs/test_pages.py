@@ -12,9 +12,11 @@ import pytest
 from scripts import reference
 from streambp import errors
 from tests.conftest import SHARING
-from tests.docs.pages import ROOT, USERS, prose
+from tests.docs.pages import FENCE, ROOT, USERS, prose
 
 LONGEST, ALL = 1500, 9000  # words of a page in Start and How-to; of all users' pages
+WIDEST = 76  # columns of a block that the site shows without a scroll bar
+README_LINES = 120
 NOT_WRITTEN = ("docs/reference/families.md",)  # a table that tests fill
 
 
@@ -34,6 +36,35 @@ def test_pages_are_short():
         for page, n in counted.items()
         if page.startswith(("docs/start", "docs/how-to")) and n > LONGEST
     }
+
+
+def wide_lines(text):
+    """The lines of a page's blocks that its reader would have to scroll."""
+    found = []
+    for block in FENCE.finditer(text):
+        found += [line for line in block[3].splitlines() if len(line) > WIDEST]
+    return found
+
+
+@pytest.mark.parametrize("page", USERS)
+def test_blocks_are_not_cut_off(page):
+    assert wide_lines((ROOT / page).read_text("utf-8")) == []
+
+
+def test_a_wide_block_is_found():
+    line = "streambp plan " + "x" * (WIDEST - 13)
+    assert wide_lines(f"{line}\n```bash\n{line}\n```\n") == [line]
+    assert wide_lines(f"```text\n{line[1:]}\n```\n") == []
+
+
+def test_the_readme_is_short_and_begins_with_what_others_cannot_run():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert text.count("\n") <= README_LINES
+    rows = [line for line in text.splitlines() if line.startswith("|")][2:5]
+    assert rows[0].startswith("| longest sequence")
+    assert "33.9 GiB" in rows[1]
+    assert "62.3 GiB" in rows[1]
+    assert "default" in rows[2]
 
 
 @pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_ROWS changes a default")

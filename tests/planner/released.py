@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import (
+    Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -64,6 +65,11 @@ RELEASED: dict[str, Callable[[], PreTrainedConfig]] = {
     "Phi-4": lambda: Phi3Config(
         **shape(5120, 17920, 40, num_attention_heads=40, num_key_value_heads=10),
         vocab_size=100352, max_position_embeddings=16384, pad_token_id=None,
+    ),
+    "Gemma-3-27B": lambda: Gemma3TextConfig(
+        **shape(5376, 21504, 62, num_attention_heads=32, num_key_value_heads=16),
+        head_dim=128, sliding_window=1024, vocab_size=262208, query_pre_attn_scalar=168,
+        max_position_embeddings=131072,
     ),
     "gpt-oss-20b": lambda: GptOssConfig(num_hidden_layers=24, num_local_experts=32),
     "Nemotron-H-8B": nemotron,

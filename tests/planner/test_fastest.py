@@ -168,6 +168,37 @@ def test_an_option_that_is_not_named_is_seen(monkeypatch):
         check_four_bits_are_named()
 
 
+def check_four_bits_where_plenty_is_slow(monkeypatch):
+    """On a device with memory for everything, the default runs unpatched and is slower."""
+    real = suggesting.plan_profile
+    found = plan_profile(
+        two_speeds(), 1000, Memory(14 * MILLION, None, 0.0), Setting(optimizer=0), slow_link()
+    )
+
+    def planned(profile, length, memory, *more):
+        if memory.gpu == suggesting.PLENTY:
+            return found
+        return real(profile, length, memory, *more)
+
+    monkeypatch.setattr(suggesting, "plan_profile", planned)
+    named = list(faster(found, LORA, four_bits))
+    assert [one.options for one in named] == [("--lora", "16", "--bits", "4")]
+
+
+def test_more_memory_may_help_less_than_some(monkeypatch):
+    check_four_bits_where_plenty_is_slow(monkeypatch)
+
+
+def test_a_bound_from_plenty_alone_is_seen(monkeypatch):
+    def least(found):
+        plenty = dataclasses.replace(found.memory, gpu=suggesting.PLENTY, host=None)
+        return seconds_of(suggesting.plan_profile(found.profile, 1000, plenty, found.setting))
+
+    monkeypatch.setattr(suggesting, "_least_seconds", least)
+    with pytest.raises(AssertionError):
+        check_four_bits_where_plenty_is_slow(monkeypatch)
+
+
 def trained_layers():
     """Ten layers of a million bytes each, all of them trained."""
     group = Group("dense", 5_500_000, 11 * SIZE, 5_500_000, 11 * SIZE)
@@ -226,9 +257,9 @@ def replanned(remedy, memory, training, length, count):
     return plan_profile(profile, read.seq_len, host, setting)
 
 
-def check_cell(name, memory, training, length):
+def check_cell(name, memory, training, length, count=None):
     """One plan: nothing that it knows is 2 % faster and not named, and its remedies fit."""
-    count = functools.partial(counted_profile, name)
+    count = count or functools.partial(counted_profile, name)
     found = plan_profile(count(training), length, memory, Setting())
     if found.choice is None:
         named = list(remedies(found, length, training, count))

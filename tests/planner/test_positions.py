@@ -1,6 +1,6 @@
 """Rows beyond a model's positions are warned of, and the printed line extends them.
 
-covers: planner/positions.py, cli/runs.py
+covers: model/positions.py, cli/runs.py
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from streambp import cli
 from streambp.cli import runs
-from streambp.planner import positions
-from streambp.planner.positions import beyond_positions
+from streambp.model import positions
+from streambp.model.positions import beyond_positions
 from tests import zoo
 from tests.planner.released import RELEASED
 from tests.planner.test_fastest import method, two_speeds

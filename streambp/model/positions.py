@@ -1,0 +1,126 @@
+"""Warn of sequences beyond the positions of a model."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from streambp.device import has_data
+
+UNLIMITED = sys.maxsize
+FULL = "full_attention"  # key of the angles of layers without a window, if layers differ
+ORIGINAL = "original_max_position_embeddings"
+
+
+def beyond_positions(config: PreTrainedConfig, seq_len: int) -> str | None:
+    """Return a warning if rows are longer than the model's `max_position_embeddings`, with code
+    that extends the rotary embeddings by YaRN if the model has any. None for shorter rows.
+
+    Args:
+        config: the model's configuration.
+        seq_len: positions of a row.
+    """
+    text = config.get_text_config()
+    most = most_positions(text)
+    if seq_len <= most:
+        return None
+    warning = f"Rows of {seq_len:,} tokens exceed the model's {most:,} positions"
+    angles = angles_of(text)
+    if not angles:
+        return f"{warning}. Positions beyond those were never trained; take shorter rows."
+    where = "config.rope_parameters"
+    if FULL in text.rope_parameters:
+        where = f'config.rope_parameters["{FULL}"]'
+    fields = extension(angles, most, seq_len)
+    if config is not text:
+        where = where.replace("config", "config.get_text_config()", 1)
+    config_text = where.partition(".rope_parameters")[0]
+    reached = int(fields["factor"] * fields[ORIGINAL])
+    written = repr(fields).replace("'", '"')
+    return (
+        f"{warning}. Extend them before the model is loaded with this config: "
+        f"{where}.update({written}); {config_text}.max_position_embeddings = {reached}"
+    )
+
+
+def angles_of(text: PreTrainedConfig) -> Mapping[str, Any]:
+    """Return the `rope_parameters` of the layers that read all earlier tokens; {} for a model
+    without rotary embeddings.
+
+    Args:
+        text: the configuration of the model's text part.
+    """
+    angles = getattr(text, "rope_parameters", None)
+    if not isinstance(angles, Mapping):
+        return {}
+    full = angles.get(FULL, angles)
+    return full if isinstance(full, Mapping) else {}
+
+
+def most_positions(text: PreTrainedConfig) -> int:
+    """Return the positions that a model was made for, `UNLIMITED` if its configuration has no
+    limit.
+
+    Scaled rotary embeddings reach `factor` times the original positions, whatever
+    `max_position_embeddings` says. The factor of "dynamic" grows with the row.
+
+    Args:
+        text: the configuration of the model's text part.
+    """
+    most = getattr(text, "max_position_embeddings", None)
+    angles = angles_of(text)
+    scaling = angles.get("rope_type", "default")
+    if not isinstance(most, int) or scaling == "dynamic":
+        return UNLIMITED
+    factor = angles.get("factor")
+    original = angles.get(ORIGINAL)
+    if scaling == "default" or not isinstance(factor, int | float) or not original:
+        return most
+    return max(most, int(factor * original))
+
+
+def warn_beyond_positions(
+    config: PreTrainedConfig, text: PreTrainedConfig, tokens: Tensor, positions: Tensor | None
+) -> int:
+    """Warn of rows beyond the positions that a model with rotary embeddings was made for. Return
+    the number of tokens of a row up to which no later call needs this function.
+
+    Args:
+        config: the configuration of the whole model, which the printed code changes.
+        text: the configuration of the model's text part.
+        tokens: input_ids [B, T], or inputs_embeds [B, T, h].
+        positions: position_ids, which restart in packed rows; None: positions count the tokens.
+    """
+    most = most_positions(text)
+    # Other embeddings have no limit, or a table that raises an error beyond its end.
+    if not angles_of(text) or not has_data(tokens):
+        return UNLIMITED
+    length = tokens.shape[1]
+    if length <= most:
+        return most
+    if positions is not None:
+        length = int(positions.max()) + 1
+    warning = beyond_positions(config, length)
+    if warning is not None:
+        warnings.warn(warning, stacklevel=2)
+    return UNLIMITED
+
+
+def extension(angles: Mapping[str, Any], most: int, seq_len: int) -> dict[str, Any]:
+    """Return the fields of `rope_parameters` that extend rotary embeddings to `seq_len` positions
+    by YaRN.
+
+    Args:
+        angles: the model's present `rope_parameters`.
+        most: the model's `max_position_embeddings`.
+        seq_len: positions of a row.
+    """
+    original = angles.get(ORIGINAL) or most
+    factor = math.ceil(2 * seq_len / original) / 2
+    return {"rope_type": "yarn", "factor": factor, ORIGINAL: original}
