@@ -477,8 +477,8 @@ def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> 
         weight: the Linear's weight [out, in].
     """
     total: Tensor | None = None
-    for group, left in zip(work.groups, lefts, strict=True):
-        product = left @ group.factor.stack
+    for group, group_parts in zip(work.groups, lefts, strict=True):
+        product = group_parts @ group.factor.stack
         if group.mask is not None:
             product.mul_(group.mask)
         total = product if total is None else total.add_(product)
@@ -495,9 +495,9 @@ def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
         rows: x, [n, in].
     """
     gradients = []
-    for group, left in zip(work.groups, lefts, strict=True):
+    for group, group_parts in zip(work.groups, lefts, strict=True):
         rank, parts = group.factor.rank, min(group.factor.parts, 2)
-        product = add_product(None, left[:, : parts * rank].mT, group.read(rows))
+        product = add_product(None, group_parts[:, : parts * rank].mT, group.read(rows))
         gradients.append(product if parts == 1 else summed_parts(product, 0))
     return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
