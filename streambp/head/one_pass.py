@@ -139,7 +139,7 @@ class OnePassNLL(torch.autograd.Function):
         products = Products(weight, bias)
         everything = slice(0, weight.shape[0])
         upstream = (-expected).repeat(labels.shape[0])
-        tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
+        tokens, _ = inputs.block_size(hidden, weight.shape[0], full_vocabulary=True)
         with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
             # The full vocabulary at once: the softmax must be known before the logits are freed.
             for block in token_blocks(labels.shape[0], tokens):
