@@ -215,8 +215,13 @@ class Borrowed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loan: Lent, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """Return a view of hidden_states [..., h], and the copies. A copy requires a gradient if
-        the original does."""
+        """Return a view of hidden_states [..., h], and the copies of weight and bias. A copy
+        requires a gradient if the original does.
+
+        Args:
+            loan: holds the copies, and later their gradients.
+            hidden_states: [..., h].
+        """
         ctx.lent = loan
         copies = loan.copies
         loan.copies = []

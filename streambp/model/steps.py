@@ -114,7 +114,7 @@ class Steps:
         self._logged: set[Hashable] = set()
 
     def __getstate__(self) -> Any:
-        """Return the state for copy and pickle, without the notes on steps."""
+        """Return the state for copy and pickle, without the records of steps."""
         return self.offloader, self.tell, self.name
 
     def __setstate__(self, state: Any) -> None:
