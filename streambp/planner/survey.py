@@ -478,9 +478,9 @@ def _growth(phases: list[Counted], accumulating: list[Counted]) -> list[Counted]
         accumulating: the same phases of a step that adds to existing gradients.
     """
     growth = []
-    for phase, later in zip(phases, accumulating, strict=True):
-        start = later.start - phase.start
-        growth.append(Counted(phase.name, start, later.peak - phase.peak, later.gradients))
+    for phase, total in zip(phases, accumulating, strict=True):
+        start = total.start - phase.start
+        growth.append(Counted(phase.name, start, total.peak - phase.peak, total.gradients))
     return growth
 
 
