@@ -167,8 +167,8 @@ class Fold:
     def results(
         self, labels: Tensor, fields: Collection[str], entries: int
     ) -> tuple[Tensor | None, ...]:
-        """Return the values of the fields of `TokenLogProbs` in order, [n] each; None for optional
-        fields that are not `fields`.
+        """Return the values of the fields of `TokenLogProbs` in order, [n] each; None for an
+        optional field whose name is not in `fields`.
 
         Args:
             labels: [n].

@@ -468,7 +468,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> Tensor:
-    """Return dx [n, in].
+    """Return the gradient [n, in] of the input of a LoRA Linear.
 
     Args:
         work: the adapters' matrices.
