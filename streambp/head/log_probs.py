@@ -174,7 +174,13 @@ class HeadInputs:
         self, hidden: Tensor, vocabulary: int, full_vocabulary: bool = False
     ) -> tuple[int, int]:
         """Return two sizes for computing the logits of `hidden` [N, h] block by block: the number
-        of tokens, and the number of vocabulary entries."""
+        of tokens, and the number of vocabulary entries.
+
+        Args:
+            hidden: the hidden states before the final norm.
+            vocabulary: V.
+            full_vocabulary: True if a block must contain all of the vocabulary.
+        """
         # A norm in float32 returns float32.
         dtype = functools.reduce(
             torch.promote_types, (p.dtype for p in self.norm.parameters()), hidden.dtype
