@@ -117,7 +117,7 @@ class Group(NamedTuple):
     mask: Tensor | None = None
 
     def read(self, rows: Tensor) -> Tensor:
-        """Return x [n, in] with this group's dropout mask applied."""
+        """Return the Linear's input `rows` [n, in] with this group's dropout mask applied."""
         return rows if self.mask is None else rows * self.mask
 
 
@@ -262,7 +262,8 @@ class Shared:
         return products[:, start : start + self.factors[place].rank]
 
     def read(self, rows: Tensor) -> None:
-        """Compute x A^T for all Linears from x [n, in], and store it in `found`."""
+        """Compute x A^T for all Linears from their input `rows`, x [n, in], and store it in
+        `found`."""
         self.readers = len(self.factors)
         self.found = thin(rows, self.joined)
 
