@@ -66,6 +66,11 @@ class SurveyRecipe:
 def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = "") -> SurveyRecipe:
     """Return the recipe of a step under streambp, chunk by chunk, named after its settings.
 
+    Args:
+        saves: names of the tensors that every layer saves.
+        offload: the value of `StreamConfig.offload`.
+        split: kind of sequence sharding over ranks; "": each rank has full sequences.
+
     Raises:
         ConfigError: the saves are restricted to some layers.
     """
