@@ -89,9 +89,9 @@ class UnpatchedRun:
             if output.requires_grad:
                 self.other_leaf = leaf_besides([output], [x, *shadows])
                 leaves = [x, *small_ones(shadows)]
-                found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
-                self.cuts_graph = found[0] is None
-                self.result += zeros_for_missing(found, leaves)
+                gradients = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
+                self.cuts_graph = gradients[0] is None
+                self.result += zeros_for_missing(gradients, leaves)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
