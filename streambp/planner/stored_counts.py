@@ -82,12 +82,12 @@ def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> 
         cast: dtype to which autocast casts float32 weights; None: autocast is off.
     """
     try:
-        seen: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         modules = list(model.named_modules())
         structure = []
         kinds: dict[type, None] = {}
         for path, module in modules:
-            structure.append((path, *_module(module, seen)))
+            structure.append((path, *_module(module, numbers)))
             kinds[type(module)] = None
         switches = (sys.version_info[:2], torch.backends.cuda.flash_sdp_enabled(), str(cast))
         parts = [structure, list(_code_of(kinds)), repr(config), switches, code_in_use()]
@@ -112,16 +112,16 @@ def read(key: str | None) -> StoredCount | None:
         _report(key, error)
         return None
     try:
-        found = json.loads(text, parse_constant=_refuse)
-        if found["key"] != key:
+        entry = json.loads(text, parse_constant=_refuse)
+        if entry["key"] != key:
             raise ValueError("the file is another model's")
         costs = {}
-        for place, cost in costs_from_json(found["saves"]).items():
-            costs[found["indices"][place]] = cost
-        method = method_from_json(found["method"])
-        if not method.first or not found["factor"] > 0 or not found["casts"] >= 0:
+        for place, cost in costs_from_json(entry["saves"]).items():
+            costs[entry["indices"][place]] = cost
+        method = method_from_json(entry["method"])
+        if not method.first or not entry["factor"] > 0 or not entry["casts"] >= 0:
             raise ValueError("numbers are missing")
-        return StoredCount(method, found["factor"], found["casts"], costs)
+        return StoredCount(method, entry["factor"], entry["casts"], costs)
     except Exception as error:  # whatever a damaged file leads to
         _report(key, error)
         return None
