@@ -175,21 +175,21 @@ def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no count")
 
 
-def _module(module: nn.Module, seen: dict[int, int]) -> Iterator[Any]:
+def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:
     """Yield the class, tensors, attributes and hooks of one module as JSON types. Modules inside the
     module are left out.
 
     Args:
         module: the module.
-        seen: dict from ids of parameters to their numbers, by which tied parameters are recognized;
-            changed.
+        numbers: dict from ids of parameters to their numbers, by which tied parameters are
+            recognized; changed.
     """
     yield _name(type(module))
     for table in (module._parameters, module._buffers):
         for name, tensor in table.items():
             if tensor is None:
                 continue
-            number = seen.setdefault(id(tensor), len(seen))
+            number = numbers.setdefault(id(tensor), len(numbers))
             yield name, number, _tensor(tensor)
     for name, value in vars(module).items():
         is_own = name == "forward" and isinstance(value, InstanceForward)
@@ -276,16 +276,16 @@ def _function(function: Any, depth: int) -> list[Any]:
         function: the function.
         depth: levels of defaults and closures that are described.
     """
-    found: list[Any] = []
+    parts: list[Any] = []
     for _ in range(DEPTH):
         code = getattr(function, "__code__", None)
         if code is not None:
-            found.append(_code(code))
+            parts.append(_code(code))
         if depth > 0 and isinstance(function, types.FunctionType):
             values = [*(function.__defaults__ or ()), *_contents(function)]
-            found.append(list(map(functools.partial(described, depth=0), values)))
+            parts.append(list(map(functools.partial(described, depth=0), values)))
         function = getattr(function, "__wrapped__", None)
-    return found
+    return parts
 
 
 def _contents(function: types.FunctionType) -> Iterator[Any]:
@@ -298,12 +298,12 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
 
 def _code(code: types.CodeType) -> str:
     """Return a digest of compiled code, without the place where it was written."""
-    found = hashlib.sha256(code.co_code)
+    digest = hashlib.sha256(code.co_code)
     for value in (*code.co_names, *code.co_varnames, *code.co_consts):
         if isinstance(value, types.CodeType):
-            found.update(_code(value).encode())
+            digest.update(_code(value).encode())
         elif isinstance(value, frozenset):
-            found.update(repr(sorted(value, key=repr)).encode())
+            digest.update(repr(sorted(value, key=repr)).encode())
         else:
-            found.update(repr(value).encode())
-    return found.hexdigest()[:16]
+            digest.update(repr(value).encode())
+    return digest.hexdigest()[:16]
