@@ -85,14 +85,14 @@ def cache_parameters(forward: Any) -> tuple[str, ...]:
         return ()
     names = _parameters(code)
     annotations = getattr(forward, "__annotations__", {})
-    used = _called_as_caches(code)
+    called_names = _called_as_caches(code)
     annotated = []
     called = []
     for name in names:
         annotation = annotations.get(name)
         if names_a_cache(annotation, forward.__globals__):
             annotated.append(name)
-        elif name in used and not _is_mapping(annotation):
+        elif name in called_names and not _is_mapping(annotation):
             called.append(name)
     return (*annotated, *called)
 

@@ -82,7 +82,7 @@ def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved", "
     return int(counts[f"{name}_bytes"]["all"][when]) if counts else 0  # {} before CUDA's first use
 
 
-def is_elsewhere(x: Tensor, wanted: Iterable[Any]) -> bool:
+def is_elsewhere(x: Tensor, arguments: Iterable[Any]) -> bool:
     """True if the arguments of a call x.to(...) name another device than the device of x [...].
 
     A number means an accelerator. A device type without a number means the current device, as in
@@ -90,13 +90,13 @@ def is_elsewhere(x: Tensor, wanted: Iterable[Any]) -> bool:
 
     Args:
         x: the tensor.
-        wanted: all arguments of the call.
+        arguments: all arguments of the call.
     """
     devices = []
-    for w in wanted:
+    for w in arguments:
         if isinstance(w, str | torch.device) or type(w) is int:
             devices.append(torch.device(w))
-    devices += [w.device for w in wanted if isinstance(w, Tensor)]
+    devices += [w.device for w in arguments if isinstance(w, Tensor)]
     for device in devices:
         if device.type != x.device.type:
             return True

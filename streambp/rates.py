@@ -86,7 +86,8 @@ def _row(
     network: float = 42.5,
 ) -> Rates:
     """Return the `Rates` of a device from numbers in TFLOP/s (products, forward, backward), TB/s
-    (bandwidth) and GB/s (link, peers, network)."""
+    (bandwidth) and GB/s (link, peers, network). `source` is the origin of the numbers, and `guess`
+    is True if some are guesses."""
     rates = {"products": products, "forward": forward, "backward": backward, "bandwidth": bandwidth}
     links = {"link": link * 1e9, "peers": peers * 1e9, "network": network * 1e9}
     fields: dict[str, Any] = {field: rate * 1e12 for field, rate in rates.items()} | links

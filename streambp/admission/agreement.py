@@ -49,7 +49,7 @@ def agree(unchunked: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtyp
 
 
 def all_agree(
-    whole: Sequence[Tensor],
+    unchunked: Sequence[Tensor],
     pieces: Sequence[Tensor],
     residuals: Sequence[Tensor],
     dtype: torch.dtype,
@@ -58,14 +58,15 @@ def all_agree(
     run has gradients.
 
     Args:
-        whole, pieces: the results of the two runs: the output [..., B, T, h] and, if the output has
-            a graph, the gradient of the input [..., B, T, h]. Further gradients are not compared.
+        unchunked, pieces: the results of the two runs: the output [..., B, T, h] and, if the output
+            has a graph, the gradient of the input [..., B, T, h]. Further gradients are not
+            compared.
         residuals: the input and the gradient of the output, both [..., B, T, h].
         dtype: the result of `coarsest`.
     """
-    if (len(whole) > 1) != (len(pieces) > 1):
+    if (len(unchunked) > 1) != (len(pieces) > 1):
         return False
-    return all(agree(*three, dtype) for three in zip(whole, pieces, residuals, strict=False))
+    return all(agree(*three, dtype) for three in zip(unchunked, pieces, residuals, strict=False))
 
 
 @contextlib.contextmanager

@@ -180,7 +180,7 @@ class Repeatable:
                 self._layer, self._look, versions, modifying_hooks
             )
             self._buffers = written_since(buffer_copies)
-            self._see((args, kwargs), result, again=False)
+            self._see((args, kwargs), result, in_backward=False)
             return result
         if self._backward_begins is not None:
             self._backward_begins(self._device)
@@ -211,17 +211,17 @@ class Repeatable:
                     self._layer,
                     f"{described(key)} changes what it is given, and changed nothing in forward",
                 )
-        self._see((args, kwargs), result, again=True)
+        self._see((args, kwargs), result, in_backward=True)
         return result
 
-    def _see(self, layer_arguments: Any, result: Any, again: bool) -> None:
+    def _see(self, layer_arguments: Any, result: Any, in_backward: bool) -> None:
         """Record the layer's output in forward; in the recomputation, compare the output with the
         record. [Note: witness]
 
         Args:
             layer_arguments: the layer's arguments.
             result: the layer's result.
-            again: True in the recomputation.
+            in_backward: True in the recomputation.
         """
         output = result[0] if isinstance(result, tuple) else result
         if self._witness is None or not isinstance(output, Tensor):
@@ -229,9 +229,9 @@ class Repeatable:
         x: Tensor = next(
             x for x in tree_leaves(layer_arguments) if isinstance(x, Tensor)
         )  # hidden_states
-        self._witness.begin("whole", True, again)
+        self._witness.begin("whole", True, in_backward)
         self._witness.see("output", output, x if x.shape == output.shape else None)
-        if again:
+        if in_backward:
             self._witness.end()
 
     def _mismatch_named(self) -> saved_tensors_hooks:

@@ -89,9 +89,9 @@ class UnpatchedRun:
             if output.requires_grad:
                 self.other_leaf = leaf_besides([output], [x, *shadows])
                 leaves = [x, *small_ones(shadows)]
-                found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
-                self.cuts_graph = found[0] is None
-                self.result += zeros_for_missing(found, leaves)
+                gradients = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
+                self.cuts_graph = gradients[0] is None
+                self.result += zeros_for_missing(gradients, leaves)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -114,20 +114,20 @@ class UnpatchedRun:
             return f"{type(layer).__name__} ({', '.join(sorted(names))})"
         return type(layer).__name__
 
-    def agrees(self, whole: list[Tensor]) -> bool:
+    def agrees(self, streamed: list[Tensor]) -> bool:
         """True if streambp's result for the same input equals the unpatched layer's, up to
         rounding.
 
         Args:
-            whole: like `result`: the output [..., B, t, h], the gradient of x [..., B, t, h], and
-                the gradients of the smallest parameters.
+            streamed: streambp's result, with the same entries as `result`: the output [..., B, t,
+                h], the gradient of x [..., B, t, h], and the gradients of the smallest parameters.
         """
         dtype = coarsest(self.call, self.compared[0])
-        if not all_agree(self.result, whole, self.compared, dtype):
+        if not all_agree(self.result, streamed, self.compared, dtype):
             return False
         # Compare the parameters' gradients as one long vector: a single gradient may be rounding
         # alone.
-        gradients = list(zip(self.result[2:], whole[2:], strict=True))
+        gradients = list(zip(self.result[2:], streamed[2:], strict=True))
         off = sum(float((a - b).float().norm()) ** 2 for a, b in gradients)
         size = sum(float(b.float().norm()) ** 2 for _, b in gradients)
         is_alike = off <= TOLERANCE.get(dtype, HALF_TOLERANCE) ** 2 * size
@@ -264,7 +264,7 @@ def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
 
 
 def why_unlike_unpatched(
-    call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
+    call: LayerCall, x: Tensor, upstream: Tensor, streamed: list[Tensor], shadows: list[Tensor]
 ) -> str | None:
     """Compare streambp's result with the unpatched layer's. Return the reason, as text for
     `describe`, to run the layer unchunked: a leaf outside of the layer requires a gradient. None if
@@ -274,8 +274,8 @@ def why_unlike_unpatched(
         call: the call of the layer.
         x: [..., B, t, h], the input.
         upstream: [..., B, t, h], the gradient of the output.
-        whole: streambp's result in one chunk: the output [..., B, t, h], the gradient of x, and the
-            gradients of the smallest parameters (`small_ones`).
+        streamed: streambp's result in one chunk: the output [..., B, t, h], the gradient of x, and
+            the gradients of the smallest parameters (`small_ones`).
         shadows: replacements of the layer's trainable parameters.
 
     Raises:
@@ -285,7 +285,7 @@ def why_unlike_unpatched(
     unpatched = own_run(call, x, upstream, shadows)
     if unpatched is None:
         return None
-    if not unpatched.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
+    if not unpatched.agrees(streamed) and all(bool(part.isfinite().all()) for part in streamed):
         raise StreamingMismatchError(
             f"{unpatched.named} computes other values unpatched than streamed: outputs or gradients "
             "for "

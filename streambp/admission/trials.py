@@ -294,10 +294,10 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
             for part, old, version in records
         )
         states = output.states
-    written = {
-        name for name, out, before in products if _changed(out, before) or _counts_no_writes(out)
+    names_of_overwritten = {
+        name for name, out, copy in products if _changed(out, copy) or _counts_no_writes(out)
     }
-    return Overwritten(overwritten.products.union(written), attended, inputs)
+    return Overwritten(overwritten.products.union(names_of_overwritten), attended, inputs)
 
 
 def _changed(current: Tensor, copy: Tensor) -> bool:

@@ -283,7 +283,14 @@ class Params(NamedTuple):
     def _task(self, number: int, block: Block, layout: Layout, device: torch.device) -> Task:
         """Return the kernel arguments of one block, a rectangle of queries and keys. A block of
         kind MASK gets its part of the mask [B or 1, H or 1, q, k]. A block of kind VARLEN gets
-        cu_seqlens of its queries and keys, [documents + 1] each in int32."""
+        cu_seqlens of its queries and keys, [documents + 1] each in int32.
+
+        Args:
+            number: the block's index in the plan, added to the seed of dropout.
+            block: the block.
+            layout: the keys that each query may read.
+            device: device of the tensors.
+        """
         tile = ends = None
         if block.kind is Kind.MASK:
             assert isinstance(layout, DenseMask)

@@ -284,7 +284,7 @@ def _numbers(version: str) -> Version:
 
 
 def choose_backend(
-    wanted: str,
+    requested: str,
     q: Tensor,
     v: Tensor,
     dropout: float,
@@ -307,7 +307,7 @@ def choose_backend(
     plain products too, as torch does; "flash" pads V instead, as on CUDA.
 
     Args:
-        wanted: the kernel that the config names, or "auto".
+        requested: the kernel that the config names, or "auto".
         q: a tensor with the shape, dtype and device of the queries.
         v: a tensor like the values.
         dropout: probability to drop a weight.
@@ -320,11 +320,11 @@ def choose_backend(
         AttentionChoiceError: the wanted backend cannot attend this call. "auto" never raises;
             "math" supports everything.
     """
-    if wanted == "math":
+    if requested == "math":
         return PLAIN_PRODUCTS
     properties = platform_of(q.device) if platform is None else platform
     return _chosen(
-        wanted,
+        requested,
         AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap),
         sink,
         properties,

@@ -86,7 +86,14 @@ class Kernel(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return o [B, H, Tq, D_v] in q's dtype or wider, and lse [B, H, Tq]: attention output and
-        logsumexp over this block's keys alone."""
+        logsumexp over this block's keys alone.
+
+        Args:
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D_v], the block's values.
+            task: the block, and scale, softcap, dropout and seed of the attention call.
+        """
         ...
 
     def backward(
@@ -155,7 +162,7 @@ class MathKernel(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return the attention output o [B, H, Tq, D_v] and its logsumexp lse [B, H, Tq], both in
-        promote_types(dtype, float32)."""
+        promote_types(dtype, float32). Arguments as in `Kernel.forward`."""
         # [B, H_kv, G, Tq, Tk]
         scores = self._masked(self._scores(q, k, task), q, k, task)
         v = _wide(v)
@@ -171,7 +178,7 @@ class MathKernel(Kernel):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in
-        promote_types(dtype, float32).
+        promote_types(dtype, float32). Arguments as in `Kernel.backward`.
 
         The dropout mask is drawn again from the seed in `task`.
         """
@@ -225,7 +232,7 @@ class CpuFlashKernel(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return the attention output o [B, H, Tq, D] in q's dtype, and its logsumexp lse [B, H,
-        Tq]."""
+        Tq]. Arguments as in `Kernel.forward`."""
         causal = task.block.kind is Kind.CAUSAL
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=task.scale
@@ -235,7 +242,8 @@ class CpuFlashKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype."""
+        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype. Arguments as in
+        `Kernel.backward`."""
         causal = task.block.kind is Kind.CAUSAL
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, o, lse, 0.0, causal, scale=task.scale
@@ -263,8 +271,12 @@ class FlashKernel(Kernel):
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D] in q's dtype, and lse [B, H, Tq]. Blocks of packed documents (kind
-        VARLEN) are passed to the kernel as one packed row [T, H, D]."""
+        """Return o [B, H, Tq, D] in q's dtype, and lse [B, H, Tq]. Arguments as in
+        `Kernel.forward`.
+
+        Blocks of packed documents (kind VARLEN) are passed to the kernel as one packed row [T, H,
+        D].
+        """
         assert q.shape[-1] == v.shape[-1], (
             "the operators need one head size; without data they do not notice"
         )
@@ -286,7 +298,8 @@ class FlashKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype."""
+        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype. Arguments as in
+        `Kernel.backward`."""
         kind = task.block.kind
         no_dropout = (
             torch.empty(2, dtype=torch.uint64, device=q.device),
@@ -317,7 +330,7 @@ class CudnnKernel(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return the attention output o [B, H, Tq, D_v] in q's dtype, and its logsumexp lse [B, H,
-        Tq]."""
+        Tq]. Arguments as in `Kernel.forward`."""
         causal = task.block.kind is Kind.CAUSAL
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=task.scale
@@ -328,7 +341,7 @@ class CudnnKernel(Kernel):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in q's dtype.
-        [Note: one layout]"""
+        Arguments as in `Kernel.backward`. [Note: one layout]"""
         causal = task.block.kind is Kind.CAUSAL
         philox = torch.empty(0, dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(

@@ -44,7 +44,8 @@ class PaddedKernel(Kernel):
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D_v], a view of the padded output, and lse [B, H, Tq]."""
+        """Return o [B, H, Tq, D_v], a view of the padded output, and lse [B, H, Tq]. Arguments as
+        in `Kernel.forward`."""
         width = _common(q, v)
         o, lse = self.inner.forward(_padded(q, width), _padded(k, width), _padded(v, width), task)
         return narrowed(o, v.shape[-1]), lse
@@ -53,7 +54,7 @@ class PaddedKernel(Kernel):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v], as views of
-        padded tensors."""
+        padded tensors. Arguments as in `Kernel.backward`."""
         width = _common(q, v)
         size = q.shape[-1]
         do, q, k, wide_v, o = (_padded(x, width) for x in (do, q, k, v, o))
@@ -77,7 +78,7 @@ class EfficientKernel(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a slice of the operator's
-        logsumexp, which has more rows for alignment."""
+        logsumexp, which has more rows for alignment. Arguments as in `Kernel.forward`."""
         causal = task.block.kind is Kind.CAUSAL
         groups = q.shape[1] // k.shape[1]
         o, lse, *_ = kernels.aten._scaled_dot_product_efficient_attention(
@@ -89,7 +90,7 @@ class EfficientKernel(Kernel):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D] in q's dtype, dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in
-        q's dtype or wider."""
+        q's dtype or wider. Arguments as in `Kernel.backward`."""
         causal = task.block.kind is Kind.CAUSAL
         groups = q.shape[1] // k.shape[1]
         more = -lse.shape[2] % LSE_ALIGNMENT

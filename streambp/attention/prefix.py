@@ -340,8 +340,12 @@ class ChunkAttention:
     takes_picks = False
     both_ways = False
 
-    def attend(self, given: AttentionCall) -> Tensor:
-        """Return the attention output of the chunk, [B, C, H, D_v]."""
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return the attention output of the chunk, [B, C, H, D_v].
+
+        Args:
+            call: the chunk's q, k and v, and the settings of the attention call.
+        """
         raise NotImplementedError
 
     def finish(self) -> None:

@@ -29,7 +29,7 @@ TOKENS_IN_PLACE = 2048
 
 
 def block_size(
-    vocabulary: int, dtype: torch.dtype, device: torch.device, whole: bool = False
+    vocabulary: int, dtype: torch.dtype, device: torch.device, full_vocabulary: bool = False
 ) -> tuple[int, int]:
     """Return two sizes for computing logits block by block: the number of tokens, and the number of
     vocabulary entries.
@@ -42,14 +42,14 @@ def block_size(
         vocabulary: V.
         dtype: dtype of the products.
         device: device of the products.
-        whole: True if a block must contain all of the vocabulary.
+        full_vocabulary: True if a block must contain all of the vocabulary.
     """
     if serves(device, dtype):
         tokens = min(TOKENS_IN_PLACE, max(1, BYTES_PER_BLOCK // (vocabulary * dtype.itemsize)))
         if tokens > 128:
             tokens -= tokens % 128
         return tokens, vocabulary
-    if whole:
+    if full_vocabulary:
         return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary)), vocabulary
     return TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // TOKENS_PER_BLOCK)
 
@@ -167,8 +167,8 @@ class Fold:
     def results(
         self, labels: Tensor, fields: Collection[str], entries: int
     ) -> tuple[Tensor | None, ...]:
-        """Return the values of the fields of `TokenLogProbs` in order, [n] each; None for optional
-        fields that are not `fields`.
+        """Return the values of the fields of `TokenLogProbs` in order, [n] each; None for an
+        optional field whose name is not in `fields`.
 
         Args:
             labels: [n].

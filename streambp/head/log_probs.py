@@ -170,15 +170,23 @@ class HeadInputs:
         casts = enabled and kind == device.type and dtype != torch.float64
         return autocast_dtype if casts else dtype
 
-    def block_size(self, hidden: Tensor, vocabulary: int, whole: bool = False) -> tuple[int, int]:
+    def block_size(
+        self, hidden: Tensor, vocabulary: int, full_vocabulary: bool = False
+    ) -> tuple[int, int]:
         """Return two sizes for computing the logits of `hidden` [N, h] block by block: the number
-        of tokens, and the number of vocabulary entries."""
+        of tokens, and the number of vocabulary entries.
+
+        Args:
+            hidden: the hidden states before the final norm.
+            vocabulary: V.
+            full_vocabulary: True if a block must contain all of the vocabulary.
+        """
         # A norm in float32 returns float32.
         dtype = functools.reduce(
             torch.promote_types, (p.dtype for p in self.norm.parameters()), hidden.dtype
         )
         return block_size(
-            vocabulary, self.product_dtype(dtype, hidden.device), hidden.device, whole
+            vocabulary, self.product_dtype(dtype, hidden.device), hidden.device, full_vocabulary
         )
 
 

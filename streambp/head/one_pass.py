@@ -86,7 +86,7 @@ def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
     """True if the loss may compute its gradient for hidden [N, h] already in forward.
 
     False without gradients, in float16, under saved-tensor hooks, or while the gradients of an
-    earlier forward wait for backward. The module's docstring gives the reasons.
+    earlier forward wait for backward (in `pending`). The module's docstring gives the reasons.
     """
     in_float16 = torch.float16 in (hidden.dtype, autocast_dtype(hidden.device.type))
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -139,7 +139,7 @@ class OnePassNLL(torch.autograd.Function):
         products = Products(weight, bias)
         everything = slice(0, weight.shape[0])
         upstream = (-expected).repeat(labels.shape[0])
-        tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
+        tokens, _ = inputs.block_size(hidden, weight.shape[0], full_vocabulary=True)
         with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
             # The full vocabulary at once: the softmax must be known before the logits are freed.
             for block in token_blocks(labels.shape[0], tokens):

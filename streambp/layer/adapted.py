@@ -117,7 +117,7 @@ class Group(NamedTuple):
     mask: Tensor | None = None
 
     def read(self, rows: Tensor) -> Tensor:
-        """Return x [n, in] with this group's dropout mask applied."""
+        """Return the Linear's input `rows` [n, in] with this group's dropout mask applied."""
         return rows if self.mask is None else rows * self.mask
 
 
@@ -262,7 +262,8 @@ class Shared:
         return products[:, start : start + self.factors[place].rank]
 
     def read(self, rows: Tensor) -> None:
-        """Compute x A^T for all Linears from x [n, in], and store it in `found`."""
+        """Compute x A^T for all Linears from their input `rows`, x [n, in], and store it in
+        `found`."""
         self.readers = len(self.factors)
         self.found = thin(rows, self.joined)
 
@@ -468,7 +469,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> Tensor:
-    """Return dx [n, in].
+    """Return the gradient [n, in] of the input of a LoRA Linear.
 
     Args:
         work: the adapters' matrices.
@@ -477,8 +478,8 @@ def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> 
         weight: the Linear's weight [out, in].
     """
     total: Tensor | None = None
-    for group, left in zip(work.groups, lefts, strict=True):
-        product = left @ group.factor.stack
+    for group, group_parts in zip(work.groups, lefts, strict=True):
+        product = group_parts @ group.factor.stack
         if group.mask is not None:
             product.mul_(group.mask)
         total = product if total is None else total.add_(product)
@@ -495,9 +496,9 @@ def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
         rows: x, [n, in].
     """
     gradients = []
-    for group, left in zip(work.groups, lefts, strict=True):
+    for group, group_parts in zip(work.groups, lefts, strict=True):
         rank, parts = group.factor.rank, min(group.factor.parts, 2)
-        product = add_product(None, left[:, : parts * rank].mT, group.read(rows))
+        product = add_product(None, group_parts[:, : parts * rank].mT, group.read(rows))
         gradients.append(product if parts == 1 else summed_parts(product, 0))
     return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 

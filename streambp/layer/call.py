@@ -476,13 +476,13 @@ class LayerCall:
             )
         return cached[1]
 
-    def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
+    def seeing(self, chunk: Chunk, in_backward: bool, half: str = "") -> See | None:
         """Start recording this chunk's values in forward; in backward, start comparing recomputed
         values with the recorded ones. [Note: witness]
 
         Args:
             chunk: the chunk.
-            again: True in backward: compare.
+            in_backward: True in backward: compare.
             half: name of the half, for a layer that is split at its attention; empty: the full
                 layer.
 
@@ -493,7 +493,7 @@ class LayerCall:
         witness = self.backward.witness
         if witness is None:
             return None
-        witness.begin((half, chunk.index), chunk.stop == self.plan.length, again)
+        witness.begin((half, chunk.index), chunk.stop == self.plan.length, in_backward)
         return witness.see if witness.last else None
 
     def inputs_seen(self) -> contextlib.AbstractContextManager[None]:

@@ -138,9 +138,9 @@ def _forward_chunk(
     original: Tensor,
     is_retry: bool,
 ) -> tuple[ChunkOutput, list[Attended]]:
-    """Compute one chunk of a layer call without a graph, copy its results into `outputs`, and
-    return them with the output and logsumexp of each attention call. Linear outputs named by `saves` are
-    collected.
+    """Compute one chunk of a layer call without a graph, and copy its results into `outputs`.
+    Return the results, with the output and logsumexp of each attention call. Linear outputs named
+    by `saves` are collected.
 
     Args:
         call: the call of the layer.
@@ -158,7 +158,7 @@ def _forward_chunk(
         saved.random[-1].restore()
         if hidden_chunk is not original:
             hidden_chunk.copy_(original)
-    see = call.seeing(chunk, again=False)
+    see = call.seeing(chunk, in_backward=False)
     if saved.keeps_graph:
         with call.backward.parameters.shadowed() as shadows:
             graph = computed_with_graph(
@@ -610,7 +610,7 @@ def _differentiated(
         for of_graph, of_pass in zip(graph.shadows, work.shadows, strict=True)
     ):
         saved = call.kept
-        see = call.seeing(chunk, again=True)
+        see = call.seeing(chunk, in_backward=True)
         with (
             saved.random[chunk.index].replayed(),
             saved.products.use_outputs(saved.brought, sums=work.sums, see=see)

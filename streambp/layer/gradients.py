@@ -153,7 +153,7 @@ class MarkGraphStart(torch.autograd.Function):
 
         Args:
             x: the layer's input.
-            origin: the marker.
+            origin: the object that the graph's first node references.
             may_be_written: True: return a copy.
         """
         ctx.origin = origin

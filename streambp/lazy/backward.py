@@ -345,7 +345,7 @@ def sweep(
     tokens = rows_at_once(weight.shape[0])
     if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and not terms[0].further:
         statistics_term = terms[0]
-        tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
+        tokens, _ = inputs.block_size(hidden, weight.shape[0], full_vocabulary=True)
     blocks = list(token_blocks(count, tokens))
     for term in terms:
         term.place(row_of, [0, *(block.stop for block in blocks)])

@@ -193,8 +193,8 @@ class Lending(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loan: Lent, hidden_states: Tensor, *weights: Tensor) -> Tensor:
-        """Return a view of hidden_states [..., h]. The weights are inputs so that they get a
-        gradient from this node."""
+        """Return a view of hidden_states [..., h]. `loan` holds the copies whose gradients backward
+        returns for the weights; the weights are inputs for this reason."""
         ctx.lent = loan
         ctx.set_materialize_grads(False)
         return hidden_states.view_as(hidden_states)
@@ -215,8 +215,13 @@ class Borrowed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loan: Lent, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """Return a view of hidden_states [..., h], and the copies. A copy requires a gradient if
-        the original does."""
+        """Return a view of hidden_states [..., h], and the copies of weight and bias. A copy
+        requires a gradient if the original does.
+
+        Args:
+            loan: holds the copies, and later their gradients.
+            hidden_states: [..., h].
+        """
         ctx.lent = loan
         copies = loan.copies
         loan.copies = []

@@ -138,7 +138,7 @@ def _saved(state: PatchState, step: Step, choice: Chosen | None) -> tuple[Saved,
 
     Args:
         state: the model's patch.
-        step: the notes on the step.
+        step: the record of the step.
         choice: the tensors that saves="auto" chose to save in the step; None: the user named the
             tensors to save.
     """

@@ -128,7 +128,7 @@ class PatchState:
         running: state of the running forward.
         pending: gradients that the loss computed in forward, until backward.
         offloader: moves saved tensors to host memory; None without offloading.
-        steps: notes on the model's steps. See `model/steps.py`.
+        steps: records of the model's steps. See `model/steps.py`.
         saves_policy: decides chunk_size="auto", saves="auto" and offload="auto"; its str() is the
             rule for chunks.
         weights: manager of the layers' weights on the host; None: the weights are on the device.

@@ -1,16 +1,13 @@
 """Record each step of a patched model: which tensors its layers saved, how much memory was moved,
-and where out-of-memory errors happened. `describe`, `last_step` and the log are made from these
-notes.
+and where out-of-memory errors happened. `describe`, `last_step` and the log read these records.
 
-`Step` has the notes on one step. `Steps` makes the notes at three moments: the end of a backbone's
-forward, the start of a backward, and its end. A line is logged if a step ran in a way that was not
-logged before.
+A step is a micro-batch with gradients, and `Step` is its record. `Steps` creates the record at the
+end of the backbone's forward, when all decisions before backward are taken. The start of a backward
+and its end complete the record; an autograd engine callback reports the end. A line is logged if a
+step ran in a way that was not logged before.
 
-A step is a micro-batch with gradients. The notes on a step are made at the end of the backbone's
-forward, when all decisions before backward are taken. An autograd engine callback completes the
-notes at the end of backward. Notes are references to existing objects, so they need no counting and
-no synchronization. `last_step.py` interprets the notes on request. Evaluations between steps change
-no note.
+A record consists of references to existing objects, so it needs no counting and no synchronization.
+`last_step.py` interprets the record on request. Evaluations between steps change no record.
 
 [Note: bare errors] Backward outside of streamed layers and of the head is torch's own: embeddings,
 norms, sums of gradients, and every operation of a micro-batch that runs unpatched. No code of this
@@ -114,7 +111,7 @@ class Steps:
         self._logged: set[Hashable] = set()
 
     def __getstate__(self) -> Any:
-        """Return the state for copy and pickle, without the notes on steps."""
+        """Return the state for copy and pickle, without the records of steps."""
         return self.offloader, self.tell, self.name
 
     def __setstate__(self, state: Any) -> None:
@@ -157,17 +154,18 @@ class Steps:
             else:  # another stack of the same forward
                 number = last.number
                 shapes = {**last.shapes, **shapes}
-                if unpatched:  # notes on saves of a streamed stack stay
+                if unpatched:  # records of saves of a streamed stack stay
                     self.last = dataclasses.replace(last, shapes=shapes)
                     return
         reports = [] if unpatched else [site.last_call.report for site in self.sites]
         self.last = Step(number, unpatched, shapes, reports, self._choice(), shared)
 
     def forget_since(self, last: Step | None) -> None:
-        """Remove the notes on an unpatched forward without a result: the batch streams instead.
+        """Remove the record of an unpatched forward that ended without a result. The batch is
+        computed again, in chunks.
 
         Args:
-            last: the notes on the step before; None: the model has made no step.
+            last: the record of the step before; None: the model has made no step.
         """
         self.last = last
 

@@ -78,7 +78,7 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
                 return
             self._previous = record
             counts = zip(_counts(record), _counts(previous), strict=True)
-            steps, unpatched, short, stalls = (current - earlier for current, earlier in counts)
+            steps, unpatched, short, stalls = (current - old_count for current, old_count in counts)
             values = {
                 **record.numbers(),
                 "stream_unpatched": unpatched / max(1.0, steps),

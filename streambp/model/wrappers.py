@@ -128,20 +128,20 @@ class LayerForward(InstanceForward):
         if self.leaf is not None:
             self.leaf.remove()
 
-    def leave(self, own: dict[str, Any]) -> None:
+    def leave(self, attributes: dict[str, Any]) -> None:
         """Remove what this object installed on its layer from the attributes of a copy of the
         layer.
 
         Args:
-            own: the copy's `__dict__`.
+            attributes: the copy's `__dict__`.
         """
-        super().leave(own)
-        own.pop(MOVES, None)
-        own.pop(Z3_LEAF, None)
+        super().leave(attributes)
+        attributes.pop(MOVES, None)
+        attributes.pop(Z3_LEAF, None)
         if self.leaf is not None:
             for table in (FORWARD_HOOKS[1], WITH_KWARGS):
-                own[table] = type(own[table])(
-                    (key, hook) for key, hook in own[table].items() if key != self.leaf.id
+                attributes[table] = type(attributes[table])(
+                    (key, hook) for key, hook in attributes[table].items() if key != self.leaf.id
                 )
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -515,15 +515,15 @@ class BackboneForward(InstanceForward):
         root = self.state.root
         return root is not None and any(map(fills_in_defaults, models_around(self.module, root)))
 
-    def leave(self, own: dict[str, Any]) -> None:
+    def leave(self, attributes: dict[str, Any]) -> None:
         """Remove the replaced forward, and the refusal of nn.DataParallel's copies, from the
         attributes of a copy of the backbone.
 
         Args:
-            own: the copy's `__dict__`.
+            attributes: the copy's `__dict__`.
         """
-        super().leave(own)
-        own.pop(REPLICATE, None)
+        super().leave(attributes)
+        attributes.pop(REPLICATE, None)
 
     def remove(self) -> None:
         """Restore the backbone's forward, allow nn.DataParallel's copies, and restore gradient

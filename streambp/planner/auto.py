@@ -299,8 +299,8 @@ class ModelStates:
             )
             # a failed count of the costs may succeed in a later process
             if costs or len(find_stacks(self.model).stacks) > 1:
-                found = stored_counts.StoredCount(law.method, law.factor, law.casts, costs)
-                stored_counts.store(key, found)
+                count = stored_counts.StoredCount(law.method, law.factor, law.casts, costs)
+                stored_counts.store(key, count)
         else:
             law = StepNeed(stored.method, stored.factor, stored.casts)
             costs = {}

@@ -257,20 +257,20 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
     return costs
 
 
-def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
+def batches_table(plan: Plan, ways_of_batches: Sequence[tuple[Way, Way]]) -> str:
     """Return a table as text that compares, for each batch, padded rows and one packed row.
 
     Settings to paste follow, those of the last batch's faster way.
 
     Args:
         plan: the model's plan.
-        found: both ways of each batch; the batches differ in row length.
+        ways_of_batches: both ways of each batch; the batches differ in row length.
     """
     rows: list[tuple[str, ...]] = [
         ("rows of", "tokens", "GiB", "without saves", "PFLOP", "seconds", "chunk")
     ]
     methods = ["by"]
-    for plain, packed in found:
+    for plain, packed in ways_of_batches:
         tokens_behind_prompt = plain.batch.row - plain.batch.prompt
         for label, way in (
             (f"{tokens_behind_prompt:,}: as given", plain),
@@ -297,9 +297,9 @@ def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
     table = []
     for line, by in zip(columns(rows), methods, strict=True):
         table.append(f"{line}  {by}".rstrip())
-    lines = [headline(plan.profile, plan.setting), str(found[0][0].batch), "", *table]
+    lines = [headline(plan.profile, plan.setting), str(ways_of_batches[0][0].batch), "", *table]
     lines.append("without saves: GiB with nothing saved and nothing in host memory")
-    return "\n".join([*lines, *_to_paste(plan, found[-1])])
+    return "\n".join([*lines, *_to_paste(plan, ways_of_batches[-1])])
 
 
 def _to_paste(plan: Plan, ways: tuple[Way, Way]) -> list[str]:

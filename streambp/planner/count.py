@@ -185,11 +185,11 @@ class Shapes:
         except TypeError:
             return None, None
 
-    def make(self, known: Known) -> list[Any]:
+    def make(self, operation: Known) -> list[Any]:
         """Return new meta or fake tensors, with the shapes, strides and dtypes of a cached
         operation's outputs."""
         tensors_of_call: list[Any] = []
-        for output in known.made:
+        for output in operation.made:
             if type(output) is not tuple:
                 tensors_of_call.append(output)
                 continue
@@ -443,11 +443,11 @@ def running_counts(kind: type[Count]) -> list[Count]:
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, kind)]
 
 
-def add_flops(number: float, moved: float = 0.0) -> None:
+def add_flops(number: float, byte_count: float = 0.0) -> None:
     """Add FLOPs and moved bytes to all active counts (`StepCount`), for matrix products that no
     torch operation shows."""
     for count in running_counts(StepCount):
-        count.add(Work(number, moved=moved))
+        count.add(Work(number, moved=byte_count))
 
 
 @contextlib.contextmanager

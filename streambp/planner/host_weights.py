@@ -139,11 +139,11 @@ def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, W
         ("forward", on_host.bytes, 0),
         ("backward", on_host.bytes - on_host.last, on_host.trained),
     )
-    for name, back, out in copies:
+    for name, to_device, out in copies:
         part = on_host.layers / on_host.of
         costs[name] = Work().plus(step[name], 1 - part)
         host_work = Work().plus(step[name], part)
         costs[name + MOVED] = host_work._replace(
-            back=host_work.back + back, out=host_work.out + out
+            back=host_work.back + to_device, out=host_work.out + out
         )
     return costs

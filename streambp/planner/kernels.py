@@ -80,22 +80,24 @@ class CountedCalls:
         for x in args:
             if isinstance(x, Tensor):
                 parts += [x.shape, x.stride(), x.dtype]
-        found = self._known.get(tuple(parts))
-        if found is None:
+        counted_call = self._known.get(tuple(parts))
+        if counted_call is None:
             if tuple(parts) in self._known:
                 return function(*args)
             return self._first(count, tuple(parts), functools.partial(function, *args))
-        count.add(found.work)
-        count.peak = max(count.peak, count.live + found.peak)
-        count.largest = max(count.largest, found.largest)
+        count.add(counted_call.work)
+        count.peak = max(count.peak, count.live + counted_call.peak)
+        count.largest = max(count.largest, counted_call.largest)
         with no_dispatch():
-            made = self._shapes.make(Known(found.made, found.several, found.work))
-        for one in made:
+            outputs = self._shapes.make(
+                Known(counted_call.made, counted_call.several, counted_call.work)
+            )
+        for one in outputs:
             if isinstance(one, Tensor):
                 count._track(one.untyped_storage())
-        if found.several:
-            return tuple(made)
-        return made[0]
+        if counted_call.several:
+            return tuple(outputs)
+        return outputs[0]
 
     def _first(self, count: StepCount, key: Any, call: Callable[[], Any]) -> Any:
         """Run a call of new shapes, and store its memory and work.
@@ -114,21 +116,21 @@ class CountedCalls:
         result = call()
         several = isinstance(result, tuple)
         results = list(result) if several else [result]
-        made: list[Any] = []
+        forms: list[Any] = []
         bytes_made = 0
         for x in results:
             if isinstance(x, Tensor):
-                made.append((x.shape, x.stride(), x.dtype))
+                forms.append((x.shape, x.stride(), x.dtype))
                 bytes_made += x.itemsize * _extent(x)
             else:
-                made.append(x)
-        done = count.work.plus(work, -1)
-        found = CountedCall(count.peak - live, count.largest, done, made, several)
+                forms.append(x)
+        work_of_call = count.work.plus(work, -1)
+        counted_call = CountedCall(count.peak - live, count.largest, work_of_call, forms, several)
         # The results are all that is left, and each has a storage of its own size.
         is_complete = count.live - live == bytes_made and len(
             {x.untyped_storage()._cdata for x in tensors(results)}
         ) == len(tensors(results))
-        self._known[key] = found if is_complete else None
+        self._known[key] = counted_call if is_complete else None
         count.peak = max(peak, count.peak)
         count.largest = max(largest, count.largest)
         return result

@@ -166,10 +166,14 @@ def fit_work(
         count_of_own: number of leading points from which bytes copied to and from the host are
             fitted; None: all points.
     """
-    columns = dict(IN_CHUNKS if any(c for _, c in points) else AT_ONCE)
+    feature_names = dict(IN_CHUNKS if any(c for _, c in points) else AT_ONCE)
     if name not in LAYERS:
         head_features = ("tokens", "one")  # the head has its own blocks
-        columns |= {"products": ("tokens",), "moved": head_features, "dispatches": head_features}
+        feature_names |= {
+            "products": ("tokens",),
+            "moved": head_features,
+            "dispatches": head_features,
+        }
     steps = [features(*point, k_block=k_block) for point in points]
     laws = []
     for field, values in zip(Work._fields, zip(*costs, strict=True), strict=True):
@@ -177,7 +181,7 @@ def fit_work(
             number = count_of_own
         else:
             number = len(points)
-        names = list(columns[field][:number])
+        names = list(feature_names[field][:number])
         law = Law()
         if names and any(values):
             table = torch.tensor(

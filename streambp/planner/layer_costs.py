@@ -76,8 +76,8 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
         return None
     if len(costs) < layers:
         return None
-    found = costs_as_json(map(costs.__getitem__, range(layers)))
-    return {"vocabulary": vocabulary, "plain": plain, **found}
+    fields = costs_as_json(map(costs.__getitem__, range(layers)))
+    return {"vocabulary": vocabulary, "plain": plain, **fields}
 
 
 def costs_as_json(costs: Iterable[LayerCost]) -> dict[str, Any]:
@@ -89,9 +89,11 @@ def costs_as_json(costs: Iterable[LayerCost]) -> dict[str, Any]:
     """
     kinds: list[dict[str, Any]] = []  # distinct kinds of layers, which are few
     numbers = []
-    for seen in costs:
-        cost = dataclasses.asdict(seen.cost) | {"overwritten": sorted(seen.cost.overwritten)}
-        kind = seen._asdict() | {"device": str(PLAN_DEVICE), "cost": cost}
+    for layer_cost in costs:
+        cost = dataclasses.asdict(layer_cost.cost) | {
+            "overwritten": sorted(layer_cost.cost.overwritten)
+        }
+        kind = layer_cost._asdict() | {"device": str(PLAN_DEVICE), "cost": cost}
         if kind not in kinds:
             kinds.append(kind)
         numbers.append(kinds.index(kind))

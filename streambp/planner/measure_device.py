@@ -107,7 +107,7 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         # bytes as the planner counts them. See `planner/work.py`.
         bandwidth = count.work.moved / clock(lambda: _norm(x, weight))
         # Copies in both directions at the same time.
-        on_device, back = (
+        on_device, to_host = (
             torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2)
         )
         host = []
@@ -118,7 +118,7 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         def copies() -> None:
             """Start a copy to the host and a copy from the host."""
             for stream, target, source in zip(
-                streams, (host[0], back), (on_device, host[1]), strict=True
+                streams, (host[0], to_host), (on_device, host[1]), strict=True
             ):
                 with stream:
                     target.copy_(source, non_blocking=True)

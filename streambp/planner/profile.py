@@ -587,10 +587,10 @@ def method_from_json(value: Mapping[str, Any]) -> Method:
         parts.append(Part(one["name"], laws, one["k_block"]))
     split = value.get("split")
     split = split and Split(**{**split, "heads": tuple(itertools.starmap(Heads, split["heads"]))})
-    given = {
+    fields = {
         "saves": tuple(value["saves"]),
         "host": Law(*value["host"]),
         "work": tuple(parts),
         "split": split,
     }
-    return Method(**{**value, **phases, **given})
+    return Method(**{**value, **phases, **fields})

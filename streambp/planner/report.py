@@ -253,12 +253,12 @@ def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
     return "\n".join([f"{BY_DEFAULT}, MiB", "", *columns(cells)])
 
 
-def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
+def remedies_table(plan: Plan, remedies: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
     """Return lines with other plans that fit, each with the command that prints the plan."""
     own_seconds = seconds_of(plan)
     lines = []
     title = ""
-    for other, command in zip(others, commands, strict=True):
+    for other, command in zip(remedies, commands, strict=True):
         choice = other.plan.choice
         assert choice is not None
         spent = seconds_of(other.plan)
@@ -281,7 +281,7 @@ def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]
             f"{host / GIB:.1f} GiB of host memory, {duration(spent)} a step",
             f"    {command}",
         ]
-    if plan.choice is None and not others:
+    if plan.choice is None and not remedies:
         lines += [
             "",
             "Nothing that was tried fits: LoRA on 4-bit weights, weights and optimizer state on "

@@ -270,7 +270,7 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scan_backward(
-    sizes: Sizes, dt: Tensor, has_start: bool, given: bool
+    sizes: Sizes, dt: Tensor, has_start: bool, are_allocated: bool
 ) -> tuple[Tensor | None, ...]:
     """Allocate the tensors of a Mamba 2 scan's backward without computing them. Return the
     gradients of x, dt, B, C and the start state.
@@ -279,17 +279,20 @@ def _scan_backward(
         sizes: sizes of the call.
         dt: [B, T, H].
         has_start: True if the start state needs a gradient.
-        given: True if the caller has allocated the first four gradients, which are then None.
+        are_allocated: True if the caller has allocated the first four gradients; these are then
+            None.
     """
     like = sizes.like
     ratio = sizes.heads // sizes.groups
     per_program = max(min(-(-sizes.rows * sizes.blocks * sizes.heads // PROCESSORS), ratio), 1)
     splits = -(-ratio // per_program)  # number of programs for the heads of a group
     db, dc = (
-        None if given else like.new_empty(sizes.rows, sizes.tokens, sizes.groups, sizes.size)
+        None
+        if are_allocated
+        else like.new_empty(sizes.rows, sizes.tokens, sizes.groups, sizes.size)
         for _ in range(2)
     )
-    if given:
+    if are_allocated:
         d_dt = None
     else:
         d_dt = torch.empty_like(dt)
@@ -310,7 +313,7 @@ def _scan_backward(
     d_skip = like.new_empty(
         -(-sizes.block // ROWS), sizes.rows, sizes.blocks, sizes.heads, dtype=ACCUMULATION_DTYPE
     )
-    if given:
+    if are_allocated:
         dx = None
     else:
         dx = like.new_empty(sizes.rows, sizes.tokens, sizes.heads, sizes.width)
@@ -357,7 +360,7 @@ def _mamba2_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | N
     _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
     grad = _rows(grad)
     sizes = Sizes(x, ctx.block, *x.shape, *b.shape[2:])
-    dx, d_dt, db, dc, d_start = _scan_backward(sizes, dt, start is not None, given=False)
+    dx, d_dt, db, dc, d_start = _scan_backward(sizes, dt, start is not None, are_allocated=False)
     return dx, d_dt, torch.empty_like(a), db, dc, _like(d), _like(dt_bias), d_start, None
 
 
@@ -428,7 +431,7 @@ def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_out = None
     else:
         d_out = torch.empty_like(out)
-    _scan_backward(sizes, zxbcdt[..., -sizes.heads :], has_start=False, given=True)
+    _scan_backward(sizes, zxbcdt[..., -sizes.heads :], has_start=False, are_allocated=True)
     d_proj = grad.flatten(0, 1).mT @ recomputed.flatten(0, 1).flatten(1)  # [h, H P]
     if proj_bias is None:
         d_proj_bias = None

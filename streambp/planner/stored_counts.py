@@ -82,12 +82,12 @@ def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> 
         cast: dtype to which autocast casts float32 weights; None: autocast is off.
     """
     try:
-        seen: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         modules = list(model.named_modules())
         structure = []
         kinds: dict[type, None] = {}
         for path, module in modules:
-            structure.append((path, *_module(module, seen)))
+            structure.append((path, *_module(module, numbers)))
             kinds[type(module)] = None
         switches = (sys.version_info[:2], torch.backends.cuda.flash_sdp_enabled(), str(cast))
         parts = [structure, list(_code_of(kinds)), repr(config), switches, code_in_use()]
@@ -112,16 +112,16 @@ def read(key: str | None) -> StoredCount | None:
         _report(key, error)
         return None
     try:
-        found = json.loads(text, parse_constant=_refuse)
-        if found["key"] != key:
+        entry = json.loads(text, parse_constant=_refuse)
+        if entry["key"] != key:
             raise ValueError("the file is another model's")
         costs = {}
-        for place, cost in costs_from_json(found["saves"]).items():
-            costs[found["indices"][place]] = cost
-        method = method_from_json(found["method"])
-        if not method.first or not found["factor"] > 0 or not found["casts"] >= 0:
+        for place, cost in costs_from_json(entry["saves"]).items():
+            costs[entry["indices"][place]] = cost
+        method = method_from_json(entry["method"])
+        if not method.first or not entry["factor"] > 0 or not entry["casts"] >= 0:
             raise ValueError("numbers are missing")
-        return StoredCount(method, found["factor"], found["casts"], costs)
+        return StoredCount(method, entry["factor"], entry["casts"], costs)
     except Exception as error:  # whatever a damaged file leads to
         _report(key, error)
         return None
@@ -175,21 +175,21 @@ def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no count")
 
 
-def _module(module: nn.Module, seen: dict[int, int]) -> Iterator[Any]:
+def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:
     """Yield the class, tensors, attributes and hooks of one module as JSON types. Modules inside the
     module are left out.
 
     Args:
         module: the module.
-        seen: dict from ids of parameters to their numbers, by which tied parameters are recognized;
-            changed.
+        numbers: dict from ids of parameters to their numbers, by which tied parameters are
+            recognized; changed.
     """
     yield _name(type(module))
     for table in (module._parameters, module._buffers):
         for name, tensor in table.items():
             if tensor is None:
                 continue
-            number = seen.setdefault(id(tensor), len(seen))
+            number = numbers.setdefault(id(tensor), len(numbers))
             yield name, number, _tensor(tensor)
     for name, value in vars(module).items():
         is_own = name == "forward" and isinstance(value, InstanceForward)
@@ -276,16 +276,16 @@ def _function(function: Any, depth: int) -> list[Any]:
         function: the function.
         depth: levels of defaults and closures that are described.
     """
-    found: list[Any] = []
+    parts: list[Any] = []
     for _ in range(DEPTH):
         code = getattr(function, "__code__", None)
         if code is not None:
-            found.append(_code(code))
+            parts.append(_code(code))
         if depth > 0 and isinstance(function, types.FunctionType):
             values = [*(function.__defaults__ or ()), *_contents(function)]
-            found.append(list(map(functools.partial(described, depth=0), values)))
+            parts.append(list(map(functools.partial(described, depth=0), values)))
         function = getattr(function, "__wrapped__", None)
-    return found
+    return parts
 
 
 def _contents(function: types.FunctionType) -> Iterator[Any]:
@@ -298,12 +298,12 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
 
 def _code(code: types.CodeType) -> str:
     """Return a digest of compiled code, without the place where it was written."""
-    found = hashlib.sha256(code.co_code)
+    digest = hashlib.sha256(code.co_code)
     for value in (*code.co_names, *code.co_varnames, *code.co_consts):
         if isinstance(value, types.CodeType):
-            found.update(_code(value).encode())
+            digest.update(_code(value).encode())
         elif isinstance(value, frozenset):
-            found.update(repr(sorted(value, key=repr)).encode())
+            digest.update(repr(sorted(value, key=repr)).encode())
         else:
-            found.update(repr(value).encode())
-    return found.hexdigest()[:16]
+            digest.update(repr(value).encode())
+    return digest.hexdigest()[:16]

@@ -72,17 +72,17 @@ class Remedy:
     plan: Plan
 
 
-def settings_of(given: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
-    """Generate `given` and variants of it on the same GPUs: layers' weights, optimizer state, or
+def settings_of(base: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
+    """Generate `base` and variants of it on the same GPUs: layers' weights, optimizer state, or
     both in host memory. Each comes with the command-line options that request it."""
-    places: list[tuple[tuple[str, ...], Setting]] = [((), given)]
+    places: list[tuple[tuple[str, ...], Setting]] = [((), base)]
     for place in ("auto", "cpu"):
-        if place != given.weights and given.weights != "cpu":
-            placed = dataclasses.replace(given, weights=place)  # type: ignore[arg-type]
+        if place != base.weights and base.weights != "cpu":
+            placed = dataclasses.replace(base, weights=place)  # type: ignore[arg-type]
             places.append((("--weights", place), placed))
     for options, setting in places:
         yield options, setting
-        if given.optimizer and not given.optimizer_on_host:
+        if base.optimizer and not base.optimizer_on_host:
             offloaded = dataclasses.replace(setting, optimizer_on_host=True)
             yield ("--optimizer-on-host", *options), offloaded
 
@@ -97,7 +97,7 @@ def seconds_of(plan: Plan) -> float:
 
 
 def best_change(
-    found: Plan,
+    base_plan: Plan,
     seq_len: int | Literal["max"],
     profile: Profile,
     training: Training | None,
@@ -109,17 +109,17 @@ def best_change(
     returned.
 
     Args:
-        found: the plan whose setting changes.
+        base_plan: the plan whose setting changes.
         seq_len: the requested length.
         profile: the model with the training.
         training: the training, if it differs from the plan's; None: the plan's own.
     """
     fitting: list[Remedy] = []
-    for options, setting in settings_of(found.setting):
+    for options, setting in settings_of(base_plan.setting):
         if training is None and not options:
             continue
         with contextlib.suppress(StreamBPError):  # ranks that cannot share the heads, for example
-            plan = plan_profile(profile, seq_len, found.memory, setting, found.rates)
+            plan = plan_profile(profile, seq_len, base_plan.memory, setting, base_plan.rates)
             if plan.choice is None:
                 continue
             changes, options = _changed(training, options)

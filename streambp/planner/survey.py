@@ -66,6 +66,11 @@ class SurveyRecipe:
 def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = "") -> SurveyRecipe:
     """Return the recipe of a step under streambp, chunk by chunk, named after its settings.
 
+    Args:
+        saves: names of the tensors that every layer saves.
+        offload: the value of `StreamConfig.offload`.
+        split: kind of sequence sharding over ranks; "": each rank has full sequences.
+
     Raises:
         ConfigError: the saves are restricted to some layers.
     """
@@ -478,9 +483,9 @@ def _growth(phases: list[Counted], accumulating: list[Counted]) -> list[Counted]
         accumulating: the same phases of a step that adds to existing gradients.
     """
     growth = []
-    for phase, later in zip(phases, accumulating, strict=True):
-        start = later.start - phase.start
-        growth.append(Counted(phase.name, start, later.peak - phase.peak, later.gradients))
+    for phase, total in zip(phases, accumulating, strict=True):
+        start = total.start - phase.start
+        growth.append(Counted(phase.name, start, total.peak - phase.peak, total.gradients))
     return growth
 
 

@@ -24,6 +24,11 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
     unpatched model without checkpointing.
 
     Layers of one kind are one node; other equal siblings share a node as well.
+
+    Args:
+        skeleton: the model, on meta or fake tensors.
+        reduced: the representative layers, and the kind of each layer of the full model.
+        batch_size: number of rows, for activations.
     """
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
     bytes_by_module = _activations(skeleton, batch_size)

@@ -78,11 +78,11 @@ class StateCache(ChunkCache):
     def __init__(
         self,
         start: int,
-        before: States,
+        start_states: States,
         read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         super().__init__(start, read)
-        self.before = before
+        self.before = start_states
         self.after: States = {}
 
     def is_recording_past(self, layer_idx: int) -> bool:

@@ -167,7 +167,7 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
                 if keep:
                     call.kept.random.append(RandomState.capture(call.device))
-                see = call.seeing(chunk, again=False, half="after")
+                see = call.seeing(chunk, in_backward=False, half="after")
                 with call.kept.products.capture_outputs(names, see) if keep else NULL_CONTEXT:
                     point = _second_half(call, chunk, o[_part(chunk)])
                     output = call.run(hidden_chunk, chunk, point)
@@ -195,7 +195,7 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     for chunk in call.plan:
         call.random_before.append(RandomState.capture(call.device))
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
-        see = call.seeing(chunk, again=False, half="before")
+        see = call.seeing(chunk, in_backward=False, half="before")
         with call.kept.products.capture_outputs(see=see) if keep else NULL_CONTEXT:
             projected_chunk = _collect(call, hidden_chunk, chunk, projected, 3)
         _see_projected(see, projected_chunk)
@@ -444,7 +444,7 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
     unread = call.unread.to_differentiate_after.difference(saved.products_after)
     with summed(linears, work.sums, unread, call.backward.witness):
         for chunk in call.plan.backward:
-            see = call.seeing(chunk, again=True, half="after")
+            see = call.seeing(chunk, in_backward=True, half="after")
             saved.bring(chunk, saved.half_reads(chunk.index, saved.products_after), again=("x",))
             hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.wanted)
@@ -571,7 +571,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
             hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.wanted)
             point = SplitAtAttention()
-            see = call.seeing(chunk, again=True, half="before")
+            see = call.seeing(chunk, in_backward=True, half="before")
             with (
                 torch.enable_grad(),
                 _as_before(call, chunk),

@@ -32,7 +32,7 @@ class Shown(enum.IntEnum):
 
 def resolve_whole(
     mask: LazyMask | Tensor | None,
-    whole: Spans,
+    full_spans: Spans,
     length: int,
     position_ids: Tensor | None,
     device: torch.device,
@@ -43,11 +43,13 @@ def resolve_whole(
 
     This mask may not show the end of a sliding window, or document boundaries. Ranks therefore
     exchange what their masks show and reach the same result. Document boundaries are read from
-    `whole`: an early and a late part of one sequence in a shard would seem to be two documents.
+    `full_spans`: an early and a late part of one sequence in a shard would seem to be two
+    documents.
 
     Args:
         mask: the model's mask for this rank's tokens.
-        whole: the keys by padding and packed documents of the full sequences, without a window.
+        full_spans: the keys by padding and packed documents of the full sequences, without a
+            window.
         length: number of this rank's tokens in a row.
         position_ids: [1 or B, length], of these tokens.
         device: device for comparisons of masks.
@@ -58,12 +60,12 @@ def resolve_whole(
         UnsupportedMaskError: the mask is more than padding, packed documents and a window, or may
             be; on every rank alike.
     """
-    rows = len(whole.rows)
+    rows = len(full_spans.rows)
     if mask is None:
-        return Spans.causal(rows, whole.length)
+        return Spans.causal(rows, full_spans.length)
     if isinstance(mask, LazyMask) and mask.whole is not None:
         return mask.whole
-    window, clear, shown = _shown(mask, rows, whole.length, length, position_ids, device)
+    window, clear, shown = _shown(mask, rows, full_spans.length, length, position_ids, device)
     replies = everyones([-1 if window is None else window, clear, shown])
     if any(other[2] == Shown.REFUSED or other[0] != replies[0][0] for other in replies):
         raise UnsupportedMaskError(
@@ -83,9 +85,9 @@ def resolve_whole(
         and mask.description.get("attention_mask") is None
     )
     if ignored:
-        mask.whole = Spans.causal(rows, whole.length, window)
+        mask.whole = Spans.causal(rows, full_spans.length, window)
     else:
-        mask.whole = dataclasses.replace(whole, window=window)
+        mask.whole = dataclasses.replace(full_spans, window=window)
     return mask.whole
 
 

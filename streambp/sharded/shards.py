@@ -258,8 +258,8 @@ def gather_shards(
     everyones = _agree(
         group, torch.tensor([batch_size, length, code, agreed, room], device=tokens.device)
     )
-    said = min(other[2] for other in everyones)
-    if said == -1:
+    least_code = min(other[2] for other in everyones)
+    if least_code == -1:
         fault = "missing" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
         raise StreamBPError(
             f"position_ids are {fault}. With sequences split over ranks each rank must pass the "
@@ -267,7 +267,7 @@ def gather_shards(
             "sequence. Put torch.arange(whole_length) into the batch before it is split "
             "(DeepSpeed Ulysses), or among the buffers of context_parallel."
         )
-    if said == -2:
+    if least_code == -2:
         raise UnsupportedMaskError(
             f"attention_mask is {getattr(attention_mask, 'shape', type(attention_mask).__name__)}; "
             "with sequences split over ranks it must be this rank's shard of a padding mask, "

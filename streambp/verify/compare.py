@@ -201,7 +201,17 @@ def _judge(
 ) -> Draw:
     """Return the verdict for one batch. The gradients of the streamed model, the unpatched model
     and every other method are compared with the gradients of a reference in dtype `wide`. The
-    verdict's notes name the parts of the model that did not stream."""
+    verdict's notes name the parts of the model that did not stream.
+
+    Args:
+        model: the model, unpatched.
+        against: the other methods.
+        config: settings of the streamed run.
+        batch: arguments of the model.
+        narrow: the least precise dtype of the parameters.
+        wide: dtype of the reference, a copy of the model on the host.
+        progress: called with a text and the fraction done, before each run.
+    """
     # float16 underflows for the small gradients of a mean, streamed or not
     scale = 1024.0 if narrow == torch.float16 else 1.0
     with (

@@ -98,11 +98,11 @@ def available_memory() -> int | None:
     except (OSError, IndexError):
         return None
     group = Path("/sys/fs/cgroup")
-    for limit, used in (
+    for limit, usage_file in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         # "max", or the other cgroup version: no limit here
         with contextlib.suppress(OSError, ValueError):
-            limits.append(int((group / limit).read_text()) - int((group / used).read_text()))
+            limits.append(int((group / limit).read_text()) - int((group / usage_file).read_text()))
     return min(limits)
