@@ -3,19 +3,21 @@ statistics.
 
 [Note: kept values] Unpatched, a forward stores a value of the full sequence in an attribute, a
 closure or a list, and stores it once. A chunked forward would leave the last chunk's value, or one
-entry for each chunk, and backward's recomputation would store these values again. A layer with third-party code
-is therefore tested for stored values. The test runs a few tokens from the same start, once as
-unpatched, once in chunks as in a step. Values reachable from that code (`fingerprint/memory.py`)
-must be equal afterwards: shapes, numbers, lengths. Sums over tokens are equal. If a value differs,
-the layer runs unchunked, and its recomputation stores nothing. Calls of other kinds then run
-unchunked too, as long as the value is reachable: code may store it in every tenth call.
+entry for each chunk, and backward's recomputation would store these values again. A layer with
+third-party code is therefore tested for stored values. The test runs a few tokens from the same
+start, once as unpatched, once in chunks as in a step. Values reachable from that code
+(`fingerprint/memory.py`) must be equal afterwards: shapes, numbers, lengths. Sums over tokens are
+equal. If a value differs, the layer runs unchunked, and its recomputation stores nothing. Calls of
+other kinds then run unchunked too, as long as the value is reachable: code may store it in every
+tenth call.
 
 A later call may read a stored value by its length: routes stored for a replay fit the full sequence
 and no chunk. A test on a few tokens does not detect this. Calls whose length is that of a
 reachable tensor are therefore a kind of their own. Such calls are tested at their own length.
 
-Reachable flags and strings, at greater depth than a snapshot's (`fingerprint/observed_values.py`), also
-distinguish kinds of calls: a recorder may be switched on between two steps.
+Reachable flags and strings, at greater depth than a snapshot's
+(`fingerprint/observed_values.py`), also distinguish kinds of calls: a recorder may be switched on
+between two steps.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def find_stacks(model: nn.Module) -> Found:
             both_ways.append(Stack(module, layers))
         else:
             stacks.append(Stack(module, layers))
-    # If there is a causal stack, bidirectional ones are encoders and towers, with shorter sequences.
+    # beside a causal stack, bidirectional ones are encoders and towers of short sequences
     if not stacks:
         stacks = [stack for stack in both_ways if _reads_text(stack.backbone)]
     for stack in both_ways:

@@ -411,8 +411,8 @@ class Trial:
 
     def gradients_of(self, recomputed: Recomputed) -> list[Tensor | None]:
         """Return the gradients [...] of the layer's input, arguments, start states and parameters,
-        in this order, for random gradients of a recomputation's outputs. Tensors that do not require
-        a gradient are left out; None for a tensor without effect."""
+        in this order, for random gradients of a recomputation's outputs. Tensors that require no
+        gradient are left out; None for a tensor without effect."""
         parameters = [
             parameter for parameter in self.call.site.layer.parameters() if parameter.requires_grad
         ]
