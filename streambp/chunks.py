@@ -155,8 +155,9 @@ class ChunkPlan:
     def avoiding(self, barriers: Sequence[Barrier]) -> ChunkPlan:
         """Return a plan whose chunks do not end at the positions that `barriers` forbid.
 
-        Each end moves to the nearest allowed end before it, which leaves no chunk longer than
-        `size`. If none exists, the end moves to the nearest allowed end after it.
+        Each chunk is as long as allowed, at most `size`: its end moves back to the nearest allowed
+        position, and the next chunk begins there. If there is none after the chunk's start, the end
+        moves forward, and the chunk is longer than `size`.
 
         Args:
             barriers: increasing, disjoint and non-adjacent.

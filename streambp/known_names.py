@@ -192,6 +192,7 @@ KERNEL_IMPORTS = {
 
 # hook tables of a module
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = "_hooks"  # end of the names of a module's tables of hooks, state dicts' among them
 FORWARD_HOOKS, BACKWARD_HOOKS = MODULE_HOOKS[:2], MODULE_HOOKS[2:]
 WITH_KWARGS = "_forward_pre_hooks_with_kwargs"  # table of hooks with keyword arguments
 SHARD_HERE = "_local_tensor"  # DTensor attribute: this rank's shard
@@ -224,6 +225,8 @@ FUNCTION_OF_NODE = "_forward_cls"  # attribute of an autograd.Function's node
 DDP_SINK = "_DDPSinkBackward"  # DDP's node around outputs; late reductions wait for it
 FSDP_UNIT = "FSDPModule"  # base class that `fully_shard` adds to a module
 # attributes of the FSDP state: all groups, or the only one
+# beginning of the attribute in which torch's `fully_shard` stores a module's state
+COMPOSABLE_STATE = "__composable_api_state_key"
 FSDP_GROUPS = ("_fsdp_param_groups", "_fsdp_param_group")
 FSDP_PARAMETERS = "fsdp_params"  # group attribute
 # group attribute, and its attribute: the ranks that gather the group's parameters

@@ -160,8 +160,8 @@ def why_picked_blocks_stay_whole(
 
     The indexer compares position_ids with the positions of keys, and treats padding like any other
     key. If position_ids differ from the positions, or padding precedes a token, a query may pick
-    blocks that its mask excludes completely. The query then gets the mean over all keys, including
-    the keys of later chunks.
+    blocks that its mask excludes completely, and read no key. Such a query gets the mean over all
+    keys, those of later chunks too, unless transformers' sdpa attends, which gives it zeros.
 
     Args:
         layer: the decoder layer.

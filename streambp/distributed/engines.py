@@ -37,6 +37,7 @@ exchange.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ from streambp.known_names import (
     MODULE_HOOKS,
     MODULE_TABLES,
     PARTITIONED,
+    SHARD_HERE,
     Z3_LEAF,
     ZERO_GROUP,
 )
@@ -75,6 +77,23 @@ def full_shape(parameter: Tensor) -> torch.Size:
     parameter's data by a tensor of 0 elements."""
     shape: torch.Size = getattr(parameter, FULL_SHAPE, parameter.shape)
     return shape
+
+
+def full_bytes(parameter: Tensor) -> int:
+    """Return the bytes of a parameter [...] with its full shape, also if ranks share it."""
+    return int(math.prod(full_shape(parameter)) * parameter.itemsize)
+
+
+def gradient_bytes(parameter: Tensor) -> int:
+    """Return the bytes that the gradient of a parameter [...] adds to a rank's memory in a step.
+
+    0 under ZeRO-3, whose buffers for gradients exist between steps; the bytes of this rank's shard
+    under FSDP2.
+    """
+    if is_partitioned(parameter):
+        return 0
+    shard: Tensor = getattr(parameter, SHARD_HERE, parameter)
+    return shard.nbytes
 
 
 def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -118,6 +118,7 @@ class LazyHidden(LazyTensor):
     @classmethod
     def arrived(cls, ctx: Any, gradient: Tensor | None) -> list[Tensor | None] | None:
         """Return the gradients of the lazy tensor's inputs, for a gradient of the complete tensor.
+        Return None if the gradient is None. An entry is None if its input requires no gradient.
 
         Args:
             ctx: context of the autograd node.

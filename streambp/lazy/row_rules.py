@@ -106,8 +106,8 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 def _graded(x: LazyLogits, graded: bool) -> Node:
-    """Return the recorded function of x. If the result of the recorded operation requires a
-    gradient (`graded`) and x does not, return the function detached."""
+    """Return the function from which x will be computed. It is detached if x requires no gradient,
+    but another argument of the operation on x does (`graded`), so that x gets none later."""
     if graded and not x.requires_grad:
         return Call(torch_own.detach, (x.node,), {}, False, "detach")
     return x.node

@@ -13,7 +13,9 @@ because ZeRO-3 would then gather the weight for the entire step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -164,6 +166,24 @@ class HeldHead(nn.Module):
             hidden_states,
             LogitsExpression(self.request, weight=weight, bias=next(iter(bias), None), logits=True),
         )
+
+
+@contextlib.contextmanager
+def own_heads(model: nn.Module) -> Iterator[None]:
+    """Context manager in which a model has its own output projections in the places of `HeldHead`,
+    for code that copies or describes the model while a call is in progress.
+
+    Args:
+        model: the model.
+    """
+    held = [module for module in model.modules() if isinstance(module, HeldHead)]
+    for one in held:
+        one.remove()
+    try:
+        yield
+    finally:
+        for one in held:
+            one.install()
 
 
 @dataclasses.dataclass

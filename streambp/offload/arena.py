@@ -94,7 +94,8 @@ class Arena:
     _free: list[BufferStack] = dataclasses.field(default_factory=list)
 
     def take(self, kind: str = "") -> BufferStack:
-        """Return the stack of this kind that was returned last, or a new stack without memory."""
+        """Remove a free stack of this kind from the pool and return it: the one that `give_back`
+        received last. Return a new stack without memory if there is none."""
         for stack in reversed(self._free):
             if stack.kind == kind:
                 self._free.remove(stack)

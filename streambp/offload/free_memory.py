@@ -83,9 +83,9 @@ class FreeMemory:
         self._limits.clear()
 
     def sees_others(self, device: torch.device) -> bool:
-        """True if the returned free memory includes later changes by other processes.
-
-        A shortage of memory then does not prove that a prediction was wrong.
+        """True if the device's free memory is read anew in each call, as a CPU's is. Allocations of
+        other processes then change it, and a shortage of memory does not prove that a prediction was
+        wrong. False if the driver's first answer is cached, as a GPU's is.
         """
         return self._limits.get(device) is None
 

@@ -438,10 +438,10 @@ def _dense(tensor: Tensor) -> bool:
 def move_others(
     ranges: HostRanges, index: int, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Replace a layer's `nn.Module._apply`, with which `model.to(...)` moves and casts modules.
-    Weights [...] on the host are cast, but not moved.
+    """Move and cast a layer's tensors, and return the layer. `model.to(...)` calls this function in
+    place of the layer's `nn.Module._apply`. Weights [...] on the host are cast, but not moved.
 
-    The function may run before the model's first call, and before adapters are added.
+    The layer may not have been called yet, and adapters may be added to it later.
 
     Args:
         ranges: host memory with the weights of all layers.

@@ -21,9 +21,9 @@ from torch import nn
 from streambp.admission.stacks import find_stacks
 from streambp.config import LAST, StreamConfig
 from streambp.device import autocast_dtype
-from streambp.distributed.engines import contents_of, is_partitioned
+from streambp.distributed.engines import contents_of, full_bytes, gradient_bytes
 from streambp.instance_forward import Home
-from streambp.known_names import SHARD_HERE
+from streambp.known_names import ENGINES, SHARD_HERE
 from streambp.model.installed import patch_of
 from streambp.model.patching import install
 from streambp.model.state import PatchState
@@ -68,12 +68,18 @@ class StepNeed(Need):
             autocast.
         casts: bytes of autocast's copies of weights, added to the product.
         rows: batch size of the count.
+        share: fraction of the counted gradients that a step adds to a rank's memory; less than 1 if
+            an engine shards them.
+        gathered: bytes of weights that an engine gathers at once, and that are shared by ranks
+            between gathers; 0 without such an engine.
     """
 
     method: Method
     factor: float = 1.0
     casts: float = 0.0
     rows: int = 1
+    share: float = 1.0
+    gathered: float = 0.0
     _bytes_of_layers: dict[tuple[int, int, float], tuple[tuple[float, float], ...]] = (
         dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
     )
@@ -100,7 +106,8 @@ class StepNeed(Need):
             largest.append({})
             step = features(tokens, min(chunk, tokens))
             for phase in phases:
-                upto, size = waiting(phase.name), phase.law.at(step)
+                upto = waiting(phase.name)
+                size = phase.law.at(step) - (1 - self.share) * phase.gradients
                 largest[-1][upto] = max(largest[-1].get(upto, 0.0), size)
         first, accumulating = largest
         if accumulating:
@@ -111,7 +118,7 @@ class StepNeed(Need):
         if len(self._bytes_of_layers) == REMEMBERED:
             self._bytes_of_layers.clear()
         bytes_by_layer = self._bytes_of_layers[key] = tuple(
-            (upto, self.factor * size + self.casts) for upto, size in first.items()
+            (upto, self.factor * size + self.casts + self.gathered) for upto, size in first.items()
         )
         return bytes_by_layer
 
@@ -129,8 +136,9 @@ class StepNeed(Need):
 
 
 def waiting(phase: str) -> float:
-    """Return the index of the last layer whose backward has not yet run in a phase of a step, such
-    as "backward 35". Return -1 if every layer's backward has run, and infinity if none has."""
+    """Return the index of the last layer whose backward has not ended in a phase of a step: 35 in
+    "backward 35", in which layer 35's backward runs. Return -1 if every layer's backward has ended,
+    and infinity if none has begun."""
     kind, _, number = phase.rpartition(" ")
     if phase == EMBEDDING_BACKWARD:
         return -1.0
@@ -251,6 +259,8 @@ class ModelStates:
         parameters = contents_of(self.model)[1]
         cast = autocast_dtype(device.type)
         look = [list(map(decide, parameters)) for decide in self._decides]
+        if ENGINES[0] in sys.modules:  # ZeRO-3 replaces the data of parameters between gathers
+            look[0] = list(map(full_bytes, parameters))
         sizes, trains = look[0], look[1]
         born = [p.is_leaf and p.grad is not None for p in itertools.compress(parameters, trains)]
         # comparing is faster than hashing this many values
@@ -265,14 +275,11 @@ class ModelStates:
         if not any(born):
             return figures, 0.0
         of_trained = list(itertools.compress(sizes, trains))
-        # the sum is 0 under ZeRO-3, which partitions all parameters
         return figures, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)
 
     def _count(self, device: torch.device) -> Figures:
         """Return predictions for the model's present state, from steps counted on a copy with meta
         tensors, now or by an earlier process."""
-        if any(is_partitioned(parameter) for parameter in self.model.parameters()):
-            return Figures(why="parameters that ZeRO-3 has divided cannot be counted")
         installed = self.installed
         sites = list(installed.steps.sites)
         upper_bound = bound(self.model, [site.layer for site in sites])
@@ -282,7 +289,8 @@ class ModelStates:
             return Figures(upper_bound)
         cast = autocast_dtype(device.type)
         wide = cast in HALF and any(p.dtype == torch.float32 for p in self.model.parameters())
-        moves_weights = installed.weights is not None
+        share, gathered = sharing(self.model)
+        moves_weights = installed.weights is not None or gathered > 0
         first = {site.index: next(site.layer.parameters(), None) for site in sites}
         places = {
             index: device if moves_weights else getattr(p, "device", torch.device("cpu"))
@@ -306,6 +314,7 @@ class ModelStates:
             costs = {}
             for index, cost in stored.costs.items():
                 costs[index] = cost._replace(device=places[index])
+        law = dataclasses.replace(law, share=share, gathered=gathered)
         rates = rates_here(device)
         if not law.method.work:
             return Figures(law, costs)
@@ -346,6 +355,32 @@ class ModelStates:
         return (
             free + weights_on_device - coming - states - figures.need(rows * length, chunk, present)
         )
+
+
+def sharing(model: nn.Module) -> tuple[float, float]:
+    """Return how an engine that shards parameters (ZeRO-3, FSDP2) changes the bytes of a step: the
+    fraction of gradients that the step adds to this rank, and the bytes of gathered weights.
+
+    (1, 0) if no parameter is sharded. At most two layers are gathered at once, or the head; a copy
+    of the head's weight exists until its backward. [Note: a head that is held]
+
+    Args:
+        model: the model.
+    """
+    full = 0
+    here = 0
+    for p in model.parameters():
+        if p.requires_grad:
+            full += full_bytes(p)
+            here += gradient_bytes(p)
+    if not any(gradient_bytes(p) < full_bytes(p) for p in model.parameters()):
+        return 1.0, 0.0
+    largest = [0]
+    for stack in find_stacks(model).stacks:
+        for layer in stack.layers:
+            largest.append(sum(map(full_bytes, layer.parameters())))
+    head = max(map(full_bytes, model.parameters()))
+    return here / (full or 1), 2.0 * max(*largest, head)
 
 
 def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, int], float]:

@@ -28,8 +28,9 @@ from streambp.admission.generators import leaving_no_trace
 from streambp.admission.stacks import bare_layers, find_stacks, states_argument
 from streambp.distributed.engines import drops_masks, full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
-from streambp.instance_forward import InstanceForward, forwards
-from streambp.known_names import MODULE_HOOKS
+from streambp.instance_forward import InstanceForward, forwards, is_fsdp_unit
+from streambp.known_names import COMPOSABLE_STATE, HOOKS, MODULE_HOOKS
+from streambp.model.deferring import own_heads
 from streambp.model.patching import unpatch
 from streambp.offload.decoded import CountedPackedLinear
 from streambp.offload.ranges import bytes_on_host
@@ -222,7 +223,9 @@ class Skeleton:
             self._reduced = reduced_layers(model)
             memo |= {id(layer): nn.Identity() for layer in self._reduced.left_out(model)}
         device = torch.device("cpu" if self.mode is not None else "meta")
-        for module in model.modules():
+        with own_heads(model):
+            modules = list(model.modules())
+        for module in modules:
             for tensor in (
                 *module._parameters.values(),
                 *module._buffers.values(),
@@ -238,10 +241,15 @@ class Skeleton:
                     )
                 parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
-        for table in _hook_tables(model):
-            for hook in table.values():
-                memo[id(hook)] = hook  # share hooks instead of copying their contents
-        copied = unpatch(copy.deepcopy(model, memo))
+        for module in modules:
+            for name, table in vars(module).items():
+                if name.endswith(HOOKS) and isinstance(table, dict):
+                    # share hooks, those of state dicts too, instead of copying their contents
+                    memo |= {id(hook): hook for hook in table.values()}
+                if name.startswith(COMPOSABLE_STATE):
+                    memo[id(table)] = {}
+        with own_heads(model), _unsharded_classes(model):
+            copied = unpatch(copy.deepcopy(model, memo))
         for module in copied.modules():
             for wrapper in list(forwards(module)):
                 if isinstance(wrapper, InstanceForward):
@@ -268,6 +276,27 @@ def _constant(value: Any, _: Any) -> Any:
     """Return `value`. functools.partial makes this function the getter of a property with a
     constant value."""
     return value
+
+
+@contextlib.contextmanager
+def _unsharded_classes(model: nn.Module) -> Iterator[None]:
+    """Context manager in which FSDP2's units have the classes of before `fully_shard`, because
+    units refuse to be copied.
+
+    Args:
+        model: the model.
+    """
+    units = []
+    for module in model.modules():
+        if is_fsdp_unit(module):
+            units.append((module, type(module)))
+    try:
+        for module, kind in units:
+            module.__class__ = kind.__bases__[-1]
+        yield
+    finally:
+        for module, kind in units:
+            module.__class__ = kind
 
 
 def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:

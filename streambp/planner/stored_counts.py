@@ -40,7 +40,8 @@ from transformers import PreTrainedConfig
 from streambp.config import StreamConfig
 from streambp.distributed.engines import full_shape, is_partitioned
 from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, InstanceForward
-from streambp.known_names import MODULE_HOOKS, MODULE_TABLES, NO_PART_OF_A_STEP
+from streambp.known_names import COMPOSABLE_STATE, MODULE_HOOKS, MODULE_TABLES, NO_PART_OF_A_STEP
+from streambp.model.deferring import own_heads
 from streambp.offload.costs import LayerCost
 from streambp.planner.counted import code_in_use, folder, write
 from streambp.planner.layer_costs import costs_as_json, costs_from_json
@@ -83,7 +84,8 @@ def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> 
     """
     try:
         numbers: dict[int, int] = {}
-        modules = list(model.named_modules())
+        with own_heads(model):
+            modules = list(model.named_modules())
         structure = []
         kinds: dict[type, None] = {}
         for path, module in modules:
@@ -192,8 +194,11 @@ def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:
             number = numbers.setdefault(id(tensor), len(numbers))
             yield name, number, _tensor(tensor)
     for name, value in vars(module).items():
-        is_own = name == "forward" and isinstance(value, InstanceForward)
-        if name not in LEFT_OUT and not is_own:
+        is_left_out = name == "forward" and isinstance(value, InstanceForward)
+        is_left_out = is_left_out or name.startswith(
+            COMPOSABLE_STATE
+        )  # its name differs in each process
+        if name not in LEFT_OUT and not is_left_out:
             yield name, described(value)
     for hooks in MODULE_HOOKS:
         yield list(map(described, getattr(module, hooks).values()))

@@ -235,8 +235,9 @@ class ShardedCall(LayerCall):
 def _unread_in_halves(
     call: ShardedCall, linears: dict[str, nn.Linear], x: Tensor, chunk: Chunk, random: RandomState
 ) -> UnreadInHalves:
-    """Return the Linears that each half of the layer can skip. A trace of random tokens finds
-    unused outputs of Linears, and runs with NaN in these outputs confirm the result.
+    """Return the Linears that each half of the layer, before and after its attention, need not
+    compute, because no result of that half depends on their outputs. A trace of random tokens finds
+    such Linears. The half's results must stay the same if they return NaN.
 
     Args:
         call: the call of the layer.

@@ -257,6 +257,40 @@ def test_branches_of_layers_with_states_on_one_rank_alone(engine, model):
     check_sharing(engine, model=model, longer=20)
 
 
+PLENTY, LITTLE = 1e9, 1e3  # bytes; with little nothing is saved
+SAVING = {  # ranks that decide alike, and not
+    "ddp": [
+        {"engine": "fsdp", "free": [PLENTY, PLENTY]},
+        {"engine": "fsdp", "free": [PLENTY, LITTLE]},
+    ],
+    "deepspeed": [
+        {"stage": 3, "zero": NOTHING_CACHED, "free": [PLENTY, PLENTY], "patched": ["after"]},
+        {"stage": 3, "zero": NOTHING_CACHED, "free": [LITTLE, PLENTY]},
+    ],
+}
+
+
+@pytest.mark.fast("ddp")
+@pytest.mark.parametrize("engine", SAVING)
+def test_each_rank_saves_what_fits_it(engine):
+    """From the first step on, by a count of the logical parameters. What is saved changes no
+    number and adds no collective, and attention's forward runs once a layer and chunk."""
+    cases = [{"patched": ["before"], "steps": 2, "count": True, **c} for c in SAVING[engine]]
+    for row, case in zip(run(engine, cases), cases, strict=True):
+        for when in case["patched"]:
+            for reference in ("unpatched", "single process"):
+                found = row[when][reference]
+                assert all(value <= bars_of({})[name] for name, value in found.items()), row
+            for free, mine in zip(case["free"], row[when]["ranks"], strict=True):
+                distances, counts, attended, without_saves, saves = mine
+                assert set(distances.values()) == {0.0}
+                assert counts[0].keys() == counts[1].keys()
+                assert all(counts[0][name] <= counts[1][name] for name in counts[0]), counts
+                assert counts == row[when]["ranks"][0][1]
+                assert attended * (2 if free == PLENTY else 1) == without_saves > 0
+                assert ("attn_out of 2 layers" in saves) == (free == PLENTY), saves
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("engine", "case"), listed(MATRIX), ids=str)
 def test_every_setting(engine, case):

@@ -23,7 +23,10 @@ import torch
 import torch.distributed as dist
 
 import streambp
+from streambp.attention import attend
 from streambp.distributed.host import engine_host_use
+from streambp.offload import free_memory
+from streambp.planner import stored_counts
 from tests.distributed.engines import ENGINES, InFloat64, SingleProcess
 from tests.distributed.traffic import Gathers, Traffic
 from tests.distributed.watch import engines_seen, operations_seen
@@ -62,7 +65,8 @@ class Trained:
     """Gradients of every step and weights after the last, by name; losses of evaluations;
     collectives; the engines of its forwards; how its layers ran; what `describe` says about
     offloading, and the bytes of the engine's own; what it says about the head, about saves, about
-    adapters, and about rows that share prefixes; how often an adapted Linear was one operation."""
+    adapters, and about rows that share prefixes; how often an adapted Linear was one operation; how
+    often attention's forward ran in the last micro-batch."""
 
     gradients: dict = dataclasses.field(default_factory=dict)
     weights: dict = dataclasses.field(default_factory=dict)
@@ -76,6 +80,7 @@ class Trained:
     adapters: list = dataclasses.field(default_factory=list)
     shared: list = dataclasses.field(default_factory=list)
     operations: int = 0
+    attended: int = 0
 
 
 def train(engine_class, rank, case, patched):
@@ -103,8 +108,11 @@ def train(engine_class, rank, case, patched):
                 counting(case, traffic),
                 engines_seen() as seen,
                 operations_seen() as operations,
+                forwards_of_attention() as attended,
+                known_memory(case, rank),
             ):
                 engine.micro_step(batch, last=micro == accumulation - 1)
+            found.attended = len(attended)
             found.engines |= seen
             found.operations += len(operations)
         found.gradients.update(
@@ -129,6 +137,31 @@ def train(engine_class, rank, case, patched):
         }
         found.host["trainable"] = 4 * sum(w.numel() for w in found.weights.values())
     return found
+
+
+@contextlib.contextmanager
+def forwards_of_attention():
+    """A list with an entry for each chunk and layer whose attention is computed."""
+    found, real = [], attend.MergedOutput.__init__
+
+    def made(self, *args, **named):
+        found.append(1)
+        real(self, *args, **named)
+
+    attend.MergedOutput.__init__ = made
+    try:
+        yield found
+    finally:
+        attend.MergedOutput.__init__ = real
+
+
+@contextlib.contextmanager
+def known_memory(case, rank):
+    """A device that has so many bytes free on this rank, with "free"."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "free" in case:
+            patch.setattr(free_memory, "free_memory", lambda device: case["free"][rank])
+        yield
 
 
 def counting(case, traffic):
@@ -259,6 +292,18 @@ def run(engine_class, rank, case):
         row[when]["unpatched"] = compare(found, stock)
         if alone is not None:
             row[when]["single process"] = compare(found, alone)
+        if "free" in case:
+            settings = {name: value for name, value in case.items() if name != "free"}
+            kept = train(engine_class, rank, {**settings, "stream": {"saves": []}}, when)
+            mine = (
+                compare(found, kept),
+                [found.counts, kept.counts],
+                found.attended,
+                kept.attended,
+                found.saves,
+            )
+            row[when]["ranks"] = [None] * dist.get_world_size()
+            dist.all_gather_object(row[when]["ranks"], mine)
         if case.get("stream", {}).get("offload"):
             kept = train(
                 engine_class, rank, {**case, "stream": {**case["stream"], "offload": "none"}}, when
@@ -278,6 +323,7 @@ def main():
         DS_ACCELERATOR="cpu",
     )
     torch.set_num_threads(1)
+    stored_counts.folder = lambda: Path(os.devnull) / "plans"
     if engine == "deepspeed":
         import deepspeed
 

@@ -1,0 +1,125 @@
+"""A count of a model whose parameters ranks share: logical shapes, the gradients of this rank, and
+what is gathered at once.
+
+covers: planner/auto.py, distributed/engines.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import streambp
+from streambp.distributed.engines import full_bytes, gradient_bytes
+from streambp.known_names import FULL_SHAPE, PARTITIONED, SHARD_HERE
+from streambp.model.deferring import HeldHead, own_heads
+from streambp.planner import auto
+from streambp.planner.laws import Law
+from streambp.planner.profile import Method, Phase
+from tests.families import build
+
+
+def divided(model):
+    """As ZeRO-3 has it between gathers."""
+    for number, parameter in enumerate(model.parameters()):
+        setattr(parameter, PARTITIONED, number)
+        setattr(parameter, FULL_SHAPE, parameter.shape)
+        parameter.data = parameter.new_empty(0)
+    return model
+
+
+def in_halves(model):
+    """As FSDP2 has it on two ranks."""
+    for parameter in model.parameters():
+        setattr(parameter, SHARD_HERE, torch.empty(parameter.numel() // 2, dtype=parameter.dtype))
+    return model
+
+
+def test_parameters_have_their_full_bytes():
+    whole = build("qwen3")
+    expected = [parameter.nbytes for parameter in whole.parameters()]
+    assert list(map(full_bytes, divided(build("qwen3")).parameters())) == expected
+    assert list(map(gradient_bytes, whole.parameters())) == expected
+    assert set(map(gradient_bytes, divided(build("qwen3")).parameters())) == {0}
+    assert [2 * size for size in map(gradient_bytes, in_halves(whole).parameters())] == expected
+
+
+def test_what_is_shared_and_gathered():
+    model = build("qwen3")
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    assert layer > model.lm_head.weight.nbytes
+    assert auto.sharing(model) == (1.0, 0.0)
+    assert auto.sharing(divided(build("qwen3"))) == (0.0, 2 * layer)
+    assert auto.sharing(in_halves(build("qwen3"))) == (0.5, 2 * layer)
+    wide = build("qwen3", hidden_size=8, intermediate_size=8, head_dim=2)
+    head = wide.lm_head.weight.nbytes
+    assert auto.sharing(divided(wide)) == (0.0, 2 * head)
+
+
+def test_frozen_models_share_no_gradients():
+    model = build("qwen3").requires_grad_(False)
+    assert auto.sharing(divided(model))[0] == 0.0
+
+
+PHASES = (
+    Phase("backward 1", Law(one=5.0, tokens=2.0), 0.0),
+    Phase("backward 0", Law(one=105.0, tokens=1.0), 100.0),
+)
+LATER = (
+    Phase("backward 1", Law(one=3.0, tokens=2.0)),
+    Phase("backward 0", Law(one=3.0, tokens=1.0)),
+)
+METHOD = Method("streambp", (), "none", False, True, PHASES, LATER, Law(), ())
+
+
+def test_a_step_needs_this_ranks_gradients_and_what_is_gathered():
+    alone = auto.StepNeed(METHOD)
+    assert alone.by_layer(10, 5, 0.0) == ((1.0, 25.0), (0.0, 115.0))
+    half = auto.StepNeed(METHOD, share=0.5, gathered=7.0)
+    assert half.by_layer(10, 5, 0.0) == ((1.0, 32.0), (0.0, 72.0))
+    none = auto.StepNeed(METHOD, share=0.0, gathered=7.0)
+    assert none.by_layer(10, 5, 0.0) == ((1.0, 32.0), (0.0, 22.0))
+    # gradients that are there are no need of the step
+    assert none.by_layer(10, 5, 1.0) == ((1.0, 30.0), (0.0, 20.0))
+
+
+def test_a_divided_model_is_counted_like_the_whole_one():
+    def law(model):
+        return auto._law(model, streambp.StreamConfig(), None)
+
+    expected = law(streambp.patch(build("qwen3", torch.bfloat16)))
+    assert isinstance(expected, auto.StepNeed)
+    model = streambp.patch(build("qwen3", torch.bfloat16))
+    assert law(divided(model)) == expected
+    assert {parameter.numel() for parameter in model.parameters()} == {0}
+
+
+def test_a_copy_during_a_call_has_the_models_own_head():
+    model = build("qwen3", torch.bfloat16)
+    head = model.lm_head
+    held = HeldHead(model, head, None)
+    held.install()
+    with own_heads(model):
+        assert model.lm_head is head
+    assert model.lm_head is held
+    with pytest.raises(KeyError), own_heads(model):
+        raise KeyError
+    assert model.lm_head is held
+    held.remove()
+    assert isinstance(model.lm_head, nn.Linear)
+
+
+def ignores_shards(patch):
+    patch.setattr(auto, "gradient_bytes", lambda parameter: parameter.nbytes)
+
+
+def ignores_shapes(patch):
+    patch.setattr(auto, "full_bytes", lambda parameter: parameter.nbytes)
+
+
+@pytest.mark.parametrize("mutant", [ignores_shards, ignores_shapes])
+def test_mutant_turns_a_test_red(mutant, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_what_is_shared_and_gathered()
