@@ -334,8 +334,8 @@ class Need:
     """Prediction of the memory that a step needs if no layer saves tensors beyond its input."""
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
-        """Return pairs (index, bytes): the memory needed while the layers up to `index` have done
-        forward and wait for backward.
+        """Return pairs (index, bytes): the memory that a step needs at any time at which the layers
+        0 to `index` have run forward, and their backward has not run.
 
         Args:
             tokens: tokens over all rows.
@@ -383,7 +383,7 @@ class Figures:
     why: str = ""
 
     def spared(self, plan: Mapping[int, list[Candidate]]) -> float:
-        """Return the seconds of recomputation that backward is spared by saved tensors.
+        """Return the seconds of recomputation that backward need not do because tensors were saved.
 
         Args:
             plan: tensors that each layer saves, by the layer's index.

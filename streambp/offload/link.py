@@ -15,7 +15,7 @@ FREE_SHARE = 0.9  # fraction of a step's free device memory; the rest is for fra
 
 
 class LinkBudget:
-    """Measures in a model's first forward how many bytes can be copied to the host during the
+    """Measures, in a model's first forward, how many bytes can be copied to the host during the
     compute. Later forwards of similar length (within a factor of two) use the result.
 
     Args:
@@ -24,8 +24,8 @@ class LinkBudget:
             step left free. [Note: device budget]
 
     Attributes:
-        measured: dict from `length.bit_length()` of a row length to the measurements of a forward
-            of such a length.
+        measured: the measurements of one forward for each range of row lengths; the key is
+            `length.bit_length()`, which is equal for similar lengths.
     """
 
     def __init__(self, manager: OffloadManager, on_device: bool) -> None:

@@ -219,8 +219,8 @@ class SavesPolicy:
         return fits, plan, seconds
 
     def _rooms(self, free: float, tokens: int, chunk: int) -> Rooms:
-        """Return pairs [index, bytes]: the bytes that remain for saved tensors while the layers up
-        to `index` wait for backward.
+        """Return pairs [index, bytes]: the bytes that saved tensors may take while the layers 0 to
+        `index` have run forward, and their backward has not run.
 
         Args:
             free: free bytes of the device.

@@ -187,8 +187,13 @@ class HostRanges:
         self._holders.clear()
 
     def bytes_of(self, index: int, trained: bool = False) -> int:
-        """Return the bytes that a layer's frozen weights take in host memory. If `trained` is True,
-        return the bytes of a layer without frozen weights, and 0 for all other layers."""
+        """Return the bytes that a layer's weights take in host memory.
+
+        Args:
+            index: index of the layer.
+            trained: False: count the layer's frozen weights. True: count the trained weights of a
+                layer that has no frozen ones; 0 for every other layer.
+        """
         found = [
             tensor for tensor in self.streamed(index).values() if tensor.requires_grad == trained
         ]
