@@ -84,8 +84,8 @@ class FreeMemory:
 
     def sees_others(self, device: torch.device) -> bool:
         """True if the device's free memory is read anew in each call, as a CPU's is. Allocations of
-        other processes then change it, and a shortage of memory does not prove that a prediction was
-        wrong. False if the driver's first answer is cached, as a GPU's is.
+        other processes then change it, and a shortage of memory does not prove a prediction wrong.
+        False if the driver's first answer is cached, as a GPU's is.
         """
         return self._limits.get(device) is None
 

@@ -235,9 +235,8 @@ class ShardedCall(LayerCall):
 def _unread_in_halves(
     call: ShardedCall, linears: dict[str, nn.Linear], x: Tensor, chunk: Chunk, random: RandomState
 ) -> UnreadInHalves:
-    """Return the Linears that each half of the layer, before and after its attention, need not
-    compute, because no result of that half depends on their outputs. A trace of random tokens finds
-    such Linears. The half's results must stay the same if they return NaN.
+    """Return the Linears that each half of the layer (before and after its attention) can skip,
+    because its results do not depend on them. A trace finds them, and a run with NaN confirms them.
 
     Args:
         call: the call of the layer.
