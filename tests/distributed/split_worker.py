@@ -35,10 +35,11 @@ RANKS = 2
 LENGTH = 24
 CHUNKS = ([5, 7], [12, 3])  # of rank 0 and rank 1
 STEPS = 4
+DEFAULT_FAMILY = "qwen3"  # of a case that names none
 
 
 def model_for(case):
-    name = case.get("family", "qwen3")
+    name = case.get("family", DEFAULT_FAMILY)
     model = (build if name in FAMILIES else zoo.build)(
         name, getattr(torch, case.get("dtype", "float64")), **case.get("changes", {})
     )
