@@ -94,8 +94,8 @@ class Arena:
     _free: list[BufferStack] = dataclasses.field(default_factory=list)
 
     def take(self, kind: str = "") -> BufferStack:
-        """Remove a free stack of this kind from the pool and return it. Of several stacks, take the
-        stack that `give_back` received last; without any, make a stack without memory."""
+        """Remove a free stack of this kind from the pool, the latest in the pool, and return it. If
+        the pool has no such stack, return a new stack without memory."""
         for stack in reversed(self._free):
             if stack.kind == kind:
                 self._free.remove(stack)

@@ -21,9 +21,9 @@ from torch import nn
 from streambp.admission.stacks import find_stacks
 from streambp.config import LAST, StreamConfig
 from streambp.device import autocast_dtype
-from streambp.distributed.engines import contents_of, full_bytes, gradient_bytes
+from streambp.distributed.engines import contents_of, full_bytes, full_shape, gradient_bytes
 from streambp.instance_forward import Home
-from streambp.known_names import ENGINES, SHARD_HERE
+from streambp.known_names import ENGINES
 from streambp.model.installed import patch_of
 from streambp.model.patching import install
 from streambp.model.state import PatchState
@@ -159,17 +159,21 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
         layers: its decoder layers.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    weights = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
+    shapes: list[list[tuple[torch.Size, int]]] = []
+    for layer in layers:
+        sizes = [(full_shape(p), p.itemsize) for p in layer.parameters()]
+        shapes.append([one for one in sizes if len(one[0]) > 1])
     inputs = sum(
-        max((p.shape[-1] * p.itemsize for p in matrices), default=0) for matrices in weights
+        max((shape[-1] * item for shape, item in matrices), default=0) for matrices in shapes
     )
     work = WORKSPACE_FACTOR * max(
-        (sum((p.shape[-1] + p.shape[-2]) * p.itemsize for p in matrices) for matrices in weights),
+        (sum((shape[-1] + shape[-2]) * item for shape, item in matrices) for matrices in shapes),
         default=0,
     )
-    parts = [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers]
-    gradients = sum(getattr(p, SHARD_HERE, p).nbytes for p in trained)
-    once = min(gradients, max((*parts, *(p.nbytes for p in trained)), default=0))
+    parts = [sum(full_bytes(p) for p in layer.parameters() if p.requires_grad) for layer in layers]
+    largest = max((*parts, *map(full_bytes, trained)), default=0)
+    once = min(sum(map(full_bytes, trained)), largest)
+    gradients = max(once, sum(map(gradient_bytes, trained)))
     first, accumulating = (
         (Phase("at most", Law(size, inputs, work)),) for size in (gradients, once)
     )

@@ -235,8 +235,8 @@ class ShardedCall(LayerCall):
 def _unread_in_halves(
     call: ShardedCall, linears: dict[str, nn.Linear], x: Tensor, chunk: Chunk, random: RandomState
 ) -> UnreadInHalves:
-    """Return the Linears that each half of the layer (before and after its attention) can skip,
-    because its results do not depend on them. A trace finds them, and a run with NaN confirms them.
+    """Return the Linears that each half of the layer (before and after its attention) can skip. A
+    trace finds Linears without an effect on the half's results, and a run with NaN confirms this.
 
     Args:
         call: the call of the layer.

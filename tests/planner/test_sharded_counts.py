@@ -95,6 +95,21 @@ def test_a_divided_model_is_counted_like_the_whole_one():
     assert {parameter.numel() for parameter in model.parameters()} == {0}
 
 
+def test_the_bound_of_a_divided_model_has_its_shapes():
+    """Where nothing is counted, on a CPU."""
+    model = build("qwen3")
+    whole = auto.bound(model, model.model.layers)
+    other = divided(build("qwen3"))
+    found = auto.bound(other, other.model.layers)
+    (expected,), (phase,) = whole.method.first, found.method.first
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    # ZeRO-3's gradients have memory of their own, except for those of the running layer
+    assert phase.law == expected.law._replace(one=layer)
+    assert expected.law.tokens > 0
+    assert expected.law.one == sum(parameter.nbytes for parameter in model.parameters())
+    assert found.method.accumulating == whole.method.accumulating
+
+
 def test_a_copy_during_a_call_has_the_models_own_head():
     model = build("qwen3", torch.bfloat16)
     head = model.lm_head
