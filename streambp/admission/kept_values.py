@@ -415,8 +415,9 @@ class _Trial:
         self.graph = torch.is_grad_enabled() and bool(differentiable) and may_have_graphs(call)
 
     def left(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
-        """Run the layer, and return the stored values that the run added or changed, by path. The
-        stored values of before the run are restored afterwards.
+        """Run the layer, and return the values that third-party code stored meanwhile, in attributes,
+        containers or closures. The result is a dict from the value's path to the value. The earlier
+        values are restored afterwards.
 
         Args:
             run: the method that runs the layer: `whole`, `at_once` or `in_chunks`.

@@ -65,7 +65,8 @@ class Entries(Holder):
         self.content = {start + index: value for index, value in enumerate(tail)}
 
     def restore(self) -> None:
-        """Restore the recorded entries, or the recorded length of a long list."""
+        """Set the container's entries to the recorded ones. A long list is cut to its recorded length
+        instead, and its other entries stay."""
         if not self.short:
             while len(self.owner) > self.length:
                 self.owner.pop()

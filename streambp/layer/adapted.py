@@ -274,7 +274,7 @@ class Shared:
 
         Args:
             place: the Linear's index.
-            left: gradient of the Linear's x A^T, split into hi and lo.
+            left: result of `spread`, for the gradient of x A^T, where A is the LoRA matrix.
             flat: gradient of the Linear's output, [n, out].
             weight: the Linear's weight [out, in]; None: x needs no gradient.
         """

@@ -452,8 +452,9 @@ class LayerCall:
         return pieces if stop - first >= LEAST_TOKENS else pieces[:1]
 
     def situation(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
-        """Return the key under which the layer's tests cache the names of the Linears whose outputs
-        backward can skip.
+        """Return a key for the Linears whose outputs backward can skip. `LayerTests.unread` stores
+        these Linears, as a test run found them, for all calls with the same key. The key contains
+        the form of the arguments, the needed gradients, autocast's state and the tested lengths.
 
         Args:
             linears: names of the layer's Linears.

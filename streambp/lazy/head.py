@@ -177,11 +177,12 @@ class LazyHead:
         self._hubs: dict[bool, tuple[LazyHead, Tensor]] = {}
 
     def read(self, source: Tensor, tokens: torch.Size, places: Tensor | None = None) -> Reading:
-        """Return the logits of all positions, or of those in `places`, as an input of recorded
-        functions. The logits are differentiable if hidden states or weights are.
+        """Return a `Reading`, from which recorded functions compute the logits of all positions, or
+        of those in `places`, block by block. No logits are computed here. The logits are
+        differentiable if hidden states or weights are.
 
-        The caller must keep the result. This object does not store the result's handle, because the
-        handle refers to this object.
+        The caller must keep the `Reading` until backward, because its handle is the autograd node
+        that receives the gradients. This object stores no reference to the handle.
 
         Args:
             source: [M, h], the hidden states before the final norm.
@@ -348,9 +349,9 @@ class Statistic:
     mean: bool = False
 
     def reached(self) -> Statistic:
-        """Return the same calculation. If padding was left out of the hidden states and the
-        calculation reads logits at padding, all hidden states are computed for it. [Note: padding
-        that is read]"""
+        """Return a statistic that may read logits at padding. If padding was left out of the hidden
+        states and this statistic reads there, the batch is computed once more with padding. [Note:
+        padding that is read]"""
         return dataclasses.replace(self, reading=self.reading.head.reached(self.reading))
 
     def inputs(self) -> list[Tensor]:
@@ -398,9 +399,9 @@ class Function:
     node: Node
 
     def reached(self) -> Function:
-        """Return the same calculation. If padding was left out of the hidden states and the
-        calculation reads logits at padding, all hidden states are computed for it. [Note: padding
-        that is read]"""
+        """Return a function that may read logits at padding: this object, or a copy. If padding was
+        left out of the hidden states and the function reads there, the batch is computed once more
+        with padding. [Note: padding that is read]"""
         if all(reading.head.recipe.late is None for reading in readings(self.node)):
             return self
         return Function(

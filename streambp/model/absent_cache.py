@@ -47,7 +47,8 @@ class AbsentCache:
 
 
 def refuse() -> NoReturn:
-    """Raise `NoCacheError`, with a remedy in the message."""
+    """Raise `NoCacheError`, because a program uses the KV cache of a streamed training step, which
+    has none."""
     raise NoCacheError(
         "The cache of a streamed training step was used. A streamed step makes no cache unless "
         "the call asks for one; use_cache in the config is not enough. Pass use_cache=True to the "

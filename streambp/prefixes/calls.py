@@ -397,11 +397,9 @@ def _apart(sites: list[LayerSite]) -> int:
 
 
 def _a_chunk(sites: list[LayerSite]) -> float:
-    """Return the cost of one more chunk, averaged over the layers, as a number of tokens that take
-    the same time.
-
-    Only layers with recurrent states need more chunks for a packed row: a chunk ends wherever rows
-    branch.
+    """Return the cost of one more chunk, as a number of tokens that take the same time, averaged
+    over the layers. Layers without recurrent states count as 0, because they need no more chunks
+    for a packed row. Each branch of the rows ends a chunk in other layers.
     """
     return A_CHUNK * sum(site.kind.states.carries for site in sites) / max(len(sites), 1)
 

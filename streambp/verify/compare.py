@@ -422,8 +422,8 @@ def check_memory(
 def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0) -> Batch:
     """Return one row of random tokens; its first eighth and an eighth of the rest have no label.
 
-    In all runs, left padding and the first token behind it have no label either. The last padding
-    token would predict that first token without reading any key.
+    Padding and the first token behind it have no label either, because the last padding token would
+    predict that first token without reading any key.
 
     Args:
         model: the model, for its vocabulary and device.
