@@ -330,6 +330,13 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
                 f"{type(biased).__name__} adds a bias for each distance between two positions, "
                 "which streambp does not compute"
             )
+    if getattr(backbone.config, "is_encoder_decoder", False):
+        unmasked = next((layer for layer in layers if not _takes_mask(layer)), None)
+        if unmasked is not None:
+            return (
+                f"{type(unmasked).__name__} takes no attention_mask: its model makes a causal mask "
+                "only where it keeps no keys and values, and streambp turns use_cache off"
+            )
     if not ahead and (because := _why_config_differs(backbone)) is not None:
         return because
     for layer in layers:
@@ -427,6 +434,14 @@ def _reads_ahead(layers: tuple[nn.Module, ...]) -> bool:
 def _reads_text(backbone: PreTrainedModel) -> bool:
     """True if a stack's model gets token ids, and no pixels or audio."""
     return backbone.main_input_name == "input_ids"
+
+
+def _takes_mask(layer: nn.Module) -> bool:
+    """True if the layer's forward has an argument for the mask of its own attention."""
+    forward = written_forward(layer)
+    if not hasattr(forward, "__code__"):
+        return True
+    return "attention_mask" in inspect.signature(forward).parameters
 
 
 def _takes_states(layer: nn.Module) -> bool:

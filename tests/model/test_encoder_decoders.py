@@ -16,6 +16,8 @@ from transformers import (
     BertLMHeadModel,
     BertModel,
     EncoderDecoderModel,
+    FSMTConfig,
+    FSMTModel,
     M2M100Config,
     M2M100ForConditionalGeneration,
     MarianConfig,
@@ -151,6 +153,16 @@ def test_position_biases_are_refused():
     config = T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64)
     with pytest.raises(streambp.StreamBPError, match="T5Attention adds a bias"):
         streambp.patch(T5ForConditionalGeneration(config))
+
+
+def test_a_decoder_that_is_causal_without_a_cache_alone_is_refused():
+    """The unpatched FSMT reads later tokens in training unless use_cache=False is passed."""
+    sizes = {name: SIZES[name] for name in SIZES if name not in ("vocab_size", "pad_token_id")}
+    config = FSMTConfig(
+        langs=["en", "de"], src_vocab_size=64, tgt_vocab_size=64, pad_token_id=0, **sizes
+    )
+    with pytest.raises(streambp.StreamBPError, match="DecoderLayer takes no attention_mask"):
+        streambp.patch(FSMTModel(config))
 
 
 def add_to_the_encoder_once(self, chunk, gradients, again=False, real=BackwardPass.add):

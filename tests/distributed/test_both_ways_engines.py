@@ -1,0 +1,57 @@
+"""Two ranks, gloo, CPU: encoders whose layers run in halves, and decoders with an encoder, under
+DDP, FSDP2 and ZeRO-3 against the bare engine and a single process.
+
+covers: sharded/both_ways.py, distributed/host.py
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.distributed.ranks import launch, need_deepspeed
+from tests.distributed.test_engines import BAR, EACH, NOTHING_CACHED
+from tests.distributed.worker import DONE, SECONDS
+
+BARS = {"gradients": BAR, "weights": BAR, "losses": BAR, "worst gradient": EACH}
+# the ranks' lengths differ by 6; with "one_chunk_on" one rank's layers are not cut
+CASES = {
+    "ddp": [
+        {"model": "bert", "accumulation": 2, "eval": True},
+        {"model": "modernbert", "one_chunk_on": 0},
+        {"model": "modernbert", "engine": "fsdp"},
+        {"model": "bert", "engine": "fsdp", "one_chunk_on": 1},
+        {"model": "bart"},
+        {"model": "bart", "engine": "fsdp", "one_chunk_on": 0},
+    ],
+    "deepspeed": [
+        {"model": "bert", "stage": 3, "zero": NOTHING_CACHED, "one_chunk_on": 0},
+        {"model": "modernbert", "stage": 3, "zero": NOTHING_CACHED},
+        {"model": "bart", "stage": 3, "zero": NOTHING_CACHED},
+        {"model": "bert", "stage": 2, "accumulation": 2},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", list(CASES))
+def test_engines(engine):
+    if engine == "deepspeed":
+        need_deepspeed()
+    cases = [{**case, "steps": 2, "patched": ["after"]} for case in CASES[engine]]
+    outputs, _ = launch(
+        "tests.distributed.both_ways_worker",
+        engine,
+        json.dumps(cases),
+        seconds=SECONDS * len(cases) + 60,
+    )
+    lines = [line for line in outputs[0].splitlines() if line.startswith(DONE)]
+    assert len(lines) == len(cases), "\n".join(output[-4000:] for output in outputs)
+    for line in lines:
+        row = json.loads(line.removeprefix(DONE))
+        found = row["after"]
+        assert found["paths"] == ["streams"], row
+        for reference in ("unpatched", "single process"):
+            for name, value in found[reference].items():
+                assert value <= BARS[name], (row["case"], reference, found)
