@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,14 @@ def device() -> torch.device:
 def float64_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     """float64 with transformers' inner float32 casts lifted."""
     lift_float32_casts(monkeypatch)
+
+
+@pytest.fixture
+def float64_everywhere(float64_oracle: None) -> Iterator[None]:
+    """The oracle, with models and inputs made in float64."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

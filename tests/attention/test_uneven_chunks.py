@@ -40,11 +40,7 @@ BLOCKS = ([slice(5, 9), slice(14, 18)], [slice(3, 7), slice(7, 11)])
 SAVES = ((), ("attn_out", "kv", "mlp.up_proj"))
 
 
-@pytest.fixture(autouse=True)
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 def gemma3(attention="sdpa"):

@@ -42,13 +42,6 @@ BLOCKWISE = "blockwise loss, no logits"
 CALLERS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
 
 
-@pytest.fixture
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def _blip(kind, config_class, vision_class, qformer_class, **inputs):
     """The BLIPs' language model is called without labels: the loss is computed around it."""
     small = {

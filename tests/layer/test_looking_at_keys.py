@@ -30,11 +30,7 @@ KINDS = ("deepseek_v32", "glm_moe_dsa", "inkling_text", "inkling2_text", "inklin
 DEEPSEEK = pytest.param("deepseek_v32", marks=needs_deepseeks_picks)
 
 
-@pytest.fixture(autouse=True)
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 @pytest.mark.parametrize("sizes", [[2, 10], pytest.param([1, 5], marks=pytest.mark.full)], ids=str)

@@ -27,11 +27,7 @@ from tests.seeds import seed_torch
 STREAMS = 4  # of hy_v4
 
 
-@pytest.fixture(autouse=True)
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 def glm5_next(attention="sdpa"):

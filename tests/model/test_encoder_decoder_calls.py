@@ -17,12 +17,7 @@ from tests.model.test_encoder_decoders import CHUNK, LENGTH, MAKE, batch_of
 from tests.oracle import EXACT, worst_error
 from tests.seeds import seed_torch
 
-
-@pytest.fixture(autouse=True)
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 def made(name):

@@ -47,11 +47,7 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 def whisper():

@@ -60,11 +60,7 @@ STREAMED = tuple(sorted(set(EXACT) - WHOLE.keys()))
 UNDEFINED = {("gemma3n_text", "left-padded"): "the unpatched model's gradients are NaN"}
 
 
-@pytest.fixture(autouse=True)
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 def errors(name, modes=MODES, chunk_sizes=CHUNK_SIZES, once=False, **changes):

@@ -38,13 +38,6 @@ IMAGE = VOCABULARY - 1
 IMAGE_TOKENS = slice(5, 9)
 
 
-@pytest.fixture
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def gradients_of(model, run):
     model.zero_grad(set_to_none=True)
     loss = run(model)

@@ -27,11 +27,7 @@ CACHED = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "xglm", "inkli
 EAGER = ("gemma2", "vaultgemma", "mimo_v2_flash")
 
 
-@pytest.fixture(autouse=True)
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 def padded(only=None, pads=(PADS, 2), length=LENGTH):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 
 import pytest
-import torch
 import transformers
 
 import streambp
@@ -47,11 +46,7 @@ REASONS = {
 MODES = ("plain", "right-padded")  # their positions count from the left, padding or not
 
 
-@pytest.fixture(autouse=True)
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 def build(family):

@@ -38,11 +38,7 @@ from tests.seeds import seed_torch
 CHUNKS = streambp.StreamConfig(chunk_size=5, saves=())
 
 
-@pytest.fixture(autouse=True)
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 @pytest.fixture

@@ -22,11 +22,7 @@ __all__ = ["in_halves"]  # a fixture
 NAMES = ["bert", "modernbert", "llama", "embedding_gemma"]
 
 
-@pytest.fixture(autouse=True)
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 def made(name, implementation="sdpa"):

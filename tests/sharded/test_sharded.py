@@ -42,13 +42,6 @@ def one_rank(monkeypatch):
     split_over_one_rank(monkeypatch)
 
 
-@pytest.fixture
-def float64_everywhere(float64_oracle):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def shard_gradients(model, batch, **config):
     streambp.patch(model, StreamConfig(**{"chunk_size": 5, **config}))
     return gradients(model, **with_shifted_labels(batch))
