@@ -133,5 +133,6 @@ def test_a_shorter_backbone_is_seen(monkeypatch):
 
 
 def test_an_encoder_decoder_is_not_taken_for_its_decoder():
+    config = BartConfig(encoder_layers=1, decoder_layers=1)
     with pytest.raises(StreamBPError, match=r"encoder-decoder.*its decoder alone"):
-        Skeleton(BartConfig(encoder_layers=1, decoder_layers=1))
+        Skeleton(config, torch.bfloat16, None, 16, "cuda")
