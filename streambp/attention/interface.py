@@ -179,16 +179,19 @@ def _attend_elsewhere(
         UnsupportedModelError: an argument is not supported, or the mask is missing.
     """
     foreign += [name for name in SINKS if kwargs.get(name) is not None]
-    capped = None if softcap is None else _eager_function(module)
-    if softcap is not None and capped is None:
-        foreign.append("softcap")
+    # sdpa and eager attention differ in queries without any key
+    eager = _eager_function(module)
+    if softcap is not None:
+        kwargs["softcap"] = softcap
+        if eager is None:
+            foreign.append("softcap")
     # Without a mask, sdpa would be causal from the first key on, for every chunk.
     if mask is None and is_causal:
         foreign.append("no mask over keys from elsewhere")
     if foreign:
         raise _unsupported(module, foreign)
-    if capped is not None:
-        output: Tensor = capped(module, *tensors, mask, softcap=softcap, **kwargs)[0]
+    if eager is not None:
+        output: Tensor = eager(module, *tensors, mask, **kwargs)[0]
         return output, None
     return sdpa_attention_forward(module, *tensors, mask, **kwargs)
 

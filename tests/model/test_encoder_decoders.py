@@ -145,6 +145,28 @@ def test_the_encoder_is_left_as_it_is():
     assert "BartEncoder: its attention is bidirectional" in described
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_an_encoder_row_of_padding_alone(implementation):
+    """Eager attention takes the mean over all keys there."""
+    seed_torch(3)
+    stock = MAKE["bart"]().train()
+    stock.set_attn_implementation(implementation)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=CHUNK))
+    batch = batch_of("bart", 19)
+    gradients(ours, batch)
+    batch["attention_mask"][2] = 0
+    expected_loss, expected = gradients(stock, batch)
+    loss, found = gradients(ours, batch)
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= EXACT
+
+
+def test_the_mutant_that_attends_by_sdpa_is_noticed(monkeypatch):
+    monkeypatch.setattr(interface, "_eager_function", lambda module: None)
+    with pytest.raises(AssertionError):
+        test_an_encoder_row_of_padding_alone("eager")
+
+
 def test_position_biases_are_refused():
     config = T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64)
     with pytest.raises(streambp.StreamBPError, match="T5Attention adds a bias"):
