@@ -15,15 +15,17 @@ def chunk_size_for(batch: dict[str, Any], usual: int) -> int:
 def count_chunks(patch: Any) -> list[int]:
     """A list that gets the number of chunks of each call of a streamed layer."""
     from streambp.layer.call import LayerCall
+    from streambp.sharded.call import ShardedCall
 
     chunks: list[int] = []
-    real = LayerCall._keep
+    for kind in (LayerCall, ShardedCall):  # the second: layers that are cut at their attention
+        real = kind._keep
 
-    def keep(call: Any) -> Any:
-        chunks.append(len(call.plan))
-        return real(call)
+        def keep(call: Any, real: Any = real) -> Any:
+            chunks.append(len(call.plan))
+            return real(call)
 
-    patch.setattr(LayerCall, "_keep", keep)
+        patch.setattr(kind, "_keep", keep)
     return chunks
 
 
