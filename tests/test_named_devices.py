@@ -56,6 +56,7 @@ PLACES = {
         planner/plan.py:plan
         planner/skeleton.py:
         planner/skeleton.py:Skeleton.__init__
+        planner/stored_counts.py:key_of
         planner/survey.py:Counter._prepared
         planner/tree.py:_activations
         verify/random_model.py:random_model

@@ -107,7 +107,7 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
     Raises:
         StreamBPError: `make` raised, or the configuration is an encoder-decoder's.
     """
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) is True:
         raise StreamBPError(
             f"{type(config).__name__} is an encoder-decoder. A causal language model of it would be "
             "its decoder alone, without the encoder and without attention to it. Load the model "
