@@ -38,9 +38,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from streambp.config import StreamConfig
-from streambp.distributed.engines import full_shape, is_partitioned
+from streambp.distributed.engines import differentiable_input, full_shape, is_partitioned
 from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, InstanceForward
-from streambp.known_names import COMPOSABLE_STATE, MODULE_HOOKS, MODULE_TABLES, NO_PART_OF_A_STEP
+from streambp.known_names import (
+    COMPOSABLE_STATE,
+    MODULE_HOOKS,
+    MODULE_TABLES,
+    NO_PART_OF_A_STEP,
+    WITH_KWARGS,
+)
 from streambp.model.deferring import own_heads
 from streambp.offload.costs import LayerCost
 from streambp.planner.counted import code_in_use, folder, write
@@ -52,7 +58,9 @@ logger = logging.getLogger(__name__)
 DEPTH = 4  # levels of containers and configurations inside an attribute
 MOST_FILES = 256  # files in the folder; older ones are deleted
 # attributes of modules that are described apart, or that a step changes
-LEFT_OUT = frozenset((*MODULE_TABLES, *MODULE_HOOKS, PATCH, REDUCES, WRAPPERS, "training"))
+LEFT_OUT = frozenset(
+    (*MODULE_TABLES, *MODULE_HOOKS, WITH_KWARGS, PATCH, REDUCES, WRAPPERS, "training")
+)
 LIBRARIES = frozenset(("builtins", "torch", "typing"))  # covered by a version
 
 
@@ -201,7 +209,11 @@ def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:
         if name not in LEFT_OUT and not is_left_out:
             yield name, described(value)
     for hooks in MODULE_HOOKS:
-        yield list(map(described, getattr(module, hooks).values()))
+        yield [
+            described(hook)
+            for hook in getattr(module, hooks).values()
+            if hook is not differentiable_input  # added once DeepSpeed is imported
+        ]
 
 
 def _tensor(tensor: Tensor) -> list[str]:

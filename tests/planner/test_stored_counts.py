@@ -11,6 +11,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import streambp
+from streambp.known_names import ENGINES
 from streambp.offload import free_memory
 from streambp.planner import auto, counted, stored_counts
 from tests.families import LENGTH, build, make_batch
@@ -184,8 +186,11 @@ def test_settings_code_and_versions_are_in_the_key(monkeypatch):
     assert key(model) == found[0]
 
 
-def test_a_patched_model_in_a_step_has_the_key_of_the_first_one(monkeypatch):
-    """What a patch and a step leave on modules is not in it."""
+@pytest.mark.parametrize("with_deepspeed", [False, True])
+def test_a_patched_model_in_a_step_has_the_key_of_the_first_one(with_deepspeed, monkeypatch):
+    """What a patch and a step leave on modules is not in it. Once DeepSpeed is imported, a step
+    adds a hook to each layer."""
+    monkeypatch.delitem(sys.modules, ENGINES[0], raising=False)
     model, found = tiny(), []
     real = stored_counts.key_of
     monkeypatch.setattr(
@@ -195,6 +200,8 @@ def test_a_patched_model_in_a_step_has_the_key_of_the_first_one(monkeypatch):
         streambp.patch(model, streambp.StreamConfig(unpatched_runs=False))
         step(model)
         step(model)
+        if with_deepspeed:
+            monkeypatch.setitem(sys.modules, ENGINES[0], types.ModuleType(ENGINES[0]))
     assert len(found) == 2  # once a patch
     assert len(set(found)) == 1
 
