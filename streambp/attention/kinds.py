@@ -23,6 +23,7 @@ from streambp.attention.interface import (
     own_implementation,
     unrouted,
 )
+from streambp.attention.mask_scan import find_empty, reads
 from streambp.attention.masks import LazyMask, attention_mask_of, masks_replaced
 from streambp.attention.prefix import ChunkAttention, PrefixChunkAttention
 from streambp.attention.self_attending import (
@@ -63,6 +64,20 @@ def _with_own_masks(
     )
 
 
+def _why_empty_queries(mask: Tensor) -> str | None:
+    """Return why a bidirectional layer with an added mask [B or 1, H or 1, T, T] cannot be chunked;
+    None if each query reads a key, or if the mask is bool."""
+    length = mask.shape[-1]
+    if not mask.is_floating_point() or mask.shape[-2] != length or mask.is_meta:
+        return None
+    empty, _ = find_empty(
+        lambda q0, q1, k0, k1: reads(mask[:, :, q0:q1, k0:k1]), length, mask.device
+    )
+    if empty is None:
+        return None
+    return "a query reads no key, for which an added mask gives the mean over all keys"
+
+
 class BothWays(ThroughInterface):
     """Adapter for a layer with bidirectional attention modules (is_causal=False): an encoder's
     layer, or a decoder's whose mask lets a prefix read ahead."""
@@ -74,21 +89,26 @@ class BothWays(ThroughInterface):
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
         """Return the reason why the layer cannot be chunked with its attention_mask; None if it
-        can. Accepted are a `LazyMask` and a tensor [B or 1, H or 1, T, T].
+        can. Accepted are a `LazyMask` and a tensor [B or 1, H or 1, T or 1, T].
 
         A module with is_causal=False leaves the mask alone to decide. sdpa gets no mask in place of
         a causal mask, and then reads all keys.
 
         Args:
             layer: the decoder layer.
-            named: the layer's arguments by name.
+            named: the layer's arguments by name. A mask with one row of keys for all queries gets
+                T rows, as a view.
             x: hidden_states [..., B, T, h].
             documents: number of documents that position_ids mark; not read here.
         """
         because = super().take_mask(layer, named, x, documents)
-        mask = attention_mask_of(named)
-        if because is not None or isinstance(mask, Tensor):
+        if because is not None:
             return because
+        mask = attention_mask_of(named)
+        if isinstance(mask, Tensor):
+            if mask.shape[-2] == 1:
+                mask = named["attention_mask"] = mask.expand(-1, -1, x.shape[-2], -1)
+            return _why_empty_queries(mask)
         if mask is None:
             return "its attention is bidirectional, and has no mask that tells which keys exist"
         is_eager = any(own_implementation(config) == EAGER for config in self.configs(layer))

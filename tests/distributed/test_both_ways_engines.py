@@ -1,5 +1,5 @@
 """Two ranks, gloo, CPU: encoders whose layers run in halves, and decoders with an encoder, under
-DDP and FSDP2 against the bare engine and a single process.
+DDP, FSDP2 and ZeRO-3 against the bare engine and a single process.
 
 covers: sharded/both_ways.py, distributed/host.py
 """
@@ -10,8 +10,8 @@ import json
 
 import pytest
 
-from tests.distributed.ranks import launch
-from tests.distributed.test_engines import BAR, EACH
+from tests.distributed.ranks import launch, need_deepspeed
+from tests.distributed.test_engines import BAR, EACH, NOTHING_CACHED
 from tests.distributed.worker import DONE, SECONDS
 
 BARS = {"gradients": BAR, "weights": BAR, "losses": BAR, "worst gradient": EACH}
@@ -25,12 +25,20 @@ CASES = {
         {"model": "bart"},
         {"model": "bart", "engine": "fsdp", "one_chunk_on": 0},
     ],
+    "deepspeed": [
+        {"model": "bert", "stage": 3, "zero": NOTHING_CACHED, "one_chunk_on": 0},
+        {"model": "modernbert", "stage": 3, "zero": NOTHING_CACHED},
+        {"model": "bart", "stage": 3, "zero": NOTHING_CACHED},
+        {"model": "bert", "stage": 2, "accumulation": 2},
+    ],
 }  # fmt: skip
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", list(CASES))
 def test_engines(engine):
+    if engine == "deepspeed":
+        need_deepspeed()
     cases = [{**case, "steps": 2, "patched": ["after"]} for case in CASES[engine]]
     outputs, _ = launch(
         "tests.distributed.both_ways_worker",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.attention import masks
+from streambp.attention import kinds, masks
 from tests.oracle import EXACT, worst_error
 from tests.seeds import seed_torch
 from tests.sharded.test_both_ways import CHUNK, LENGTH, MAKE, in_halves, padding
@@ -198,3 +198,42 @@ def test_frozen_lower_layers(name):
         parameter.requires_grad_(not is_low)
     queries, documents = pairs()
     check(stock, lambda m: ranking_loss(embed(m, *queries), embed(m, *documents)))
+
+
+def row_mask(kind, added):
+    """[B, 1, 1, T], as programs make it by hand: one row of keys for all queries."""
+    mask = without_tokens("right") if kind == "empty row" else padding("right")
+    mask = mask.bool()[:, None, None]
+    if not added:
+        return mask
+    lowest = torch.finfo(torch.get_default_dtype()).min
+    return torch.zeros_like(mask, dtype=torch.get_default_dtype()).masked_fill(~mask, lowest)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize(
+    ("kind", "added", "path"),
+    [
+        ("tokens", True, "streams"),
+        ("tokens", False, "streams"),
+        ("empty row", False, "streams"),
+        ("empty row", True, "checkpoints"),  # the mean over all keys
+    ],
+)
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_mask_with_one_row_of_keys(name, kind, added, path, in_halves):
+    seed_torch(20)
+    x, mask = ids(3), row_mask(kind, added)
+
+    def step(model):
+        return weighted(model(input_ids=x, attention_mask=mask, use_cache=False))
+
+    described = check(made(name), step)
+    assert {layer.path for layer in described.layers} == {path}
+    assert bool(in_halves) == (path == "streams")
+
+
+def test_the_mutant_that_takes_an_empty_query_for_zeros_is_noticed(monkeypatch, in_halves):
+    monkeypatch.setattr(kinds, "_why_empty_queries", lambda mask: None)
+    with pytest.raises((AssertionError, streambp.StreamBPError)):
+        test_a_mask_with_one_row_of_keys("bert", "empty row", True, "checkpoints", in_halves)
