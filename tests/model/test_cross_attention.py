@@ -180,6 +180,20 @@ def test_exact_and_every_layer_streams(make):
     assert worst_error(gradients_of(ours, batch)[1], expected) <= 1e-12
 
 
+@pytest.mark.parametrize("make", [idefics, mllama])
+def test_frozen_text_over_a_trained_vision_tower(make):
+    """The second step skips products, which are found by what the tower's output needs."""
+    seed_torch(0)
+    stock, batch, _ = make()
+    stock = stock.double().train()
+    for name, parameter in stock.named_parameters():
+        parameter.requires_grad_("vision" in name or "projector" in name)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
+    _, expected = gradients_of(stock, batch)
+    for _ in range(3):
+        assert worst_error(gradients_of(ours, batch)[1], expected) <= 1e-10
+
+
 def test_cross_attention_without_a_mask_is_refused():
     """sdpa would take None for causal, in every chunk from the first key on."""
     seed_torch(0)
