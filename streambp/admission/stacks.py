@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from streambp.admission.third_party import refuse_opacus
 from streambp.attention.indexers import indexers_of
 from streambp.attention.interface import NoAttention, ThroughInterface
-from streambp.attention.kinds import BothWays, ForeignAttention, OverCache, Picking
+from streambp.attention.kinds import Bidirectional, ForeignAttention, OverCache, Picking
 from streambp.attention.self_attending import biases_positions
 from streambp.cache_arguments import cache_arguments, cache_parameters
 from streambp.errors import UnsupportedModelError
@@ -107,7 +107,7 @@ def find_stacks(model: nn.Module) -> Found:
     _refuse_wrapped_layers(model)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     stacks: list[Stack] = []
-    both_ways: list[Stack] = []
+    bidirectional: list[Stack] = []
     reasons: list[str] = []
     lists = [
         (module, bare_layers(layers))
@@ -121,13 +121,13 @@ def find_stacks(model: nn.Module) -> Found:
         if problem is not None:
             reasons.append(f"{type(module).__name__}: {problem}")
         elif _reads_ahead(layers):
-            both_ways.append(Stack(module, layers))
+            bidirectional.append(Stack(module, layers))
         else:
             stacks.append(Stack(module, layers))
     # beside a causal stack, bidirectional ones are encoders and towers of short sequences
     if not stacks:
-        stacks = [stack for stack in both_ways if _reads_text(stack.backbone)]
-    for stack in both_ways:
+        stacks = [stack for stack in bidirectional if _reads_text(stack.backbone)]
+    for stack in bidirectional:
         if stack not in stacks:
             kind = type(stack.backbone).__name__
             reasons.append(f"{kind}: its attention is bidirectional (an encoder or a tower)")
@@ -279,7 +279,7 @@ def kind_of(layer: nn.Module) -> LayerKind:
     if cache is not None:
         attention: NoAttention = OverCache(cache)
     elif is_bidirectional(layer):
-        attention = BothWays()
+        attention = Bidirectional()
     elif attends(layer):
         picks = any(map(_hands_picks, _attentions(layer)))
         if picks:

@@ -8,7 +8,7 @@ kind a layer is. An attention carrier replaces the layer's mask and cache:
 
     `NoAttention`        the layer reads no keys                             nothing is replaced
     `ThroughInterface`   it attends through transformers' attention          a `ChunkAttention` for its mask
-    `BothWays`           the same, and its mask may let queries read ahead   the same
+    `Bidirectional`           the same, and its mask may let queries read ahead   the same
     `Picking`            the same, over keys that an indexer picks           the point, and the indexer's forward
     `OverCache`          it attends by itself over what its cache returns    a `ChunkCache`, and its mask cut
 """
@@ -122,7 +122,7 @@ def stream_attention(
         return _attend_elsewhere(
             module, (query, key, value), attention_mask, softcap, foreign, is_causal, kwargs
         )
-    if not is_causal and not getattr(attention_mask, "both_ways", False):
+    if not is_causal and not getattr(attention_mask, "bidirectional", False):
         foreign.append("is_causal=False")
     if foreign:
         raise _unsupported(module, foreign)
@@ -629,7 +629,7 @@ class ThroughInterface(NoAttention):
             point: the object that computes the chunk's attention.
         """
         point.takes_picks = self.picks_keys
-        point.both_ways = self.reads_ahead
+        point.bidirectional = self.reads_ahead
         replacements: dict[str, Any] = {}
         for name, value in named.items():
             if type(value) in VALUE_TYPES:

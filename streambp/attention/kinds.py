@@ -78,7 +78,7 @@ def _why_empty_queries(mask: Tensor) -> str | None:
     return "a query reads no key, for which an added mask gives the mean over all keys"
 
 
-class BothWays(ThroughInterface):
+class Bidirectional(ThroughInterface):
     """Adapter for a layer with bidirectional attention modules (is_causal=False): an encoder's
     layer, or a decoder's whose mask lets a prefix read ahead."""
 

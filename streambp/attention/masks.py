@@ -40,7 +40,7 @@ class LazyMask:
     Attributes:
         description: arguments of transformers' mask function.
         layout: cached result of `resolve`, for all layers that share the mask.
-        layout_both_ways: cached result of `resolve` for layers whose attention may read ahead.
+        bidirectional_layout: cached result of `resolve` for layers whose attention may read ahead.
         whole: cached result of `resolve_whole` for sequences that are split over ranks, for all
             layers that share the mask.
         told: name of the argument that marks the documents of packed rows, and the number of
@@ -55,7 +55,7 @@ class LazyMask:
     def __init__(self, **description: Any) -> None:
         self.description = description
         self.layout: Spans | DenseMask | None = None
-        self.layout_both_ways: Spans | DenseMask | None = None
+        self.bidirectional_layout: Spans | DenseMask | None = None
         self.whole: Spans | None = None
         self.told: tuple[str, int] | None = None
         self.ends: tuple[tuple[int, ...], ...] | None = None
@@ -214,7 +214,7 @@ def resolve(
     position_ids: Tensor | None,
     cu_seq_lens: Tensor | None,
     device: torch.device,
-    both_ways: bool = False,
+    bidirectional: bool = False,
 ) -> Spans | DenseMask:
     """Return the keys that each query of a batch may read: intervals of keys (`Spans`) if the mask
     allows, otherwise a mask (`DenseMask`).
@@ -228,8 +228,8 @@ def resolve(
         cu_seq_lens: [documents + 1], document boundaries of a single packed row; these take
             precedence over plain position_ids.
         device: the batch's device.
-        both_ways: True for attention that may read keys behind the query. The result may then be
-            intervals that end behind the query.
+        bidirectional: True for attention that may read keys behind the query. The result may then
+            be intervals that end behind the query.
 
     Raises:
         UnsharedError: the batch is computed as one packed row, and the model's mask is not simply
@@ -239,10 +239,10 @@ def resolve(
         return _from_tensor(mask, batch_size, length, device)
     if mask is None:
         mask = LazyMask(mask_function=causal_mask_function, q_length=length, kv_length=length)
-    if both_ways and mask.tree is None:
-        if mask.layout_both_ways is None:
-            mask.layout_both_ways = _rectangles(mask, batch_size, length, device)
-        return mask.layout_both_ways
+    if bidirectional and mask.tree is None:
+        if mask.bidirectional_layout is None:
+            mask.bidirectional_layout = _rectangles(mask, batch_size, length, device)
+        return mask.bidirectional_layout
     if mask.layout is None:
         if mask.tree is None:
             mask.layout = _from_description(

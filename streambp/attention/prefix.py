@@ -333,12 +333,12 @@ class ChunkAttention:
     Attributes:
         takes_picks: True for a layer with sparse attention, where an indexer picks each query's
             keys.
-        both_ways: True for a layer whose attention modules are bidirectional (is_causal=False): the
-            mask decides which keys are read.
+        bidirectional: True for a layer whose attention modules are bidirectional (is_causal=False),
+            so that the mask decides which keys are read.
     """
 
     takes_picks = False
-    both_ways = False
+    bidirectional = False
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the attention output of the chunk, [B, C, H, D_v].

@@ -67,7 +67,7 @@ from streambp.prefixes.calls import AS_UNPATCHED, ONE_ROW, Shared, SharedPrefixe
 from streambp.prefixes.late import Again
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
-from streambp.sharded.both_ways import stream_both_ways
+from streambp.sharded.bidirectional import stream_bidirectional
 from streambp.sharded.layer import stream_shard
 
 
@@ -207,7 +207,7 @@ class LayerForward(InstanceForward):
         if context.shards is None:
             if is_initialized():
                 refuse_lone_layer(self.site)
-            compute = stream_both_ways if self.site.kind.attention.reads_ahead else stream_layer
+            compute = stream_bidirectional if self.site.kind.attention.reads_ahead else stream_layer
             output = compute(
                 self.site, args, kwargs, context.packed_rows, forks=tree.forks if tree else ()
             )

@@ -155,7 +155,7 @@ class Way:
     choice: Choice
 
 
-def both_ways(
+def bidirectional(
     profile: Profile,
     batch: Batch,
     memory: Memory,

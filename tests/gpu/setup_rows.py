@@ -5,7 +5,7 @@ Each row patches a small model as its users would, mostly with nothing but `stre
 and takes three steps. Its gradients may be 1.15 x as far from those in float32 as the unpatched
 model's in the same set-up. "default": Liger's kernels where they are installed; "compiled"; "LoRA",
 and "LoRA own": by peft's code; "experts": a mixture; "QLoRA": a 4-bit base by bitsandbytes;
-"padded"; "both ways": attention reads ahead, and layers are cut at it; "weights": those of a LoRA
+"padded"; "bidirectional": attention reads ahead, and layers are cut at it; "weights": those of a LoRA
 model's base on the host; "autocast": float32 weights; "TF32" and "float32": no half precision.
 "Trainer" compares four logged steps of HF's Trainer in bf16, patched on the CPU, with two
 micro-batches of padded rows each, with those of the unpatched model.
@@ -134,8 +134,8 @@ SETUPS = {
     "QLoRA": Setup(in_four_bits),
     "padded right": Setup(spans="right-padded"),
     "padded left": Setup(spans="left-padded"),
-    "both ways": Setup(reads_ahead),
-    "both ways padded": Setup(reads_ahead, spans="right-padded"),
+    "bidirectional": Setup(reads_ahead),
+    "bidirectional padded": Setup(reads_ahead, spans="right-padded"),
     "weights": Setup(with_adapters, settings={"weights": "cpu"}),
     "offload": Setup(settings={"offload": "auto"}),
     "autocast": Setup(dtype=torch.float32, autocast=True),

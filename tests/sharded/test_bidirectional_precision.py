@@ -1,7 +1,7 @@
 """Layers whose attention reads ahead, in bfloat16 and under its autocast: as far from float64 as
 the unpatched model.
 
-covers: sharded/both_ways.py
+covers: sharded/bidirectional.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import streambp
 from tests.oracle import relative_l2
 from tests.seeds import seed_torch
-from tests.sharded.test_both_ways import CHUNK, LENGTH, MAKE, in_halves, padding
+from tests.sharded.test_bidirectional import CHUNK, LENGTH, MAKE, in_halves, padding
 
 __all__ = ["in_halves"]  # a fixture
 

@@ -1,6 +1,6 @@
 """Layers whose attention reads ahead, on an emulated accelerator: patched on the CPU and moved.
 
-covers: sharded/both_ways.py
+covers: sharded/bidirectional.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import streambp
 from tests import device as tested
 from tests.oracle import relative_l2
 from tests.seeds import seed_torch
-from tests.sharded.test_both_ways import CHUNK, LENGTH, MAKE, in_halves, padding
+from tests.sharded.test_bidirectional import CHUNK, LENGTH, MAKE, in_halves, padding
 
 __all__ = ["in_halves"]  # a fixture
 

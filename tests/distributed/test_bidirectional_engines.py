@@ -1,7 +1,7 @@
 """Two ranks, gloo, CPU: encoders whose layers run in halves, and decoders with an encoder, under
 DDP, FSDP2 and ZeRO-3 against the bare engine and a single process.
 
-covers: sharded/both_ways.py, distributed/host.py
+covers: sharded/bidirectional.py, distributed/host.py
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_engines(engine):
         need_deepspeed()
     cases = [{**case, "steps": 2, "patched": ["after"]} for case in CASES[engine]]
     outputs, _ = launch(
-        "tests.distributed.both_ways_worker",
+        "tests.distributed.bidirectional_worker",
         engine,
         json.dumps(cases),
         seconds=SECONDS * len(cases) + 60,

@@ -1,7 +1,7 @@
 """What layers cost whose attention reads ahead: products of Linears beside causal streaming, and
 bytes that backward keeps alive beside torch's checkpointing.
 
-covers: sharded/both_ways.py
+covers: sharded/bidirectional.py
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ SIZES = {
 MODELS = {"llama": (LlamaModel, LlamaConfig), "qwen3": (Qwen3Model, Qwen3Config)}
 
 
-def made(name, both_ways):
+def made(name, bidirectional):
     seed_torch()
     model_class, config_class = MODELS[name]
-    model = model_class(config_class(**SIZES, is_causal=not both_ways)).train()
+    model = model_class(config_class(**SIZES, is_causal=not bidirectional)).train()
     for layer in model.layers:
-        layer.self_attn.is_causal = not both_ways
+        layer.self_attn.is_causal = not bidirectional
     return model
 
 
-def streamed(name, both_ways):
-    return streambp.patch(made(name, both_ways), streambp.StreamConfig(chunk_size=CHUNK, saves=()))
+def streamed(name, bidirectional):
+    return streambp.patch(
+        made(name, bidirectional), streambp.StreamConfig(chunk_size=CHUNK, saves=())
+    )
 
 
 def step(model, length, before_backward=lambda: None):
@@ -86,8 +88,8 @@ def test_bytes_that_backward_keeps_alive():
     found = {
         "checkpointing": hidden_sizes_of_a_token(unpatched),
         "causal": hidden_sizes_of_a_token(streamed("llama", False)),
-        "both ways": hidden_sizes_of_a_token(streamed("llama", True)),
+        "bidirectional": hidden_sizes_of_a_token(streamed("llama", True)),
     }
     print(found)
-    assert found["both ways"] <= found["causal"] + 3  # q of all tokens; o and do
-    assert found["both ways"] <= found["checkpointing"] / 2
+    assert found["bidirectional"] <= found["causal"] + 3  # q of all tokens; o and do
+    assert found["bidirectional"] <= found["checkpointing"] / 2

@@ -69,28 +69,32 @@ class OneRank(Shards):
         return [sums.pop(0).to(dtype).transpose(1, 2) for _ in range(2)]
 
 
-class BothWaysCall(ShardedCall):
-    """One call of a decoder layer whose attention reads ahead, in several chunks on one rank."""
+class BidirectionalCall(ShardedCall):
+    """One call of a decoder layer whose attention reads ahead, in several chunks on one rank.
+
+    Attributes:
+        mask_layout: the keys that each query may read.
+    """
 
     has_full_sequence = True
 
     def __init__(self, site: LayerSite, arguments: Arguments, layout: Layout) -> None:
-        self.both_ways = layout
+        self.mask_layout = layout
         length = arguments.hidden_states.shape[-2]
         rows = arguments.hidden_states.shape[-3]
         # the spans of `Shards` are for masks that ranks share; this layer has its own
         super().__init__(site, arguments, OneRank(None, 1, length, Spans.causal(rows, length)))
 
     def _carry(self) -> Carried:
-        spans = self.both_ways.spans
+        spans = self.mask_layout.spans
         if isinstance(spans, DenseMask):
             spans = spans.over_all_keys(self.hidden_states.device)
-        layout = Layout(spans, (), self.both_ways.told)
+        layout = Layout(spans, (), self.mask_layout.told)
         prefix = Prefix(spans, self.plan.length, self.site.config.attention)
         return Carried(layout, prefix, self.site.kind.attention.in_tiles)
 
 
-def stream_both_ways(
+def stream_bidirectional(
     site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, forks: Forks
 ) -> Any:
     """Compute the forward of a decoder layer whose attention modules are bidirectional, and return
@@ -102,7 +106,7 @@ def stream_both_ways(
         rows: documents of packed rows, from position_ids.
         forks: positions at which recurrent states continue from an earlier position.
     """
-    return stream_layer(site, args, kwargs, rows, BOTH_WAYS, forks)
+    return stream_layer(site, args, kwargs, rows, BIDIRECTIONAL, forks)
 
 
 def _make(site: LayerSite, arguments: Arguments) -> LayerCall:
@@ -116,21 +120,21 @@ def _make(site: LayerSite, arguments: Arguments) -> LayerCall:
         ahead = isinstance(layout.spans, Spans) and layout.spans.reads_ahead
         allowed = plan.avoiding(layout.barriers)
         if ahead or len(allowed.ends) == 1 or allowed.longest > 2 * plan.size:
-            return BothWaysCall(site, arguments, layout)
+            return BidirectionalCall(site, arguments, layout)
     return LayerCall(site, arguments)
 
 
 def _forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
-    if isinstance(call, BothWaysCall):
+    if isinstance(call, BidirectionalCall):
         return run_forward_in_halves(call, keep)
     return IN_CHUNKS.forward(call, keep)
 
 
 def _backward(call: LayerCall, work: BackwardPass) -> None:
-    if isinstance(call, BothWaysCall):
+    if isinstance(call, BidirectionalCall):
         run_backward_in_halves(call, work)
     else:
         IN_CHUNKS.backward(call, work)
 
 
-BOTH_WAYS = Strategy(_make, _forward, _backward, run_whole)
+BIDIRECTIONAL = Strategy(_make, _forward, _backward, run_whole)

@@ -1,7 +1,7 @@
 """Layers whose attention reads ahead, as training programs call them: rows without tokens, other
 modes, several forwards in a step.
 
-covers: sharded/both_ways.py, sharded/call.py, attention/kinds.py, attention/masks.py
+covers: sharded/bidirectional.py, sharded/call.py, attention/kinds.py, attention/masks.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import streambp
 from streambp.attention import kinds, masks
 from tests.oracle import EXACT, worst_error
 from tests.seeds import seed_torch
-from tests.sharded.test_both_ways import CHUNK, LENGTH, MAKE, in_halves, padding
+from tests.sharded.test_bidirectional import CHUNK, LENGTH, MAKE, in_halves, padding
 
 __all__ = ["in_halves"]  # a fixture
 

@@ -1,6 +1,6 @@
 """Layers whose attention reads ahead: encoders, decoders made bidirectional, prefixes.
 
-covers: sharded/both_ways.py, attention/kinds.py
+covers: sharded/bidirectional.py, attention/kinds.py
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from streambp.admission import long_trial
 from streambp.attention import mask_scan, masks
 from streambp.attention.spans import Run, Spans
 from streambp.layer.recompute import NULL_CONTEXT
-from streambp.sharded import both_ways
+from streambp.sharded import bidirectional
 from streambp.sharded import layer as halves
 from tests.oracle import EXACT, worst_error
 from tests.seeds import seed_torch
@@ -59,13 +59,13 @@ pytestmark = pytest.mark.usefixtures("float64_everywhere")
 def in_halves(monkeypatch):
     """The lengths of the calls that were cut at their attention."""
     lengths: list[int] = []
-    run = both_ways.run_forward_in_halves
+    run = bidirectional.run_forward_in_halves
 
     def noted(call, keep):
         lengths.append(call.plan.length)
         return run(call, keep)
 
-    monkeypatch.setattr(both_ways, "run_forward_in_halves", noted)
+    monkeypatch.setattr(bidirectional, "run_forward_in_halves", noted)
     return lengths
 
 
