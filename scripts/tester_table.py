@@ -367,7 +367,7 @@ def pad(model: Any, batch: dict[str, Any], side: str) -> bool:
     batch["attention_mask"] = mask
     if labels is not None and labels.shape == mask.shape:
         labels[mask == 0] = -100
-        leave_out_what_padding_predicts(batch)
+    leave_out_what_padding_predicts(batch)
     return True
 
 
@@ -451,9 +451,11 @@ def build(test: type, model_class: type) -> tuple[Any, dict[str, Any]]:
 def leave_out_what_padding_predicts(batch: dict[str, Any]) -> None:
     """Left padding reads nothing, for which eager attention gives the mean over all tokens and
     streamed layers 0."""
-    mask, labels = batch.get("attention_mask"), batch["labels"]
-    if mask is not None and mask.shape == labels.shape and labels.dim() == 2:
-        empty = mask.cumsum(-1) == 0
+    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    for name, labels in batch.items():
+        if not name.endswith("labels") or mask is None or mask.shape != labels.shape:
+            continue
+        empty = mask.cumsum(-1) == 0  # [B, T]
         labels[empty] = -100  # some models shift no labels
         labels[:, 1:][empty[:, :-1]] = -100
 
