@@ -51,7 +51,7 @@ def seen_costs(
         site.saves_policy = sees
     with skeleton.running(), StepCount(None):
         ids = torch.empty(1, 2 * SEEN, dtype=torch.long)  # [B, T]
-        skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        skeleton.loss(ids).backward()
     measured = sees.learn()
     costs = {}
     for index in layers:
@@ -68,7 +68,9 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
         skeleton: the model for a GPU, on meta tensors; cannot be used again.
         layers: number of layers of the model.
     """
-    vocabulary = getattr(skeleton.causal_lm.config.get_text_config(), "vocab_size", 0)
+    vocabulary = 0
+    if skeleton.head is not None:
+        vocabulary = getattr(skeleton.language_model.config.get_text_config(), "vocab_size", 0)
     try:
         config = StreamConfig(kernels="own" if skeleton.own_adapters else "auto")
         costs, plain = seen_costs(skeleton, config, range(layers))

@@ -201,6 +201,7 @@ class Profile:
         trained: bytes of each layer's trained weights, after a move to host memory; 0 for layers
             with frozen weights.
         without_adapters: names of the layers' Linears that peft refuses to adapt.
+        assumed: texts on what the count assumes of a model that is no causal language model.
     """
 
     model: str
@@ -218,6 +219,7 @@ class Profile:
     decoded: int = 0
     trained: tuple[int, ...] = ()
     without_adapters: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     def method(self, name: str) -> Method:
         """Return a counted way to run a step, by its name.
@@ -562,7 +564,7 @@ def from_json(data: Mapping[str, Any]) -> Profile:
     groups = tuple(Group(**group) for group in data["groups"])
     methods = tuple(map(method_from_json, data["methods"]))
     lists = {}
-    for name in ("left_out", "frozen", "trained", "without_adapters"):
+    for name in ("left_out", "frozen", "trained", "without_adapters", "assumed"):
         lists[name] = tuple(data.get(name, ()))
     return Profile(
         **{**data, **lists, "groups": groups, "methods": methods, "tree": node(data["tree"])}

@@ -120,9 +120,12 @@ def plan_table(
 
 
 def _notes(profile: Profile) -> list[str]:
-    """Return lines for the plan's text: the kernels assumed for recurrent and convolutional layers,
-    Linears that get no LoRA adapter, and expert weights that are not quantised."""
+    """Return lines for the plan's text: assumptions on models that are no causal language models,
+    the kernels assumed for recurrent and convolutional layers, Linears that get no LoRA adapter,
+    and expert weights that are not quantised."""
     lines = []
+    for text in profile.assumed:
+        lines.append(f"Assumed: {text}")
     if profile.mixers:
         lines.append(f"Recurrent and convolutional layers: assuming {profile.mixers}")
     if profile.without_adapters:

@@ -21,11 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from streambp.admission.generators import leaving_no_trace
-from streambp.admission.stacks import bare_layers, find_stacks, states_argument
+from streambp.admission.stacks import (
+    bare_layers,
+    find_stacks,
+    is_bidirectional,
+    states_argument,
+)
+from streambp.device import RandomState
 from streambp.distributed.engines import drops_masks, full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards, is_fsdp_unit
@@ -39,7 +45,9 @@ from streambp.planner.configuration import build, read_config
 from streambp.planner.count import Replayed
 from streambp.planner.fused_layers import Kernels, fuse_layers, fused_rotary, fusion
 from streambp.planner.kernels import no_launches
+from streambp.planner.mask_rules import masks_from_positions
 from streambp.planner.mixers import Mixers, standing_in
+from streambp.planner.model_class import build_as, loss_of
 from streambp.tensors import replaced
 
 Device = Literal["cuda", "cpu"]
@@ -112,7 +120,7 @@ class Skeleton:
                 options = {"dtype": dtype, "trust_remote_code": trusted}
                 self.model = build(
                     config,
-                    lambda one: AutoModelForCausalLM.from_config(copy.deepcopy(one), **options),
+                    lambda one: build_as(one, **options),
                 )
             if lora is not None:
                 self.model, self.without_adapters = with_adapters(self.model, lora, lora_targets)
@@ -145,6 +153,8 @@ class Skeleton:
                 no_launches(),
                 # A mock would store its arguments, and their bytes would count.
                 replaced([masking_utils], "is_tracing", [lambda *_: False]),
+                # Fake tensors draw no numbers, and a fake comparison of states has no result.
+                replaced([RandomState], "is_current", [lambda _: True]),
                 mock.patch.object(log, "disabled", True),
             ):
                 yield
@@ -161,25 +171,49 @@ class Skeleton:
             self.active(),
             leaving_no_trace(self.model),
             standing_in(self.model, self.mixers),
+            masks_from_positions(),
             fused_rotary(self.model, self.fused),
         ):
             yield
 
     @property
-    def causal_lm(self) -> PreTrainedModel:
-        """Return the causal language model inside adapters (PEFT) and other wrappers.
+    def language_model(self) -> PreTrainedModel:
+        """Return the language model inside adapters (PEFT) and other wrappers: the module with a
+        language-model head. A model without such a head is itself the result, if its attention is
+        bidirectional.
 
         Raises:
-            StreamBPError: no module has a language-model head.
+            StreamBPError: no module has a language-model head, and the attention is causal.
         """
+        first = None
         for module in self.model.modules():
-            if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
-                return module
+            if isinstance(module, PreTrainedModel):
+                if module.get_output_embeddings() is not None:
+                    return module
+                first = first or module
+        if first is not None and self.is_bidirectional:
+            return first
         raise StreamBPError(
             f"{type(self.model).__name__} has no language-model head, and the planner estimates "
             "steps of causal language models. Pass a model with a head, such as "
             "AutoModelForCausalLM loads."
         )
+
+    @property
+    def head(self) -> nn.Module | None:
+        """Return the output projection of the language model; None if the model has none."""
+        head: nn.Module | None = self.language_model.get_output_embeddings()
+        return head
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """True if the attention of a streamed layer is bidirectional."""
+        stacks = find_stacks(self.model).stacks
+        return any(is_bidirectional(layer) for stack in stacks for layer in stack.layers)
+
+    def loss(self, ids: Tensor) -> Tensor:
+        """Run the model's forward on token ids [B, T], and return the loss of one training step."""
+        return loss_of(self.model, ids, self.head is not None)
 
     def on_host(self) -> dict[str, Any]:
         """Return the values of `Profile`'s fields `frozen`, `trained` and `decoded`, by name: bytes

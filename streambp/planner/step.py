@@ -225,27 +225,30 @@ def _flash(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention with torch's FlashAttention operation, whose output on meta tensors
-    has the kernel's allocations and FLOPs.
+    """Compute attention with torch's FlashAttention operation, whose output on meta tensors has the
+    kernel's allocations and FLOPs. A bidirectional module (is_causal=False) reads all keys, or a
+    window to both sides.
 
     The function is registered as one of transformers' attention functions and has their arguments.
     A mask and a softcap are ignored.
     """
+    causal = getattr(module, "is_causal", True) is not False
     size = value.shape[-1]
     wide = max(size, query.shape[-1])  # the kernel supports a single head size
     query, key, value = (
         x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value)
     )
     if sliding_window is None or sliding_window >= key.shape[2]:
-        out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[
-            0
-        ]
+        out = aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, scale=scaling
+        )[0]
         return out[..., :size].transpose(1, 2), None
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T, H, D]
     lengths = None, None, query.shape[1], key.shape[1]
-    window = {"window_size_left": sliding_window - 1, "window_size_right": 0}
+    right = 0 if causal else sliding_window - 1
+    window = {"window_size_left": sliding_window - 1, "window_size_right": right}
     out = aten._flash_attention_forward(
-        query, key, value, *lengths, 0.0, True, False, scale=scaling, **window
+        query, key, value, *lengths, 0.0, causal, False, scale=scaling, **window
     )[0]
     return out[..., :size], None
 

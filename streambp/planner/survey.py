@@ -27,6 +27,7 @@ from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import CountedCalls, launched_kernels
 from streambp.planner.laws import Point, fit_bytes, fit_work
 from streambp.planner.mixers import assumed
+from streambp.planner.model_class import assumptions, inputs_of
 from streambp.planner.profile import (
     CONTEXT_PARALLEL,
     ULYSSES,
@@ -146,7 +147,7 @@ def survey(
     """
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_at_once(skeleton)
-    on_host = skeleton.on_host()
+    more = _more_fields(skeleton)
     reduced = skeleton.reduce()
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
     methods = []
@@ -162,7 +163,7 @@ def survey(
         else:
             chunks.append(30)
     for number, recipe in enumerate(recipes):
-        if recipe.split in refused:
+        if recipe.split in refused or (recipe.fused_head and skeleton.head is None):
             continue
         if said is not None:
             said(recipe.name, sum(chunks[:number]) / sum(chunks))
@@ -181,20 +182,31 @@ def survey(
                 raise
             if recipe.config is not None:
                 raise StreamBPError(
-                    f"A streamed step of {type(skeleton.causal_lm).__name__} could not be counted "
+                    f"A streamed step of {type(skeleton.language_model).__name__} could not be counted "
                     f"without data ({reason}). Run a step and measure its memory "
                     "(torch.cuda.max_memory_allocated)."
                 ) from error
             left_out.append(f"{recipe.name} ({reason})")
     dtype = str(next(skeleton.model.parameters()).dtype).removeprefix("torch.")
-    name = type(skeleton.causal_lm).__name__
+    name = type(skeleton.language_model).__name__
     modules = Node("", name, 1, 0, 0.0)
     if tree and len(refused) == len(left_out):
         modules = module_tree(skeleton, reduced, batch_size)
     shape = (name, dtype, len(reduced.kinds), batch_size, groups, unsharded)
     mixers = assumed(skeleton.model, skeleton.mixers)
-    on_host["without_adapters"] = skeleton.without_adapters
-    return Profile(*shape, tuple(methods), modules, tuple(left_out), mixers, **on_host)
+    return Profile(*shape, tuple(methods), modules, tuple(left_out), mixers, **more)
+
+
+def _more_fields(skeleton: Skeleton) -> dict[str, Any]:
+    """Return the values of `Profile`'s last fields, by name: bytes of weights on the host, and
+    texts about the count.
+
+    Args:
+        skeleton: the full model.
+    """
+    model = skeleton.model
+    texts = assumptions(model, _layers_of(model), skeleton.head is not None)
+    return {**skeleton.on_host(), "assumed": texts, "without_adapters": skeleton.without_adapters}
 
 
 @contextlib.contextmanager
@@ -217,8 +229,10 @@ def _gathered_at_once(skeleton: Skeleton) -> int:
     current and the next), or those of the head."""
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
     largest = max(_bytes_of([*layer.parameters()]) for layer in layers)
-    head = _bytes_of([*skeleton.causal_lm.get_output_embeddings().parameters()])
-    return max(2 * largest, head)
+    head = skeleton.head
+    if head is None:
+        return 2 * largest
+    return max(2 * largest, _bytes_of([*head.parameters()]))
 
 
 def _layers_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -295,7 +309,7 @@ class Counter:
             count = StepCount(None)
             with self._prepared(recipe, 8), self.skeleton.running(), count:
                 ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
-                self.skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                self.skeleton.loss(ids).backward()
                 if not recipe.split:
                     steps = self.skeleton.model._streambp.steps  # type: ignore[union-attr]
                     self._unread = [site.tests.unread for site in steps.sites]  # type: ignore[union-attr]
@@ -353,7 +367,7 @@ class Counter:
             shared = split_over(recipe.split, 1, self.batch_size, 16, heads)
             with shared, self._prepared(recipe, 8), self.skeleton.running(), StepCount(None):
                 ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
-                self.skeleton.model(input_ids=ids, labels=ids, use_cache=False)
+                self.skeleton.loss(ids)
             self._heads[recipe.split] = sorted(heads)
         return self._heads[recipe.split]
 
@@ -393,14 +407,14 @@ class Counter:
         def loss() -> Tensor:
             """Run the forward and return the loss."""
             if recipe.fused_head:
-                causal_lm = skeleton.causal_lm
-                hidden = causal_lm.base_model(
-                    input_ids=ids, use_cache=False
+                language_model = skeleton.language_model
+                hidden = language_model.base_model(
+                    **inputs_of(model, ids), use_cache=False
                 ).last_hidden_state.flatten(0, 1)  # [B T, h]
                 # [B T], all counted as labelled
                 rows = torch.arange(hidden.shape[0], device=hidden.device)
-                return counted_head(hidden[rows], causal_lm.get_output_embeddings().weight)
-            return model(input_ids=ids, labels=ids, use_cache=False).loss
+                return counted_head(hidden[rows], language_model.get_output_embeddings().weight)
+            return skeleton.loss(ids)
 
         model.zero_grad(set_to_none=True)
         shared: Any = contextlib.nullcontext()
@@ -427,7 +441,7 @@ class Counter:
         """Context manager that sets up the model for the recipe. It yields the object that counts
         the step's host bytes."""
         model = self.skeleton.model
-        causal_lm = self.skeleton.causal_lm
+        language_model = self.skeleton.language_model
         with contextlib.ExitStack() as stack:
             if recipe.config is None:
                 if self.skeleton.device == "cuda":
@@ -436,10 +450,10 @@ class Counter:
                     switch = next(
                         start
                         for start in CHECKPOINTING_SWITCHES
-                        if hasattr(causal_lm, f"{start}enable")
+                        if hasattr(language_model, f"{start}enable")
                     )
-                    getattr(causal_lm, f"{switch}enable")({"use_reentrant": False})
-                    stack.callback(getattr(causal_lm, f"{switch}disable"))
+                    getattr(language_model, f"{switch}enable")({"use_reentrant": False})
+                    stack.callback(getattr(language_model, f"{switch}disable"))
                 yield CountingManager()
                 return
             kernels: Kernels

@@ -111,7 +111,7 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
         with attention, skeleton.running():
             ids = torch.empty(batch_size, LENGTH, dtype=torch.long)  # [B, T]
             with count:
-                output = skeleton.model(input_ids=ids, labels=ids, use_cache=False)
+                output = skeleton.loss(ids)
             bytes_by_module = {}
             for module, span in spans.items():
                 bytes_by_module[module] = count.alive(*span) / (batch_size * LENGTH)

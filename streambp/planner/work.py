@@ -112,9 +112,13 @@ def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
         keys: number of keys.
         causal: True if the queries are the last positions of the keys, and each query reads the
             keys up to its own position.
-        window: maximal number of keys that a query reads; None: no limit.
+        window: maximal number of keys that a query reads up to its own position, and, unless
+            `causal`, also from its own position on; None: no limit.
     """
     number = queries * keys
+    if not causal and window is not None and window < keys:
+        # the first and the last queries have fewer keys on one side
+        number = min(number, queries * (2 * window - 1) - window * (window - 1))
     if causal:
         if queries == keys:
             number = number // 2

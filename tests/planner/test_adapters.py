@@ -52,7 +52,7 @@ def frozen(kernels="auto"):
 
 def with_lora(kernels="auto", bits=16):
     skeleton = Asked(Qwen3Config(**SIZES), lora=RANK, bits=bits, kernels=kernels).skeleton()
-    skeleton.causal_lm.enable_input_require_grads()
+    skeleton.language_model.enable_input_require_grads()
     return skeleton
 
 

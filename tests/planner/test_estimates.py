@@ -355,13 +355,13 @@ def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
     raises."""
     skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
     with monkeypatch.context() as patched:
-        patched.setattr(type(skeleton.causal_lm), "gradient_checkpointing_enable", lambda *_: 1 / 0)
+        patched.setattr(type(skeleton.language_model), "gradient_checkpointing_enable", lambda *_: 1 / 0)
         found = survey(skeleton, [CHECKPOINTING, streamed()], at=(64, 32), accumulating=False)
     assert found.left_out == ("checkpointing (ZeroDivisionError: division by zero)",)
     assert [method.name for method in found.methods] == ["streambp"]
     skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
     monkeypatch.setattr(
-        type(skeleton.causal_lm.model.layers[0].mlp), "forward", lambda self, x: x.nonzero()
+        type(skeleton.language_model.model.layers[0].mlp), "forward", lambda self, x: x.nonzero()
     )
     with pytest.raises(streambp.StreamBPError, match="could not be counted without data"):
         survey(skeleton, [streamed()], at=(64, 32))
@@ -378,7 +378,7 @@ def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
 def test_every_family_that_streams_can_be_counted(family):
     dtype = torch.float32 if family in NOT_IN_HALF else torch.bfloat16
     skeleton = Skeleton(zoo.tiny_config(family), dtype, None, 16, "cuda")
-    skeleton.causal_lm.config._experts_implementation = "grouped_mm"
+    skeleton.language_model.config._experts_implementation = "grouped_mm"
     if family in ROUTING_LOOKED_AT:
         with pytest.raises(streambp.StreamBPError, match="could not be counted without data"):
             survey(skeleton, [streamed()], at=(64, 32), accumulating=False, tree=False)

@@ -1,0 +1,119 @@
+"""Masks of bidirectional layers on batches without data.
+
+A real step evaluates a mask on the device to find the keys that its queries read. Tensors without
+data have no answer. But masks of windows, of prefixes and of whole rows depend on positions alone.
+Such a mask is evaluated here on the CPU for a few queries and all keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from streambp.attention import masks
+from streambp.attention.mask_scan import SCAN
+from streambp.attention.masks import DenseMask, LazyMask
+from streambp.attention.spans import Spans
+from streambp.chunks import Barrier
+
+rectangles = masks._rectangles
+
+
+@contextlib.contextmanager
+def masks_from_positions() -> Iterator[None]:
+    """Context manager in which bidirectional masks of batches without data and without padding are
+    evaluated from positions. Masks that depend on values read all keys, as conditions on tensors
+    without data are true."""
+    previous = masks._rectangles
+    masks._rectangles = _from_positions
+    try:
+        yield
+    finally:
+        masks._rectangles = previous
+
+
+def _from_positions(
+    mask: LazyMask, batch_size: int, length: int, device: torch.device
+) -> Spans | DenseMask:
+    """Return the keys that each query reads, as `masks._rectangles` does for a batch with data.
+
+    Args:
+        mask: the mask's description.
+        batch_size: rows of the batch.
+        length: T.
+        device: device of the batch.
+    """
+    if mask.is_bidirectional or mask.description.get("attention_mask") is not None:
+        return rectangles(mask, batch_size, length, device)
+    try:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            found = _reach_and_barriers(mask.description["mask_function"], length)
+    except (NotImplementedError, RuntimeError):  # the mask reads tensors without data
+        found = None
+    if found is None:
+        return rectangles(mask, batch_size, length, device)
+    reach, barriers = found
+    dense = DenseMask(batch_size, length, mask, barriers)
+    dense.derived[DenseMask] = DenseMask(batch_size, length, mask, (), reach)
+    return dense
+
+
+def _reach_and_barriers(
+    function: Any, length: int
+) -> tuple[tuple[tuple[int, int], ...], tuple[Barrier, ...]] | None:
+    """Return the interval of keys that each SCAN queries read, and the positions where no chunk may
+    end; None if every query reads all keys.
+
+    Each query is assumed to read an interval of keys that contains the query. The interval's ends
+    are assumed not to fall from one query to the next.
+
+    Args:
+        function: transformers' mask function of row, head, query and key.
+        length: T.
+    """
+    firsts = range(0, length, SCAN)
+    pairs = []
+    for q0 in firsts:
+        pairs += [q0, min(q0 + SCAN, length) - 1]
+    keys = torch.arange(length, device="cpu")
+    read = _evaluated(function, torch.tensor(pairs, device="cpu")[:, None], keys[None])  # [n, T]
+    if bool(read.all()):
+        return None
+    first_keys = torch.where(read, keys, length).amin(1).tolist()
+    last_keys = torch.where(read, keys, -1).amax(1).tolist()
+    reach = []
+    for first, end in zip(first_keys[::2], last_keys[1::2], strict=True):
+        reach.append((min(first, end + 1), end + 1))
+    # A chunk cannot end between a query and its next key, if the query reads that key.
+    blocked = _evaluated(function, keys[:-1], keys[1:])  # [T - 1]
+    edges = torch.diff(torch.nn.functional.pad(blocked.to(torch.int8), (1, 1)))
+    starts = ((edges == 1).nonzero().flatten() + 1).tolist()
+    ends = (edges == -1).nonzero().flatten().tolist()
+    barriers = []
+    for start, end in zip(starts, ends, strict=True):
+        barriers.append(Barrier(start, end))
+    return tuple(reach), tuple(barriers)
+
+
+def _evaluated(function: Any, query: Tensor, key: Tensor) -> Tensor:
+    """Return True for each pair of a query and a key that the mask function lets the query read;
+    the function gets positions [n] or [n, 1] and [n] or [1, T] of row 0 and head 0.
+
+    Args:
+        function: the mask function.
+        query: positions of queries.
+        key: positions of keys.
+    """
+    zero = torch.zeros((), dtype=torch.long, device="cpu")
+    result: Any = function(zero, zero, query, key)
+    shape = torch.broadcast_shapes(query.shape, key.shape)
+    if not isinstance(result, Tensor):
+        result = torch.tensor(bool(result), device="cpu")
+    if result.is_meta:
+        raise NotImplementedError("the mask function gave a tensor without data")
+    return result.expand(shape)
