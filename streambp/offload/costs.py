@@ -37,6 +37,17 @@ def saved_as(name: str) -> str:
     return SAVED_AS.get(kind, "x")
 
 
+def never_leaving(attending: float, copying: float) -> tuple[str, ...]:
+    """Return the names of tensors that stay on the device, because copies take longer than
+    computing the tensors again.
+
+    Args:
+        attending: seconds of attention in all layers.
+        copying: seconds in which all attention outputs are copied to the host.
+    """
+    return ("attn_out",) if attending <= copying else ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Product:
     """Output of a Linear that a layer may save for backward.

@@ -33,7 +33,7 @@ class LinkBudget:
         self.on_device = on_device
         self.measured: dict[int, Measured] = {}
         self._prefix = 0.0  # bytes of a layer's keys and values in backward, for each token
-        self._sent = 0.0, 0.0  # at the forward's start: bytes moved to the host, seconds
+        self._sent = 0.0, 0.0  # bytes moved to the host, and seconds, at a forward's start
         self._memory: dict[Engine, DeviceMemory] = {}  # at the first layer of each device
 
     def __reduce__(self) -> Any:

@@ -6,11 +6,12 @@ much from each layer. A later layer's idle link does not help an earlier layer, 
 groups of copies are in flight. The device takes the tensors of any layer with the most seconds
 spared for each byte.
 
-A byte on the device has a price: the seconds that the last chosen tensor spares for a byte. A
-tensor that leaves spares this price, or its own seconds if these are fewer. A price determines each
-layer's best set of leaving tensors. The choice is the price with which the step spares most
-seconds. Layer inputs leave, because backward needs them in any case. The rest of the device's room
-goes to tensors of the last layers, because their copies hide least.
+A byte of a room has a price: the seconds that the last chosen tensor spares for a byte. A tensor
+that leaves spares the device's price, or its own seconds if these are fewer. Tensors of at
+most the host's price leave last. The two prices determine each layer's set of leaving tensors.
+The choice is the prices with which the step spares most seconds. Layer inputs leave, because
+backward needs them in any case. The rest of the device's room goes to tensors of the last layers,
+because their copies hide least.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from streambp.offload.costs import Candidate
 
@@ -76,83 +78,123 @@ def choose_places(
         candidates: tensors that each layer may save.
         rooms: the bytes that saved tensors may take.
     """
-    prices = {one.worth for found in candidates.values() for one in found}
-    best = _at_price(inputs, candidates, rooms, 0.0)
-    for price in sorted(prices):
-        places = _at_price(inputs, candidates, rooms, price)
+    prices = {0.0}
+    for found in candidates.values():
+        prices |= {one.worth for one in found}
+    choice = _Choice(inputs, candidates, rooms)
+    best = choice.at_prices(0.0, 0.0)
+    for on_device, on_host in itertools.product(sorted(prices), repeat=2):
+        places = choice.at_prices(on_device, on_host)
         if places.spared > best.spared:
             best = places
     _use_rest_of_device(best, inputs, rooms.device)
     return best
 
 
-def _at_price(
-    inputs: Mapping[int, float],
-    candidates: Mapping[int, Sequence[Candidate]],
-    rooms: TwoRooms,
-    price: float,
-) -> Places:
-    """Return the choice at which a byte of the device costs `price` FLOPs.
+class _Choice:
+    """Choices for given tensors and rooms, at different prices of a byte.
 
     Args:
         inputs: bytes of each layer's input, by the layer's index.
         candidates: tensors that each layer may save.
         rooms: the bytes that saved tensors may take.
-        price: FLOPs that a byte of the device would spare elsewhere.
     """
-    places = Places()
-    host = rooms.host
-    for index in sorted(inputs):  # the last layers find the host full
-        size = inputs[index]
-        places.saved[index] = []
-        places.staying[index] = set()
-        if size > host:
-            places.staying[index].add(INPUT)
-            places.on_device += size
-            size = 0.0
-        else:
+
+    def __init__(
+        self,
+        inputs: Mapping[int, float],
+        candidates: Mapping[int, Sequence[Candidate]],
+        rooms: TwoRooms,
+    ) -> None:
+        self.inputs = inputs
+        self.candidates = candidates
+        self.rooms = rooms
+        self._sets: dict[tuple[Any, ...], tuple[int, ...]] = {}  # layers are alike
+
+    def at_prices(self, on_device: float, on_host: float) -> Places:
+        """Return the choice at these prices, in FLOPs that a byte would spare elsewhere.
+
+        Args:
+            on_device: price of a byte of the device.
+            on_host: price of a byte of the host. Tensors of at most this worth leave last.
+        """
+        rooms = self.rooms
+        places = Places()
+        host = rooms.host
+        sizes: dict[int, float] = {}  # bytes of each layer that leave
+        for index in sorted(self.inputs):
+            size = self.inputs[index]
+            places.saved[index] = []
+            places.staying[index] = set()
+            if size > host:
+                places.staying[index].add(INPUT)
+                places.on_device += size
+                size = 0.0
+            sizes[index] = size
             places.leaving[INPUT] = places.leaving.get(INPUT, 0.0) + size
-        may_leave = [one for one in candidates[index] if one.name not in rooms.never_leave]
-        for one in _leaving(may_leave, min(rooms.link, host) - size, price):
-            places.saved[index].append(one)
-            places.leaving[one.name] = places.leaving.get(one.name, 0.0) + one.bytes
-            size += one.bytes
-        host -= size
-    found = itertools.chain.from_iterable(candidates.values())
-    for one in sorted(found, key=lambda one: (-one.worth, -one.index)):
-        if one in places.saved[one.index]:
-            continue
-        if places.on_device + one.bytes <= rooms.device:
-            places.saved[one.index].append(one)
-            places.staying[one.index].add(one.name)
-            places.on_device += one.bytes
-    return places
+            host -= size
+        for least in (on_host, 0.0):
+            for index, size in sizes.items():
+                found = []
+                for one in self.candidates[index]:
+                    can_leave = one.worth > least and one.name not in rooms.never_leave
+                    if can_leave and one not in places.saved[index]:
+                        found.append(one)
+                for one in self._leaving(found, min(rooms.link - size, host), on_device):
+                    places.saved[index].append(one)
+                    places.leaving[one.name] = places.leaving.get(one.name, 0.0) + one.bytes
+                    sizes[index] += one.bytes
+                    host -= one.bytes
+        everything = itertools.chain.from_iterable(self.candidates.values())
+        for one in sorted(everything, key=lambda one: (-one.worth, -one.index)):
+            if one in places.saved[one.index]:
+                continue
+            if places.on_device + one.bytes <= rooms.device:
+                places.saved[one.index].append(one)
+                places.staying[one.index].add(one.name)
+                places.on_device += one.bytes
+        return places
+
+    def _leaving(self, found: list[Candidate], room: float, price: float) -> list[Candidate]:
+        """Return the tensors of one layer that leave for the host.
+
+        Args:
+            found: tensors of the layer that may leave.
+            room: bytes that may leave.
+            price: price of a byte of the device.
+        """
+        if len(found) > SETS:
+            chosen = []
+            for one in sorted(found, key=lambda one: (-min(one.worth, price), -one.bytes)):
+                if one.bytes <= room:
+                    chosen.append(one)
+                    room -= one.bytes
+            return chosen
+        key = (*((one.bytes, one.worth) for one in found), room, price)
+        if key not in self._sets:
+            self._sets[key] = _best_set(found, room, price)
+        return [found[number] for number in self._sets[key]]
 
 
-def _leaving(found: Sequence[Candidate], room: float, price: float) -> Sequence[Candidate]:
-    """Return the tensors of one layer that leave for the host.
+def _best_set(found: Sequence[Candidate], room: float, price: float) -> tuple[int, ...]:
+    """Return the numbers of the tensors that spare most within `room` bytes, of a few tensors.
 
     Args:
-        found: tensors of the layer that may leave.
+        found: tensors of one layer.
         room: bytes that may leave.
-        price: FLOPs that a byte of the device would spare elsewhere.
+        price: price of a byte of the device; a tensor that leaves spares at most this price.
     """
-    if len(found) > SETS:
-        chosen = []
-        for one in sorted(found, key=lambda one: (-min(one.worth, price), -one.bytes)):
-            if one.bytes <= room:
-                chosen.append(one)
-                room -= one.bytes
-        return chosen
-    best: Sequence[Candidate] = ()
+    best: tuple[int, ...] = ()
     most = 0.0
     for count in range(1, len(found) + 1):
-        for some in itertools.combinations(found, count):
-            if sum(one.bytes for one in some) > room:
-                continue
-            value = sum(one.bytes * min(one.worth, price) for one in some)
-            if value > most:
-                best = some
+        for numbers in itertools.combinations(range(len(found)), count):
+            size = value = 0.0
+            for number in numbers:
+                one = found[number]
+                size += one.bytes
+                value += one.bytes * min(one.worth, price)
+            if size <= room and value > most:
+                best = numbers
                 most = value
     return best
 

@@ -26,9 +26,9 @@ formula is wrong, or other users take memory meanwhile, less is saved:
 The driver reports the free memory when a forward begins and when its first layer begins. Between
 these points the driver's last report and torch's own counters give the free memory.
 
-[Note: saves on the host] Three quantities limit saves with offloading (DESIGN.md section 5). These
-are the bytes whose copies hide behind a forward's compute, the host's memory, and `gpu_memory`, the
-device's memory for tensors that stay. The first forward of a length, within a factor of two, measures
+[Note: saves on the host] Three quantities limit saves with offloading (DESIGN.md section 5). Copies
+must hide behind a forward's compute. The host's memory is limited. So is `gpu_memory`, the device's
+memory for tensors that stay. The first forward of a length, within a factor of two, measures
 them and saves nothing but inputs. Attention outputs leave only if attending again takes longer than
 copying. Only the forward counts, because a backward takes twice as long and the link is no slower
 in its direction. One choice decides about saves and their places. [Note: two rooms]
@@ -58,12 +58,14 @@ from streambp.offload.costs import (
     Chosen,
     Figures,
     LayerCost,
+    Measured,
     ObservedCosts,
     Shortage,
+    never_leaving,
 )
 from streambp.offload.free_memory import host_limit
 from streambp.offload.link import LinkBudget
-from streambp.offload.places import TwoRooms, choose_places
+from streambp.offload.places import Places, TwoRooms, choose_places
 
 IGNORED_SHARE_OF_FREE_MEMORY = (
     0.01  # fraction of the initial free memory; smaller deviations are ignored
@@ -119,6 +121,7 @@ class SavesPolicy:
         self._waiting: weakref.WeakSet[Any] = (
             weakref.WeakSet()
         )  # instances of `layer.saved.SavedForBackward`
+        self._places: tuple[Measured, float, Places] | None = None  # the last choice for the host
         self._batch = BatchSaves()
         # keys are pairs: tokens of a step, tokens of a chunk
         self.margins: dict[tuple[int, int], Shortage] = {}
@@ -383,21 +386,24 @@ class SavesPolicy:
         link.manager.staying = None
         costs = self.known.costs
         if measured is None:
+            self._places = None
             return
         whole = functools.reduce(
             operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values())
         )
-        attends = whole.attention_flops / measured.attention <= whole.attn_out / measured.link
+        attending = whole.attention_flops / measured.attention
+        never_leave = never_leaving(attending, whole.attn_out / measured.link)
         hidden = measured.seconds * measured.link  # bytes whose copies hide behind forward
         on_device = link.room_on_device(tokens) * measured.tokens / tokens
-        never_leave = ["attn_out"] if attends else []
         inputs: dict[int, float] = {}
         candidates: dict[int, list[Candidate]] = {}
         for index, cost in costs.items():
             inputs[index] = cost.scaled_to(measured.tokens).x
             candidates[index] = list(cost.candidates(index, measured.tokens, measured.length))
         rooms = TwoRooms(measured.host, hidden / len(costs), on_device, never_leave)
-        places = choose_places(inputs, candidates, rooms)
+        if self._places is None or self._places[:2] != (measured, on_device):
+            self._places = measured, on_device, choose_places(inputs, candidates, rooms)
+        places = self._places[2]
         self._batch.plan = places.saved
         if self.keeps:
             link.manager.staying = places.staying
@@ -412,8 +418,9 @@ class SavesPolicy:
         )
         self.latest.on_device = places.on_device
         why = self.latest.left_out
-        if attends and whole.attn_out and self.latest.layers.get("attn_out", 0) < len(costs):
-            why["attn_out"] = "attending again is faster than copying"
+        for name in never_leave if whole.attn_out else ():
+            if self.latest.layers.get(name, 0) < len(costs):
+                why[name] = "attending again is faster than copying"
         for name in sorted(whole.overwritten):
             why.setdefault(name, "layers that overwrite it compute it again")
         full = f"the {'host' if measured.host < hidden else 'link'} has no room"
