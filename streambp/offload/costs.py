@@ -17,10 +17,35 @@ import torch
 from streambp.offload.engines import Engine
 
 GRAPH = "everything"  # name of a saved graph. [Note: kept graphs]
+# names of stored tensors without their numbers, and the names in `StreamConfig.saves`
+SAVED_AS = {"attn_out": "attn_out", "lse": "attn_out", "k": "kv", "v": "kv"}
 KV_WORTH = 3.4  # K/V's worth relative to Linear outputs: norms and rotation are spared too
 BACK, TRIED = 0.1, 0.01  # fraction of an unused margin returned by a good step; after a failure
 META = torch.device("meta")  # before the first micro-batch
 ATTENTION_PACE = 1.12  # seconds of an attention FLOP / of a product FLOP, on an H200 (`rates.py`)
+
+
+def saved_as(name: str) -> str:
+    """Return a stored tensor's name in the form of `StreamConfig.saves`: "kv" for "k.0",
+    "mlp.up_proj" for "product.mlp.up_proj#0".
+
+    The result is "x" for a layer's input, and for the states and picked keys of the layer.
+    """
+    kind, _, rest = name.partition(".")
+    if kind == "product":
+        return rest.rpartition("#")[0]
+    return SAVED_AS.get(kind, "x")
+
+
+def never_leaving(attending: float, copying: float) -> tuple[str, ...]:
+    """Return the names of tensors that stay on the device, because copies take longer than
+    computing the tensors again.
+
+    Args:
+        attending: seconds of attention in all layers.
+        copying: seconds in which all attention outputs are copied to the host.
+    """
+    return ("attn_out",) if attending <= copying else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,8 +298,9 @@ class Chosen:
             the host.
         measured: measurements behind the choice, if saved tensors are copied to the host; None:
             saved tensors stay on the device.
-        inputs: bytes of the layers' inputs, which are copied to the host before other saved
-            tensors; 0 if saved tensors stay on the device.
+        inputs: bytes of the layers' inputs, which offloading saves with the tensors in `bytes`; 0
+            without offloading.
+        on_device: bytes of inputs and saved tensors that stay on the device under offloading.
         left_out: dict from names of tensors that some or all layers do not save to the reasons.
         least: the fewest free bytes that the device reported.
         let_go: the reason why all saved tensors were freed before their backward; None: no tensor
@@ -291,6 +317,7 @@ class Chosen:
     measured: Measured | None = None
     inputs: float = 0.0
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    on_device: float = 0.0
     least: float = math.inf
     let_go: str | None = None
     spared: float = 0.0  # FLOPs of products, or an equivalent
@@ -309,6 +336,11 @@ class Chosen:
             self.bytes[one.name] = self.bytes.get(one.name, 0.0) + one.bytes
             self.layers[one.name] = self.layers.get(one.name, 0) + 1
             self.spared += one.bytes * one.worth
+
+    @property
+    def leaving(self) -> float:
+        """Return the bytes that are copied to the host under offloading."""
+        return self.inputs + sum(self.bytes.values()) - self.on_device
 
 
 @dataclasses.dataclass

@@ -22,6 +22,7 @@ HOST_MEMORY_CACHE_SECONDS = (
     0.2  # seconds between reads of the host's memory; a read takes a third of a millisecond
 )
 USABLE = 0.95  # fraction of the device; the rest is for fragmentation
+HOST_PART = 0.9  # fraction of the free host memory that offloading may use
 LEFT = 2**30  # bytes that stay free for other libraries
 
 
@@ -193,7 +194,7 @@ def host_limit(
     ranks = local_ranks()
     available = min(limits, default=math.inf) / ranks
     if wanted is None:
-        return max(0, int(0.9 * available) - set_aside) if available != math.inf else NO_LIMIT
+        return max(0, int(HOST_PART * available) - set_aside) if available != math.inf else NO_LIMIT
     if wanted + set_aside > available:
         shared = f" for each of {ranks} ranks on this machine" if ranks > 1 else ""
         if set_aside:

@@ -32,7 +32,8 @@ class LinkBudget:
         self.manager = manager
         self.on_device = on_device
         self.measured: dict[int, Measured] = {}
-        self._sent = 0.0, 0.0  # at the forward's start: bytes moved to the host, seconds
+        self._prefix = 0.0  # bytes of a layer's keys and values in backward, for each token
+        self._sent = 0.0, 0.0  # bytes moved to the host, and seconds, at a forward's start
         self._memory: dict[Engine, DeviceMemory] = {}  # at the first layer of each device
 
     def __reduce__(self) -> Any:
@@ -50,6 +51,19 @@ class LinkBudget:
         self._sent = (transfers.bytes[OUT], transfers.spent()[OUT])
         self._memory = {}
         return self.measured.get(length.bit_length())
+
+    def room_on_device(self, tokens: int) -> float:
+        """Return the bytes of the device for saved tensors that stay, beside the keys and values of
+        one layer and what earlier micro-batches left there. [Note: device budget]
+
+        Args:
+            tokens: tokens over all rows.
+        """
+        manager = self.manager
+        if manager.gpu_memory is None:
+            return 0.0
+        prefix = self._prefix * tokens
+        return max(0.0, manager.gpu_memory - min(prefix, manager.gpu_memory) - manager.kept)
 
     def watch(self, seen: ObservedCosts) -> ObservedCosts:
         """Set the engine of a layer's measurements, so that the layer's chunks are timed.
@@ -85,6 +99,7 @@ class LinkBudget:
         rate = attention_rate(warm)
         tokens = seen[0].tokens
         length = seen[0].length
+        self._prefix = self.manager.workspace / tokens
         host_room = math.inf if arena is None else arena.limit
         self.measured[length.bit_length()] = Measured(
             tokens, length, seconds, link, rate, host_room

@@ -23,6 +23,7 @@ device holds more. The budget of offload="auto" is measured (`link.py`).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from streambp.errors import BackwardError, HostMemoryError
 from streambp.offload.arena import Arena, padded
+from streambp.offload.costs import saved_as
 from streambp.offload.engines import BACK, COMPUTE, OUT, STALL, Engine, make_engine
 from streambp.offload.free_memory import host_limit
 from streambp.offload.transfers import MICRO_BATCH, Entry, Holding, Transfers
@@ -56,6 +58,8 @@ class OffloadManager:
     Attributes:
         prefix_memory: device bytes for K and V of the running layer alone, which `LinkBudget` may
             determine before `gpu_memory`.
+        staying: names of the tensors that stay on the device, by the layer's index, as chosen by
+            the policy; None: the last layers' tensors stay. [Note: two rooms]
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class OffloadManager:
         self.layers = layers
         self.set_aside = 0  # bytes of host memory that an engine will take
         self.held = self.to_come = 0  # bytes of `host_memory` for weights, and for their gradients
+        self.staying: dict[int, set[str]] | None = None
         self.workspace = 0  # bytes of this forward's largest prefix, for backward
         self._given_gpu_memory = gpu_memory
         self.gpu_memory = self.prefix_memory = gpu_memory
@@ -120,12 +125,14 @@ class OffloadManager:
             self._current = weakref.ref(batch)
             self._holdings.add(batch)
         batch.last_index = index
+        if self.staying is not None:
+            return HostTensors(self, batch, engine, self.staying.get(index, frozenset()))
         # A layer stays if all remaining layers, estimated by the largest earlier one, fit on the
         # device. The first layer's size is unknown; its tensors leave, because its backward comes
         # last.
         largest = batch.layer_bytes
         stays = largest > 0 and self.has_room((self.layers - index) * largest)
-        return HostTensors(self, batch, engine, stays)
+        return HostTensors(self, batch, engine, None if stays else frozenset())
 
     def scratch(self, device: torch.device) -> HostTensors:
         """Return storage on the host for K and V of all chunks of one layer, for a single forward
@@ -261,7 +268,8 @@ class HostTensors:
     chunks are read and changed many times, and have a storage of their own.
 
     Attributes:
-        stays: True if all tensors stay on the device.
+        staying: names of the tensors that stay on the device, in the form of `StreamConfig.saves`,
+            with "x" for the layer's input and what belongs to it; None: all tensors stay.
         bytes: bytes of all tensors that were ever stored.
         kept: bytes of tensors that stay on the device and were not taken yet. [Note: device budget]
 
@@ -273,7 +281,11 @@ class HostTensors:
     copies = True  # the tensors put in may be changed or freed afterwards
 
     def __init__(
-        self, manager: OffloadManager, holding: Holding, engine: Engine, stays: bool = False
+        self,
+        manager: OffloadManager,
+        holding: Holding,
+        engine: Engine,
+        staying: AbstractSet[str] | None = frozenset(),
     ) -> None:
         self._manager = manager
         self._transfers = manager.transfers
@@ -284,7 +296,7 @@ class HostTensors:
         holding.stores.append(weakref.ref(self))
         self._order: list[list[Access]] = []  # order of backward's reads, set after forward
         self._ahead = self._position = 0
-        self.stays = stays
+        self.staying = staying
         self.bytes = self.kept = 0
 
     def reserve(self, size: int) -> None:
@@ -306,7 +318,8 @@ class HostTensors:
             self._transfers.send(self._holding, entry, tensor, (entry.read,))
         else:
             self.bytes += tensor.nbytes
-            if self.stays and self._manager.has_room(tensor.nbytes):
+            stays = self.staying is None or saved_as(name) in self.staying
+            if stays and self._manager.has_room(tensor.nbytes):
                 self.kept += tensor.nbytes
                 entry = Entry(self._engine, tensor, budgeted=True)
             else:

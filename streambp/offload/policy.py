@@ -26,11 +26,12 @@ formula is wrong, or other users take memory meanwhile, less is saved:
 The driver reports the free memory when a forward begins and when its first layer begins. Between
 these points the driver's last report and torch's own counters give the free memory.
 
-[Note: saves on the host] Two quantities limit saves with offloading (DESIGN.md section 5): the
-bytes whose copies hide behind a forward's compute, and the host's memory. The first forward of a
-length, within a factor of two, measures both and saves nothing but inputs. Attention outputs are
-saved only if attending again takes longer than copying. Only the forward counts, because a backward
-takes twice as long and the link is no slower in its direction.
+[Note: saves on the host] Three quantities limit saves with offloading (DESIGN.md section 5). Copies
+must hide behind a forward's compute. The host's memory is limited. So is `gpu_memory`, the device's
+memory for tensors that stay. The first forward of a length, within a factor of two, measures
+them and saves nothing but inputs. Attention outputs leave only if attending again takes longer than
+copying. Only the forward counts, because a backward takes twice as long and the link is no slower
+in its direction. One choice decides about saves and their places. [Note: two rooms]
 
 A call in one chunk, on a device with room for all saves, keeps its graph and recomputes nothing.
 [Note: kept graphs] A call with four times the room is not streamed at all.
@@ -57,11 +58,14 @@ from streambp.offload.costs import (
     Chosen,
     Figures,
     LayerCost,
+    Measured,
     ObservedCosts,
     Shortage,
+    never_leaving,
 )
 from streambp.offload.free_memory import host_limit
 from streambp.offload.link import LinkBudget
+from streambp.offload.places import Places, TwoRooms, choose_places
 
 IGNORED_SHARE_OF_FREE_MEMORY = (
     0.01  # fraction of the initial free memory; smaller deviations are ignored
@@ -117,6 +121,7 @@ class SavesPolicy:
         self._waiting: weakref.WeakSet[Any] = (
             weakref.WeakSet()
         )  # instances of `layer.saved.SavedForBackward`
+        self._places: tuple[Measured, float, Places] | None = None  # the last choice for the host
         self._batch = BatchSaves()
         # keys are pairs: tokens of a step, tokens of a chunk
         self.margins: dict[tuple[int, int], Shortage] = {}
@@ -345,7 +350,7 @@ class SavesPolicy:
         length = kept.plan.length
         chunk = rows * min(kept.plan.size, kept.plan.length)
         if self.link is not None:
-            self._begin_on_host(self.link, length, chunk)
+            self._begin_on_host(self.link, rows * length, length, chunk)
             return
         free = self.free(kept.device)
         need = self.known.need
@@ -366,36 +371,56 @@ class SavesPolicy:
             wished = {index: sum(c.bytes for c in found) for index, found in batch.plan.items()}
             batch.shortage = Shortage((tokens, chunk), room, planned, wished)
 
-    def _begin_on_host(self, link: LinkBudget, length: int, chunk: int) -> None:
-        """Choose the saved tensors that are copied to the host in this micro-batch. If no forward
-        of similar length was measured yet, this forward is measured and nothing is chosen. [Note:
-        saves on the host]
+    def _begin_on_host(self, link: LinkBudget, tokens: int, length: int, chunk: int) -> None:
+        """Choose the tensors that this micro-batch saves, and those of them that are copied to the
+        host. If no forward of similar length was measured yet, this forward is measured and nothing
+        is chosen. [Note: saves on the host]
 
         Args:
             link: budget and measurements of the copies.
+            tokens: tokens over all rows.
             length: tokens of each row.
             chunk: tokens of a chunk over all rows.
         """
         measured = link.begin(length)
+        link.manager.staying = None
         costs = self.known.costs
         if measured is None:
+            self._places = None
             return
         whole = functools.reduce(
             operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values())
         )
-        attends = whole.attention_flops / measured.attention <= whole.attn_out / measured.link
-        if attends and whole.attn_out:
-            why = {"attn_out": "attending again is faster than copying"}
-        else:
-            why = {}
+        attending = whole.attention_flops / measured.attention
+        never_leave = never_leaving(attending, whole.attn_out / measured.link)
         hidden = measured.seconds * measured.link  # bytes whose copies hide behind forward
-        room = min(hidden, measured.host) - whole.x
-        self._batch.plan = self._fill(
-            [[math.inf, room]], costs, None, measured.tokens, measured.length, False, why
-        )
+        on_device = link.room_on_device(tokens) * measured.tokens / tokens
+        inputs: dict[int, float] = {}
+        candidates: dict[int, list[Candidate]] = {}
+        for index, cost in costs.items():
+            inputs[index] = cost.scaled_to(measured.tokens).x
+            candidates[index] = list(cost.candidates(index, measured.tokens, measured.length))
+        rooms = TwoRooms(measured.host, hidden / len(costs), on_device, never_leave)
+        if self._places is None or self._places[:2] != (measured, on_device):
+            self._places = measured, on_device, choose_places(inputs, candidates, rooms)
+        places = self._places[2]
+        self._batch.plan = places.saved
+        if self.keeps:
+            link.manager.staying = places.staying
         self.latest = Chosen(
-            measured.tokens, measured.length, chunk, room, self._batch.plan, measured, whole.x, why
+            measured.tokens,
+            measured.length,
+            chunk,
+            min(hidden, measured.host) + on_device - whole.x,
+            places.saved,
+            measured,
+            whole.x,
         )
+        self.latest.on_device = places.on_device
+        why = self.latest.left_out
+        for name in never_leave if whole.attn_out else ():
+            if self.latest.layers.get(name, 0) < len(costs):
+                why[name] = "attending again is faster than copying"
         for name in sorted(whole.overwritten):
             why.setdefault(name, "layers that overwrite it compute it again")
         full = f"the {'host' if measured.host < hidden else 'link'} has no room"

@@ -17,7 +17,8 @@ from streambp.chunks import in_one_pass
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, UnsupportedModelError
 from streambp.fields import check_fields, parse_bytes
-from streambp.offload.free_memory import LEFT
+from streambp.offload.free_memory import HOST_PART, LEFT
+from streambp.planner.both_rooms import BothRooms, with_both_rooms
 from streambp.planner.counted import Asked, Said, counted
 from streambp.planner.default import ByDefault, by_default
 from streambp.planner.estimate import UNPATCHED, check_length
@@ -45,6 +46,7 @@ from streambp.sharded.gathered import MAX_SHARE_OF_FREE_MEMORY
 
 # tokens of a chunk over all rows of the batch, largest first
 CHUNK_TOKENS = tuple(CHUNKS[1] >> shift for shift in range(4))
+WITH_BOTH_ROOMS = (32768, 16384, *CHUNK_TOKENS)  # chunk sizes of offload="auto"
 LONGEST = 2**30
 TIED = 0.005  # difference of seconds, relative to the fastest, below which steps are equally fast
 SLOWER = 0.02  # allowed slowdown of the choice with less memory, relative to the fastest
@@ -191,6 +193,7 @@ class Plan:
         by_default: step of `patch` without settings; None if other rules apply.
         safest: the choice with the lowest peak among those at most 2 % slower than the fastest;
             None if none fits.
+        both_rooms: step with offload="auto"; None if it cannot be predicted.
     """
 
     profile: Profile
@@ -205,6 +208,7 @@ class Plan:
     rates: Rates
     by_default: ByDefault | None = None
     safest: Choice | None = None
+    both_rooms: BothRooms | None = None
 
     @property
     def default_wins(self) -> bool:
@@ -215,6 +219,20 @@ class Plan:
         if self.setting.weights == "cpu":  # by default weights stay on the device
             return False
         return default.seconds < (1 - TIED) * self.choice.seconds.total
+
+    @property
+    def both_rooms_win(self) -> bool:
+        """True if `offload="auto"` is faster than the choice and the step of `patch` without
+        settings, by more than 0.5 %."""
+        both = self.both_rooms
+        if both is None or not both.fits or self.setting.weights == "cpu":
+            return False
+        others = []
+        if self.choice is not None:
+            others.append(self.choice.seconds.total)
+        if self.by_default is not None and self.by_default.fits:
+            others.append(self.by_default.seconds)
+        return both.seconds < (1 - TIED) * min(others, default=math.inf)
 
     @property
     def next_fastest(self) -> tuple[Timed, ...]:
@@ -365,7 +383,13 @@ def plan_profile(
         default = by_default(profile, length, usable, setting, rates)
     else:
         default = None
-    results = (choice, best.binds, levers, table, tuple(times), rates, default, _safest(fitting))
+    both = None
+    if length:
+        host = None if memory.host is None else HOST_PART * memory.host
+        sizes = tuple(max(1, tokens // profile.batch_size) for tokens in WITH_BOTH_ROOMS)
+        both = with_both_rooms(profile, length, sizes, (usable, host), setting, rates)
+    safest = _safest(fitting)
+    results = (choice, best.binds, levers, table, tuple(times), rates, default, safest, both)
     return Plan(profile, setting, memory, length, *results)
 
 

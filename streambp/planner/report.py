@@ -10,8 +10,9 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-from streambp.model.record import UNPATCHED
+from streambp.model.record import UNPATCHED, Saved
 from streambp.offload.costs import GRAPH
+from streambp.planner.both_rooms import BothRooms
 from streambp.planner.default import ByDefault
 from streambp.planner.host_weights import SLOTS
 from streambp.planner.launch_commands import doors, doors_of, python
@@ -24,6 +25,7 @@ from streambp.rates import Rates
 
 GIB = 2**30
 BAR = 40
+PINNING = 0.5  # seconds to pin a GiB of host memory
 BY_DEFAULT = 'streambp.patch(model) alone (saves="auto")'
 NAMED_SAVES = ("attn_out", "kv", GRAPH)  # saved tensors other than outputs of Linears
 CODE = "StreamConfig("
@@ -191,6 +193,8 @@ def _choice(plan: Plan) -> list[str]:
         lines = _chosen(plan, plan.choice)
     if plan.by_default is not None and not plan.default_wins:
         lines.append(_default_line(plan, plan.by_default))
+    if plan.both_rooms_win and plan.both_rooms is not None:
+        lines += _both_rooms_lines(plan.both_rooms)
     if plan.binds == "host memory":
         where = plan.binds
     else:
@@ -212,20 +216,37 @@ def _default_line(plan: Plan, default: ByDefault) -> str:
         how = f"{BY_DEFAULT}: {how}"
     if not default.fits:
         return f"  {how}, {default.peak / GIB:.1f} GiB: does not fit"
+    if default.way == UNPATCHED:
+        how += ", runs unpatched"
+    else:
+        how += f", saves {_saved_text(default.saved)}"
+    on = f", on {device_text(plan.rates)}" if plan.default_wins else ""
+    return f"  {how}; peak {default.peak / GIB:.1f} GiB, {duration(default.seconds)} a step{on}"
+
+
+def _both_rooms_lines(both: BothRooms) -> list[str]:
+    """Return lines about a step with offload="auto", which saves on the host and the device."""
+    pinning = duration(both.leaving / GIB * PINNING)
+    names = _saved_text(both.saved)
+    return [
+        f'  Faster: StreamConfig(chunk_size={both.chunk_size}, offload="auto"): saves {names}; '
+        f"peak {both.peak / GIB:.1f} GiB, {duration(both.seconds)} a step",
+        f"    {both.leaving / GIB:.1f} GiB leave for the host, {both.on_device / GIB:.1f} GiB "
+        f"stay; the first steps measure, and allocate host memory in about {pinning}",
+    ]
+
+
+def _saved_text(all_saved: Sequence[Saved]) -> str:
+    """Return text on what layers save in a step: the kinds of tensors with their layers."""
     savings = []
     linears = []
-    for saved in default.saved:
+    for saved in all_saved:
         if saved.name in NAMED_SAVES:
             savings.append(f"{saved.name} of {saved.layers} layers")
         else:
             linears.append(saved.layers)
     savings += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
-    if default.way == UNPATCHED:
-        how += ", runs unpatched"
-    else:
-        how += f", saves {', '.join(savings) or 'nothing'}"
-    on = f", on {device_text(plan.rates)}" if plan.default_wins else ""
-    return f"  {how}; peak {default.peak / GIB:.1f} GiB, {duration(default.seconds)} a step{on}"
+    return ", ".join(savings) or "nothing"
 
 
 def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:

@@ -64,21 +64,27 @@ def h200(length, **changes):
 
 
 class Choice:
-    """What a model of one layer that costs so much saves on the host."""
+    """What a model of one layer that costs so much saves, on the host and so many bytes of the
+    device."""
 
-    def __init__(self, cost, measured, host=math.inf):
+    def __init__(self, cost, measured, host=math.inf, device=0.0):
         measured = dataclasses.replace(measured, host=host)
-        link = SimpleNamespace(begin=lambda length: measured)
+        self.manager = SimpleNamespace(staying=None)
+        link = SimpleNamespace(
+            begin=lambda length: measured,
+            room_on_device=lambda tokens: device,
+            manager=self.manager,
+        )
         policy = SavesPolicy(
             1, lambda device: None, lambda device: (Figures(), 0.0), False, True, link
         )
         policy.known.costs[0] = LayerCost(
             torch.device("cpu"), cost, 0.0, measured.tokens, measured.length, 1
         )
-        policy._begin_on_host(link, measured.length, measured.length)
+        policy._begin_on_host(link, *[measured.length] * 3)
         self.chosen = policy.latest
         self.saves, self.measured = tuple(self.chosen.layers), measured
-        self.bytes = self.chosen.inputs + sum(self.chosen.bytes.values())
+        self.bytes = self.chosen.leaving
         self.copying = self.bytes / measured.link
 
 

@@ -1,0 +1,142 @@
+"""Behaviour of `offload="auto"` at a plan's length: saved tensors on the host and on the device.
+
+A real step makes this choice from measured numbers, a plan from counted numbers.
+[Note: two rooms]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from streambp.model.record import Saved
+from streambp.offload.costs import Candidate, Chosen, never_leaving
+from streambp.offload.link import FREE_SHARE
+from streambp.offload.places import Places, TwoRooms, choose_places
+from streambp.planner.layer_costs import costs_from_json
+from streambp.planner.profile import Method, Profile, Setting, peak, work
+from streambp.planner.seconds import kernels, seconds
+from streambp.planner.survey import streamed
+from streambp.rates import Rates
+
+IN_FLIGHT = 2  # groups of copies, each of one chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class BothRooms:
+    """Prediction for a step of `patch(model, StreamConfig(chunk_size, offload="auto"))` after the
+    step that measures.
+
+    Attributes:
+        chunk_size: positions of a chunk in each row.
+        fits: True if a step whose layers save only their inputs fits in memory.
+        saved: kinds of saved tensors, as in `StepRecord`.
+        leaving: bytes that leave for the host.
+        on_device: bytes of saved tensors and inputs that stay on the device.
+        peak: bytes on the device.
+        seconds: seconds of the step.
+    """
+
+    chunk_size: int
+    fits: bool
+    saved: tuple[Saved, ...]
+    leaving: float
+    on_device: float
+    peak: float
+    seconds: float
+
+
+def with_both_rooms(
+    profile: Profile,
+    seq_len: int,
+    sizes: tuple[int, ...],
+    memory: tuple[float, float | None],
+    setting: Setting,
+    rates: Rates,
+) -> BothRooms | None:
+    """Return the prediction for the fastest step of `offload="auto"`.
+
+    Args:
+        profile: the counted model.
+        seq_len: positions of a row.
+        sizes: chunk sizes to try, in positions of each row.
+        memory: usable bytes of the device, and bytes of host memory (None: no limit).
+        setting: the training setting.
+        rates: the device's speeds.
+
+    Returns:
+        None if nothing can be predicted, because sequences are sharded, ZeRO-3 is used, or the
+            costs of the layers could not be counted.
+    """
+    name = streamed((), "cpu").name
+    counted = [method for method in profile.methods if method.name == name]
+    if profile.saves is None or setting.split or setting.zero >= 3 or not counted:
+        return None
+    setting = dataclasses.replace(setting, on_host=None)
+    found = []
+    for size in dict.fromkeys(min(size, seq_len) for size in sizes):
+        found.append(_in_chunks(profile, counted[0], seq_len, size, memory, setting, rates))
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        return min(found, key=lambda one: one.peak)
+    return min(fitting, key=lambda one: one.seconds)
+
+
+def _in_chunks(
+    profile: Profile,
+    method: Method,
+    seq_len: int,
+    size: int,
+    memory: tuple[float, float | None],
+    setting: Setting,
+    rates: Rates,
+) -> BothRooms:
+    """Return the prediction for a step in chunks of `size` positions.
+
+    Args:
+        profile: the counted model.
+        method: the counted step that moves the layers' inputs and saves nothing else.
+        seq_len: positions of a row.
+        size: positions of a chunk.
+        memory: usable bytes of the device, and bytes of host memory (None: no limit).
+        setting: the training setting.
+        rates: the device's speeds.
+    """
+    usable, host = memory
+    at = peak(profile, method, seq_len, size, setting)
+    host_room = math.inf if host is None else host
+    parts = work(method, seq_len, size, setting)
+    forward = sum(kernels(parts["forward"], rates))
+    link = forward * rates.link / profile.layers
+    beside = IN_FLIGHT * link * size / seq_len  # copies of two chunks
+    room = FREE_SHARE * max(0.0, usable - at.total - beside)
+    inputs: dict[int, float] = {}
+    candidates: dict[int, list[Candidate]] = {}
+    tokens = profile.batch_size * seq_len
+    attending = 0.0
+    copying = 0.0
+    for index, cost in costs_from_json(profile.saves or {}).items():
+        scaled = cost.scaled_to(tokens)
+        inputs[index] = scaled.x
+        candidates[index] = list(cost.candidates(index, tokens, seq_len))
+        attending += scaled.attention_flops * seq_len / cost.length / rates.forward
+        copying += scaled.attn_out / rates.link
+    rooms = TwoRooms(host_room, link, room, never_leaving(attending, copying))
+    places = choose_places(inputs, candidates, rooms)
+    choice = Chosen(tokens, seq_len, size, room, places.saved)
+    saved = tuple(Saved(name, choice.layers[name], count) for name, count in choice.bytes.items())
+    leaving = sum(places.leaving.values())
+    spared = places.spared / rates.products
+    spent = seconds(method, seq_len, size, rates, setting)
+    backward = spent.phases["backward"] - spared
+    waits = max(0.0, leaving / rates.link - backward)
+    used = at.total + beside * min(1.0, leaving / (link * profile.layers)) + places.on_device
+    fits = at.total <= usable and _on_host(places, host_room)
+    return BothRooms(
+        size, fits, saved, leaving, places.on_device, used, spent.total - spared + waits
+    )
+
+
+def _on_host(places: Places, host: float) -> bool:
+    """True if the tensors that leave fit on the host."""
+    return sum(places.leaving.values()) <= host

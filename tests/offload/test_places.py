@@ -1,0 +1,238 @@
+"""What a layer saves, and where, is one choice for the host's room and the device's.
+
+covers: offload/places.py, offload/policy.py, offload/manager.py, offload/link.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+import streambp
+from streambp.offload import manager_of, policy
+from streambp.offload.costs import Candidate
+from streambp.offload.engines import DeviceMemory
+from streambp.offload.manager import OffloadManager
+from streambp.offload.places import INPUT, TwoRooms, choose_places
+from tests.families import LENGTH, build, make_batch
+from tests.offload.runs import assert_same, layer_bytes, model_with, prefix_bytes, step
+from tests.offload.test_auto import Injected, auto
+from tests.oracle import EXACT, gradients, worst_error
+from tests.seeds import seed_of
+
+SECONDS = 16  # of a layer's forward, by the injected clock
+PEAK = 10 * prefix_bytes()
+NAMES = ("attn_out", "kv", "gate", "up")
+
+
+def made_up(draw, layers):
+    inputs = {index: draw.randint(1, 4) for index in range(layers)}
+    candidates = {
+        index: [
+            Candidate(index, name, draw.randint(1, 8), draw.choice((1.0, 2.0, 3.0)))
+            for name in NAMES[: draw.randint(1, 4)]
+        ]
+        for index in range(layers)
+    }
+    rooms = TwoRooms(
+        draw.randint(0, 30),
+        draw.randint(0, 12),
+        draw.randint(0, 16),
+        ("attn_out",) if draw.random() < 0.3 else (),
+    )
+    return inputs, candidates, rooms
+
+
+def check_rooms(found, inputs, candidates, rooms):
+    """Neither room is exceeded but by inputs, which have to be somewhere."""
+    host = device = 0
+    forced = 0
+    for index, size in inputs.items():
+        sizes = {INPUT: size} | {one.name: one.bytes for one in found.saved[index]}
+        assert len(sizes) == 1 + len(found.saved[index])
+        assert found.staying[index] <= sizes.keys()
+        leaving = {name: size for name, size in sizes.items() if name not in found.staying[index]}
+        assert not set(leaving) & set(rooms.never_leave)
+        assert sum(leaving.values()) <= max(rooms.link, size)
+        host += sum(leaving.values())
+        device += sum(sizes.values()) - sum(leaving.values())
+        forced += size
+    assert host <= rooms.host
+    assert found.on_device == device
+    assert device <= max(rooms.device, forced)
+    assert sum(found.leaving.values()) == host
+
+
+def best_of_all(inputs, candidates, rooms):
+    """The most that any choice spares in which inputs leave first: by trying each."""
+    everything = [one for index in inputs for one in candidates[index]]
+    on_device = 0
+    host = rooms.host
+    forced = {}
+    for index, size in inputs.items():
+        forced[index] = size if size <= host else 0
+        on_device += size - forced[index]
+        host -= forced[index]
+    best = 0.0
+    for where in itertools.product(("no", "host", "device"), repeat=len(everything)):
+        leaving = dict(forced)
+        staying, spared = on_device, 0.0
+        allowed = True
+        for one, place in zip(everything, where, strict=True):
+            spared += one.bytes * one.worth * (place != "no")
+            staying += one.bytes * (place == "device")
+            if place == "host":
+                leaving[one.index] += one.bytes
+                allowed &= one.name not in rooms.never_leave
+        for index, size in leaving.items():
+            allowed &= size <= max(rooms.link, forced[index])
+        fits = staying <= rooms.device or (staying == on_device)
+        if allowed and fits and sum(leaving.values()) <= rooms.host:
+            best = max(best, spared)
+    return best
+
+
+def test_no_room_is_exceeded_and_little_is_lost():
+    draw = random.Random(seed_of(0))
+    reached, possible = 0.0, 0.0
+    for _ in range(40):
+        inputs, candidates, rooms = made_up(draw, 2)
+        found = choose_places(inputs, candidates, rooms)
+        check_rooms(found, inputs, candidates, rooms)
+        best = best_of_all(inputs, candidates, rooms)
+        assert found.spared <= best
+        reached += found.spared
+        possible += best
+    assert reached >= 0.9 * possible  # of tensors as large as the rooms
+
+
+@pytest.mark.parametrize("link", [50, 120, 230, 300, 450])
+@pytest.mark.parametrize("device", [0, 500, 2000, 4000, 8000])
+def test_alike_layers_use_both_rooms(link, device):
+    """Of Qwen3-8B at 64k, in hundredths of a GiB a layer: the seconds of what is not saved are those of the bytes
+    that have no room."""
+    sizes = {"attn_out": 51, "kv": 25, "q": 50, "o": 50, "gate": 150, "up": 150}
+    worth = {"attn_out": 20.0, "kv": 3.4}
+    inputs = dict.fromkeys(range(36), 50)
+    candidates = {
+        index: [Candidate(index, name, size, worth.get(name, 1.0)) for name, size in sizes.items()]
+        for index in inputs
+    }
+    rooms = TwoRooms(math.inf, link, device)
+    found = choose_places(inputs, candidates, rooms)
+    check_rooms(found, inputs, candidates, rooms)
+    rest = 36 * (link - 50) + device  # what a fraction of each tensor would fill
+    limit = 0.0
+    for name in sizes:
+        part = min(rest, 36 * sizes[name])
+        limit += part * worth.get(name, 1.0)
+        rest -= part
+    assert found.spared >= 0.92 * limit
+    print(f"link {link} device {device}: {found.spared / max(limit, 1e-9):.3f}")
+
+
+def test_many_tensors_of_a_layer():
+    """As the experts of a mixture have: not every set of them is tried."""
+    draw = random.Random(seed_of(1))
+    many = [Candidate(0, f"expert {i}", draw.randint(1, 8), 1.0) for i in range(200)]
+    rooms = TwoRooms(400, 300, 200)
+    found = choose_places({0: 4}, {0: many}, rooms)
+    check_rooms(found, {0: 4}, {0: many}, rooms)
+    assert found.spared >= 0.97 * min(sum(one.bytes for one in many), 300 - 4 + 200)
+
+
+def test_attention_that_is_faster_than_its_copies_stays():
+    found = [Candidate(0, "attn_out", 4, 9.0), Candidate(0, "gate", 4, 1.0)]
+    both = choose_places({0: 2}, {0: found}, TwoRooms(100, 100, 4, ("attn_out",)))
+    assert both.staying[0] == {"attn_out"}
+    assert both.leaving == {INPUT: 2, "gate": 4}
+
+
+def with_both_rooms(free, model=None, part=0.5):
+    """A model whose second step has both: a link that takes about such a part of a layer, and a
+    device with so many bytes free."""
+    link = part * layer_bytes() / SECONDS
+    return auto(Injected(link=link, memory=DeviceMemory(10, PEAK, PEAK + free)), model)
+
+
+def two_rooms(model):
+    """Whether tensors of one layer went both ways in a step, whose loss and gradients it
+    returns."""
+    manager = manager_of(model)
+    seen = []
+    opened = OffloadManager.open
+
+    def open_of(self, index, device):
+        store = opened(self, index, device)
+        seen.append(store)
+        return store
+
+    model.zero_grad(set_to_none=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OffloadManager, "open", open_of)
+        loss = model(**make_batch("plain"), use_cache=False).loss
+    assert len(seen) == 3
+    assert manager.workspace + manager.kept <= manager.gpu_memory
+    both = [0 < store.kept < store.bytes for store in seen]
+    kept = manager.kept
+    loss.backward()
+    return any(both), kept, (loss.detach(), {n: p.grad for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_was_chosen_stays_and_leaves_and_changes_no_bit(layers):
+    model = with_both_rooms(int(layers * layer_bytes()))
+    step(model)  # measures
+    both, kept, found = two_rooms(model)
+    assert both
+    choice = model._streambp.saves_policy.latest
+    assert kept == choice.on_device
+    assert choice.on_device > 0
+    assert choice.leaving > 0
+    assert_same(found, step(model_with(streambp.describe(model).saves)))
+    assert_same(found, step(model_with()))
+
+
+def test_against_the_unpatched_model_in_float64(float64_oracle):
+    batch = make_batch("plain", length=LENGTH)
+    reference = build("qwen3", torch.float64, num_hidden_layers=3)
+    expected = gradients(reference, **batch)
+    model = with_both_rooms(layer_bytes(), build("qwen3", torch.float64, num_hidden_layers=3))
+    for _ in range(2):
+        found = gradients(model, **batch)
+    assert model._streambp.saves_policy.latest.on_device
+    assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-12)
+    assert found[1].keys() == expected[1].keys()
+    assert worst_error(found[1], expected[1]) <= EXACT
+
+
+def test_a_device_without_room_for_saves_keeps_none():
+    model = with_both_rooms(0)
+    step(model)
+    _, kept, found = two_rooms(model)
+    assert kept == 0
+    assert_same(found, step(model_with()))
+
+
+def without_the_device(patch):
+    patch.setattr(policy.LinkBudget, "room_on_device", lambda self, tokens: 0.0)
+
+
+def without_the_names(patch):
+    patch.setattr(
+        OffloadManager,
+        "staying",
+        property(lambda self: None, lambda self, value: None),
+        raising=False,
+    )
+
+
+@pytest.mark.parametrize("mutant", [without_the_device, without_the_names])
+def test_mutant_turns_a_test_red(mutant, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_what_was_chosen_stays_and_leaves_and_changes_no_bit(1)

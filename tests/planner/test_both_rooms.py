@@ -1,0 +1,176 @@
+"""The plan's line for offload="auto": what a real step chooses, and its seconds.
+
+covers: planner/both_rooms.py, planner/plan.py, planner/report.py, offload/places.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from streambp.offload.costs import Figures, Measured
+from streambp.offload.link import FREE_SHARE
+from streambp.offload.policy import SavesPolicy
+from streambp.planner import both_rooms
+from streambp.planner.both_rooms import with_both_rooms
+from streambp.planner.counted import Asked, counted
+from streambp.planner.layer_costs import costs_from_json
+from streambp.planner.plan import WITH_BOTH_ROOMS, Memory, plan_profile
+from streambp.planner.profile import Setting, peak, work
+from streambp.planner.report import plan_table
+from streambp.planner.seconds import kernels, seconds
+from streambp.planner.survey import STREAMED, streamed
+from streambp.rates import DEVICES
+from tests.planner.released import RELEASED
+from tests.planner.test_default_row import small
+
+GIB = 2**30
+RATES = DEVICES["H100"]
+TOKENS = 32768
+HOST = streamed((), "cpu").name
+
+
+@functools.cache
+def profile():
+    return counted(Asked(small()), (STREAMED[0], streamed((), "cpu")))
+
+
+def predicted(device, host, tokens=TOKENS, setting=None, sizes=(8192,)):
+    setting = Setting(optimizer=0) if setting is None else setting
+    return with_both_rooms(profile(), tokens, sizes, (device, host), setting, RATES)
+
+
+def at_length(costs):
+    """As a step of so many tokens has seen them."""
+    found = {}
+    for index, one in costs.items():
+        cost = one.scaled_to(TOKENS)
+        flops = cost.attention_flops * TOKENS / one.length
+        cost = dataclasses.replace(cost, attention_flops=flops)
+        found[index] = one._replace(cost=cost, tokens=TOKENS, length=TOKENS)
+    return found
+
+
+def test_it_is_the_choice_of_a_step():
+    """The policy of a patched model, with the plan's numbers as the measured ones."""
+    method = profile().method(HOST)
+    setting = Setting(optimizer=0)
+    usable, host = 3 * GIB, 1.5 * GIB
+    found = predicted(usable, host)
+    forward = sum(kernels(work(method, TOKENS, 8192, setting)["forward"], RATES))
+    measured = Measured(TOKENS, TOKENS, forward, RATES.link, RATES.forward, host)
+    at = peak(profile(), method, TOKENS, 8192, setting).total
+    beside = 2 * forward * RATES.link / profile().layers * 8192 / TOKENS
+    link = SimpleNamespace(
+        begin=lambda length: measured,
+        room_on_device=lambda tokens: FREE_SHARE * (usable - at - beside),
+        manager=SimpleNamespace(staying=None),
+    )
+    figures = Figures(costs=at_length(costs_from_json(profile().saves)))
+    layers = profile().layers
+    policy = SavesPolicy(layers, lambda _: None, lambda _: (figures, 0.0), False, True, link)
+    policy.known = figures
+    policy._begin_on_host(link, TOKENS, TOKENS, 8192)
+    chosen = policy.latest
+    assert {one.name: one.layers for one in found.saved} == chosen.layers
+    assert found.leaving == pytest.approx(chosen.leaving)
+    assert found.on_device == pytest.approx(chosen.on_device)
+    assert found.leaving > 0
+    assert found.on_device > 0
+
+
+def test_more_of_either_room_is_never_slower():
+    least = peak(profile(), profile().method(HOST), TOKENS, 8192, Setting(optimizer=0)).total
+    times = [
+        [predicted(least + device * GIB, host * GIB).seconds for device in (0, 0.1, 0.3, 1, 4)]
+        for host in (0.5, 0.7, 1, 2, 9)
+    ]
+    for row in (*times, *zip(*times, strict=True)):
+        for before, after in itertools.pairwise(row):
+            assert after <= before * 1.01
+    assert times[-1][-1] < 0.9 * times[0][0]
+
+
+def test_without_room_it_is_the_step_that_moves_inputs_alone():
+    method = profile().method(HOST)
+    setting = Setting(optimizer=0)
+    least = peak(profile(), method, TOKENS, 8192, setting).total
+    inputs = sum(cost.scaled_to(TOKENS).x for cost in costs_from_json(profile().saves).values())
+    found = predicted(least, inputs)
+    assert found.fits
+    assert found.saved == ()
+    assert found.leaving == inputs
+    assert found.seconds == pytest.approx(seconds(method, TOKENS, 8192, RATES, setting).total)
+    assert not predicted(least - 1, inputs).fits
+    assert not predicted(least, inputs / 2).fits or predicted(least, inputs / 2).on_device
+
+
+def test_what_it_is_not_known_for():
+    assert predicted(8 * GIB, None, setting=Setting(gpus=2, zero=3)) is None
+    unseen = dataclasses.replace(profile(), saves=None)
+    assert with_both_rooms(unseen, TOKENS, (8192,), (8 * GIB, None), Setting(), RATES) is None
+
+
+def test_a_plan_prints_it_where_it_is_faster():
+    found = plan_profile(profile(), TOKENS, Memory(4 * GIB, 8 * GIB), Setting(optimizer=0), RATES)
+    assert found.both_rooms_win
+    printed = plan_table(found, modules=False)
+    assert 'offload="auto"): saves ' in printed
+    assert "leave for the host" in printed
+    slower = dataclasses.replace(found.both_rooms, seconds=found.choice.seconds.total)
+    other = dataclasses.replace(found, both_rooms=slower)
+    assert 'offload="auto")' not in plan_table(other, modules=False)
+    assert not dataclasses.replace(found, both_rooms=None).both_rooms_win
+
+
+# Qwen3-8B, GiB of an H100 and of the host, tokens, LoRA's rank, bits: at most so many seconds.
+LIMITS = [
+    (79, 115, 65_536, None, 16, 13.95),
+    (48, 115, 65_536, None, 16, 14.2),
+    (79, 115, 131_072, 16, 16, 51.5),
+]
+
+
+@pytest.mark.full
+def test_qwen3_8b_on_one_h100():
+    @functools.cache
+    def of(lora, bits):
+        asked = Asked(RELEASED["Qwen3-8B"](), lora=lora, bits=bits, kernels="liger")
+        return counted(asked, (STREAMED[0], streamed((), "cpu")))
+
+    for gpu, host, tokens, lora, bits, limit in LIMITS:
+        usable = 0.95 * gpu * GIB
+        found = with_both_rooms(
+            of(lora, bits), tokens, WITH_BOTH_ROOMS, (usable, 0.9 * host * GIB),
+            Setting(optimizer=0), RATES,
+        )  # fmt: skip
+        print(f"{gpu} GiB, {tokens:,} tokens, LoRA {lora}: {found.seconds:.2f} s, {limit} allowed")
+        assert found.fits
+        assert found.seconds <= limit
+
+
+def without_the_device(patch):
+    patch.setattr(both_rooms, "FREE_SHARE", 0.0)
+
+
+def without_the_link(patch):
+    choose = both_rooms.choose_places
+    patch.setattr(
+        both_rooms,
+        "choose_places",
+        lambda inputs, found, rooms: choose(
+            inputs, found, dataclasses.replace(rooms, link=math.inf)
+        ),
+    )
+
+
+@pytest.mark.parametrize("mutant", [without_the_device, without_the_link])
+def test_mutant_turns_a_test_red(mutant, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_it_is_the_choice_of_a_step()
