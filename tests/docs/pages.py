@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("start", "how-to", "reference")
 FOUND = [page for folder in FOLDERS for page in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
 USERS = ("README.md", *(page.relative_to(ROOT).as_posix() for page in FOUND))
+EVERY = tuple(page.relative_to(ROOT).as_posix() for page in sorted((ROOT / "docs").rglob("*.md")))
 FENCE = re.compile(r'^```(\w+)?(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
 OUTPUT = "text"  # blocks that show what a program prints
 

@@ -12,7 +12,7 @@ import pytest
 from scripts import reference
 from streambp import errors
 from tests.conftest import SHARING
-from tests.docs.pages import FENCE, ROOT, USERS, prose
+from tests.docs.pages import EVERY, FENCE, ROOT, USERS, prose
 
 LONGEST, ALL = 1500, 9000  # words of a page in Start and How-to; of all users' pages
 WIDEST = 76  # columns of a block that the site shows without a scroll bar
@@ -46,7 +46,7 @@ def wide_lines(text):
     return found
 
 
-@pytest.mark.parametrize("page", USERS)
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *EVERY])
 def test_blocks_are_not_cut_off(page):
     assert wide_lines((ROOT / page).read_text("utf-8")) == []
 
