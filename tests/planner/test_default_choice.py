@@ -41,7 +41,7 @@ from tests.seeds import seed_of
 GIB = 2**30
 HERE = torch.device("meta")  # where a model without data is, and what stands for the card
 LENGTHS = (2048, 4096, 16384, 65536, 131072)
-CHUNKS = (16384, 8192, 4096, 2048, 1024)
+CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024)
 CLOSE = 1.01
 RATES = DEVICES[DEFAULT]
 FEW = 16  # tokens of a step that shows what no backward reads
