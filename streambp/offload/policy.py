@@ -70,7 +70,7 @@ from streambp.offload.places import Places, TwoRooms, choose_places
 IGNORED_SHARE_OF_FREE_MEMORY = (
     0.01  # fraction of the initial free memory; smaller deviations are ignored
 )
-CHUNK_TOKENS = (16384, 8192, 4096, 2048, 1024)  # over all rows of the batch
+CHUNK_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024)  # over all rows of the batch
 EQUAL_SECONDS = 0.002  # seconds with a smaller relative difference count as equal
 FORWARD = 0.25  # forward's fraction of a step's seconds; backward computes three times as much
 REMEMBERED = 32  # maximal number of margins

@@ -24,6 +24,7 @@ import torch
 import streambp
 from scripts.plan_time import configs
 from streambp.admission.stacks import find_stacks
+from streambp.known_names import FULL_SHAPE, PARTITIONED, SHARD_HERE
 from streambp.model.wrappers import LayerForward
 from streambp.offload import costs as costs_of_steps
 from streambp.offload import free_memory, policy
@@ -41,7 +42,7 @@ from tests.seeds import seed_of
 GIB = 2**30
 HERE = torch.device("meta")  # where a model without data is, and what stands for the card
 LENGTHS = (2048, 4096, 16384, 65536, 131072)
-CHUNKS = (16384, 8192, 4096, 2048, 1024)
+CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024)
 CLOSE = 1.01
 RATES = DEVICES[DEFAULT]
 FEW = 16  # tokens of a step that shows what no backward reads
@@ -76,12 +77,13 @@ class SetUp:
     """A patched model, and what its micro-batches find on the card beside weights.
 
     present: whether gradients are there, in each of them. states: bytes of an optimizer, a trained
-    parameter.
+    parameter. share: of the weights, that this rank holds.
     """
 
     skeleton: Skeleton
     present: tuple[float, ...] = (0.0,)
     states: int = 0
+    share: float = 1.0
     autocast: torch.dtype | None = None
 
     @property
@@ -91,7 +93,7 @@ class SetUp:
     def take(self, card, present):
         """The card and the gradients as a micro-batch finds them."""
         parameters = list(self.skeleton.model.parameters())
-        card.taken = sum(p.nbytes for p in parameters)
+        card.taken = self.share * sum(p.nbytes for p in parameters)
         for parameter in parameters:
             parameter.grad = (
                 torch.empty_like(parameter) if present and parameter.requires_grad else None
@@ -124,6 +126,39 @@ def frozen(model):
     layers = find_stacks(model).stacks[0].layers
     for module in (model.model.embed_tokens, *layers[: len(layers) // 2]):
         module.requires_grad_(False)
+
+
+def divided(model):
+    """As ZeRO-3 has it while a layer runs: its weights are gathered, its gradients elsewhere."""
+    for number, parameter in enumerate(model.parameters()):
+        setattr(parameter, PARTITIONED, number)
+        setattr(parameter, FULL_SHAPE, parameter.shape)
+
+
+def in_halves(model):
+    """As FSDP2 has it on two ranks."""
+    for parameter in model.parameters():
+        setattr(parameter, SHARD_HERE, torch.empty(parameter.numel() // 2, dtype=parameter.dtype))
+
+
+def stage(model):
+    """The second of two stages of a pipeline: half of the layers, without an embedding."""
+    backbone = model.model
+    layers = len(backbone.layers)
+    backbone.layers = backbone.layers[layers // 2 :]
+    for number, layer in enumerate(backbone.layers):
+        layer.self_attn.layer_idx = number
+    model.config.num_hidden_layers = len(backbone.layers)
+    model.config.layer_types = model.config.layer_types[: len(backbone.layers)]
+
+
+def sharded(memory, change):
+    """Shared by two ranks: the card holds this rank's part of the weights."""
+    found = SetUp(made(memory, change), share=0.5)
+    share, gathered = auto.sharing(found.skeleton.model)
+    assert share in (0.0, 0.5)
+    assert gathered > 0
+    return found
 
 
 def moved(memory):
@@ -170,13 +205,23 @@ SET_UPS = {
     "bucket views": lambda memory: SetUp(made(memory), (1.0,)),
     "first half frozen": lambda memory: SetUp(made(memory, frozen)),
     "evaluation between": evaluated,
+    "ZeRO-3 on two ranks": lambda memory: sharded(memory, divided),
+    "FSDP2 on two ranks": lambda memory: sharded(memory, in_halves),
+    "a stage of a pipeline": lambda memory: SetUp(made(memory, stage)),
 }
 LIKE = {  # set-ups whose layers and methods are the same as those of another, patched when all was there
     "adapters added after patch": "adapters",
     "float32 under autocast": "autocast",
     "first half frozen": "frozen",
+    "a stage of a pipeline": "stage",
 }
-KINDS = {"full": {}, "adapters": {"lora": 16}, "autocast": {}, "frozen": {"change": frozen}}
+KINDS = {
+    "full": {},
+    "adapters": {"lora": 16},
+    "autocast": {},
+    "frozen": {"change": frozen},
+    "stage": {"change": stage},
+}
 
 
 @functools.cache
