@@ -294,7 +294,7 @@ def offloaded(choice: Chosen) -> str:
     measurements behind this choice and the tensors that were not chosen."""
     m = choice.measured
     assert m is not None
-    leaves = choice.inputs + sum(choice.bytes.values())
+    leaves = choice.leaving
     copying = leaves / m.link
     hidden = min(1.0, m.seconds / copying) if copying else 1.0
     kept_out = "; ".join(f"not {name}: {why}" for name, why in choice.left_out.items())

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from packaging import version
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed._composable.contract import contract
 from torch.distributed.tensor.experimental import _attention as ring
 from torch.nn.parallel import distributed as ddp
 
@@ -109,6 +110,16 @@ def of_torch():
     return names.union(*map(dir, of_objects), *(vars(o) for o in compiled), words("torch"))
 
 
+def ends_and_starts():
+    """Return the known ends and starts of names that a module has after `fully_shard`'s contract."""
+    module = nn.Module()
+    contract()(lambda module: module)(module)
+    names = [str(name) for name in vars(module)]
+    ends: set[str] = {known_names.HOOKS} if any(n.endswith(known_names.HOOKS) for n in names) else set()
+    start = known_names.COMPOSABLE_STATE
+    return ends | ({start} if any(name.startswith(start) for name in names) else set())
+
+
 def packages():
     names = {*known_names.OBJECTS_ARE_KNOWN, *known_names.MODULES_ARE_HARMLESS}
     return {name for name in names if importlib.util.find_spec(name)}
@@ -154,9 +165,9 @@ CHECKED = {
         MODULE_HOOKS FORWARD_HOOKS BACKWARD_HOOKS WITH_KWARGS MODULE_TABLES GLOBAL_HOOKS TENSOR_HOOKS UNSEEN_WRITES
         REPLICATE MOVES SHARD_HERE
         COMPILED COMPILED_CALL COMPILED_FROM USE_COUNT ACCUMULATE_GRAD FUNCTION_OF_NODE DDP_SINK FSDP_UNIT FSDP_GROUPS
-        COMPOSABLE_STATE HOOKS
         FSDP_PARAMETERS FSDP_GATHERS FSDP_OFFLOADED FSDP1 FLAT_PARAMETER CONTEXT_PARALLEL CONTEXT_PARALLEL_MESH
         CONTEXT_PARALLEL_OPTIONS CONTEXT_PARALLEL_BALANCED GATHER REDUCE_SCATTER""",
+    ("torch", ends_and_starts): "COMPOSABLE_STATE HOOKS",
     ("torch", namespaces): "COLLECTIVES",
     ("deepspeed", None): """
         Z3_LEAF PARTITIONED FULL_SHAPE ZERO_GROUP GRADIENT_HOOKED ZERO_OPTIMIZERS OFFLOADS_PARAMETERS OFFLOADS_STATES
