@@ -355,7 +355,9 @@ def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
     raises."""
     skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
     with monkeypatch.context() as patched:
-        patched.setattr(type(skeleton.language_model), "gradient_checkpointing_enable", lambda *_: 1 / 0)
+        patched.setattr(
+            type(skeleton.language_model), "gradient_checkpointing_enable", lambda *_: 1 / 0
+        )
         found = survey(skeleton, [CHECKPOINTING, streamed()], at=(64, 32), accumulating=False)
     assert found.left_out == ("checkpointing (ZeroDivisionError: division by zero)",)
     assert [method.name for method in found.methods] == ["streambp"]
