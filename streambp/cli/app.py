@@ -175,6 +175,15 @@ ContextParallel = Annotated[
 ]
 Zero = Annotated[Any, _option(GPUS, "ZeRO stage; 3 for FSDP2 too", **one_of(0, 1, 2, 3))]
 Rows = Annotated[Any, _option(LENGTH, "rows on each GPU", parser=number(1), metavar="N")]
+EncoderLen = Annotated[
+    Any,
+    _option(
+        LENGTH,
+        "tokens of a row of an encoder-decoder's encoder (default: as many as the decoder's)",
+        parser=tokens(),
+        metavar="TOKENS",
+    ),
+]
 Lora = Annotated[
     Any,
     _option(
@@ -394,6 +403,7 @@ def plan(
     trust_remote_code: Trust = False,
     dtype: Counted = "bfloat16",
     seq_len: Longest = "max",
+    encoder_len: EncoderLen = None,
     batch_size: Rows = 1,
     group: Group = None,
     prompt: Prompt = None,

@@ -168,6 +168,7 @@ def run_plan(arguments: Any) -> int:
             cache=not arguments.no_cache,
             said=said,
             lora_targets=tuple(filter(None, arguments.lora_targets.split(","))),
+            encoder_len=arguments.encoder_len,
             every_split=arguments.html is not None and setting.ranks > 1,
         )
         found = counted(lora=training.lora, bits=training.bits)

@@ -105,14 +105,8 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
         make: creates a model from it.
 
     Raises:
-        StreamBPError: `make` raised, or the configuration is an encoder-decoder's.
+        StreamBPError: `make` raised.
     """
-    if getattr(config, "is_encoder_decoder", False) is True:
-        raise StreamBPError(
-            f"{type(config).__name__} is an encoder-decoder. A causal language model of it would be "
-            "its decoder alone, without the encoder and without attention to it. Load the model "
-            "with its own class (AutoModelForSeq2SeqLM), and pass it to streambp.patch."
-        )
     try:
         return make(config)
     except Exception as error:  # transformers' code, with values from anywhere

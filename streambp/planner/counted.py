@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from streambp.fields import check_fields
+from streambp.fields import LARGEST_NUMBER, check_fields
 from streambp.known_names import LIGER, NO_PART_OF_A_STEP
 from streambp.planner.configuration import read_config
 from streambp.planner.fused_layers import Kernels
@@ -59,9 +59,10 @@ class Asked:
     attention: Literal["cudnn", "flash"] = "cudnn"
     lora_targets: tuple[str, ...] = ()
     with_liger: bool = False
+    encoder_len: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20))
+        check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20), encoder_len=(1, LARGEST_NUMBER))
 
     def skeleton(self) -> Skeleton:
         """Return the model to count, with meta or fake tensors (`Skeleton`).
@@ -78,6 +79,7 @@ class Asked:
             self.mixers,
             "liger" if self.with_liger else self.kernels,
             lora_targets=self.lora_targets,
+            encoder_len=self.encoder_len,
         )
         found.own_adapters = self.kernels != "auto"
         return found

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -59,6 +59,7 @@ class Law(NamedTuple):
 
 Features = Law
 LAYERS = ("forward", "backward")  # kinds of phases that run in chunks
+EMBEDDINGS = ("embedding", "embedding backward")  # kinds of phases in which an encoder runs
 # The features of each quantity of `Work`, the most distinctive first.
 IN_CHUNKS: Mapping[str, tuple[str, ...]] = {
     "products": ("tokens", "chunk", "square", "chunks"),
@@ -73,6 +74,19 @@ AT_ONCE: Mapping[str, tuple[str, ...]] = {
     "products": ("tokens",), "forward": ("square", "tokens"), "backward": ("square", "tokens"), "moved": ("tokens", "one"),
     "dispatches": ("one", "tokens"), "out": (), "back": (),
 }  # fmt: skip
+# Whether an encoder-decoder's encoder has one length, or the decoder's length; "" without encoder.
+Encoder = Literal["", "same", "fixed"]
+# Features of products and attention beside an encoder. Each chunk computes the keys and values of
+# the encoder's output.
+CHUNKS_AND_ENCODER: Mapping[str, tuple[str, ...]] = {
+    "same": ("tokens", "tokens_chunks", "chunk", "chunks"),
+    "fixed": ("tokens", "chunks", "chunk"),
+}
+OF_SAME = ("square", "tokens")
+OF_ENCODER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "same": {"products": ("tokens", "one"), "forward": OF_SAME, "backward": OF_SAME},
+    "fixed": {"products": ("one",), "forward": ("one",), "backward": ("one",)},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +168,7 @@ def fit_work(
     costs: Sequence[Work],
     k_block: int,
     count_of_own: int | None = None,
+    encoder: Encoder = "",
 ) -> Part:
     """Fit the costs of one kind of phase as functions of T and C, through counts at several points.
     The number of coefficients is at most the number of points.
@@ -165,9 +180,16 @@ def fit_work(
         k_block: number of keys in an attention block.
         count_of_own: number of leading points from which bytes copied to and from the host are
             fitted; None: all points.
+        encoder: whether the model's encoder has one length, or the decoder's length.
     """
-    feature_names = dict(IN_CHUNKS if any(c for _, c in points) else AT_ONCE)
-    if name not in LAYERS:
+    is_chunked = any(c for _, c in points)
+    feature_names = dict(IN_CHUNKS if is_chunked else AT_ONCE)
+    if encoder and name in LAYERS:
+        products = CHUNKS_AND_ENCODER[encoder] if is_chunked else ("tokens", "one")
+        feature_names["products"] = products
+    elif encoder and name in EMBEDDINGS:
+        feature_names |= {**OF_ENCODER[encoder], "moved": ("tokens", "one"), "dispatches": ("one",)}
+    elif name not in LAYERS:
         head_features = ("tokens", "one")  # the head has its own blocks
         feature_names |= {
             "products": ("tokens",),

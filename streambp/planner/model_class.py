@@ -13,14 +13,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from streambp.admission.stacks import is_bidirectional
+from streambp.errors import ConfigError
 
 LANGUAGE_MODELS = ("LM", "PreTraining", "LMHeadModel", "ConditionalGeneration")
 PREFIX_TYPE = "paligemma"
+STRIDE = 2  # audio frames of a position of Whisper's encoder
 
 
 def build_as(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
@@ -30,18 +34,25 @@ def build_as(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     Attention is bidirectional if the configuration has is_causal=False or
     use_bidirectional_attention, or if its models are masked language models. Such a model has a
     language-model head, unless `architectures` names a class without one, as embedding models do.
-    Models of images and text get no images.
+    An encoder-decoder has both stacks. Models of images and text get no images.
 
     Args:
         config: the configuration, which is not changed.
         options: arguments of `from_config`, such as the dtype.
     """
     kind = type(config)
-    is_decoder = getattr(config, "is_decoder", False)
-    is_masked = kind in AutoModelForMaskedLM._model_mapping and not is_decoder
+    is_masked = (
+        kind in AutoModelForMaskedLM._model_mapping
+        and kind not in AutoModelForSeq2SeqLM._model_mapping
+        and not getattr(config, "is_decoder", False)
+    )
     auto: Any = AutoModelForCausalLM
     if is_masked:
         auto = AutoModelForMaskedLM
+    elif config.is_encoder_decoder:
+        auto = AutoModelForSeq2SeqLM
+        if kind not in auto._model_mapping:
+            auto = AutoModelForSpeechSeq2Seq
     elif (
         kind not in AutoModelForCausalLM._model_mapping
         and kind in AutoModelForImageTextToText._model_mapping
@@ -70,17 +81,86 @@ def _has_no_head(config: PreTrainedConfig) -> bool:
     return bool(names) and not names[0].endswith(LANGUAGE_MODELS)
 
 
-def inputs_of(model: nn.Module, ids: Tensor) -> dict[str, Any]:
-    """Return the arguments of a model's forward for a batch of token ids [B, T] without data.
+def inputs_of(model: nn.Module, ids: Tensor, encoder_len: int | None = None) -> dict[str, Any]:
+    """Return the arguments of a model's forward for a batch of token ids [B, T]. In an
+    encoder-decoder they are the decoder's tokens, and the encoder gets zeros.
 
     Args:
         model: the model.
         ids: the token ids.
+        encoder_len: positions of each row of the encoder; None: T, or as many as the encoder's
+            configuration fixes.
+
+    Raises:
+        ConfigError: the encoder reads neither tokens nor Whisper's audio.
     """
     inputs: dict[str, Any] = {"input_ids": ids}
     if _has_prefix(model):
         inputs["token_type_ids"] = torch.zeros_like(ids)
+    if not is_encoder_decoder(model):
+        return inputs
+    inputs = {"decoder_input_ids": ids}
+    rows, length = ids.shape
+    audio = fixed_positions(model)
+    if audio is None:
+        inputs["input_ids"] = ids.new_zeros(rows, encoder_len or length)
+        return inputs
+    config: Any = model.config
+    dtype = next(model.parameters()).dtype
+    sizes = (rows, config.num_mel_bins, STRIDE * audio)
+    inputs["input_features"] = torch.zeros(sizes, dtype=dtype, device=ids.device)
+    # its table of positions is sliced unless a position is passed for each token
+    inputs["decoder_position_ids"] = torch.arange(length, device=ids.device)[None]
     return inputs
+
+
+def check_encoder_len(model: nn.Module, encoder_len: int | None) -> None:
+    """Check that a number of positions of the encoder applies to the model.
+
+    Args:
+        model: the model.
+        encoder_len: positions of each row of the encoder; None: not given.
+
+    Raises:
+        ConfigError: the model has no encoder, or one whose rows have another fixed length.
+    """
+    if encoder_len is None:
+        return
+    if not is_encoder_decoder(model):
+        raise ConfigError(
+            f"encoder_len is {encoder_len}, and {type(model).__name__} has no encoder. Leave "
+            "encoder_len out."
+        )
+    fixed = fixed_positions(model)
+    if fixed is not None and fixed != encoder_len:
+        raise ConfigError(
+            f"encoder_len is {encoder_len}, and the encoder of {type(model).__name__} reads "
+            f"{fixed} positions in each row. Leave encoder_len out."
+        )
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """True if the model has a decoder that reads an encoder's output."""
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
+
+
+def fixed_positions(model: nn.Module) -> int | None:
+    """Return the number of positions of a row of the encoder, if the encoder reads audio of a fixed
+    length as Whisper's does; None if the encoder reads tokens.
+
+    Raises:
+        ConfigError: the encoder reads something else.
+    """
+    name = getattr(model, "main_input_name", "input_ids")
+    if name == "input_ids":
+        return None
+    config: Any = model.config
+    if name != "input_features" or not hasattr(config, "num_mel_bins"):
+        raise ConfigError(
+            f"{type(model).__name__} reads {name}, and the planner makes rows of tokens and of "
+            "Whisper's audio alone. Measure a step of it (torch.cuda.max_memory_allocated)."
+        )
+    return int(config.max_source_positions)
 
 
 def _has_prefix(model: nn.Module) -> bool:
@@ -89,7 +169,9 @@ def _has_prefix(model: nn.Module) -> bool:
     return any(getattr(config, "model_type", "") == PREFIX_TYPE for config in configs)
 
 
-def loss_of(model: nn.Module, ids: Tensor, has_head: bool) -> Tensor:
+def loss_of(
+    model: nn.Module, ids: Tensor, has_head: bool, encoder_len: int | None = None
+) -> Tensor:
     """Run a model's forward on token ids [B, T], all of them labelled, and return the loss. The
     loss of a model without a language-model head is the mean of its hidden states.
 
@@ -97,8 +179,9 @@ def loss_of(model: nn.Module, ids: Tensor, has_head: bool) -> Tensor:
         model: the model.
         ids: the token ids.
         has_head: True if the model has a language-model head.
+        encoder_len: positions of each row of an encoder-decoder's encoder; None: as in `inputs_of`.
     """
-    inputs = inputs_of(model, ids)
+    inputs = inputs_of(model, ids, encoder_len)
     if has_head:
         return model(**inputs, labels=ids, use_cache=False).loss
     if hasattr(getattr(model, "config", None), "use_cache"):
@@ -107,14 +190,28 @@ def loss_of(model: nn.Module, ids: Tensor, has_head: bool) -> Tensor:
     return hidden.mean(1).float().mean()
 
 
-def assumptions(model: nn.Module, layers: Iterable[nn.Module], has_head: bool) -> tuple[str, ...]:
+def assumptions(
+    model: nn.Module, layers: Iterable[nn.Module], has_head: bool, encoder_len: int | None
+) -> tuple[str, ...]:
     """Return texts on what a count assumes of a model that is no causal language model.
 
     Args:
         model: the model.
         layers: its streamed layers.
         has_head: True if the model has a language-model head.
+        encoder_len: positions of each row of an encoder-decoder's encoder; None: as in `inputs_of`.
     """
+    if is_encoder_decoder(model):
+        positions = encoder_len or fixed_positions(model)
+        if positions is None:
+            rows = "as many positions in each row as the decoder (--encoder-len)"
+        else:
+            rows = f"{positions:,} positions in each row"
+        return (
+            f"lengths are the decoder's; the encoder has {rows}, stays as it is and keeps what its "
+            "backward needs (model.gradient_checkpointing_enable() would leave it less, which is "
+            "not counted)",
+        )
     if _has_prefix(model):
         return (
             "the rows have no images; the prefix is counted as causal; the model builds a mask "

@@ -272,6 +272,7 @@ def plan(
     lora_targets: Sequence[str] = (),
     with_liger: bool = False,
     methods: Sequence[str] = (),
+    encoder_len: int | None = None,
 ) -> Plan:
     """Plan training on sequences of `seq_len` positions in each row, or the longest that fit
     ("max").
@@ -294,6 +295,8 @@ def plan(
         lora_targets: names of the Linears that get adapters; empty: all that peft accepts.
         with_liger: plan as if liger-kernel were installed.
         methods: names of the methods to count; empty: all.
+        encoder_len: positions of each row of an encoder-decoder's encoder; None: as many as the
+            decoder has, or as the configuration fixes. `seq_len` is the decoder's.
 
     Raises:
         StreamBPError: the model or the device is unknown, the model does not stream, or not over
@@ -303,7 +306,7 @@ def plan(
     setting = setting or Setting()
     request = Asked(
         model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention,
-        tuple(lora_targets), with_liger,
+        tuple(lora_targets), with_liger, encoder_len,
     )  # fmt: skip
     if seq_len != "max":
         check_length("seq_len", seq_len)

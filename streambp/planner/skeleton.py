@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from unittest import mock
@@ -45,9 +46,17 @@ from streambp.planner.configuration import build, read_config
 from streambp.planner.count import Replayed
 from streambp.planner.fused_layers import Kernels, fuse_layers, fused_rotary, fusion
 from streambp.planner.kernels import no_launches
+from streambp.planner.laws import Encoder
 from streambp.planner.mask_rules import masks_from_positions
 from streambp.planner.mixers import Mixers, standing_in
-from streambp.planner.model_class import build_as, loss_of
+from streambp.planner.model_class import (
+    build_as,
+    check_encoder_len,
+    fixed_positions,
+    is_encoder_decoder,
+    loss_of,
+)
+from streambp.planner.step import fused_sdpa
 from streambp.tensors import replaced
 
 Device = Literal["cuda", "cpu"]
@@ -78,6 +87,8 @@ class Skeleton:
             those of these layers.
         lora_targets: names of the Linears that get adapters; empty: every Linear of the layers that
             peft accepts.
+        encoder_len: positions of each row of an encoder-decoder's encoder; None: as many as the
+            decoder has, or as the configuration fixes.
 
     Attributes:
         without_adapters: names of the layers' Linears that peft refuses to adapt.
@@ -97,8 +108,10 @@ class Skeleton:
         kernels: Kernels = "own",
         fewer: bool = False,
         lora_targets: Sequence[str] = (),
+        encoder_len: int | None = None,
     ) -> None:
         self.device = device
+        self.encoder_len = encoder_len
         self.bits = bits
         self.mixers: Mixers = mixers or ("kernels" if device == "cuda" else "torch")
         self.mode: FakeTensorMode | None = None
@@ -126,6 +139,7 @@ class Skeleton:
                 self.model, self.without_adapters = with_adapters(self.model, lora, lora_targets)
             if bits != 16:
                 _quantise(self.model, bits)
+        check_encoder_len(self.model, encoder_len)
         self.fused = fusion(kernels, device)
         fuse_layers(self.model, self.fused)
         self.model.train()
@@ -172,9 +186,17 @@ class Skeleton:
             leaving_no_trace(self.model),
             standing_in(self.model, self.mixers),
             masks_from_positions(),
+            self._fused_elsewhere(),
             fused_rotary(self.model, self.fused),
         ):
             yield
+
+    def _fused_elsewhere(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the layers of an encoder, and attention to its output,
+        make FlashAttention's allocations on a GPU."""
+        if self.device == "cuda" and is_encoder_decoder(self.model):
+            return fused_sdpa()
+        return contextlib.nullcontext()
 
     @property
     def language_model(self) -> PreTrainedModel:
@@ -211,9 +233,19 @@ class Skeleton:
         stacks = find_stacks(self.model).stacks
         return any(is_bidirectional(layer) for stack in stacks for layer in stack.layers)
 
+    @property
+    def encoder(self) -> Encoder:
+        """Return "fixed" if rows of the model's encoder have one length, "same" if they have the
+        decoder's length, and "" if the model has no encoder."""
+        if not is_encoder_decoder(self.model):
+            return ""
+        if self.encoder_len or fixed_positions(self.model):
+            return "fixed"
+        return "same"
+
     def loss(self, ids: Tensor) -> Tensor:
         """Run the model's forward on token ids [B, T], and return the loss of one training step."""
-        return loss_of(self.model, ids, self.head is not None)
+        return loss_of(self.model, ids, self.head is not None, self.encoder_len)
 
     def on_host(self) -> dict[str, Any]:
         """Return the values of `Profile`'s fields `frozen`, `trained` and `decoded`, by name: bytes

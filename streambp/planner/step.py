@@ -215,6 +215,33 @@ def fused_attention(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def fused_sdpa() -> Iterator[None]:
+    """Context manager in which sdpa makes FlashAttention's allocations, for layers of a streamed
+    model that attend by themselves, and for keys from elsewhere."""
+    with replaced([F], "scaled_dot_product_attention", [_flash_as_sdpa]):
+        yield
+
+
+def _flash_as_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **__: Any,
+) -> Tensor:
+    """Return the output of torch's FlashAttention operation on tensors without data, with the
+    arguments of `scaled_dot_product_attention`: query [B, H, T, D], key and value [B, H_kv, S, D].
+    A mask is ignored.
+    """
+    result: Tensor = aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, is_causal, scale=scale
+    )[0]
+    return result
+
+
 def _flash(
     module: nn.Module,
     query: Tensor,

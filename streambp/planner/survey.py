@@ -205,7 +205,8 @@ def _more_fields(skeleton: Skeleton) -> dict[str, Any]:
         skeleton: the full model.
     """
     model = skeleton.model
-    texts = assumptions(model, _layers_of(model), skeleton.head is not None)
+    has_head = skeleton.head is not None
+    texts = assumptions(model, _layers_of(model), has_head, skeleton.encoder_len)
     return {**skeleton.on_host(), "assumed": texts, "without_adapters": skeleton.without_adapters}
 
 
@@ -409,7 +410,7 @@ class Counter:
             if recipe.fused_head:
                 language_model = skeleton.language_model
                 hidden = language_model.base_model(
-                    **inputs_of(model, ids), use_cache=False
+                    **inputs_of(model, ids, skeleton.encoder_len), use_cache=False
                 ).last_hidden_state.flatten(0, 1)  # [B T, h]
                 # [B T], all counted as labelled
                 rows = torch.arange(hidden.shape[0], device=hidden.device)
@@ -584,14 +585,13 @@ def _count_method(
     # Fitted over the full sequence's length and all ranks; copies to the host over the method's own
     # points alone.
     lengths = [(ranks * tokens, chunk) for tokens, chunk in all_work]
-    if fused:
-        k_block = K_BLOCK
-    else:
-        k_block = MATH.tiling.k_block or K_BLOCK
+    k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
     parts = []
     for name in counted[points[0]]:
         over_ranks = [Work().plus(one[name], ranks) for one in all_work.values()]
-        parts.append(fit_work(name, lengths, over_ranks, k_block, len(counted)))
+        parts.append(
+            fit_work(name, lengths, over_ranks, k_block, len(counted), counter.skeleton.encoder)
+        )
     work = tuple(parts)
     config = recipe.config or StreamConfig()
     how = (recipe.name, config.named_saves, config.offload, config.gpu_memory is not None, chunked)

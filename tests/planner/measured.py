@@ -12,6 +12,7 @@ from streambp.admission.stacks import find_stacks
 from streambp.planner.compose import unroll
 from streambp.planner.count import LiveBytes
 from streambp.planner.measure import uncount_host
+from streambp.planner.model_class import loss_of
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.step import run_step
 from streambp.planner.survey import CHECKPOINTING, Counter, streamed
@@ -81,3 +82,29 @@ def measure(model, recipe, length, chunk_size):
     loss().backward()  # what happens once in a layer's life (probes, traces) is over
     model.zero_grad(set_to_none=True)
     return run_step(model, layers, loss, LiveBytes())
+
+
+def peaks(model, recipe, length, chunk_size, encoder_len=None):
+    """Peaks of activations in a first step, predicted and measured by live storages, of a model
+    that need not be a causal language model."""
+    skeleton = Skeleton(model, torch.float32, None, 16, "cpu", encoder_len=encoder_len)
+    counter = Counter(skeleton, skeleton.reduce(), 1, None)
+    (spans,) = counter.count(recipe, (length, chunk_size), accumulate=False)
+    phases = unroll(spans, counter.reduced)[0]
+    if recipe.config is None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        streambp.patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size))
+    ids = torch.randint(3, 60, (1, length))
+    layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
+    has_head = model.get_output_embeddings() is not None
+
+    def loss():
+        return loss_of(model, ids, has_head, encoder_len)
+
+    loss().backward()  # what happens once in a layer's life (probes, traces) is over
+    model.zero_grad(set_to_none=True)
+    real_spans = run_step(model, layers, loss, LiveBytes())
+    before = [0, *(span.gradients for span in real_spans[:-1])]
+    measured = max(span.peak - old for span, old in zip(real_spans, before, strict=True))
+    return max(phase.peak - phase.gradients for phase in phases), measured

@@ -6,8 +6,6 @@ covers: planner/mask_rules.py, planner/model_class.py
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from transformers import (
@@ -18,21 +16,18 @@ from transformers import (
     PaliGemmaConfig,
 )
 
-import streambp
 from streambp.admission.stacks import find_stacks
 from streambp.attention.mask_scan import find_barriers, find_reach
 from streambp.layer.site import LayerSite
 from streambp.planner import mask_rules, model_class, step
-from streambp.planner.compose import unroll
 from streambp.planner.configuration import build
-from streambp.planner.count import LiveBytes
 from streambp.planner.plan import plan
 from streambp.planner.profile import flops, from_json, to_json, work
 from streambp.planner.report import plan_table
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.step import run_step
-from streambp.planner.survey import CHECKPOINTING, UNPATCHED_RECIPE, Counter, streamed, survey
+from streambp.planner.survey import CHECKPOINTING, UNPATCHED_RECIPE, streamed, survey
 from streambp.planner.work import pairs
+from tests.planner import measured
 from tests.seeds import seed_torch
 
 SIZES = {
@@ -68,30 +63,9 @@ def built(name):
     return build(config, lambda one: model_class.build_as(one, dtype=torch.float32)).train()
 
 
-def peaks(name, recipe, length=1500, chunk=500):
-    """Peaks of activations of a step, predicted and measured by live storages."""
-    model = built(name)
-    skeleton = Skeleton(model, torch.float32, None, 16, "cpu")
-    counter = Counter(skeleton, skeleton.reduce(), 1, None)
-    (spans,) = counter.count(recipe, (length, chunk), accumulate=False)
-    phases = unroll(spans, counter.reduced)[0]
-    if recipe.config is None:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
-        streambp.patch(model, dataclasses.replace(recipe.config, chunk_size=chunk))
-    ids = torch.randint(3, 200, (1, length))
-    layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
-    has_head = model.get_output_embeddings() is not None
-
-    def loss():
-        return model_class.loss_of(model, ids, has_head)
-
-    loss().backward()  # what happens once in a layer's life (probes, traces) is over
-    model.zero_grad(set_to_none=True)
-    measured = run_step(model, layers, loss, LiveBytes())
-    before = [0, *(span.gradients for span in measured[:-1])]
-    real = max(span.peak - gradients for span, gradients in zip(measured, before, strict=True))
-    return max(phase.peak - phase.gradients for phase in phases), real
+def peaks(name, recipe, length=1500):
+    """Peaks of activations of a step, predicted and measured."""
+    return measured.peaks(built(name), recipe, length, 500)
 
 
 @pytest.fixture
@@ -112,17 +86,17 @@ def without_witness(monkeypatch):
     ],
 )
 def test_live_bytes_are_predicted(name, recipe):
-    predicted, measured = peaks(name, RECIPES[recipe])
-    print(f"{name}, {recipe}: {100 * (predicted / measured - 1):+.2f} %")
-    assert abs(predicted / measured - 1) <= 0.03
+    predicted, real = peaks(name, RECIPES[recipe])
+    print(f"{name}, {recipe}: {100 * (predicted / real - 1):+.2f} %")
+    assert abs(predicted / real - 1) <= 0.03
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("without_witness")
 def test_the_mutant_whose_windows_read_all_keys_is_noticed(monkeypatch):
     monkeypatch.setattr(mask_rules, "_from_positions", mask_rules.rectangles)
-    predicted, measured = peaks("modernbert", RECIPES["streambp"])
-    assert abs(predicted / measured - 1) > 0.03
+    predicted, real = peaks("modernbert", RECIPES["streambp"])
+    assert abs(predicted / real - 1) > 0.03
 
 
 @pytest.mark.full
