@@ -124,8 +124,9 @@ def admit(
         args, kwargs: the arguments of the layer's forward.
         rows: documents of packed rows, from position_ids; None: arguments mark them, or there are
             none.
-        strategy: functions that compute the call.
-        forks: positions at which recurrent states continue from an earlier position.
+        strategy: functions that compute the layer on one rank, or with a sequence split over ranks.
+        forks: positions at which recurrent states continue from an earlier position, in a packed
+            row whose documents share a prefix.
     """
     # The kind of call: the layer's structure, and which arguments it gets.
     look = site.fingerprint.look(site.layer)
@@ -190,11 +191,11 @@ def admit(
 
 
 def _tested(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallReport | None:
-    """Test a new kind of call. Return the call if it can run in chunks, or a report with
-    the reason for an unchunked run.
+    """Test a new kind of call. Return the call if it can run in chunks, or a report with the reason
+    for an unchunked run.
 
     Returns None if kernels of the layer ignore or misread the arguments that mark documents. The
-    site then records it, and the call has to be made once more, without these arguments.
+    layer's record then says so, and the caller must create the call again without these arguments.
 
     Args:
         call: the call in chunks.
@@ -310,7 +311,7 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
 
     Args:
         call: the call of the layer.
-        strategy: functions that compute the call.
+        strategy: functions that compute the layer on one rank, or with a sequence split over ranks.
     """
     site = call.site
     hidden_states = call.hidden_states

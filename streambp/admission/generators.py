@@ -76,7 +76,8 @@ def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> No
 
 
 def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
-    """True if a generator's state differs from the given one: random numbers were drawn since."""
+    """True if random numbers were drawn since `generator_states` returned `states`: a generator's
+    state has changed."""
     return not all(
         torch.equal(one, other)
         if isinstance(one, Tensor)

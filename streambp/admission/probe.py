@@ -154,7 +154,8 @@ class Found(NamedTuple):
 
     Attributes:
         because: the reason to run the layer unchunked; None: the layer may run in chunks.
-        certain: True if the result holds for any batch.
+        certain: True if the result may be stored for all later calls with arguments of the same
+            form; False if the result holds for this call alone.
         passes: True if the reason may be temporary, so that the layer is tested again at the next
             call.
     """

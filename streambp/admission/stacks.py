@@ -417,8 +417,8 @@ def _why_config_differs(backbone: PreTrainedModel) -> str | None:
 def is_bidirectional(layer: nn.Module) -> bool:
     """True if all attention modules of the layer are bidirectional (is_causal=False).
 
-    One beside a causal one is cross-attention, to an encoder's output. Without an encoder (as in
-    BartForCausalLM) it reads nothing, which the layer's test run shows.
+    A bidirectional module beside a causal one is cross-attention to an encoder's output. Without an
+    encoder (as in BartForCausalLM) cross-attention reads nothing, which the layer's test run shows.
     """
     attentions = _attentions(layer)
     return bool(attentions) and all(

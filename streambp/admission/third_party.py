@@ -160,7 +160,8 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
 
 
 def _remembered(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `ask` with a cache of its results, except for arguments that cannot be hashed."""
+    """Wrap a function so that its results are cached by its arguments. Calls with arguments that
+    cannot be hashed are not cached."""
     cached = functools.lru_cache(ask)
 
     @functools.wraps(ask)

@@ -116,8 +116,8 @@ def look_for_writes(call: LayerCall) -> Exception | None:
 
 
 def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
-    """Return names for which `holds` is true. Tried are all names, then the subset of names that
-    pass alone. The result is empty if neither passes.
+    """Return the names for which `holds` is true. All names are tested together; if they fail, all
+    names that pass alone are tested together. The result is empty if both tests fail.
 
     Args:
         names: names of Linears that may be skipped.
@@ -386,7 +386,7 @@ class Trial:
 
     def refill(self, calls: int, starts: list[States], names: Labels) -> list[Tensor]:
         """Return K [B, t, H_kv, D] and V of each attention call, recomputed without the outputs of
-        some Linears.
+        some Linears. Backward recomputes K and V this way if forward has not saved them.
 
         Args:
             calls: the number of attention calls.

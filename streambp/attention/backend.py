@@ -60,13 +60,12 @@ class Use(enum.Enum):
 
 
 class Used(NamedTuple):
-    """An attention kernel and the kind of blocks that the kernel computed, for `describe`. A block
-    is a rectangle of queries and keys.
+    """Kernel that computed blocks (rectangles of queries and keys) of one kind, for `describe`.
 
     Attributes:
         kernel: name of the kernel.
         kind: rule by which pairs of a query and a key counted, such as CAUSAL or MASK.
-        because: reason why no other kernel could be chosen; "" otherwise.
+        because: reason why plain matrix products are the only kernel; "" otherwise.
     """
 
     kernel: str

@@ -37,8 +37,8 @@ def indexers_of(module: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def picking(indexers: Sequence[nn.Module], point: ChunkAttention) -> Iterator[None]:
-    """Context manager in which indexers, modules that pick the keys of each query, compute their
-    picks for one chunk's queries. In backward they return the picks saved in forward.
+    """Context manager in which indexers (modules that pick the keys of each query) compute their
+    picks for one chunk's queries. In backward the indexers return the picks saved in forward.
 
     Args:
         indexers: the layer's indexers.
@@ -67,7 +67,9 @@ def _pick(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Return the indices of the keys that the chunk's queries read, [B, C, k] in int32.
+    """Return the indices of the keys that the chunk's queries read, [B, C, k] in int32. Indices
+    that forward saved are returned without a call of the indexer. A pass that recomputes K and V
+    alone gets k = 0, because it ends before attention.
 
     Args:
         indexer: module of sparse attention that picks keys.

@@ -171,12 +171,12 @@ def _attend_elsewhere(
         tensors: query [B, H, C, D], key [B, H_kv, S, D] and value [B, H_kv, S, D_v].
         mask: the mask over the S keys.
         softcap: limit of the scores; None: no limit.
-        foreign: names of unsupported arguments so far.
+        foreign: unsupported arguments that the caller found, by name; others are appended here.
         is_causal: False for a bidirectional module.
         kwargs: the other arguments of the attention call.
 
     Raises:
-        UnsupportedModelError: an argument is not supported, or the mask is missing.
+        UnsupportedModelError: an argument is not supported, or a causal module has no mask.
     """
     foreign += [name for name in SINKS if kwargs.get(name) is not None]
     # sdpa and eager attention differ in queries without any key

@@ -170,8 +170,8 @@ class DenseMask:
         return blocks
 
     def over_all_keys(self, device: torch.device) -> DenseMask:
-        """Return the mask for attention that has the keys of the full sequence, so that chunks may
-        end anywhere. The result is cached.
+        """Return the mask for attention that has the keys of the full sequence, instead of the keys
+        up to the chunk's end. Chunks may then end anywhere. The result is cached.
 
         Args:
             device: the device on which to find the keys that are read.

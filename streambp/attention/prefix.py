@@ -476,8 +476,8 @@ class PrefixChunkAttention(ChunkAttention):
         return keys_and_values
 
     def finish(self) -> None:
-        """Check the number of attention calls in this chunk, and store the attention outputs and
-        reports.
+        """Check the number of attention calls in this chunk. Record the keys that indexers picked,
+        and if the layer has overwritten an attention output.
 
         Raises:
             StreamBPError: the layer called attention more or fewer times than for the chunks

@@ -320,6 +320,6 @@ class Spans:
         return blocks
 
     def _first_key(self, run: Run) -> int:
-        """Return the first key that the queries of a run read, with regard to the sliding
-        window."""
+        """Return the first key that the first query of a run reads: the run's first key, or the
+        first key of the sliding window if that is later."""
         return run.k0 if self.window is None else max(run.k0, run.q0 - self.window + 1)

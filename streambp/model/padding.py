@@ -24,8 +24,8 @@ def hides_padding(
     """True if no code outside of patched layers can read values at padding positions in this call
     of a language model.
 
-    Such values are returned hidden states, router logits, an evaluation's logits, and inputs of
-    third-party code between backbone and loss. Logits that are lazy or None are not counted.
+    False, for example, if the call returns hidden states, router logits or an evaluation's logits,
+    or if third-party code runs between backbone and loss. Lazy logits count only if `handed_out`.
 
     Args:
         model: the language model.

@@ -200,8 +200,9 @@ class Steps:
                 return
 
     def known(self) -> Step | None:
-        """Return the record of the last step, or None before the first step. Its choice of saved
-        tensors is brought up to date if the step was unpatched and ended before that choice."""
+        """Return the record of the last step, or None before the first step. If an unpatched step
+        is still in progress, the choice in its record is updated first, because forward may end
+        before the choice is made."""
         step = self.last
         # forward may end before the choice
         if step is not None and step.unpatched and not step.over:

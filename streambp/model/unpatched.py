@@ -175,8 +175,9 @@ class UnpatchedRuns:
         """Check the call of a layer during an unpatched forward.
 
         Raises:
-            ComputedAgainError: a user's checkpoint surrounds the layer. The checkpoint's
-                recomputation would run chunk by chunk.
+            ComputedAgainError: a user's checkpoint surrounds the layer, so that grad mode is off or
+                saved_tensors_hooks are active. The checkpoint's recomputation would run chunk by
+                chunk.
         """
         if (
             not torch.is_grad_enabled()
