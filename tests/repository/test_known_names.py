@@ -115,7 +115,9 @@ def ends_and_starts():
     module = nn.Module()
     contract()(lambda module: module)(module)
     names = [str(name) for name in vars(module)]
-    ends: set[str] = {known_names.HOOKS} if any(n.endswith(known_names.HOOKS) for n in names) else set()
+    ends: set[str] = (
+        {known_names.HOOKS} if any(n.endswith(known_names.HOOKS) for n in names) else set()
+    )
     start = known_names.COMPOSABLE_STATE
     return ends | ({start} if any(name.startswith(start) for name in names) else set())
 
