@@ -31,6 +31,12 @@ streaming computes something else than the unpatched model therefore always stre
 softcaps and sinks under sdpa, documents of `cu_seq_lens_q`, and a checkpoint's second forward. The
 warnings and outputs of streaming are unchanged: the warning about documents, a loss of 0 without a
 valid label, outputs without logits.
+
+[Note: draws without gradients] GradCache (CachedMultipleNegativesRankingLoss) computes embeddings
+without gradients, and once more with gradients from the same random state. Its gradient is right if
+both forwards draw the same dropout masks. A forward without gradients streams, and streamed
+attention draws other masks than torch's. So no micro-batch runs unpatched after a forward without
+gradients has drawn random numbers.
 """
 
 from __future__ import annotations
@@ -86,6 +92,7 @@ class UnpatchedRuns:
         factor: forward's measured memory divided by the predicted memory; multiplies later
             predictions.
         within: True while an unpatched forward runs.
+        drew: True if a forward without gradients has drawn random numbers.
     """
 
     def __init__(self, config: StreamConfig, saves_policy: SavesPolicy, steps: Steps) -> None:
@@ -95,6 +102,7 @@ class UnpatchedRuns:
         self.most = math.inf
         self.factor = 1.0
         self.within = False  # an unpatched forward is running
+        self.drew = False
 
     def __getstate__(self) -> Any:
         """Return the state for copy and pickle, as before the first step."""
@@ -171,6 +179,20 @@ class UnpatchedRuns:
         self.steps.watch(result)
         return result
 
+    def watch_draws(self, run: Callable[[], T], device: torch.device) -> T:
+        """Call `run`, and note if it drew random numbers. [Note: draws without gradients]
+
+        Args:
+            run: a streamed forward without gradients.
+            device: device of the forward.
+        """
+        if self.drew:
+            return run()
+        random = RandomState.capture(device)
+        result = run()
+        self.drew = not random.is_current()
+        return result
+
     def enter_layer(self) -> None:
         """Check the call of a layer during an unpatched forward.
 
@@ -213,6 +235,8 @@ class UnpatchedRuns:
             given: input_ids [B, T] or inputs_embeds [B, T, h].
             config: config of the text model.
         """
+        if self.drew:
+            return False
         if torch._C._current_graph_task_id() != -1:  # a reentrant checkpoint recomputes the model
             return False
         self._heed_backward()

@@ -327,7 +327,11 @@ class BackboneForward(InstanceForward):
                 # positions anyway.
                 kwargs.pop("logits_to_keep", None)
             with explaining("in the model around its layers"), routed(self._configs()):
-                output = self._run(kwargs)
+                if state.unpatched is None or torch.is_grad_enabled():
+                    output = self._run(kwargs)
+                else:
+                    device: torch.device = self.module.device  # type: ignore[assignment]
+                    output = state.unpatched.watch_draws(lambda: self._run(kwargs), device)
             if torch.is_grad_enabled() and not context.again:
                 shared = getattr(self.prefixes, "last", None)
                 state.steps.forward_done(

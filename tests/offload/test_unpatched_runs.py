@@ -129,6 +129,24 @@ def test_a_run_with_dropout_is_the_unpatched_one_from_a_warm_up_on():
     assert not any(map(torch.equal, cold[:4], expected[:4]))
 
 
+@pytest.mark.parametrize("rate", [0.3, 0.0], ids=["dropout", "no dropout"])
+def test_a_forward_without_gradients_draws_as_the_step(rate):
+    """GradCache computes embeddings without gradients, and again with gradients from the same
+    random state."""
+    model = patched(build("qwen3", attention_dropout=rate))
+    ids = make_batch("plain")["input_ids"]
+    seed_torch(4)
+    with torch.no_grad():
+        expected = model.model(ids, use_cache=False).last_hidden_state  # [B, T, h]
+    seed_torch(4)
+    found = model.model(ids, use_cache=False).last_hidden_state  # [B, T, h]
+    assert streams(found) == (rate > 0)
+    if rate:
+        assert torch.equal(found, expected)
+    else:
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_head_that_is_deferred_gets_the_unpatched_layers_output():
     plain = build("qwen3", dtype=torch.float64)
     model = patched(plain, lazy_logits=True)
@@ -657,6 +675,10 @@ MUTANTS = {
     "own attention": (unpatched, "is_plain", lambda _: True, lambda: test_layers_that_attend_by_themselves_stream("xglm")),
     "sdpa": (unpatched, "SDPA", "another", test_what_sdpa_leaves_out_streams),
     "documents": (state, "finds_other_documents", lambda *_: False, test_documents_that_unpatched_attention_does_not_read),
+    "draws": (
+        unpatched.UnpatchedRuns, "watch_draws", lambda self, run, device: run(),
+        lambda: test_a_forward_without_gradients_draws_as_the_step(0.3),
+    ),
     "noise": (
         unpatched, "IGNORED_SHARE_OF_FREE_MEMORY", 0.0,
         lambda: _with_a_patch(test_what_is_small_does_not_correct_the_prediction),
