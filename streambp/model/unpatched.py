@@ -36,7 +36,8 @@ valid label, outputs without logits.
 without gradients, and once more with gradients from the same random state. Its gradient is right if
 both forwards draw the same dropout masks. A forward without gradients streams, and streamed
 attention draws other masks than torch's. So no micro-batch runs unpatched after a forward without
-gradients has drawn random numbers.
+gradients has drawn random numbers. In training mode such a forward also streams if the config asks
+for a cache.
 """
 
 from __future__ import annotations

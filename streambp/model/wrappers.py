@@ -476,9 +476,10 @@ class BackboneForward(InstanceForward):
         """True if this call is computed chunk by chunk: no cache is passed, and neither a cache nor
         attention weights are returned.
 
-        If a call has no `use_cache`, the model's config decides, as unpatched. A training step
-        ignores the config: most programs never read the cache of a step, and gradient checkpointing
-        returns none either. A caller that passes `use_cache=True` gets a cache.
+        If a call has no `use_cache`, the model's config decides, as unpatched. Training mode
+        ignores the config, without gradients, too: most programs never read the cache of a step,
+        gradient checkpointing returns none either, and dropout must draw the same masks as in the
+        step. A caller that passes `use_cache=True` gets a cache. [Note: draws without gradients]
         """
         if has_cache(kwargs):
             self.state.history.given_cache |= torch.is_grad_enabled() and self.module.training
@@ -488,7 +489,7 @@ class BackboneForward(InstanceForward):
             attentions is None and getattr(self.module.config, "output_attentions", False)
         ):
             return False
-        if torch.is_grad_enabled() and self.module.training:
+        if self.module.training:
             # If a language model around this backbone runs, the caller of that model counts. Other
             # models around may pass their config's `use_cache` on as if it was an argument.
             named = self.state.running.names_cache
@@ -498,7 +499,7 @@ class BackboneForward(InstanceForward):
                     and not self._around_fill_in
                     and names_cache(self.module, kwargs)
                 )
-            self.state.history.named_cache |= named
+            self.state.history.named_cache |= named and torch.is_grad_enabled()
             return not named
         use_cache = wants_cache(self.module.config, kwargs)
         if kwargs.get("use_cache") is None:
@@ -508,7 +509,7 @@ class BackboneForward(InstanceForward):
     def _leaves_a_cache_out(self) -> bool:
         """True if the current call is in training and returns no cache, although the unpatched
         model would return one. Called only for calls that request a cache."""
-        if not (self.module.training and torch.is_grad_enabled()):
+        if not self.module.training:
             return False
         return not (getattr(self.module, CHECKPOINTING[0], False) or self.checkpointed)
 

@@ -147,6 +147,24 @@ def test_a_forward_without_gradients_draws_as_the_step(rate):
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_decoder_draws_alike_where_its_config_asks_for_a_cache(steps_before):
+    """The two forwards of GradCache, without `use_cache`: the one without gradients would return a
+    cache, as the config has it, and would run unpatched."""
+    model = patched(build("qwen3", attention_dropout=0.3), warm=False, chunk_size=5)
+    model.config.use_cache = True
+    batch = make_batch("plain")
+    for _ in range(steps_before):
+        model(**batch).loss.backward()
+    ids = batch["input_ids"]
+    seed_torch(4)
+    with torch.no_grad():
+        expected = model.model(ids).last_hidden_state  # [B, T, h]
+    seed_torch(4)
+    found = model.model(ids).last_hidden_state  # [B, T, h]
+    assert torch.equal(found, expected)
+
+
 def test_a_head_that_is_deferred_gets_the_unpatched_layers_output():
     plain = build("qwen3", dtype=torch.float64)
     model = patched(plain, lazy_logits=True)
