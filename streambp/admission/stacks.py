@@ -15,7 +15,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from streambp.admission.third_party import refuse_opacus
 from streambp.attention.indexers import indexers_of
 from streambp.attention.interface import NoAttention, ThroughInterface
-from streambp.attention.kinds import Bidirectional, ForeignAttention, OverCache, Picking
+from streambp.attention.kinds import (
+    Biased,
+    Bidirectional,
+    ForeignAttention,
+    OverCache,
+    Picking,
+)
+from streambp.attention.position_biases import biases_distances
 from streambp.attention.self_attending import biases_positions
 from streambp.cache_arguments import cache_arguments, cache_parameters
 from streambp.errors import UnsupportedModelError
@@ -280,6 +287,9 @@ def kind_of(layer: nn.Module) -> LayerKind:
         attention: NoAttention = OverCache(cache)
     elif is_bidirectional(layer):
         attention = Bidirectional()
+    elif attends(layer) and adds_bias(layer):
+        # a bias by distance needs no positions from a cache
+        return LayerKind(Biased(_takes(layer, POSITION_BIAS)), StateCarrier(""), "")
     elif attends(layer):
         picks = any(map(_hands_picks, _attentions(layer)))
         if picks:
@@ -321,17 +331,17 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
         layers: the decoder layers.
     """
     ahead = _reads_ahead(layers)
-    if ahead or getattr(backbone.config, "is_encoder_decoder", False):
-        biased = next(
-            filter(_adds_biases, (a for layer in layers for a in _attentions(layer))), None
-        )
-        if biased is not None:
+    for biased in filter(_adds_biases, (a for layer in layers for a in _attentions(layer))):
+        name = type(biased).__name__
+        if not biases_distances(biased):
+            return f"{name} adds a bias to each score, which streambp does not compute"
+        if ahead:
             return (
-                f"{type(biased).__name__} adds a bias for each distance between two positions, "
-                "which streambp does not compute"
+                f"{name} adds a bias for each distance between two positions, which streambp "
+                "computes in causal layers alone"
             )
     if getattr(backbone.config, "is_encoder_decoder", False):
-        unmasked = next((layer for layer in layers if not _takes_mask(layer)), None)
+        unmasked = next((x for x in layers if not _takes(x, "attention_mask")), None)
         if unmasked is not None:
             return (
                 f"{type(unmasked).__name__} takes no attention_mask: its model makes a causal mask "
@@ -436,18 +446,24 @@ def _reads_text(backbone: PreTrainedModel) -> bool:
     return backbone.main_input_name == "input_ids"
 
 
-def _takes_mask(layer: nn.Module) -> bool:
-    """True if the layer's forward has an argument for the mask of its own attention."""
+def _takes(layer: nn.Module, argument: str) -> bool:
+    """True if the layer's forward has an argument of this name, or is no Python function."""
     forward = written_forward(layer)
     if not hasattr(forward, "__code__"):
         return True
-    return "attention_mask" in inspect.signature(forward).parameters
+    return argument in inspect.signature(forward).parameters
 
 
 def _takes_states(layer: nn.Module) -> bool:
     """True if the layer's forward has an argument for recurrent states."""
     forward = written_forward(layer)
     return hasattr(forward, "__code__") and STATE in inspect.signature(forward).parameters
+
+
+def adds_bias(layer: nn.Module) -> bool:
+    """True if an attention module of the layer passes a bias for each pair of positions to
+    transformers' attention function, as T5 does."""
+    return any(map(_adds_biases, _attentions(layer)))
 
 
 def _adds_biases(attention: nn.Module) -> bool:

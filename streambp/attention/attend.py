@@ -252,6 +252,8 @@ class Params(NamedTuple):
         softcap: limit of the scores; None: no tanh.
         dropout: probability to drop a weight.
         seed: seed of the first block's dropout mask; block i uses seed + i.
+        bias: [H, 2 T - 1], added to the scores by the distance of key and query; None: no bias.
+        bias_gradient: [H, 2 T - 1], to which backward adds; None: not needed.
     """
 
     backend: Backend
@@ -259,6 +261,8 @@ class Params(NamedTuple):
     softcap: float | None
     dropout: float
     seed: int
+    bias: Tensor | None = None
+    bias_gradient: Tensor | None = None
 
     def tasks(self, plan: BlockPlan, layout: Layout, device: torch.device) -> Iterable[Task]:
         """Return the kernel arguments (`Task`) of each block of a chunk. A block is a rectangle of
@@ -272,7 +276,7 @@ class Params(NamedTuple):
             layout: keys that each query may read.
             device: device of the tasks' tensors.
         """
-        if plan.by_place and self.dropout == 0.0:
+        if plan.by_place and self.dropout == 0.0 and self.bias is None:
             return list(
                 map(functools.partial(Task, scale=self.scale, softcap=self.softcap), plan.blocks)
             )
@@ -301,7 +305,17 @@ class Params(NamedTuple):
             if key not in layout.derived:
                 layout.derived[key] = upload(block, device)
             ends = layout.derived[key]
-        return Task(block, self.scale, tile, ends, self.dropout, self.seed + number, self.softcap)
+        return Task(
+            block,
+            self.scale,
+            tile,
+            ends,
+            self.dropout,
+            self.seed + number,
+            self.softcap,
+            self.bias,
+            self.bias_gradient,
+        )
 
 
 def attend_blocks(
@@ -418,7 +432,7 @@ class PrefixRead(torch.autograd.Function):
 
 class PrefixAttention(torch.autograd.Function):
     """Autograd function of one chunk's attention to all tokens up to the chunk's end. The inputs
-    are q, k, v and the logits of an attention sink; the output is [B, C, H, D_v]."""
+    are q, k, v, the logits of an attention sink and T5's bias; the output is [B, C, H, D_v]."""
 
     @staticmethod
     def forward(
@@ -432,6 +446,7 @@ class PrefixAttention(torch.autograd.Function):
         chunk: Chunk,
         params: Params,
         saved: Attended | None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Return the chunk's attention output o [B, C, H, D_v] in q's dtype.
 
@@ -445,6 +460,8 @@ class PrefixAttention(torch.autograd.Function):
             chunk: the chunk's range of positions.
             params: the kernels, scale, softcap and dropout.
             saved: output that the forward pass saved for this chunk; None: compute attention again.
+            bias: [1, H, 2 T - 1], only to connect the graph: `params` holds the values. None: no
+                bias.
         """
         attended = saved or attend_blocks(q, site, layout, chunk, params, sink, keep_wide=True)
         o = attended.o.contiguous()
@@ -460,8 +477,9 @@ class PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return dq [B, H, C, D], dk [B, H_kv, C, D] and dv in q's dtype, and the sink's gradient
-        [H], from the output's gradient [B, C, H, D_v].
+        """Return dq [B, H, C, D], dk [B, H_kv, C, D] and dv in q's dtype. Also return the gradients
+        of the sink [H] and of the bias [1, H, 2 T - 1]. `grad` is the output's gradient [B, C, H,
+        D_v].
 
         dK and dV of earlier chunks are added to buffers in `site`, from which these chunks'
         backward reads them later. [Note: prefix accumulation order]
@@ -474,6 +492,10 @@ class PrefixAttention(torch.autograd.Function):
         layout = ctx.layout
         chunk = ctx.chunk
         params = ctx.params
+        dbias = None
+        if params.bias is not None and ctx.needs_input_grad[9]:
+            dbias = torch.zeros_like(params.bias, dtype=lse.dtype)
+            params = params._replace(bias_gradient=dbias)
         plan: BlockPlan = params.backend.plan(
             layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD
         )
@@ -527,4 +549,5 @@ class PrefixAttention(torch.autograd.Function):
             None,
             None,
             None,
+            None if dbias is None else dbias[None].to(params.bias.dtype),
         )

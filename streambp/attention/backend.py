@@ -290,6 +290,7 @@ def choose_backend(
     softcap: float | None = None,
     sink: bool = False,
     platform: Platform | None = None,
+    biased: bool = False,
 ) -> Backend:
     """Return the attention kernels (`Backend`) for tensors like q [B, H, T, D] and v [B, H_kv, T,
     D_v].
@@ -314,6 +315,7 @@ def choose_backend(
         sink: True if there is an attention sink, one more key without a value.
         platform: properties of device and software; None: the result of `platform_of` for q's
             device.
+        biased: True if a bias for each distance of two positions is added to the scores.
 
     Raises:
         AttentionChoiceError: the wanted backend cannot attend this call. "auto" never raises;
@@ -324,7 +326,7 @@ def choose_backend(
     properties = platform_of(q.device) if platform is None else platform
     return _chosen(
         requested,
-        AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap),
+        AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap, biased),
         sink,
         properties,
     )

@@ -37,6 +37,7 @@ from streambp.attention.masks import (
     masks_replaced,
     resolve,
 )
+from streambp.attention.position_biases import by_distance, has_table, is_by_distance
 from streambp.attention.prefix import (
     AttentionCall,
     ChunkAttention,
@@ -58,13 +59,14 @@ from streambp.known_names import (
     FOREIGN_ARGUMENTS,
     IMPLEMENTATION,
     PICKS,
+    POSITION_BIAS,
     SINKS,
 )
 
 NAME = "streambp"
 NOTHING_CAST = contextlib.nullcontext()
 OURS = (ChunkAttention, LazyMask)  # types of masks in streamed models
-UNUSUAL = frozenset({*FOREIGN_ARGUMENTS, *SINKS, PICKS})
+UNUSUAL = frozenset({*FOREIGN_ARGUMENTS, *SINKS, PICKS, POSITION_BIAS})
 
 
 # Breaks the graph of compiled code around it, because each chunk has other blocks.
@@ -124,6 +126,11 @@ def stream_attention(
         )
     if not is_causal and not getattr(attention_mask, "bidirectional", False):
         foreign.append("is_causal=False")
+    bias = kwargs.get(POSITION_BIAS)
+    if bias is not None:
+        bias = _distance_bias(module, bias, attention_mask)
+        if bias is None:
+            foreign.append(POSITION_BIAS)
     if foreign:
         raise _unsupported(module, foreign)
     if not isinstance(attention_mask, ChunkAttention):
@@ -138,8 +145,27 @@ def stream_attention(
     # Autocast would round the scores. See `attention/attend.py`.
     with NOTHING_CAST if dtype is None else without_autocast(query.device.type):
         return attention_mask.attend(
-            AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)
+            AttentionCall(query, key, value, scale, dropout, softcap, sink, picks, bias)
         ), None
+
+
+def _distance_bias(module: nn.Module, bias: Any, mask: Any) -> Tensor | None:
+    """Return T5's bias of each distance, [1, H, 2 T - 1], for one chunk of a layer. None if the
+    call's bias is another one, or if the layer is not computed chunk by chunk.
+
+    A module that computes its own bias (UMT5) counts positions from 0 in each chunk. This function
+    computes the bias again, for all distances up to the chunk's end.
+
+    Args:
+        module: the attention module.
+        bias: the bias that the module passed.
+        mask: the chunk's attention.
+    """
+    if not isinstance(mask, PrefixChunkAttention) or not isinstance(bias, Tensor):
+        return None
+    if is_by_distance(bias):
+        return bias
+    return by_distance(module, mask.chunk.stop, bias.device) if has_table(module) else None
 
 
 def _own_function(module: nn.Module) -> Any:
@@ -481,6 +507,7 @@ class NoAttention:
             decides which keys a query reads.
         returns_weights: True if the layer returns attention weights after the hidden states even if
             nobody requested them; floating tensors after the hidden states are then ignored.
+        adds_bias: True if the layer's attention adds T5's bias to the scores.
     """
 
     costs: str | None = None
@@ -491,6 +518,7 @@ class NoAttention:
     picks_keys = False
     reads_ahead = False
     returns_weights = False
+    adds_bias = False
 
     def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
         """Return the configs of which `_attn_implementation` is replaced while the layer is

@@ -32,6 +32,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from streambp.attention.mask_scan import reads
+from streambp.attention.position_biases import add_of_block, of_pairs
 from streambp.attention.spans import Block, Kind, Tiling
 from streambp.device import has_data
 
@@ -43,7 +44,7 @@ CUDNN_FEW = 256
 
 class Task(NamedTuple):
     """Arguments of an attention kernel other than q, k and v, for one rectangle of queries and
-    keys."""
+    keys. Only plain products read the two tensors of T5's bias."""
 
     block: Block
     scale: float
@@ -52,6 +53,8 @@ class Task(NamedTuple):
     dropout: float = 0.0
     seed: int = 0
     softcap: float | None = None
+    bias: Tensor | None = None  # [H, 2 T - 1], for each distance of two positions
+    bias_gradient: Tensor | None = None  # [H, 2 T - 1], to which backward adds
 
 
 class Kernel(Protocol):
@@ -197,7 +200,10 @@ class MathKernel(Kernel):
             dropped = weights * keep
             dweights = dweights * keep
         dv = dropped.flatten(2, 3).mT @ do  # [B, H_kv, Tk, D_v]
-        dscores = (weights * (dweights - delta[..., None]) * (slope * task.scale)).flatten(2, 3)
+        dscores = weights * (dweights - delta[..., None])  # [B, H_kv, G, Tq, Tk]
+        if task.bias_gradient is not None:
+            add_of_block(task.bias_gradient, dscores.flatten(1, 2).sum(0), task.block)
+        dscores = (dscores * (slope * task.scale)).flatten(2, 3)
         dq = (dscores @ k).unflatten(2, weights.shape[2:4]).flatten(1, 2)  # [B, H, Tq, D]
         dk = dscores.mT @ q.unflatten(1, groups).flatten(2, 3)  # [B, H_kv, Tk, D]
         return dq, dk, dv
@@ -212,6 +218,10 @@ class MathKernel(Kernel):
 
     def _masked(self, scores: Tensor, q: Tensor, k: Tensor, task: Task) -> Tensor:
         groups = (k.shape[1], q.shape[1] // k.shape[1])
+        if task.bias is not None:
+            block = task.block
+            bias = of_pairs(task.bias, block.q0, block.q1, block.k0, block.k1)  # [H, Tq, Tk]
+            scores = scores + bias.unflatten(0, groups).to(scores.dtype)
         tile = _tile(task, q.device)
         if tile is None:
             return scores

@@ -25,6 +25,7 @@ from streambp.attention.interface import (
 )
 from streambp.attention.mask_scan import find_empty, reads
 from streambp.attention.masks import LazyMask, attention_mask_of, masks_replaced
+from streambp.attention.position_biases import is_by_distance, of_pairs
 from streambp.attention.prefix import ChunkAttention, PrefixChunkAttention
 from streambp.attention.self_attending import (
     OwnMask,
@@ -35,7 +36,7 @@ from streambp.attention.self_attending import (
 from streambp.cache import ChunkCache
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import EAGER, PER_KEY
+from streambp.known_names import CROSS_BIAS, EAGER, PER_KEY, POSITION_BIAS
 
 
 def _with_own_masks(
@@ -164,7 +165,70 @@ class ForeignAttention(NoAttention):
         )
 
 
-# types of arguments that contain no `LazyMask`
+def _with_bias_of_pairs(named: dict[str, Any], length: int) -> dict[str, Any]:
+    """Return arguments of a layer, with the bias of all pairs [1, H, T, T] in place of the bias of
+    each distance.
+
+    Args:
+        named: arguments of the layer by name.
+        length: T.
+    """
+    bias = named.get(POSITION_BIAS)
+    if not is_by_distance(bias):
+        return named
+    return {**named, POSITION_BIAS: of_pairs(bias, 0, length, 0, length)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Biased(ThroughInterface):
+    """Adapter for a decoder layer whose attention adds T5's bias by the distance of key and query.
+    See `attention/position_biases.py`.
+
+    Attributes:
+        gets_bias: True if the first layer computes the bias, and other layers get it as an argument
+            (T5). False if each layer computes its own bias (UMT5).
+    """
+
+    gets_bias: bool
+
+    adds_bias = True
+    returns_weights = True
+    why_not_split = "it adds a bias by position, and this rank has a part of the positions"
+    costs = (
+        "plain products: no fused kernel adds a bias by distance, of which one value for each "
+        "distance is kept"
+    )
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """Return the reason why the layer cannot be chunked with its attention_mask and with the
+        bias of its cross-attention; None if it can.
+
+        Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
+            x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark; not read here.
+        """
+        if named.get(CROSS_BIAS) is not None:
+            return "its cross-attention gets a bias for each pair of positions"
+        return super().take_mask(layer, named, x, documents)
+
+    def whole(
+        self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
+    ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+        """Return the context manager and the arguments for an unchunked run of the layer, in which
+        the model's own masks and the bias of all pairs are used."""
+        kwargs = _with_bias_of_pairs(kwargs, args[0].shape[-2])
+        return _with_own_masks(configs, args, kwargs)
+
+    def unpatched(
+        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+    ) -> dict[str, Any]:
+        """Return the layer's arguments for the first `length` tokens, with the model's own masks
+        and the bias of all pairs."""
+        return _with_bias_of_pairs(super().unpatched(named, length, mask), length)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -314,6 +314,8 @@ class AttentionCall(NamedTuple):
         sink: [H], the attention sink: logits of one more key without a value; None: no sink.
         picks: [B, C, k], indices of the keys that each query reads; None: all keys. See
             `attention/picked_keys.py`.
+        bias: [1, H, 2 T - 1], added to the scores by the distance of key and query; None: no bias.
+            See `attention/position_biases.py`.
     """
 
     q: Tensor
@@ -324,6 +326,7 @@ class AttentionCall(NamedTuple):
     softcap: float | None = None
     sink: Tensor | None = None
     picks: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class ChunkAttention:
@@ -412,14 +415,18 @@ class PrefixChunkAttention(ChunkAttention):
         prefix = self.prefix
         chunk = self.chunk
         index = self.call
-        q, k, v, scale, dropout, softcap, sink, picks = call
+        q, k, v, scale, dropout, softcap, sink, picks, bias = call
         self.call += 1
         backend = prefix.backends.get(index)
         # backward uses forward's kernels, even if torch's switches change in between
         if backend is None:
-            backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
+            is_biased = bias is not None
+            backend = choose_backend(
+                prefix.attention, q, v, dropout, softcap, sink is not None, biased=is_biased
+            )
             prefix.backends[index] = backend
-            prefix.sdpa = prefix.sdpa.with_call(q, k, v, dropout, softcap is None and sink is None)
+            in_sdpa = softcap is None and sink is None and not is_biased
+            prefix.sdpa = prefix.sdpa.with_call(q, k, v, dropout, in_sdpa)
         settings, place = (scale, dropout, softcap), (chunk.index, index)
         if self.stage is Stage.FORWARD:
             prefix.asked[place] = settings
@@ -433,7 +440,8 @@ class PrefixChunkAttention(ChunkAttention):
             for name, x in ((f"q.{index}", q), (f"k.{index}", k), (f"v.{index}", v)):
                 self.see(name, x.transpose(1, 2).flatten(2))  # the layout of projections: no copy
         seed = int(torch.randint(2**62, (), device="cpu")) if dropout > 0.0 else 0
-        params = Params(backend, scale, softcap, dropout, seed)
+        values = None if bias is None else bias.detach()[0]
+        params = Params(backend, scale, softcap, dropout, seed, values)
         site = self._site(index, k, v)
         if self.stage is Stage.REFILL and self.call == prefix.calls:
             raise RefillDone
@@ -456,7 +464,7 @@ class PrefixChunkAttention(ChunkAttention):
             prefix.note(plan)
             return attended.o
         saved = self.saved[index] if self.saved else None
-        out: Tensor = PrefixAttention.apply(q, k, v, sink, site, layout, chunk, params, saved)
+        out: Tensor = PrefixAttention.apply(q, k, v, sink, site, layout, chunk, params, saved, bias)
         return out.clone() if prefix.overwritten else out
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,6 +83,7 @@ class AttentionShape:
         dtype: dtype of q, k and v.
         dropout: probability to drop a weight.
         softcap: limit of the scores; None: no limit.
+        biased: True if a bias for each distance of two positions is added to the scores.
     """
 
     size: int
@@ -90,6 +91,7 @@ class AttentionShape:
     dtype: torch.dtype
     dropout: float = 0.0
     softcap: float | None = None
+    biased: bool = False
 
     @property
     def padded(self) -> int:
@@ -110,6 +112,8 @@ def why_not_fused(call: AttentionShape, platform: Platform) -> Iterator[str]:
         yield f"it has no dropout, and the model's is {call.dropout}"
     if call.softcap is not None:
         yield f"it has no softcap, and the model's is {call.softcap}"
+    if call.biased:
+        yield "it adds no bias for each distance of two positions, and the model does"
     if platform.device not in ("cpu", "cuda", "meta"):
         yield f"it does not run on {platform.device}"
     if platform.device != "cpu" and call.dtype not in HALF:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from torch.distributed import is_initialized
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from streambp.admission.biased import stream_biased
 from streambp.admission.entry import stream_layer
 from streambp.admission.stacks import (
+    adds_bias,
     cache_argument,
     is_bidirectional,
     kind_of,
@@ -207,7 +209,11 @@ class LayerForward(InstanceForward):
         if context.shards is None:
             if is_initialized():
                 refuse_lone_layer(self.site)
-            compute = stream_bidirectional if self.site.kind.attention.reads_ahead else stream_layer
+            compute: Callable[..., Any] = stream_layer
+            if self.site.kind.attention.reads_ahead:
+                compute = stream_bidirectional
+            elif self.site.kind.attention.adds_bias:
+                compute = stream_biased
             output = compute(
                 self.site, args, kwargs, context.packed_rows, forks=tree.forks if tree else ()
             )
@@ -247,8 +253,10 @@ class BackboneForward(InstanceForward):
             layer for layer in layers if not cache_argument(layer)
         )
         self.prefixes: SharedPrefixes | None = None
-        # if attention reads ahead, a token depends on later tokens of its row, too
-        if state.config.rows != "as_given" and not any(map(is_bidirectional, layers)):
+        # If attention reads ahead, a token depends on later tokens of its row, too. A bias by
+        # distance would count tokens of other rows in a packed row.
+        joins = not any(is_bidirectional(layer) or adds_bias(layer) for layer in layers)
+        if state.config.rows != "as_given" and joins:
             self.prefixes = SharedPrefixes(module, state.config.rows)
 
     def install(self) -> None:

@@ -22,8 +22,6 @@ from transformers import (
     M2M100ForConditionalGeneration,
     MarianConfig,
     MarianMTModel,
-    T5Config,
-    T5ForConditionalGeneration,
     T5GemmaConfig,
     T5GemmaForConditionalGeneration,
     WhisperConfig,
@@ -165,12 +163,6 @@ def test_the_mutant_that_attends_by_sdpa_is_noticed(monkeypatch):
     monkeypatch.setattr(interface, "_eager_function", lambda module: None)
     with pytest.raises(AssertionError):
         test_an_encoder_row_of_padding_alone("eager")
-
-
-def test_position_biases_are_refused():
-    config = T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64)
-    with pytest.raises(streambp.StreamBPError, match="T5Attention adds a bias"):
-        streambp.patch(T5ForConditionalGeneration(config))
 
 
 def test_a_decoder_that_is_causal_without_a_cache_alone_is_refused():

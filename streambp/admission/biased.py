@@ -1,0 +1,80 @@
+"""Stream decoder layers whose attention adds T5's bias by the distance of key and query.
+
+T5's first layer computes the bias from its table, and returns the bias for the other layers. Here
+the bias has one value for each distance (`attention/position_biases.py`). It is computed before the
+first layer runs. Every layer gets the bias as an argument, and returns the bias's gradient.
+Autograd adds these gradients, and gives the sum to the table.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from streambp.admission.checkpointed import run_whole
+from streambp.admission.entry import stream_layer
+from streambp.attention.kinds import Biased
+from streambp.attention.position_biases import by_distance, has_table, is_by_distance
+from streambp.chunks import Forks
+from streambp.errors import UnsupportedModelError
+from streambp.known_names import POSITION_BIAS
+from streambp.layer.site import CallReport, LayerSite
+from streambp.recurrent.documents import PackedRows
+from streambp.source import written_forward
+
+BY_PAIR = "its position_bias has a value for each pair of positions, or is missing"
+
+
+def stream_biased(
+    site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, forks: Forks
+) -> Any:
+    """Compute the forward of a decoder layer whose attention adds T5's bias, and return its result.
+    If the layer gets the bias as an argument, its result contains the bias of each distance.
+
+    Args:
+        site: the decoder layer, with its settings and test results.
+        args, kwargs: the arguments of the layer's forward.
+        rows: documents of packed rows, from position_ids.
+        forks: positions at which recurrent states continue from an earlier position.
+
+    Raises:
+        UnsupportedModelError: the layer's weights are on the host.
+    """
+    kind = site.kind.attention
+    if not isinstance(kind, Biased) or not kind.gets_bias:
+        return stream_layer(site, args, kwargs, rows, forks=forks)
+    names = site.of(_names_of_arguments)
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    hidden_states: Tensor = kwargs.pop(names[0])
+    bias = kwargs.get(POSITION_BIAS)
+    source = site.of(_with_table)
+    if bias is None and source is not None:
+        if site.weights is not None:
+            raise UnsupportedModelError(
+                f"{type(site.layer).__name__} computes a bias for all layers from its own weights, "
+                "which are in host memory (weights='cpu'). streambp does not support both. Set "
+                "weights='device' in StreamConfig."
+            )
+        bias = by_distance(source, hidden_states.shape[-2], hidden_states.device)
+        kwargs[POSITION_BIAS] = bias
+    if not is_by_distance(bias):
+        report = site.last_call.report = CallReport(BY_PAIR)
+        with site.weights_for_once((hidden_states,), kwargs, BY_PAIR):
+            return run_whole(site, (hidden_states,), kwargs, report)
+    output = stream_layer(site, (hidden_states,), kwargs, rows, forks=forks)
+    if not isinstance(output, tuple):
+        return output
+    # Cross-attention without a bias makes zeros, in each layer.
+    return output[0], bias, *[None] * (len(output) - 2)
+
+
+def _names_of_arguments(layer: nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments of the layer's forward, in order."""
+    return tuple(inspect.signature(written_forward(layer)).parameters)[1:]
+
+
+def _with_table(layer: nn.Module) -> nn.Module | None:
+    """Return the layer's attention module with a table of biases; None if it has none."""
+    return next(filter(has_table, layer.modules()), None)
