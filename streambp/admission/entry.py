@@ -158,7 +158,7 @@ def admit(
     if site.tests.warm_up is not None and not may_edit_gradients(site.layer):
         site.tests.reuse_result(arguments.kind, look)
     # Reasons to run unchunked that need no trial, or that a trial has found.
-    findings = site.tests.result(arguments.kind)
+    findings = site.tests.results[arguments.kind]
     because = (
         (look.hooks.why_whole() if look.hooks.routing else None)
         or findings.because
@@ -208,7 +208,7 @@ def _tested(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallReport 
             return None
         return CallReport(verdict.because, rows=rows)
     if failed is not None:
-        tests.result(call.arguments.kind).doubt(broken(failed))
+        tests.results[call.arguments.kind].doubt(broken(failed))
         return CallReport(broken(failed), rows=rows)
     return call
 
@@ -286,13 +286,13 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
     refuse_compiled_attention(call.site.layer)
     because = why_untestable(call)
     if because is not None:
-        call.site.tests.result(call.arguments.kind).judge(because)
+        call.site.tests.results[call.arguments.kind].judge(because)
         return None, Verdict(False, because)
     with leaving_nothing(call):
         because, error = why_kept(call)
         failed = look_for_writes(call)
         verdict = can_stream(call)
-    findings = call.site.tests.result(call.arguments.kind)
+    findings = call.site.tests.results[call.arguments.kind]
     if verdict.streams and because is not None:
         findings.judge(because)
         verdict = Verdict(False, because)
