@@ -38,7 +38,7 @@ from streambp.distributed.context_parallel import replaced_attention
 from streambp.distributed.engines import EngineReduce, reductions_of
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import watching
-from streambp.fingerprint.snapshots import LayerSnapshot, versions_of
+from streambp.fingerprint.snapshots import versions_of
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import DOCUMENT_ENDS, OWN_SCAN
 from streambp.layer.arguments import Arguments
@@ -48,7 +48,7 @@ from streambp.layer.gradients import NO_HOOKS, can_keep_graph, counts_when_alone
 from streambp.layer.oom import explained
 from streambp.layer.products import hooked_everywhere
 from streambp.layer.recompute import NULL_CONTEXT, Parameters, slots_of
-from streambp.layer.site import CallReport, LayerSite
+from streambp.layer.site import REACH, CallReport, LayerSite
 from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_of
 from streambp.recurrent.segments import arguments_that_tell, mixers_of
@@ -102,7 +102,7 @@ def stream_layer(
     site.last_call.report = CallReport(
         None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan
     )
-    if strategy is IN_CHUNKS and not _runs_third_party(site, call.look):
+    if strategy is IN_CHUNKS and REACH not in dict(call.arguments.kind):
         strategy = WITHOUT_THIRD_PARTY
     with call.autocast.off() if call.autocast.on else NULL_CONTEXT:  # [Note: autocast]
         return _streamed(call, strategy)
@@ -149,7 +149,8 @@ def admit(
         attends = replaced_attention()
         if attends is not None:
             arguments.kind |= {("torch's attention", attends)}
-    if _runs_third_party(site, look):  # [Note: kept values]
+    # Global hooks may change without a new snapshot. [Note: kept values]
+    if hooked_everywhere() or site.of(lambda _: bool(roots_of(site, look)), "third party"):
         arguments.kind = tell(site, look, arguments.kind, arguments.hidden_states)
     arguments.forks = forks if carries else ()
     if rows is not None:
@@ -211,19 +212,6 @@ def _tested(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallReport 
         tests.results[call.arguments.kind].doubt(broken(failed))
         return CallReport(broken(failed), rows=rows)
     return call
-
-
-def _runs_third_party(site: LayerSite, look: LayerSnapshot) -> bool:
-    """True if third-party code that may store values runs inside the layer. The answer is cached
-    until a module, hook or attribute of the layer changes.
-
-    Args:
-        site: the decoder layer.
-        look: snapshot of its modules, hooks and attributes.
-    """
-    if hooked_everywhere():  # such hooks may change without a new snapshot
-        return True
-    return site.of(lambda _: bool(roots_of(site, look)), "third party")
 
 
 def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
