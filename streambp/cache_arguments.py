@@ -28,7 +28,7 @@ from typing import Any
 from torch import nn
 from transformers.cache_utils import Cache
 
-from streambp.known_names import CACHE_CALLS, SEQUENCE_LENGTH, STATE, UNTYPED_CACHES, UPDATE
+from streambp.known_names import CACHE_CALLS, SEQUENCE_LENGTH, UPDATE
 from streambp.source import written
 
 ENDING = "Cache"  # the ending of cache classes' names
@@ -54,17 +54,6 @@ def is_cache(value: Any) -> bool:
     """True if the value is a cache of keys, values or recurrent states."""
     kind: Any = type(value)
     return value is not None and is_cache_class(kind)
-
-
-def has_cache(kwargs: Mapping[str, Any]) -> bool:
-    """True if a call's keyword arguments contain a cache, or initial states of a recurrence."""
-    for name, value in kwargs.items():
-        if value is None:
-            continue
-        kind: Any = type(value)
-        if is_cache_class(kind) or name == STATE or name in UNTYPED_CACHES:
-            return True
-    return False
 
 
 def without_caches(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ wrapper enters itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -54,7 +55,7 @@ from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, ACCELERATE
 
 
 @dataclasses.dataclass(eq=False)
-class Use:
+class Use(contextlib.AbstractContextManager["Use"]):
     """Context manager that marks a patched model as used by one thread, during a forward or a
     layer's backward. Nested uses by the same thread share an object."""
 
@@ -62,9 +63,6 @@ class Use:
     thread: int
     task: int
     depth: int = 1
-
-    def __enter__(self) -> Use:
-        return self
 
     def __exit__(self, *_: object) -> None:
         with self.owner.lock:

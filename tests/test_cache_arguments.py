@@ -22,7 +22,8 @@ from transformers.cache_utils import Cache
 import streambp
 from streambp import cache_arguments
 from streambp.admission import stacks
-from streambp.cache_arguments import cache_parameters, has_cache, is_cache, without_caches
+from streambp.cache_arguments import cache_parameters, is_cache, without_caches
+from streambp.model.state import has_cache
 from streambp.recurrent import segments
 from streambp.source import with_globals, written
 from tests import zoo

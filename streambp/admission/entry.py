@@ -38,7 +38,7 @@ from streambp.distributed.context_parallel import replaced_attention
 from streambp.distributed.engines import EngineReduce, reductions_of
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import watching
-from streambp.fingerprint.snapshots import LayerSnapshot, versions_of
+from streambp.fingerprint.snapshots import versions_of
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import DOCUMENT_ENDS, OWN_SCAN
 from streambp.layer.arguments import Arguments
@@ -48,7 +48,7 @@ from streambp.layer.gradients import NO_HOOKS, can_keep_graph, counts_when_alone
 from streambp.layer.oom import explained
 from streambp.layer.products import hooked_everywhere
 from streambp.layer.recompute import NULL_CONTEXT, Parameters, slots_of
-from streambp.layer.site import CallReport, LayerSite
+from streambp.layer.site import REACH, CallReport, LayerSite
 from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_of
 from streambp.recurrent.segments import arguments_that_tell, mixers_of
@@ -102,7 +102,7 @@ def stream_layer(
     site.last_call.report = CallReport(
         None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan
     )
-    if strategy is IN_CHUNKS and not _runs_third_party(site, call.look):
+    if strategy is IN_CHUNKS and REACH not in dict(call.arguments.kind):
         strategy = WITHOUT_THIRD_PARTY
     with call.autocast.off() if call.autocast.on else NULL_CONTEXT:  # [Note: autocast]
         return _streamed(call, strategy)
@@ -150,7 +150,8 @@ def admit(
         attends = replaced_attention()
         if attends is not None:
             arguments.kind |= {("torch's attention", attends)}
-    if _runs_third_party(site, look):  # [Note: kept values]
+    # Global hooks may change without a new snapshot. [Note: kept values]
+    if hooked_everywhere() or site.of(lambda _: bool(roots_of(site, look)), "third party"):
         arguments.kind = tell(site, look, arguments.kind, arguments.hidden_states)
     arguments.forks = forks if carries else ()
     if rows is not None:
@@ -159,7 +160,7 @@ def admit(
     if site.tests.warm_up is not None and not may_edit_gradients(site.layer):
         site.tests.reuse_result(arguments.kind, look)
     # Reasons to run unchunked that need no trial, or that a trial has found.
-    findings = site.tests.result(arguments.kind)
+    findings = site.tests.results[arguments.kind]
     because = (
         (look.hooks.why_whole() if look.hooks.routing else None)
         or findings.because
@@ -209,22 +210,9 @@ def _tested(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallReport 
             return None
         return CallReport(verdict.because, rows=rows)
     if failed is not None:
-        tests.result(call.arguments.kind).doubt(broken(failed))
+        tests.results[call.arguments.kind].doubt(broken(failed))
         return CallReport(broken(failed), rows=rows)
     return call
-
-
-def _runs_third_party(site: LayerSite, look: LayerSnapshot) -> bool:
-    """True if third-party code that may store values runs inside the layer. The answer is cached
-    until a module, hook or attribute of the layer changes.
-
-    Args:
-        site: the decoder layer.
-        look: snapshot of its modules, hooks and attributes.
-    """
-    if hooked_everywhere():  # such hooks may change without a new snapshot
-        return True
-    return site.of(lambda _: bool(roots_of(site, look)), "third party")
 
 
 def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
@@ -287,13 +275,13 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
     refuse_compiled_attention(call.site.layer)
     because = why_untestable(call)
     if because is not None:
-        call.site.tests.result(call.arguments.kind).judge(because)
+        call.site.tests.results[call.arguments.kind].judge(because)
         return None, Verdict(False, because)
     with leaving_nothing(call):
         because, error = why_kept(call)
         failed = look_for_writes(call)
         verdict = can_stream(call)
-    findings = call.site.tests.result(call.arguments.kind)
+    findings = call.site.tests.results[call.arguments.kind]
     if verdict.streams and because is not None:
         findings.judge(because)
         verdict = Verdict(False, because)

@@ -260,7 +260,7 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
         what: the value's name and shape, for the message.
     """
     site = call.site
-    site.tests.result(call.arguments.kind).judge(f"{KEEPS_VALUES} ({what})")
+    site.tests.results[call.arguments.kind].judge(f"{KEEPS_VALUES} ({what})")
     when = "did not when it was tried"
     if site.tests.warm_up is not None and site.tests.warm_up.on:
         site.tests.warm_up.on = False
@@ -298,7 +298,7 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     if not call.has_full_sequence or not has_data(x) or x.shape[-2] == 1 or not x.numel():
         return None, None
     roots = roots_of(site, call.look)
-    if not roots or site.tests.result(call.arguments.kind).judged:
+    if not roots or site.tests.results[call.arguments.kind].judged:
         return None, None
     failed: Exception | None = None
     because = None

@@ -63,7 +63,7 @@ def why_not_at_length(call: LayerCall) -> str | None:
         )
     if tested_tokens < length:
         site.tests.max_tested_tokens = tested_tokens
-    findings = site.tests.result(call.arguments.kind)
+    findings = site.tests.results[call.arguments.kind]
     findings.tried = {ANY_SIZE: 0, **(findings.tried or {}), call.plan.size: length}
     return None
 

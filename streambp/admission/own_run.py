@@ -239,7 +239,7 @@ def own_run(
         return None
     unpatched = UnpatchedRun(call, x, upstream, shadows)
     call.site.tests.third_party_modules = unpatched.foreign
-    call.site.tests.result(call.arguments.kind).tried = {
+    call.site.tests.results[call.arguments.kind].tried = {
         ANY_SIZE: 0 if unpatched.foreign else sys.maxsize
     }
     return unpatched

@@ -107,7 +107,7 @@ def can_stream(call: LayerCall) -> Verdict:
         KernelError: a kernel failed, which says nothing of the layer.
         StreamBPError: the requested attention cannot compute the call.
     """
-    site, findings = call.site, call.site.tests.result(call.arguments.kind)
+    site, findings = call.site, call.site.tests.results[call.arguments.kind]
     x = call.hidden_states.detach()
     if not x.numel():
         return Verdict(False, EMPTY)
@@ -143,7 +143,7 @@ def can_stream(call: LayerCall) -> Verdict:
     if (
         because is not None
         or not certain
-        or site.tests.cover(site.tests.result(call.arguments.kind), call.plan)
+        or site.tests.cover(site.tests.results[call.arguments.kind], call.plan)
     ):
         return Verdict(because is None, because)
     return _judged_at_length(call)
@@ -187,7 +187,7 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
 def _judged_at_length(call: LayerCall) -> Verdict:
     """Test the layer on the call's full length instead of a few tokens, and return the decision
     whether it runs in chunks. [Note: foreign insides]"""
-    findings = call.site.tests.result(call.arguments.kind)
+    findings = call.site.tests.results[call.arguments.kind]
     with rehearsing(call), on_trial(call), evaluated(call), torch.no_grad():
         try:
             because = why_not_at_length(call)

@@ -144,37 +144,36 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
     forward = written(type(module).forward)
     names = forward.__globals__
     table = names.get(ATTENTION_TABLE, ALL_ATTENTION_FUNCTIONS)
-    function = _inside(table.get(implementation)) if implementation else None
+    function = table.get(implementation) if implementation else None
     registered = function is not None
     if not registered:
         function = next(filter(callable, map(names.get, _eager_names(forward))), None)
-    inner = getattr(_inside(function), "__globals__", {}).get(FLASH_FORWARD)
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or EAGER)
+    inside: Callable[[Any], Any] = _inside
+    why: Callable[..., str | None] = _why_foreign
+    try:
+        hash((function, mask))
+    except TypeError:  # without a hash, their results cannot be cached
+        inside = undecorated
+        why = _why_foreign.__wrapped__
+    function = inside(function)
+    inner = getattr(function, "__globals__", {}).get(FLASH_FORWARD)
     if inner is not None:  # verl's function passes its tensors on where sequences are not split
         size = getattr(inner, "__globals__", {}).get(VERLS_SIZE)
         plain = home_of(inner).startswith("verl.") and callable(size) and size() == 1
         inner = None if plain or home_of(inner).startswith("transformers.") else inner
-    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or EAGER)
-    return _why_foreign(
-        type(module).__name__, names["__name__"], implementation, function, registered, inner, mask
+    return why(
+        type(module).__name__,
+        names["__name__"],
+        implementation,
+        function,
+        registered,
+        None if inner is None else full_name(inner),
+        mask,
     )
 
 
-def _remembered(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that its results are cached by its arguments. Calls with arguments that
-    cannot be hashed are not cached."""
-    cached = functools.lru_cache(ask)
-
-    @functools.wraps(ask)
-    def answer(*args: Any) -> Any:
-        try:
-            return cached(*args)
-        except TypeError:  # the argument has no hash
-            return ask(*args)
-
-    return answer
-
-
-_inside = _remembered(undecorated)
+_inside = functools.lru_cache(undecorated)
 
 
 @functools.lru_cache
@@ -184,14 +183,14 @@ def _eager_names(forward: Callable[..., Any]) -> list[str]:
     return [name for name in forward.__code__.co_names if name.endswith(EAGER_FORWARD)]
 
 
-@_remembered
+@functools.lru_cache
 def _why_foreign(
     kind: str,
     home: str,
     implementation: str | None,
     function: Any,
     registered: bool,
-    inner: Any,
+    inner: str | None,
     mask: Any,
 ) -> str | None:
     """Return the start of an error message that names a third-party function among an attention
@@ -205,7 +204,7 @@ def _why_foreign(
         implementation: the name of the attention implementation.
         function: the attention function.
         registered: True if the function is in transformers' ALL_ATTENTION_FUNCTIONS.
-        inner: a third-party function that `function` calls; None: none.
+        inner: name of a third-party function that `function` calls; None: none.
         mask: the mask function; None: none is registered for the implementation.
     """
     function, mask = undecorated(function), undecorated(mask)
@@ -222,9 +221,7 @@ def _why_foreign(
     elif not _is_softmax(function, implementation):
         return f"{who} is {full_name(function)}, where a function of transformers is expected"
     if inner is not None:
-        return (
-            f"{who} calls {full_name(inner)}, where transformers' own {FLASH_FORWARD} is expected"
-        )
+        return f"{who} calls {inner}, where transformers' own {FLASH_FORWARD} is expected"
     if mask is None:
         return (
             f"{who} has no mask function registered by its name, so that the unpatched model "

@@ -68,7 +68,7 @@ def unread_products(
     """
     if not linears and not call.site.kind.states.carries:
         return UnreadProducts()
-    if call.site.tests.result(call.arguments.kind).adopted:
+    if call.site.tests.results[call.arguments.kind].adopted:
         return UnreadProducts(
             states=any(products.states for products in call.site.tests.unread.values())
         )
@@ -84,7 +84,7 @@ def look_for_writes(call: LayerCall) -> Exception | None:
         The layer's exception, if it raised; None otherwise.
     """
     site, x = call.site, call.hidden_states.detach()
-    findings = site.tests.result(call.arguments.kind)
+    findings = site.tests.results[call.arguments.kind]
     if (
         call.autocast in findings.seen_writing
         or not has_data(x)

@@ -351,13 +351,6 @@ class Routed(str):
     config: int
     holders: set[object]
 
-    def __new__(cls, own: str | None, config: PreTrainedConfig) -> Routed:
-        self = super().__new__(cls, NAME)
-        self.own = own
-        self.config = id(config)
-        self.holders = set()
-        return self
-
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self.own), () if self.own is None else (self.own,))
 
@@ -383,7 +376,8 @@ def own_implementation(config: PreTrainedConfig) -> str | None:
     return name.own if isinstance(name, Routed) else name
 
 
-def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     """Context manager in which models with these configs use `stream_attention` and `LazyMask`.
     Sub-configs are unchanged.
 
@@ -396,17 +390,6 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
     the config's own implementation.
     """
     routed_ids = HERE.get()
-    for config in configs:
-        if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in routed_ids:
-            return _routed(configs)
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
-    AttentionInterface.register(NAME, stream_attention)
-    AttentionMaskInterface.register(NAME, stream_mask)
-    routed_ids = HERE.get()
     holder = object()
     entered: list[tuple[PreTrainedConfig, Routed]] = []
     try:
@@ -414,10 +397,16 @@ def _routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
             name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
             if id(name) in HERE.get():
                 continue
+            AttentionInterface.register(NAME, stream_attention)
+            AttentionMaskInterface.register(NAME, stream_mask)
             with LOCK:
                 name = _plain(config, "__dict__")[IMPLEMENTATION]
                 if not isinstance(name, Routed) or not name.holders or name.config != id(config):
-                    name = Routed(own_implementation(config), config)
+                    own = own_implementation(config)
+                    name = Routed(NAME)
+                    name.own = own
+                    name.config = id(config)
+                    name.holders = set()
                 entered.append((config, name))  # first: Ctrl-C may come between any two of these
                 name.holders.add(holder)
                 _plain(config, "__dict__")[IMPLEMENTATION] = name

@@ -132,6 +132,8 @@ class ModuleSnapshot:
 
     Attributes:
         named: the modules by name.
+        values: the attributes, parameters and buffers of the modules.
+        flat: `values.read()` at the snapshot.
         hooks: the hook dicts of the modules inside the layer.
         exact: values by (module, attribute, position); equal if a forward would read the same.
         generators: random generators among the attributes.
@@ -144,8 +146,8 @@ class ModuleSnapshot:
 
     def __init__(self, layer: nn.Module, ignored: set[Key]) -> None:
         self.named = dict(layer.named_modules())
-        self._values = ValueList(list(self.named.values()))
-        self.hooks = [d[name] for d in self._values.dicts[1:] for name in MODULE_HOOKS]
+        self.values = ValueList(list(self.named.values()))
+        self.hooks = [d[name] for d in self.values.dicts[1:] for name in MODULE_HOOKS]
         self.exact: dict[tuple[str, str, str], Any] = {}
         self.generators: list[Generator] = []
         self.parameters: list[Tensor] = []
@@ -155,27 +157,19 @@ class ModuleSnapshot:
         kinds: list[Any] = []
         for path, module in self.named.items():
             self._read(path, module, ignored, kinds)
-        for cls in self._values.types:
+        for cls in self.values.types:
             self._add(
                 (CLASSES, ""),
                 leaves(getattr(cls, "forward", None), f"{cls.__qualname__}.forward"),
                 kinds,
             )
         self.kind = hashlib.blake2b(repr(kinds).encode(), digest_size=16).hexdigest()
-        self._flat = self._values.read()
+        self.flat = self.values.read()
 
     @property
     def modules(self) -> list[nn.Module]:
         """Return the layer's modules."""
-        return self._values.modules
-
-    def unchanged(self) -> bool:
-        """True if no attribute, parameter or buffer was replaced since the snapshot."""
-        try:
-            # identical objects are not compared by value
-            return self._values.read() == self._flat
-        except Exception:  # an attribute is gone, or a tensor replaced another value
-            return False
+        return self.values.modules
 
     def _read(self, path: str, module: nn.Module, ignored: set[Key], kinds: list[Any]) -> None:
         """Add a module's attributes, parameters and buffers to the snapshot.
@@ -186,7 +180,7 @@ class ModuleSnapshot:
             ignored: attributes to leave out, as (module name, attribute name).
             kinds: the list from which `kind` is computed; entries are appended.
         """
-        values = self._values
+        values = self.values
         attributes = module.__dict__
         counts = [
             name
@@ -334,7 +328,13 @@ class Fingerprint:
     def look(self, layer: nn.Module) -> LayerSnapshot:
         """Return a snapshot of the layer; the object `last` itself if nothing changed."""
         latest = self.last
-        body_is_unchanged = latest is not None and latest.body.unchanged()
+        body_is_unchanged = False
+        if latest is not None:
+            try:
+                # identical objects are not compared by value
+                body_is_unchanged = latest.body.values.read() == latest.body.flat
+            except Exception:  # an attribute is gone, or a tensor replaced another value
+                body_is_unchanged = False
         if (
             body_is_unchanged
             and latest is not None

@@ -60,7 +60,8 @@ def refuse_written(arguments: Seen) -> None:
 
 
 class Arguments:
-    """The arguments of one call of a decoder layer, by name and without hidden_states and caches.
+    """The arguments of one call of a decoder layer, by name and without hidden_states. Caches are
+    replaced by None, and use_cache by False.
 
     Args:
         forward: the layer class's forward.
@@ -88,7 +89,17 @@ class Arguments:
         self.packed_rows = packed_rows
         self.forks: Forks = ()  # for a tree of rows in a layer with states
         self.tells = False
-        self.named = _bind(forward, layer, args, kwargs)
+        signature, var_keyword = _signature(forward)
+        self.named = signature.bind(layer, *args, **kwargs).arguments
+        del self.named[next(iter(self.named))]  # the layer itself
+        if var_keyword is not None:
+            self.named.update(self.named.pop(var_keyword, {}))
+        for name, value in self.named.items():
+            kind: Any = type(value)
+            if value is not None and is_cache_class(kind):
+                self.named[name] = None
+        if "use_cache" in self.named:
+            self.named["use_cache"] = False
         # recurrent_gemma: activations
         first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))
         layer_input: Tensor = self.named.pop(first)
@@ -308,29 +319,6 @@ def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
         and hidden_states.shape[1] == position_ids.shape[-1] != hidden_states.shape[2]
     )
     return hidden_states.shape[2:] if behind else hidden_states.shape[-1:]
-
-
-def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return a call's arguments by name. Caches are replaced by None, and use_cache by False.
-
-    Args:
-        forward: the layer class's forward.
-        layer: the decoder layer.
-        args: the call's positional arguments.
-        kwargs: the call's keyword arguments.
-    """
-    signature, var_keyword = _signature(forward)
-    named = signature.bind(layer, *args, **kwargs).arguments
-    del named[next(iter(named))]
-    if var_keyword is not None:
-        named.update(named.pop(var_keyword, {}))
-    for name, value in named.items():
-        kind: Any = type(value)
-        if value is not None and is_cache_class(kind):
-            named[name] = None
-    if "use_cache" in named:
-        named["use_cache"] = False
-    return named
 
 
 @functools.lru_cache

@@ -346,7 +346,7 @@ def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
         )
         return
     call.arguments.renamed(call.look.kind)  # forward may have excluded values from comparison
-    call.site.tests.result(call.arguments.kind).judge(KEEPS)
+    call.site.tests.results[call.arguments.kind].judge(KEEPS)
     raise BackwardError(
         f"{type(call.site.layer).__name__}, or a hook inside it, stores tensors with their graph, "
         "and did not when the layer was tested. A common cause is a second loss that starts at a "

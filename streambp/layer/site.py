@@ -125,6 +125,14 @@ class TrialResult:
             self.judge(because)
 
 
+class TrialResults(dict[frozenset[tuple[str, Any]], TrialResult]):
+    """Test results of a layer by kind of call (`Arguments.kind`). Reading a kind without results
+    inserts new, empty results, as `collections.defaultdict` does."""
+
+    def __missing__(self, kind: frozenset[tuple[str, Any]]) -> TrialResult:
+        return remember(self, kind, TrialResult())
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
     """The way in which a layer's chunks read keys, values and recurrent states of earlier chunks.
@@ -205,7 +213,7 @@ class LayerTests:
     """Results of a layer's tests on random tokens.
 
     Attributes:
-        results: test results by kind of call.
+        results: test results by kind of call, `Arguments.kind`.
         unread: the Linears whose outputs backward never reads, by the key `LayerCall.situation`.
         unread_in_halves: like `unread`, for a layer that is computed in two halves: up to its
             attention and behind it.
@@ -231,7 +239,7 @@ class LayerTests:
     step ends with an error, and the layer is tested with the hook from then on.
     """
 
-    results: dict[frozenset[tuple[str, Any]], TrialResult] = dataclasses.field(default_factory=dict)
+    results: TrialResults = dataclasses.field(default_factory=TrialResults)
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
     unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(
         default_factory=dict
@@ -245,17 +253,6 @@ class LayerTests:
     hooks_run_in_tests: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     warm_up: WarmUp | None = None
     differing: set[str] = dataclasses.field(default_factory=set)
-
-    def result(self, kind: frozenset[tuple[str, Any]]) -> TrialResult:
-        """Return the test results for this kind of call; new, empty results if there are none.
-
-        Args:
-            kind: `Arguments.kind`, the form of a call's arguments and the layer's structure.
-        """
-        findings = self.results.get(kind)
-        if findings is None:
-            findings = remember(self.results, kind, TrialResult())
-        return findings
 
     def forget(self, because: str | None) -> None:
         """Drop the decision to run unchunked for this reason, so that such calls are tested again.
@@ -303,7 +300,7 @@ class LayerTests:
                 adopted_kind for adopted_kind, findings in self.results.items() if findings.adopted
             ]:
                 del self.results[adopted_kind]
-        elif not self.result(kind).judged:
+        elif not self.results[kind].judged:
             state = dict(kind)["state"]  # (modules, hooks, trainable parameters)
             for earlier_kind, findings in [pair for pair in self.results.items() if pair[1].judged]:
                 earlier_state = dict(earlier_kind)["state"]

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import is_initialized
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from streambp.attention.interface import own_implementation
 from streambp.attention.self_attending import biases_positions
-from streambp.cache_arguments import has_cache
 from streambp.distributed.engines import held
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, foreign_of_class, trls_head
@@ -31,7 +30,7 @@ from streambp.model.deferring import DeferredForward, HeldHead
 from streambp.model.empty_batches import EmptyBatchWarning, LossOfLabels, any_label
 from streambp.model.padding import hides_padding, warn_of_labels_after_padding
 from streambp.model.split import find_split
-from streambp.model.state import PatchState, names_cache, wants_cache
+from streambp.model.state import PatchState, has_cache, names_cache, wants_cache
 
 BLOCKWISE = "blockwise loss, no logits"
 WITHOUT_LABELS = (
@@ -61,6 +60,8 @@ class CausalLMForward(InstanceForward):
         left_out: output fields that were None in the last chunked training call, for example
             "logits". None before the first such call, and after a call that returned a tuple.
     """
+
+    module: PreTrainedModel
 
     def __init__(
         self, module: PreTrainedModel, state: PatchState, norms: tuple[nn.Module, ...]
@@ -142,7 +143,7 @@ class CausalLMForward(InstanceForward):
                 if is_initialized():
                     self._refuse_unshifted(kwargs)
                 if labels is None and self._is_lazy(kwargs):
-                    self._leave_cache(kwargs)
+                    self.state.leave_cache_out(self.module.config.get_text_config(), kwargs)
                     request = HeadRequest(
                         self.state.pending, norms=self._steady_norms, handed_out=True
                     )
@@ -259,7 +260,7 @@ class CausalLMForward(InstanceForward):
     ) -> Any:
         if is_initialized():
             self._refuse_unshifted(kwargs)
-        self._leave_cache(kwargs)
+        self.state.leave_cache_out(self.module.config.get_text_config(), kwargs)
         if hands_out and self._is_lazy(kwargs):
             lazy = HeadRequest(self.state.pending, beside_loss=True)
         else:
@@ -301,7 +302,8 @@ class CausalLMForward(InstanceForward):
             return None
         if has_backward_hooks(self.module.get_output_embeddings()):  # type: ignore[operator]
             return None
-        config = self._leave_cache(kwargs)
+        config = self.module.config.get_text_config()
+        self.state.leave_cache_out(config, kwargs)
         left_out = self.left_out
 
         def run() -> Any:
@@ -379,18 +381,6 @@ class CausalLMForward(InstanceForward):
                 "splitting (put shift_labels among the buffers of context_parallel) and pass the "
                 "same tensor as labels and shift_labels."
             )
-
-    def _leave_cache(self, kwargs: dict[str, Any]) -> PreTrainedConfig:
-        """Set `use_cache=False` in the arguments of a call, and return the config of the text
-        model.
-
-        Raises:
-            UnsupportedModelError: the model computes something else without a cache.
-        """
-        config: PreTrainedConfig = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
-        self.state.check_cache(config, kwargs)
-        kwargs["use_cache"] = False
-        return config
 
     @explaining("in the model around its layers")
     def _run(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.admission.third_party import named_hooks
 from streambp.attention.interface import own_implementation
+from streambp.cache_arguments import is_cache_class
 from streambp.config import StreamConfig
 from streambp.device import has_data
 from streambp.distributed.engines import held
@@ -23,7 +24,14 @@ from streambp.foreign import wrapped_functions
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import Home, InstanceForward, Living, StepOwner
-from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, FILLED_IN, FLASH
+from streambp.known_names import (
+    CHECKPOINTING,
+    DOCUMENT_ENDS,
+    FILLED_IN,
+    FLASH,
+    STATE,
+    UNTYPED_CACHES,
+)
 from streambp.layer.site import LayerSite
 from streambp.layer.witness import Witnesses
 from streambp.model.deferring import DeferredForward
@@ -177,9 +185,13 @@ class PatchState:
             if self.weights is not None:
                 self.weights.ranges.sites[site.index] = site
 
-    def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
-        """Check that a call may run without a KV cache, and record if the unpatched call would make
-        one.
+    def leave_cache_out(self, config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
+        """Set `use_cache=False` in the arguments of a call, and record if the unpatched call would
+        make a KV cache.
+
+        Args:
+            config: the config that decides if the arguments do not.
+            kwargs: arguments of the call.
 
         Raises:
             UnsupportedModelError: the unpatched call would make a cache, and the model computes
@@ -195,6 +207,7 @@ class PatchState:
                 "cache. use_cache=False (or config.use_cache = False) trains without shared keys."
             )
         self.running.asked_cache |= wants_a_cache
+        kwargs["use_cache"] = False
 
     def as_unpatched(
         self,
@@ -238,6 +251,17 @@ class PatchState:
             return False
 
         return self.unpatched.attempt(run, kwargs, config, packs)
+
+
+def has_cache(kwargs: Mapping[str, Any]) -> bool:
+    """True if a call's keyword arguments contain a cache, or initial states of a recurrence."""
+    for name, value in kwargs.items():
+        if value is None:
+            continue
+        kind: Any = type(value)
+        if is_cache_class(kind) or name == STATE or name in UNTYPED_CACHES:
+            return True
+    return False
 
 
 def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:

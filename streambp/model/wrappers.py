@@ -27,7 +27,6 @@ from streambp.admission.stacks import (
 from streambp.admission.third_party import distinct_attentions, refuse_foreign_attention
 from streambp.attention.interface import attention_configs, routed
 from streambp.attention.masks import LazyMask
-from streambp.cache_arguments import has_cache
 from streambp.device import has_data
 from streambp.distributed.engines import differentiable_input
 from streambp.distributed.host import engine_host_use
@@ -57,6 +56,7 @@ from streambp.model.split import refuse_lone_layer, refuse_replicas, shards_of
 from streambp.model.state import (
     PatchState,
     fills_in_defaults,
+    has_cache,
     models_around,
     names_cache,
     wants_cache,
@@ -276,92 +276,93 @@ class BackboneForward(InstanceForward):
             for wrapper in self.state.wrappers:
                 if isinstance(wrapper, LayerForward):
                     wrapper.meet_engine()
-        with self.state.owner.enter():
-            return self._call(kwargs)
-
-    def _call(self, kwargs: dict[str, Any]) -> Any:
         state = self.state
-        context = self.state.running
-        if kwargs.get("input_ids") is not None:
+        context = state.running
+        with state.owner.enter():
             tokens = kwargs.get("input_ids")
-        else:
-            tokens = kwargs.get("inputs_embeds")
-        if state.weights is not None:
-            state.weights.begin(tokens)
-        previous = context.bypass, context.shards, context.packed_rows
-        context.bypass = not self._streams(kwargs)
-        context.shards = None
-        context.packed_rows = None
-        try:
-            if context.bypass:
-                if self.prefixes is not None:
-                    self.prefixes.stand_aside(kwargs)
-                return self.original(**kwargs)
-            for layer in self.layers:
-                # Trainer enables checkpointing at the start of training. In transformers up to 5.22
-                # the flag would recompute the layer once more.
-                if layer.__dict__.get(CHECKPOINTING[0]):
-                    layer.gradient_checkpointing = False  # type: ignore[assignment]
-                    self.checkpointed.append(layer)
-            self._check(tokens)
-            if (
-                isinstance(tokens, Tensor)
-                and tokens.shape[1] > state.history.positions_known_to
-                and self.module.training
-            ):
-                state.history.positions_known_to = self._warn_beyond_positions(kwargs, tokens)
-            refuse_foreign_attention(self.attentions)
-            state.check_cache(self.module.config, kwargs)
-            cacheless = context.asked_cache and self._leaves_a_cache_out()
-            if state.saves_policy is not None and isinstance(tokens, Tensor):
-                state.saves_policy.begins(tokens.device)
-            output = None if state.unpatched is None or context.again else self._unstreamed(kwargs)
-            if output is not None:
-                if self.prefixes is not None:
-                    self.prefixes.last = AS_UNPATCHED
-                state.steps.forward_done(id(self.module), tokens, None, unpatched=True)
-                return with_absent_cache(output) if cacheless else output
-            if state.offloader is not None:
-                self._meet_engines_on_the_host(state.offloader)
-            if is_initialized():
-                context.shards = shards_of(
-                    kwargs, tokens, self.module.config, self.module.training, self._sites
+            if tokens is None:
+                tokens = kwargs.get("inputs_embeds")
+            if state.weights is not None:
+                state.weights.begin(tokens)
+            previous = context.bypass, context.shards, context.packed_rows
+            context.bypass = not self._streams(kwargs)
+            context.shards = None
+            context.packed_rows = None
+            try:
+                if context.bypass:
+                    if self.prefixes is not None:
+                        self.prefixes.stand_aside(kwargs)
+                    return self.original(**kwargs)
+                for layer in self.layers:
+                    # Trainer enables checkpointing at the start of training. In transformers up to 5.22
+                    # the flag would recompute the layer once more.
+                    if layer.__dict__.get(CHECKPOINTING[0]):
+                        layer.gradient_checkpointing = False  # type: ignore[assignment]
+                        self.checkpointed.append(layer)
+                self._check(kwargs, tokens)
+                state.leave_cache_out(self.module.config, kwargs)
+                cacheless = context.asked_cache and self._leaves_a_cache_out()
+                if state.saves_policy is not None and isinstance(tokens, Tensor):
+                    state.saves_policy.begins(tokens.device)
+                output = (
+                    None if state.unpatched is None or context.again else self._unstreamed(kwargs)
                 )
-                state.history.split = context.shards or state.history.split
-            context.packed_rows = self._packed_rows(kwargs, tokens) if self.keeps_states else None
-            kwargs["use_cache"] = False
-            if self.module.get_output_embeddings() is None:  # type: ignore[operator]
-                # gemma4 would run some layers on these positions alone; its head selects the
-                # positions anyway.
-                kwargs.pop("logits_to_keep", None)
-            with explaining("in the model around its layers"), routed(self._configs()):
+                if output is not None:
+                    if self.prefixes is not None:
+                        self.prefixes.last = AS_UNPATCHED
+                    state.steps.forward_done(id(self.module), tokens, None, unpatched=True)
+                    return with_absent_cache(output) if cacheless else output
+                if state.offloader is not None:
+                    self._meet_engines_on_the_host(state.offloader)
+                if is_initialized():
+                    context.shards = shards_of(
+                        kwargs, tokens, self.module.config, self.module.training, self._sites
+                    )
+                    state.history.split = context.shards or state.history.split
+                context.packed_rows = (
+                    self._packed_rows(kwargs, tokens) if self.keeps_states else None
+                )
+                if self.module.get_output_embeddings() is None:  # type: ignore[operator]
+                    # gemma4 would run some layers on these positions alone; its head selects the
+                    # positions anyway.
+                    kwargs.pop("logits_to_keep", None)
                 if state.unpatched is None or torch.is_grad_enabled():
                     output = self._run(kwargs)
                 else:
                     device: torch.device = self.module.device  # type: ignore[assignment]
                     output = state.unpatched.watch_draws(lambda: self._run(kwargs), device)
-            if torch.is_grad_enabled() and not context.again:
-                shared = getattr(self.prefixes, "last", None)
-                state.steps.forward_done(
-                    id(self.module), tokens, shared if isinstance(shared, Shared) else None
+                self._note(tokens)
+                return with_absent_cache(output) if cacheless else output
+            finally:
+                context.asked_cache = False
+                if state.saves_policy is not None:
+                    state.saves_policy.ended()
+                context.bypass, context.shards, context.packed_rows = previous
+                if context.deferring is not None:
+                    context.deferring.remove()
+                    context.deferring = None
+
+    def _note(self, tokens: Any) -> None:
+        """Record a call that was computed chunk by chunk, and warn of what its layers found.
+
+        Args:
+            tokens: input_ids [B, T], or inputs_embeds [B, T, h].
+        """
+        state = self.state
+        context = state.running
+        if torch.is_grad_enabled() and not context.again:
+            shared = getattr(self.prefixes, "last", None)
+            state.steps.forward_done(
+                id(self.module), tokens, shared if isinstance(shared, Shared) else None
+            )
+            if self.module.training and not state.history.warned_of_documents:
+                implementation = self.module.config._attn_implementation  # type: ignore[union-attr]
+                asked_cache = context.asked_cache and FLASH not in str(implementation)
+                state.history.warned_of_documents = warn_of_documents(
+                    self._sites, asked_cache, context.packed_rows is not None
                 )
-                if self.module.training and not state.history.warned_of_documents:
-                    implementation = self.module.config._attn_implementation  # type: ignore[union-attr]
-                    asked_cache = context.asked_cache and FLASH not in str(implementation)
-                    state.history.warned_of_documents = warn_of_documents(
-                        self._sites, asked_cache, context.packed_rows is not None
-                    )
-            if not state.history.warned_of_trials:
-                state.history.warned_of_trials = warn_of_trials(self._sites)
-            return with_absent_cache(output) if cacheless else output
-        finally:
-            context.asked_cache = False
-            if state.saves_policy is not None:
-                state.saves_policy.ended()
-            context.bypass, context.shards, context.packed_rows = previous
-            if context.deferring is not None:
-                context.deferring.remove()
-                context.deferring = None
+        if not state.history.warned_of_trials:
+            state.history.warned_of_trials = warn_of_trials(self._sites)
 
     def _meet_engines_on_the_host(self, offloader: OffloadManager) -> None:
         """Set how much host memory the offloader must leave to a DeepSpeed engine and to weights on
@@ -384,7 +385,7 @@ class BackboneForward(InstanceForward):
         def run() -> Any:
             self.state.running.bypass = True
             try:
-                return self.original(**{**kwargs, "use_cache": False})
+                return self.original(**kwargs)
             finally:
                 self.state.running.bypass = False
 
@@ -430,37 +431,47 @@ class BackboneForward(InstanceForward):
                 context.packed_rows = packed_rows
                 context.failed = None
 
-        try:
-            if self.prefixes is None or context.shards is not None or context.again:
-                return self.original(**kwargs)
-            ids = kwargs.get("input_ids")
-            one_row = isinstance(ids, Tensor) and ids.shape[0] < 2
-            if one_row and kwargs.get("attention_mask") is None and not is_initialized():
-                self.prefixes.last = ONE_ROW
-                return self.original(**kwargs)
-            documents = context.packed_rows is not None
-            later_rows = None
-            if deferred is not None:
-                rows = functools.partial(self._again, dict(kwargs), deferred)
-                later_rows = Again(rows, deferred.handed_out)
-            return self.prefixes.call(
-                kwargs,
-                over,
-                lambda: self._sites,
-                context.labels,
-                documents,
-                context.padding_unseen,
-                later_rows,
-            )
-        except (AttributeError, TypeError) as error:
-            if LazyMask.__name__ not in str(error):
-                raise
-            # A layer that is not streamed used the lazy mask as a tensor.
-            raise StreamBPError(
-                f"A layer of {type(self.module).__name__} reads the attention mask of streamed "
-                f"layers, and is none of those that streambp.patch found ({error}). If you have "
-                "replaced layers since, call streambp.patch again."
-            ) from error
+        # Configs of each layer's last call. A layer that has changed since then routes its own
+        # config.
+        configs = {id(self.module.config): self.module.config}
+        for site in self._sites:
+            if not site.kind.attention.ours:
+                configs = {}  # custom attention needs the masks of its own setting
+                break
+            for config in site.of(site.kind.attention.configs):
+                configs[id(config)] = config
+        with explaining("in the model around its layers"), routed(list(configs.values())):
+            try:
+                if self.prefixes is None or context.shards is not None or context.again:
+                    return self.original(**kwargs)
+                ids = kwargs.get("input_ids")
+                one_row = isinstance(ids, Tensor) and ids.shape[0] < 2
+                if one_row and kwargs.get("attention_mask") is None and not is_initialized():
+                    self.prefixes.last = ONE_ROW
+                    return self.original(**kwargs)
+                documents = context.packed_rows is not None
+                later_rows = None
+                if deferred is not None:
+                    rows = functools.partial(self._again, dict(kwargs), deferred)
+                    later_rows = Again(rows, deferred.handed_out)
+                return self.prefixes.call(
+                    kwargs,
+                    over,
+                    lambda: self._sites,
+                    context.labels,
+                    documents,
+                    context.padding_unseen,
+                    later_rows,
+                )
+            except (AttributeError, TypeError) as error:
+                if LazyMask.__name__ not in str(error):
+                    raise
+                # A layer that is not streamed used the lazy mask as a tensor.
+                raise StreamBPError(
+                    f"A layer of {type(self.module).__name__} reads the attention mask of streamed "
+                    f"layers, and is none of those that streambp.patch found ({error}). If you have "
+                    "replaced layers since, call streambp.patch again."
+                ) from error
 
     def _again(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
         """Compute a call a second time, with separate rows, and return its output for code that
@@ -546,7 +557,14 @@ class BackboneForward(InstanceForward):
         for layer in self.checkpointed:
             layer.gradient_checkpointing = True  # type: ignore[assignment]
 
-    def _check(self, tokens: Any) -> None:
+    def _check(self, kwargs: dict[str, Any], tokens: Any) -> None:
+        """Raise if the call cannot be computed chunk by chunk. Warn of rows beyond the model's
+        positions.
+
+        Args:
+            kwargs: arguments of the backbone's forward.
+            tokens: input_ids [B, T], or inputs_embeds [B, T, h].
+        """
         if tokens is not None and tokens.shape[1] == 0:
             raise StreamBPError(
                 "The sequence has no tokens (T = 0). Pass at least one token per row."
@@ -558,6 +576,14 @@ class BackboneForward(InstanceForward):
                 "their own, which it cannot see. Set activation_offloading=False and use "
                 "streambp.StreamConfig(offload='cpu') instead."
             )
+        history = self.state.history
+        if (
+            isinstance(tokens, Tensor)
+            and tokens.shape[1] > history.positions_known_to
+            and self.module.training
+        ):
+            history.positions_known_to = self._warn_beyond_positions(kwargs, tokens)
+        refuse_foreign_attention(self.attentions)
 
     def _warn_beyond_positions(self, kwargs: dict[str, Any], tokens: Tensor) -> int:
         """Warn of rows beyond the model's positions. Return the number of tokens up to which
@@ -608,14 +634,3 @@ class BackboneForward(InstanceForward):
             for w in self.state.wrappers
             if isinstance(w, LayerForward) and id(w.module) in layer_ids
         ]
-
-    def _configs(self) -> list[PreTrainedConfig]:
-        # Configs of each layer's last call. A layer that has changed since then routes its own
-        # config.
-        by_id = {id(self.module.config): self.module.config}
-        for site in self._sites:
-            if not site.kind.attention.ours:
-                return []  # custom attention needs the masks of its own setting
-            for config in site.of(site.kind.attention.configs):
-                by_id[id(config)] = config
-        return list(by_id.values())

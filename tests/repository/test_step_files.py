@@ -13,12 +13,12 @@ import pytest
 from scripts.step_files import SAVES, StepCalls, files_of, warm_step
 from tests.versions import needs_counted_versions
 
-# A step enters 76 functions before its first chunk, and up to four more in a process in which
+# A step enters 65 functions before its first chunk, and up to four more in a process in which
 # other tests have run: some caches are full there.
 # files of a step; functions before the first chunk; files and functions of a gradient chunk
 LIMITS = {
-    "named": (42, 80, 15, 72),
-    "auto": (47, 134, 18, 81),  # of a step that asks for the free memory again, as some do
+    "named": (41, 69, 15, 72),
+    "auto": (46, 123, 18, 81),  # of a step that asks for the free memory again, as some do
 }
 
 
