@@ -122,11 +122,9 @@ def admit(
     Args:
         site: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
-        rows: documents of packed rows, from position_ids; None: arguments mark them, or there are
-            none.
+        rows: documents of packed rows, from position_ids; None: arguments mark them.
         strategy: functions that compute the layer on one rank, or with a sequence split over ranks.
-        forks: positions at which recurrent states continue from an earlier position, in a packed
-            row whose documents share a prefix.
+        forks: positions where recurrent states continue from an earlier one, at a shared prefix.
     """
     # The kind of call: the layer's structure, and which arguments it gets.
     look = site.fingerprint.look(site.layer)

@@ -233,9 +233,9 @@ def test_a_smaller_fraction_makes_smaller_chunks(card):
     rule = SavesPolicy(1, FreeMemory(), lambda device: (known, 0.0), True, True).chunk
     card.allocated = card.reserved = int(15.3 * GIB)
     here = torch.device("cuda", 0)
-    assert rule(0, 1, 196608, here) == 16384
+    assert rule(0, 1, 196608, here) == 32768
     card.fraction = 79 / 140
-    assert rule(1, 1, 196608, here) == 16384
+    assert rule(1, 1, 196608, here) == 32768
     assert rule(0, 1, 196608, here) == 1024
     card.fraction, card.others = 1.0, 61 * GIB
     assert rule(0, 1, 196608, here) == 1024

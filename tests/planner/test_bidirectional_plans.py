@@ -231,7 +231,7 @@ def test_a_plan_without_a_head_says_what_it_assumes():
 def test_dropout_of_attention_is_told():
     model = build(BertConfig(**SIZES), lambda one: model_class.build_as(one, dtype=torch.float32))
     layers = find_stacks(model).stacks[0].layers
-    told = model_class.assumptions(model, layers, True)
+    told = model_class.assumptions(model, layers, True, None)
     assert any("probability 0.1" in text for text in told)
 
 
