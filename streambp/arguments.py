@@ -48,8 +48,8 @@ size = amount(parse_bytes)
 
 
 def number(low: int, high: float | None = None, whole: bool = True) -> Callable[[Any], Any]:
-    """Return a parser of command-line numbers in the range from `low` to `high`. `whole` allows
-    integers only."""
+    """Return a parser of command-line numbers of at least `low`, and at most `high` unless `high`
+    is None. `whole` allows integers only."""
     expected = f"a {'whole ' if whole else ''}number from {low}" + (
         "" if high is None else f" to {high:g}"
     )

@@ -177,8 +177,8 @@ class ChunkPlan:
         return ChunkPlan(self.length, self.size, tuple(ends))
 
     def forked(self, forks: Forks, least: int) -> ChunkPlan:
-        """Return a plan for a packed row in which rows share prefixes. Chunks end where a prefix
-        ends.
+        """Return a plan for a packed row in which several batch rows share prefixes. A chunk ends
+        at every end of a prefix and at every position where a batch row branches off.
 
         Between these ends chunks end after every `size` positions, if at least `least` positions
         remain.
@@ -232,7 +232,8 @@ def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"])
 
 
 def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
-    """Return a chunk size that cuts seq_len into at least four chunks, the last one shorter.
+    """Return a chunk size for a test of chunked computation: seq_len is cut into at least four
+    chunks, and the last chunk is shorter.
 
     If `chunk_size` is given, it is checked and returned.
 

@@ -203,7 +203,8 @@ def failed_in_a_kernel(error: BaseException, device: torch.device) -> bool:
 
 
 def raised_among_kernels(error: BaseException) -> bool:
-    """True if the error's traceback passes through a module whose name is in `KERNELS`."""
+    """True if the error's traceback passes through a module of `KERNELS`: streambp's module of
+    attention kernels, or Triton's modules."""
     modules = (
         frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
     )

@@ -178,8 +178,9 @@ def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Return the original of a forward that `torch.compile` made; other forwards are returned
     unchanged.
 
-    The compiled forward is recognized by its globals. A `functools.wraps` wrapper around it has the
-    attribute with the original too, but other globals.
+    The compiled forward is recognized by its globals, which are those of torch._dynamo. The
+    attribute with the original is no proof: `functools.wraps` copies it to wrappers that are not
+    compiled.
     """
     if isinstance(forward, MethodType) or not home_of(forward).startswith("torch._dynamo"):
         return forward
@@ -207,16 +208,17 @@ def compiled_around(
     model: nn.Module, root: nn.Module | None, layers: list[nn.Module], ours: list[nn.Module]
 ) -> set[str] | None:
     """Return the names of modules outside of the chunked layers that run compiled code. The set is
-    empty if compiled modules there all run eagerly; None if no module there is compiled.
+    empty if all compiled modules outside of the layers run eagerly; None if no module outside of
+    the layers is compiled.
 
-    A compiled module runs eagerly if a module of `ours` is inside. A copy of the model, as
+    A compiled module runs eagerly if it contains a module of `ours`. A copy of the model, as
     accelerate's regional compilation makes, computes with the patched modules; compiled modules
     that exist only in the copy are not returned. A compiled output projection is not returned
     either, because only its weight is read.
 
     Args:
         model: the program's model.
-        root: the module that was passed to `patch`.
+        root: the module that was passed to `patch`; None: `model`.
         layers: the decoder layers that are computed chunk by chunk.
         ours: all modules whose forward `patch` has replaced.
     """

@@ -71,11 +71,10 @@ class Use(contextlib.AbstractContextManager["Use"]):
 
 @dataclasses.dataclass(eq=False)
 class StepOwner:
-    """Lock of a patched model: only one thread at a time may compute with it. [Note: owner of a
-    step]
+    """Lock that lets one thread at a time compute with a patched model. [Note: owner of a step]
 
     Attributes:
-        lock: re-entrant, because a signal handler may enter it too.
+        lock: protects `current`; re-entrant, because a signal handler may acquire `lock` too.
         current: weak reference to the running use; None: no use. A use that an exception left
             behind ends when its frames are freed.
     """
@@ -218,7 +217,8 @@ class InstanceForward:
         module: the module.
         slot: name of the replaced attribute, usually "forward".
         stood: the forward that was set on the instance before; None: the class's forward.
-        unwrapped: the forward inside accelerate's mixed precision.
+        unwrapped: the forward that accelerate's mixed precision wraps in `stood`; None: `stood` is
+            no such wrapper.
         order: this object's position among all replacements of the same `patch`.
         retired: True if `remove` was called while another library's wrapper, such as accelerate's
             mixed precision, was around this forward. This object then stays inside of the wrapper

@@ -44,7 +44,8 @@ class Rates:
         products: FLOP/s of matrix products.
         forward: FLOP/s of attention's forward, counted over computed pairs of query and key.
         backward: FLOP/s of attention's backward, counted over computed pairs of query and key.
-        bandwidth: bytes/s of all other operations, read and written.
+        bandwidth: bytes/s, read and written, of operations that are neither matrix products nor
+            attention.
         link: bytes/s to the host, and from the host at the same time.
         dispatch: seconds for which the host's Python is busy with one operation.
         guess: True if some of the rates are guesses.
@@ -52,7 +53,8 @@ class Rates:
         peers: bytes/s of a GPU to other GPUs of its node, and from them at the same time; a guess.
         network: bytes/s of a GPU between nodes.
         node: GPUs in one node.
-        assumed: True if the device was not named but assumed, because its memory is about as large.
+        assumed: True if the user named no device. These are then the rates of a usual device with
+            about the requested memory.
     """
 
     name: str

@@ -32,7 +32,8 @@ HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128  # heads of the attention call whose ker
 
 
 def environment() -> dict[str, Any]:
-    """Return versions and devices by name; for a part that fails, the error."""
+    """Return versions and devices by name. If reading one of them fails, its value is the error as
+    text."""
     found: dict[str, Any] = {
         "streambp": streambp.__version__,
         "python": f"{sys.version.split()[0]} on {platform.platform()}",

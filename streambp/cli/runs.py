@@ -236,9 +236,10 @@ def _notes(
 def _print_what_fits(
     arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
-    """Print commands of plans that fit if this plan does not, else of plans that are faster.
+    """Print the commands of other plans: if this plan does not fit, of plans that fit; otherwise of
+    faster plans.
 
-    For a plan that fits, also print a LoRA plan unless a training was requested.
+    If this plan fits and the user did not choose a kind of training, print a LoRA plan too.
     """
 
     def count(how: Training) -> Profile:

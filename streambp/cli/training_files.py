@@ -134,10 +134,11 @@ def first_number(keys: Mapping[str, Any], names: Sequence[str], file: Path) -> i
 
 
 def section_of(keys: Mapping[str, Any], name: str, file: Path) -> Mapping[str, Any]:
-    """Return the keys of a section with their values; {} if the section is absent.
+    """Return the keys of the section `name` of a file with their values; {} if the section is
+    absent.
 
     Raises:
-        ConfigError: the section holds something else.
+        ConfigError: the section's value is no mapping.
     """
     found = keys.get(name) or {}
     if not isinstance(found, Mapping):

@@ -179,8 +179,8 @@ def contents(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def holds_more(value: Any) -> bool:
-    """True if a value may change for a reader although it is the same object with the same entries:
-    a function, or an object with attributes."""
+    """True if a value may act differently later although it is the same object with the same
+    entries: a function, or an object with attributes."""
     if isinstance(value, CALLABLES):
         return True
     plain = value is None or isinstance(

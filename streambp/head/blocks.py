@@ -63,8 +63,9 @@ class Projection:
         logit_scale: factor of the products.
         softcap: bound of the logits; None: no softcap.
         temperature: divisor of the logits.
-        slope: factor of the products inside of the tanh, as the model's code has it; logit_scale /
-            softcap could differ by rounding.
+        slope: factor of the products when the model's code calls tanh on them. When the code then
+            multiplies by the softcap, logit_scale = slope * softcap. `slope` is stored because
+            logit_scale / softcap could differ by rounding.
     """
 
     logit_scale: float = 1.0

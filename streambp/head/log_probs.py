@@ -404,8 +404,8 @@ class BlockwiseLogProbs(torch.autograd.Function):
             grads: gradients [N] of the fields of `TokenLogProbs`, in order; None for unused fields.
 
         Returns:
-            None for `inputs` and `wanted`, then the gradients of hidden [N, h], weight [V, h], bias
-            [V] and the norm's parameters.
+            None for forward's arguments `inputs` and `fields`, then the gradients of hidden [N, h],
+            weight [V, h], bias [V] and the norm's parameters.
         """
         inputs = ctx.inputs
         rows = ctx.rows
@@ -535,7 +535,8 @@ class HeadGradients:
         """Return the tensors into which `results` will write the gradients of hidden [N, h], weight
         [V, h] and bias [V]; None for a gradient that is not computed.
 
-        A sum that has its parameter's dtype is such a tensor itself. Other sums get a new tensor.
+        A sum of gradients that has its parameter's dtype is used itself, so `results` writes in
+        place. Other sums get a new tensor.
         """
         sums = (
             (self.d_hidden, self.hidden),

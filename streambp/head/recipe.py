@@ -124,12 +124,13 @@ class LogitsExpression:
     late: LatePadding | None = None
 
     def reaching(self, source: Tensor, places: Tensor) -> Tensor:
-        """Return hidden states that the indices `places` [...] select from: the stored `source` [N,
-        h], followed by hidden states of the batch with padding if an index is that of padding.
+        """Return a tensor of hidden states into which `places` [...] are indices. This is the
+        stored `source` [N, h]. If one of the indices is that of padding, the hidden states of the
+        full batch [B * T, h] are computed and appended.
 
         Args:
             source: [N, h].
-            places: index of each token in the stored hidden states.
+            places: index of each token in the result.
         """
         if self.late is None or not self.late.reads(places):
             return source

@@ -37,8 +37,9 @@ def keep_groups(trainer: Any) -> None:
 
 
 def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
-    """Return the result of a TRL trainer's `_prepare_inputs`. If the model has rows="packed", newly
-    generated rows are regrouped: the completions of each prompt are adjacent in the micro-batches.
+    """Return the result of a TRL trainer's `_prepare_inputs`, the inputs of one micro-batch. If the
+    model has rows="packed", newly generated rows are regrouped before: the completions of each
+    prompt are adjacent in the micro-batches.
 
     Args:
         trainer: the trainer.

@@ -58,8 +58,8 @@ class Factor(NamedTuple):
 
     @property
     def wide(self) -> Tensor:
-        """Return the rows of `stack` that contain each value once: hi [rank, m], or [2 * rank, m]
-        with hi and lo if the matrix has a lo."""
+        """Return the part of `stack` in which each value occurs once: hi [rank, m], or hi and lo [2
+        * rank, m] if `stack` contains a lo."""
         first = self.rank if self.parts > 1 else 0
         return self.stack[first : self.parts * self.rank]
 

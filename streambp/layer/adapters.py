@@ -257,8 +257,8 @@ def _state(tensor: Tensor | None) -> tuple[Any, ...]:
 
 
 def _decodes(base: Any, x: Tensor) -> bool:
-    """True if a Linear with a 4-bit weight computes exactly F.linear(x, dequantized weight): it
-    casts neither x [..., in] nor the weight."""
+    """True if the forward of a Linear with a 4-bit weight equals F.linear(x, dequantized weight)
+    for this x [..., in], without a cast of x or the weight."""
     if isinstance(base, CountedPackedLinear):
         return x.dtype == base.compute_dtype
     return has_data(x) and DecodedLinear(base).decodes(x)
@@ -275,7 +275,7 @@ class Adaptation:
     result is that of peft's forward, computed as one operation. [Note: adapters]
 
     Attributes:
-        reading: the Linear's parts.
+        reading: the Linear with its base and its adapters.
         own: peft's forward, called with (module, x, ...).
         factors: cached LoRA matrices in the compute dtype.
         siblings: the Linears that read the same x; None: there are none.
@@ -508,13 +508,13 @@ class Adaptation:
 @dataclasses.dataclass(eq=False)
 class Siblings:
     """LoRA Linears of one module that may read the same x, as query, key and value projections do.
-    The first member that is called computes x A^T for all of them.
+    The member that is called first computes x A^T for all members.
 
     Attributes:
-        members: the Linears' replacements.
+        members: the `Adaptation` of each Linear.
         held: tuple of the first member's input, a pair (version of the input, grad mode), the
             products x A^T of all members, x in the compute dtype, and the indices of the members
-            that have read x. None: no call is running.
+            that have read x. None: no member has been called, or all have.
         joined: the factors of the members and their `joined_factor`; None: not computed.
     """
 

@@ -426,9 +426,9 @@ class LayerCall:
         return SavedForBackward(self.site, self.plan, self.carried, self.device, self.autocast)
 
     def limit_prefix(self, offloader: OffloadManager) -> None:
-        """Limit the device memory of keys, values and their gradients to the `gpu_memory` setting;
-        tensors above the limit are stored on the host. Does nothing for a layer whose keys cannot
-        be stored as one tensor for each chunk."""
+        """Limit the device memory of keys, values and their gradients to the `gpu_memory` setting,
+        and store tensors above the limit on the host. Does nothing for a layer whose keys cannot be
+        split into one tensor for each chunk."""
         saved = self.kept.store if self.kept.moves_kv else None
         assert not isinstance(saved, InMemory)  # offloaded keys are in a host store
         if self.carried.in_tiles:
@@ -438,9 +438,9 @@ class LayerCall:
             )
 
     def first_chunks(self, tokens: int) -> tuple[Chunk, ...]:
-        """Return the chunks on which the layer is tested. The first one starts at position 0 and
-        has at most `tokens` tokens. A layer with recurrent states gets a second chunk behind the
-        first, if the sequence is long enough."""
+        """Return the chunks on which the layer is tested: one chunk of at most `tokens` tokens from
+        position 0. If the layer has recurrent states and the sequence is long enough, a second
+        chunk follows, which starts from the end states of the first."""
         length = self.arguments.length
         if not self.site.kind.states.carries or len(self.plan.ends) == 1:
             return (Chunk(0, 0, min(tokens, length)),)
@@ -452,9 +452,9 @@ class LayerCall:
         return pieces if stop - first >= LEAST_TOKENS else pieces[:1]
 
     def situation(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
-        """Return a key for the Linears whose outputs backward can skip. `LayerTests.unread` stores
-        these Linears, as a test run found them, for all calls with the same key. The key contains
-        the form of the arguments, the needed gradients, autocast's state and the tested lengths.
+        """Return the key of `LayerTests.unread`, the dict that stores which Linears' outputs
+        backward can skip. A test run finds these Linears once for all calls with the same key: the
+        same form of arguments, needed gradients, autocast state and tested lengths.
 
         Args:
             linears: names of the layer's Linears.
@@ -543,9 +543,9 @@ class LayerCall:
                     self.backward.factors.clear()
 
     def _can_keep_factors(self) -> bool:
-        """True if the cached LoRA matrices may stay from forward to backward. The matrices must be
-        small beside the layer's input, and parameters neither gathered by ZeRO-3 or FSDP nor stored
-        on the host."""
+        """True if the cached LoRA matrices (`Factor`) may stay in memory from forward to backward.
+        The matrices must be small beside the layer's input. Parameters must neither be gathered by
+        ZeRO-3 or FSDP nor be stored on the host."""
         limit = self.hidden_states.nbytes // MIN_INPUT_TO_FACTORS
         managed = self.site.on_host or held(self.site.layer).weights
         return not managed and bytes_of(self.backward.factors.values()) <= limit

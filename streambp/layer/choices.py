@@ -60,8 +60,8 @@ class ReplayedChoices(TorchFunctionMode):
             yield
 
     def rearranged(self, change: Callable[[Tensor], Tensor]) -> ReplayedChoices:
-        """Return a copy of the recorded choices for a batch that has the same tokens in other rows
-        and positions.
+        """Return a copy of the recorded choices for another batch, which has the same tokens in
+        other rows and positions.
 
         Args:
             change: moves the entries of a recorded tensor [B, T, ...] to their new rows and

@@ -47,8 +47,8 @@ class DataFlow(TorchDispatchMode):
         return self._labels.get(tensor.untyped_storage()._cdata, frozenset())
 
     def add(self, tensor: Tensor, labels: Labels) -> None:
-        """Add names of Linears to the labels of a tensor [...], and keep its storage alive. Sparse
-        tensors get no labels."""
+        """Add names of Linears to the labels of a tensor [...]. The tensor's storage is kept alive,
+        so that no new tensor gets its address. Sparse tensors get no labels."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()

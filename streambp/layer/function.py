@@ -284,7 +284,8 @@ class BackwardPass:
             chunk: the chunk's range of positions.
             gradients: gradient of hidden_states [..., B, C, h] first, if needed, then of the
                 arguments.
-            again: True: add to earlier gradients of the same chunk; False: overwrite.
+            again: True: add to this chunk's earlier gradient of hidden_states, because the layer is
+                differentiated in two halves. False: overwrite the buffer.
         """
         first, *gradients = gradients if self.needs_input else (None, *gradients)
         if self.needs_input and self.sums.alone:

@@ -103,8 +103,8 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
 
 @contextlib.contextmanager
 def recomputing(call: LayerCall) -> Iterator[None]:
-    """Context manager for a layer's recomputation in backward. At its end, raises unless the same
-    hooks modified values in forward and backward.
+    """Context manager for a layer's recomputation in backward. At its end, check that the hooks
+    that modified values in forward did so in the recomputation too, and no others.
 
     Raises:
         BackwardError: a hook inside the layer modifies values in backward only, or in forward only.
@@ -136,8 +136,8 @@ class GraphMarker:
     code holds a part of the graph.
 
     Attributes:
-        trying: True while the layer is tested on random tokens. A gradient that arrives at a test's
-            graph later raises.
+        trying: True while the layer is tested on random tokens. If a gradient arrives at the
+            graph of a test that has ended, the graph's first node raises.
     """
 
     trying = True
@@ -164,7 +164,8 @@ class MarkGraphStart(torch.autograd.Function):
         """Return the gradient [..., B, C, h] unchanged.
 
         Raises:
-            BackwardError: the graph belongs to a test of the layer that is over.
+            BackwardError: the graph is from a test on random tokens that has ended; a hook has
+                stored one of the test's tensors.
         """
         if not ctx.origin.trying:
             raise BackwardError(
@@ -403,8 +404,8 @@ def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
 
 @functools.cache
 def counts_when_alone() -> Counts:
-    """Return the `reference_counts` of a gradient that only autograd's engine holds. The counts are
-    measured once in a process."""
+    """Return the `reference_counts` of a gradient that no code except autograd's engine holds. The
+    counts depend on the versions of torch and Python, and are measured once in a process."""
     counts: list[Counts] = []
 
     class Probe(torch.autograd.Function):

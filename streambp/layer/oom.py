@@ -136,7 +136,7 @@ def explaining(where: str) -> Iterator[None]:
     error that names the setting to change.
 
     Args:
-        where: the place for the message, "in ...".
+        where: words of the error message that name the computation, such as "in the loss".
 
     Raises:
         DeviceMemoryError: the device ran out of memory.
@@ -157,15 +157,15 @@ def explaining(where: str) -> Iterator[None]:
 def once_more(
     device: torch.device, let_go: Callable[[], bool] | None, compute: Callable[[], T], where: str
 ) -> T:
-    """Return the result of `compute`, for code outside of decoder layers. If it runs out of memory,
-    free tensors that the layers saved and call it once more.
+    """Return the result of `compute`, for code outside of decoder layers. If `compute` runs out of
+    memory, free tensors that the layers saved and call `compute` once more.
 
     Args:
         device: the device whose memory is freed.
         let_go: frees saved tensors and returns True if there were any; None: there are none.
         compute: the computation. No state may change before it ends, because a failed attempt is
             repeated.
-        where: the place for the message, "in ...".
+        where: words of the error message that name the computation, such as "in the loss".
 
     Raises:
         DeviceMemoryError: the device ran out of memory in the retry as well.

@@ -55,9 +55,9 @@ class Packing:
     def entered(
         self, named: dict[str, Any], chunk: Chunk, cache: StateCache | None
     ) -> tuple[dict[str, Any], contextlib.AbstractContextManager[None]]:
-        """Return a chunk's arguments, and a context manager for the layer's forward. Inside,
-        convolutions and recurrences start from the states in `cache`, and begin anew where a
-        document starts.
+        """Return a chunk's arguments, and a context manager for the layer's forward. Inside the
+        context, convolutions and recurrences start from the states in `cache`, and from zeros at
+        each document start.
 
         Args:
             named: the chunk's arguments, by name.

@@ -277,9 +277,9 @@ def left_out(
 def computed(
     linears: dict[str, nn.Linear], names: Iterable[str]
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager for the comparison run in a test of `left_out`. The Linears compute
-    their output, but have the same backward as in `left_out`. Gradients can then be compared bit by
-    bit.
+    """Return a context manager in which Linears compute their output, but have the autograd
+    Function that `left_out` uses. A test compares gradients under `left_out` with those under
+    `computed` bit by bit.
 
     Args:
         linears: the layer's Linears by name.

@@ -132,8 +132,8 @@ class SavedProducts:
         sums: GradientSum | None = None,
         see: See | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which Linears return their saved outputs of the current chunk, each
-        output once.
+        """Context manager in which Linears return their saved outputs of the current chunk. Each
+        saved output is returned once.
 
         Args:
             brought: the saved tensors [B, C, ...] of the current chunk, by name; used outputs are
@@ -249,8 +249,8 @@ class SavedForBackward:
         return "kv" in self.saves and self.store.copies
 
     def seal(self, backward_bytes: int) -> None:
-        """End forward. A store on the host gets the order in which backward will read, so that it
-        can prefetch.
+        """End the saving of forward. A store on the host gets the order in which backward will read
+        the saved tensors, so that it can prefetch.
 
         Args:
             backward_bytes: device memory that backward needs for keys, values and their gradients.
@@ -273,7 +273,7 @@ class SavedForBackward:
         return None if predecessor is None else self.plan.behind[predecessor][0]
 
     def states(self) -> States:
-        """Return the start states of the chunk that backward is computing."""
+        """Return the saved recurrent states from which the current chunk of backward starts."""
         states = (self.brought.get(f"state.{number}") for number in range(len(self._state_keys)))
         return {
             key: state

@@ -135,8 +135,8 @@ class TrialResults(dict[frozenset[tuple[str, Any]], TrialResult]):
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """The way in which a layer's chunks read keys, values and recurrent states of earlier chunks.
-    [Note: carriers]
+    """The objects that pass keys, values and recurrent states of one decoder layer from chunk to
+    chunk. [Note: carriers]
 
     Attributes:
         attention: passes keys and values to later chunks.
@@ -178,11 +178,11 @@ class CallReport:
 
 @dataclasses.dataclass
 class WarmUp:
-    """State that `streambp.warm_up(model)` sets for all layers of the model.
+    """State that all layers of a model share after `streambp.warm_up(model)`.
 
     Attributes:
-        on: True if hooks that are added later are watched while they run, instead of being tested.
-            Becomes False for all layers once such a hook modifies a value.
+        on: True if hooks that are registered later are watched while they run, and the layer is not
+            tested again with them. Becomes False for all layers once such a hook modifies a value.
     """
 
     on: bool = True
@@ -255,12 +255,12 @@ class LayerTests:
     differing: set[str] = dataclasses.field(default_factory=set)
 
     def forget(self, because: str | None) -> None:
-        """Drop the decision to run unchunked for this reason, so that such calls are tested again.
-        Used after a call has raised, because the cause of the exception may also have failed the
-        test.
+        """Delete the decision that calls run unchunked for the reason `because`, so that such calls
+        are tested again. Called after a call has raised, because the cause of its exception may
+        also have made the test fail.
 
         Args:
-            because: the reason; None: only the counts of doubts are reset.
+            because: the reason; None: only reset the number of failed tests (`TrialResult.doubts`).
         """
         for findings in self.results.values():
             findings.doubts = 0
@@ -436,16 +436,17 @@ class LayerSite:
 
     @property
     def repeats(self) -> bool:
-        """True if a chunk is retried after running out of memory. A retry requires saved tensors
-        that can be freed: `saves="auto"` has chosen them, and they are on the device.
-        [Note: once for each chunk]"""
+        """True if a chunk that runs out of memory is computed again. This requires saved tensors
+        that can be freed before: `saves="auto"` has chosen them, and they are on the device. [Note:
+        once for each chunk]"""
         return self.saves_policy is not None and self.offloader is None
 
     @property
     def linears(self) -> dict[str, nn.Linear]:
         """Return the layer's Linears, by name, whose outputs may be skipped or saved, and whose
-        weight gradients may be summed over chunks. Return {} while hooks for all modules are
-        registered: these hooks may change at any time."""
+        weight gradients may be summed over chunks. Return {} while global module hooks
+        (`register_module_forward_hook`) are registered, because such hooks may change at any time.
+        """
         if hooked_everywhere():
             return {}
         # Where the last call ran peft's code, gradients of peft's inner Linears are summed in
@@ -467,9 +468,10 @@ class LayerSite:
         return readings_by_name
 
     def coarsest(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
-        """Return the least precise dtype that the layer computes in, among `dtype`, the dtypes of
-        its parameters and autocast's. Return TF32's dtype in place of float32 if the device may use
-        TF32, which depends on the number of rows.
+        """Return the dtype with the largest rounding error among `dtype`, the dtypes of the layer's
+        parameters and autocast's dtype. float32 is replaced by a dtype with TF32's precision
+        (`products_rounded_to`) if the device may use TF32, because kernels choose TF32 by the
+        number of rows.
 
         Args:
             dtype: the dtype of the layer's input.

@@ -206,10 +206,11 @@ class Witness:
         return cached[2]
 
     def see_output(self, x: Tensor, output: Tensor) -> None:
-        """Record a chunk's output [..., B, C, h] in forward, or compare it in backward; x [..., B,
-        C, h] is the chunk's input.
+        """Record a chunk's output [..., B, C, h] in forward, or compare the output with the record
+        in backward; x [..., B, C, h] is the chunk's input.
 
-        If backward skips a Linear of the layer, only a few rows of the last chunk are compared.
+        If backward skips a Linear of the layer, the full output is not recomputed. Only a few rows
+        of the last chunk are then compared.
         """
         if self.left_out and not self.last:
             return
@@ -287,8 +288,9 @@ class Witnesses:
         return total if folded in (features, 1) else total.view(-1, folded).sum(0)
 
     def ask(self, pairs: list[Compared]) -> None:
-        """Compare pairs of values when the running backward of the model ends, or at once if no
-        backward is running. Raise if values differ.
+        """Compare pairs of values from forward and recomputation: when the model's running backward
+        ends, or at once if no backward is running. Raise BackwardError if a pair differs by more
+        than its tolerance.
 
         Args:
             pairs: the pairs.

@@ -49,12 +49,12 @@ class StatisticsTerm:
 
     Args:
         projection: the map from matrix products to logits.
-        count: M.
+        count: M, the number of positions that have logits.
         like: tensor with the device of the gradients, and with their dtype, promote_types(dtype,
             float32).
 
     Attributes:
-        further: gradients of more logits than one label's logit for each position, as tuples
+        further: gradients of a second and further labels at the same position, as tuples
             (positions, vocabulary entries, gradients).
     """
 
@@ -88,19 +88,19 @@ class StatisticsTerm:
         self.has_mean |= gradient.mean is not None
 
     def touched(self, count: int) -> Tensor:
-        """Return a bool tensor [M]: True for tokens with a gradient other than zero. `count` is
-        M."""
+        """Return a bool tensor [M]: True for positions whose logits have a gradient other than
+        zero. `count` is M, the number of positions."""
         mask = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
         for positions, _, gradient in self.further:
             mask[positions[gradient != 0]] = True
         return mask
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Replace the token positions in `further` by row numbers. The backward pass computes only
-        some positions' hidden states, one row for each.
+        """Replace the token positions in `further` by row numbers. Backward computes hidden states
+        only at positions with a gradient, one row for each such position.
 
         Args:
-            row_of: [M], the row of each position; None: the position itself.
+            row_of: [M], the row of each position; None: the row number is the position.
             edges: block boundaries; not used here.
         """
         if row_of is not None:
@@ -183,7 +183,8 @@ class NodeTerm:
         reading: the logits to differentiate, one of the function's inputs.
         gradients: gradient [N, ...] of each result of the function; None: no gradient.
         entries: indices into the N tokens, one tensor for each block of rows.
-        row_of: [M], the row of each position; None: the position itself.
+        row_of: [M], the index of each position of the logits among the rows that backward
+            computes; None: backward computes all positions.
         blocks: number of blocks added so far.
     """
 
@@ -201,8 +202,8 @@ class NodeTerm:
         return NodeTerm(self.node, self.reading, scaled)
 
     def touched(self, count: int) -> Tensor:
-        """Return a bool tensor [M]: True for the tokens whose logits the function reads, even if
-        their gradients are zero. `count` is M."""
+        """Return a bool tensor [M]: True for positions whose logits the function reads, even if
+        their gradients are zero. `count` is M, the number of positions."""
         mask = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)  # [M]
         mask[self.reading.positions] = True
         return mask

@@ -375,8 +375,8 @@ signature_of = functools.cache(inspect.signature)  # called with rules of a clas
 
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
-    """Set `followed` on these lazy tensors if `result`, which was computed from them, requires a
-    gradient."""
+    """Set `followed` to True on these lazy tensors if `result`, which was computed from them,
+    requires a gradient. A gradient hook that is registered on them later then raises."""
     results = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
     for stand_in in stand_ins:
         stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in results)

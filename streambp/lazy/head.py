@@ -290,8 +290,8 @@ class LazyHead:
         return pick[repeats], lse[repeats], mean[repeats]
 
     def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
-        """Return the logsumexp and the mean of the logits of N tokens, [N] each; None if they have
-        not been computed before for all of these tokens."""
+        """Return the cached logsumexp and mean of the logits of N tokens, [N] each; None unless
+        both were computed before for all of these tokens."""
         positions = reading.positions.reshape(-1)
         if reading.projection not in self._statistics or not has_data(positions):
             return None
@@ -349,9 +349,9 @@ class Statistic:
     mean: bool = False
 
     def reached(self) -> Statistic:
-        """Return a statistic that may read logits at padding. If padding was left out of the hidden
-        states and this statistic reads there, the batch is computed once more with padding. [Note:
-        padding that is read]"""
+        """Return a copy that reads the logits from `LazyHead.reached`. If padding was left out of
+        the hidden states and this statistic reads logits at padding, the batch is computed once
+        more with padding. [Note: padding that is read]"""
         return dataclasses.replace(self, reading=self.reading.head.reached(self.reading))
 
     def inputs(self) -> list[Tensor]:

@@ -106,8 +106,9 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 def _graded(x: LazyLogits, graded: bool) -> Node:
-    """Return the function from which x will be computed. It is detached if x requires no gradient,
-    but another argument of the operation on x does (`graded`), so that x gets none later."""
+    """Return the function from which x will be computed, as an input of another recorded operation.
+    If x requires no gradient and another argument of the operation does (`graded`), x is detached,
+    so that backward computes no gradient of x."""
     if graded and not x.requires_grad:
         return Call(torch_own.detach, (x.node,), {}, False, "detach")
     return x.node

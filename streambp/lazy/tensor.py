@@ -58,8 +58,8 @@ def flat(node: Node) -> Node:
 
 
 def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
-    """Return a recorded function and the gradient [N, W] of its result, both without positions of
-    padding, whose hidden states were not computed.
+    """Return a recorded function and the gradient [N, W] of its result without the tokens that are
+    padding. The hidden states of padding were not computed, so its gradient must be zero.
 
     Raises:
         BackwardError: the gradient at padding is not zero.

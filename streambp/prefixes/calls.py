@@ -360,8 +360,8 @@ class SharedPrefixes:
         return reason
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
-        """Take part in the exchange that precedes each call on all ranks (`_agreed`), for a call
-        that uses no packed row on this rank."""
+        """Exchange with all ranks that this call uses no packed row on this rank. Other ranks may
+        wait for the exchange, which precedes each call (`_agreed`)."""
         if must_agree(self.module):
             self._agreed(kwargs, may_try=False)
 

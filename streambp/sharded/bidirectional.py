@@ -70,7 +70,7 @@ class OneRank(Shards):
 
 
 class BidirectionalCall(ShardedCall):
-    """One call of a decoder layer whose attention reads ahead, in several chunks on one rank.
+    """One call of a decoder layer whose queries read later keys, in several chunks on one rank.
 
     Attributes:
         mask_layout: the keys that each query may read.
@@ -110,8 +110,12 @@ def stream_bidirectional(
 
 
 def _make(site: LayerSite, arguments: Arguments) -> LayerCall:
-    """Return the call of a layer: in halves if the sequence has more than one chunk, and the mask
-    lets no chunk end within twice the requested length."""
+    """Return the call of a layer: a `BidirectionalCall`, which cuts the layer at its attention, or
+    an ordinary `LayerCall`.
+
+    The layer is cut if the sequence has several chunks and queries read later keys. The layer is
+    also cut if the mask allows only chunks longer than twice the requested length.
+    """
     hidden_states = arguments.hidden_states
     rows, length = hidden_states.shape[-3:-1]
     plan = plan_of(site, rows, length, hidden_states.device)

@@ -282,8 +282,8 @@ def _second_half(call: ShardedCall, chunk: Chunk, o: Tensor) -> SplitAtAttention
 
 
 def _as_before(call: ShardedCall, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager in which the half before attention draws the random numbers of
-    forward for this chunk."""
+    """Return a context manager in which torch's generators draw, for this chunk, the same random
+    numbers that the half before attention drew in forward."""
     if not call.random_before:
         return NULL_CONTEXT
     return call.random_before[chunk.index].replayed()
