@@ -440,6 +440,9 @@ def build(test: type, model_class: type) -> tuple[Any, dict[str, Any]]:
             0, classes_of(model, batch["labels"].dim()), batch["labels"].shape
         )
         leave_out_what_padding_predicts(batch)
+    elif "labels" not in batch and "decoder_attention_mask" in batch:
+        mask = batch["decoder_attention_mask"]  # all outputs make the loss, those of padding, too
+        batch["decoder_attention_mask"] = torch.where(mask.cumsum(-1) == 0, 1, mask)
     batch = {
         k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in batch.items()
