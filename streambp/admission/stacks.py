@@ -331,9 +331,12 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
         layers: the decoder layers.
     """
     ahead = _reads_ahead(layers)
+    has_encoder = getattr(backbone.config, "is_encoder_decoder", False)
     for biased in filter(_adds_biases, (a for layer in layers for a in _attentions(layer))):
         name = type(biased).__name__
         if not biases_distances(biased):
+            if not (ahead or has_encoder):
+                continue
             return f"{name} adds a bias to each score, which streambp does not compute"
         if ahead:
             return (
@@ -461,9 +464,9 @@ def _takes_states(layer: nn.Module) -> bool:
 
 
 def adds_bias(layer: nn.Module) -> bool:
-    """True if an attention module of the layer passes a bias for each pair of positions to
-    transformers' attention function, as T5 does."""
-    return any(map(_adds_biases, _attentions(layer)))
+    """True if an attention module of the layer passes a bias for each distance between two
+    positions to transformers' attention function, as T5 does."""
+    return any(_adds_biases(one) and biases_distances(one) for one in _attentions(layer))
 
 
 def _adds_biases(attention: nn.Module) -> bool:

@@ -168,7 +168,7 @@ def as_on_rocm(backend, family, mode, monkeypatch):
     flash, stock, batch = Squares(), build(family, torch.float64), make_batch(mode)
     expected = gradients(stock, **batch)[1]
     monkeypatch.setattr(kernels, "aten", flash)
-    monkeypatch.setattr(prefix, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr(prefix, "choose_backend", lambda *_, **__: backend)
     model = streambp.patch(stock, StreamConfig(chunk_size=5))
     found = gradients(model, **batch)[1]
     assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}, (
@@ -204,7 +204,7 @@ def test_cudnn_with_plain_products_is_exact(family, mode, float64_oracle, monkey
     batch = make_batch(mode, length=length)
     expected = gradients(stock, **batch)[1]
     monkeypatch.setattr(kernels, "aten", graphs)
-    monkeypatch.setattr(prefix, "choose_backend", lambda *_: Backend((CUDNN, MATH)))
+    monkeypatch.setattr(prefix, "choose_backend", lambda *_, **__: Backend((CUDNN, MATH)))
     found = gradients(streambp.patch(stock, StreamConfig(chunk_size=512)), **batch)[1]
     assert graphs.calls > 0 or family == "mistral"
     assert worst_error(found, expected) <= 1e-10

@@ -62,7 +62,7 @@ def reference(spans, default_dtype):
 def check(spans, saves, place, monkeypatch):
     graphs = CachedGraphs()
     monkeypatch.setattr(kernels, "aten", graphs)
-    monkeypatch.setattr(prefix, "choose_backend", lambda *_: Backend((CUDNN, FLASH, MATH)))
+    monkeypatch.setattr(prefix, "choose_backend", lambda *_, **__: Backend((CUDNN, FLASH, MATH)))
     family, mode, rows = SPANS[spans]
     config = streambp.StreamConfig(chunk_size=CHUNK, saves=saves, **PLACES[place])
     model = streambp.patch(model_of(family), config)
@@ -118,7 +118,7 @@ def check_head_sizes(name, mode, saves, place, monkeypatch):
     model = make()
     expected_loss, expected = gradients(model, **batch)
     monkeypatch.setattr(kernels, "aten", graphs)
-    monkeypatch.setattr(prefix, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr(prefix, "choose_backend", lambda *_, **__: backend)
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=saves, **PLACES[place]))
     loss, found = gradients(model, **batch)
     assert bool(graphs.calls) == (backend.name == "cudnn")
