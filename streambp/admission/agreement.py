@@ -17,6 +17,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
 # rounding is a larger part of a token's few scores than of a layer's output, by this factor
 SCORES = 4
+EPS = 8  # eps of rounding, relative to the tensors themselves
 
 
 def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
@@ -30,7 +31,18 @@ def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
     return call.site.coarsest(x.dtype, x.device.type, call.autocast)
 
 
-def agree(unchunked: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:
+def gradient_tolerance(dtype: torch.dtype) -> float:
+    """Return the tolerance for gradients, relative to their norm. In half precision the tolerance
+    is wider than that for outputs: where rounding flips a ReLU, the output hardly changes, but the
+    gradient does.
+
+    Args:
+        dtype: the result of `coarsest`.
+    """
+    return TOLERANCE.get(dtype, HALF_TOLERANCE) + EPS * torch.finfo(dtype).eps
+
+
+def agree(unchunked: Tensor, pieces: Tensor, residual: Tensor, tolerance: float) -> bool:
     """True if the results of two runs of a layer differ by no more than rounding.
 
     Args:
@@ -38,13 +50,12 @@ def agree(unchunked: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtyp
             input.
         residual: [..., B, T, h], what the residual connection adds to both results. This is the
             layer's input if outputs are compared, and the gradient of the output if gradients are.
-            The norm of `unchunked - residual` sets the tolerance.
-        dtype: the result of `coarsest`.
+        tolerance: the largest difference, relative to the norm of `unchunked - residual`.
     """
-    limit = TOLERANCE.get(dtype, HALF_TOLERANCE) * (unchunked - residual).float().norm()
+    limit = tolerance * (unchunked - residual).float().norm()
     return bool(
         (unchunked - pieces).float().norm()
-        <= limit + 8 * torch.finfo(unchunked.dtype).eps * unchunked.float().norm()
+        <= limit + EPS * torch.finfo(unchunked.dtype).eps * unchunked.float().norm()
     )
 
 
@@ -66,7 +77,9 @@ def all_agree(
     """
     if (len(unchunked) > 1) != (len(pieces) > 1):
         return False
-    return all(agree(*three, dtype) for three in zip(unchunked, pieces, residuals, strict=False))
+    tolerances = (TOLERANCE.get(dtype, HALF_TOLERANCE), gradient_tolerance(dtype))
+    compared = zip(unchunked, pieces, residuals, tolerances, strict=False)
+    return all(agree(*results) for results in compared)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, all_agree, chose_alike, coarsest
+from streambp.admission.agreement import all_agree, chose_alike, coarsest, gradient_tolerance
 from streambp.admission.third_party import distinct_attentions, foreign_parts, watched_hooks
 from streambp.attention.interface import own_implementation, unrouted
 from streambp.attention.masks import LazyMask
@@ -130,7 +130,7 @@ class UnpatchedRun:
         gradients = list(zip(self.result[2:], streamed[2:], strict=True))
         off = sum(float((a - b).float().norm()) ** 2 for a, b in gradients)
         size = sum(float(b.float().norm()) ** 2 for _, b in gradients)
-        is_alike = off <= TOLERANCE.get(dtype, HALF_TOLERANCE) ** 2 * size
+        is_alike = off <= gradient_tolerance(dtype) ** 2 * size
         return is_alike and chose_alike(self.call.site.choices, dtype)
 
     def why_whole(self) -> str | None:

@@ -22,7 +22,7 @@ from streambp.device import is_accelerator
 from streambp.errors import StreamBPError
 from streambp.fields import shown
 from streambp.model.positions import beyond_positions
-from streambp.planner.batches import COMPLETIONS, Batch, batches_table, bidirectional
+from streambp.planner.batches import COMPLETIONS, Batch, batches_table, padded_and_packed
 from streambp.planner.configuration import TRUST, needs_trust, read_config
 from streambp.planner.fused_layers import fusion
 from streambp.planner.measure import compare_default, compare_step
@@ -179,7 +179,7 @@ def run_plan(arguments: Any) -> int:
         ways = []
         for batch in batches:
             ways.append(
-                bidirectional(found.profile, batch, found.memory, found.setting, found.rates)
+                padded_and_packed(found.profile, batch, found.memory, found.setting, found.rates)
             )
         print(
             as_json({"batches": ways}) if arguments.json else batches_table(found, ways),

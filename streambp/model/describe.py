@@ -507,6 +507,11 @@ def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
         )
     if state.history.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran unpatched")
+    if state.unpatched is not None and state.unpatched.drew:
+        notes.append(
+            "short steps stream, too: a forward without gradients drew random numbers (dropout), "
+            "and a step may have to draw the same"
+        )
     notes += _compiled(model, state)
     return (*notes, *(f"left as it is: {reason}" for reason in state.left_alone))
 

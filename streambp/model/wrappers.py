@@ -294,8 +294,8 @@ class BackboneForward(InstanceForward):
                         self.prefixes.stand_aside(kwargs)
                     return self.original(**kwargs)
                 for layer in self.layers:
-                    # Trainer enables checkpointing at the start of training. In transformers up to 5.22
-                    # the flag would recompute the layer once more.
+                    # Trainer enables checkpointing at the start of training. In transformers up to
+                    # 5.22 the flag would recompute the layer once more.
                     if layer.__dict__.get(CHECKPOINTING[0]):
                         layer.gradient_checkpointing = False  # type: ignore[assignment]
                         self.checkpointed.append(layer)

@@ -24,6 +24,7 @@ from typing import Any
 from streambp.offload.costs import Candidate
 
 INPUT = "x"  # name of a layer's input
+PRICES = 12  # prices of a room that are tried; of more prices, every n-th by size
 SETS = 10  # tensors of a layer of which every set is tried; of more tensors, the largest first
 
 
@@ -78,12 +79,13 @@ def choose_places(
         candidates: tensors that each layer may save.
         rooms: the bytes that saved tensors may take.
     """
-    prices = {0.0}
+    worths = {0.0}
     for found in candidates.values():
-        prices |= {one.worth for one in found}
+        worths |= {one.worth for one in found}
+    prices = sorted(worths)[:: 1 + len(worths) // PRICES]
     choice = _Choice(inputs, candidates, rooms)
     best = choice.at_prices(0.0, 0.0)
-    for on_device, on_host in itertools.product(sorted(prices), repeat=2):
+    for on_device, on_host in itertools.product(prices, repeat=2):
         places = choice.at_prices(on_device, on_host)
         if places.spared > best.spared:
             best = places

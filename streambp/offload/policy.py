@@ -70,6 +70,7 @@ from streambp.offload.places import Places, TwoRooms, choose_places
 IGNORED_SHARE_OF_FREE_MEMORY = (
     0.01  # fraction of the initial free memory; smaller deviations are ignored
 )
+ROOMS_PER_INPUT = 64  # rooms that are told apart, for the bytes of all layers' inputs
 CHUNK_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024)  # over all rows of the batch
 EQUAL_SECONDS = 0.002  # seconds with a smaller relative difference count as equal
 FORWARD = 0.25  # forward's fraction of a step's seconds; backward computes three times as much
@@ -121,7 +122,8 @@ class SavesPolicy:
         self._waiting: weakref.WeakSet[Any] = (
             weakref.WeakSet()
         )  # instances of `layer.saved.SavedForBackward`
-        self._places: tuple[Measured, float, Places] | None = None  # the last choice for the host
+        # choices with offload="auto", by the measurements and the device's room
+        self._places: dict[tuple[Measured, float], Places] = {}
         self._batch = BatchSaves()
         # keys are pairs: tokens of a step, tokens of a chunk
         self.margins: dict[tuple[int, int], Shortage] = {}
@@ -386,7 +388,7 @@ class SavesPolicy:
         link.manager.staying = None
         costs = self.known.costs
         if measured is None:
-            self._places = None
+            self._places.clear()
             return
         whole = functools.reduce(
             operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values())
@@ -395,15 +397,18 @@ class SavesPolicy:
         never_leave = never_leaving(attending, whole.attn_out / measured.link)
         hidden = measured.seconds * measured.link  # bytes whose copies hide behind forward
         on_device = link.room_on_device(tokens) * measured.tokens / tokens
+        # Steps of other lengths have other rooms. Few different rooms need few choices.
+        on_device -= on_device % (whole.x / ROOMS_PER_INPUT)
         inputs: dict[int, float] = {}
         candidates: dict[int, list[Candidate]] = {}
         for index, cost in costs.items():
             inputs[index] = cost.scaled_to(measured.tokens).x
             candidates[index] = list(cost.candidates(index, measured.tokens, measured.length))
         rooms = TwoRooms(measured.host, hidden / len(costs), on_device, never_leave)
-        if self._places is None or self._places[:2] != (measured, on_device):
-            self._places = measured, on_device, choose_places(inputs, candidates, rooms)
-        places = self._places[2]
+        key = measured, on_device
+        if key not in self._places:
+            self._places[key] = choose_places(inputs, candidates, rooms)
+        places = self._places[key]
         self._batch.plan = places.saved
         if self.keeps:
             link.manager.staying = places.staying

@@ -155,7 +155,7 @@ class Way:
     choice: Choice
 
 
-def bidirectional(
+def padded_and_packed(
     profile: Profile,
     batch: Batch,
     memory: Memory,

@@ -8,7 +8,6 @@ Such a mask is evaluated here on the CPU for a few queries and all keys.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,21 +19,16 @@ from streambp.attention.mask_scan import SCAN
 from streambp.attention.masks import DenseMask, LazyMask
 from streambp.attention.spans import Spans
 from streambp.chunks import Barrier
+from streambp.tensors import replaced
 
 rectangles = masks._rectangles
 
 
-@contextlib.contextmanager
-def masks_from_positions() -> Iterator[None]:
-    """Context manager in which bidirectional masks of batches without data and without padding are
-    evaluated from positions. Masks that depend on values read all keys, as conditions on tensors
-    without data are true."""
-    previous = masks._rectangles
-    masks._rectangles = _from_positions
-    try:
-        yield
-    finally:
-        masks._rectangles = previous
+def masks_from_positions() -> contextlib.AbstractContextManager[None]:
+    """Return a context manager in which bidirectional masks of batches without data and without
+    padding are evaluated from positions. Masks that depend on values read all keys, as conditions
+    on tensors without data are true."""
+    return replaced([masks], "_rectangles", [_from_positions])
 
 
 def _from_positions(

@@ -12,6 +12,8 @@ from transformers import (
     BertForMaskedLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from tests.distributed import engines, worker
@@ -27,6 +29,10 @@ BART = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "dropout": 0.0,
     "forced_eos_token_id": None,
+}  # fmt: skip
+T5 = {
+    "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2,
+    "num_heads": 4, "dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 2,
 }  # fmt: skip
 
 
@@ -47,6 +53,7 @@ MAKE = {
     "bert": bert,
     "modernbert": modernbert,
     "bart": lambda: BartForConditionalGeneration(BartConfig(**BART)),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
 }
 
 

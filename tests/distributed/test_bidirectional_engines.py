@@ -1,7 +1,7 @@
-"""Two ranks, gloo, CPU: encoders whose layers run in halves, and decoders with an encoder, under
+"""Two ranks, gloo, CPU: encoders whose layers run in halves, and decoders with an encoder (T5's, too), under
 DDP, FSDP2 and ZeRO-3 against the bare engine and a single process.
 
-covers: sharded/bidirectional.py, distributed/host.py
+covers: sharded/bidirectional.py, distributed/host.py, admission/biased.py
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ CASES = {
         {"model": "bert", "engine": "fsdp", "one_chunk_on": 1},
         {"model": "bart"},
         {"model": "bart", "engine": "fsdp", "one_chunk_on": 0},
+        {"model": "t5"},
+        {"model": "t5", "engine": "fsdp", "one_chunk_on": 0},
     ],
     "deepspeed": [
         {"model": "bert", "stage": 3, "zero": NOTHING_CACHED, "one_chunk_on": 0},
         {"model": "modernbert", "stage": 3, "zero": NOTHING_CACHED},
         {"model": "bart", "stage": 3, "zero": NOTHING_CACHED},
+        {"model": "t5", "stage": 3, "zero": NOTHING_CACHED},
         {"model": "bert", "stage": 2, "accumulation": 2},
     ],
 }  # fmt: skip

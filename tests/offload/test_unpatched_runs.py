@@ -141,6 +141,7 @@ def test_a_forward_without_gradients_draws_as_the_step(rate):
     seed_torch(4)
     found = model.model(ids, use_cache=False).last_hidden_state  # [B, T, h]
     assert streams(found) == (rate > 0)
+    assert ("short steps stream" in str(streambp.describe(model))) == (rate > 0)
     if rate:
         assert torch.equal(found, expected)
     else:

@@ -25,7 +25,7 @@ from streambp.head import recipe
 from streambp.head.log_probs import HeadInputs
 from streambp.launch.settings import from_flags
 from streambp.planner import batches
-from streambp.planner.batches import Batch, bidirectional, work
+from streambp.planner.batches import Batch, padded_and_packed, work
 from streambp.planner.plan import Memory
 from streambp.planner.profile import Setting, peak
 from streambp.planner.profile import work as work_of_one_row
@@ -225,7 +225,7 @@ def test_a_group_of_one_row_is_a_row():
 
 
 def test_the_fastest_way_that_fits():
-    rows, shared = bidirectional(profile(), GROUP, Memory(2**40), Setting(optimizer=0))
+    rows, shared = padded_and_packed(profile(), GROUP, Memory(2**40), Setting(optimizer=0))
     assert rows.fits
     assert shared.fits
     assert (rows.tokens, shared.tokens) == (16 * 33 * 1024, 48 * 1024)
@@ -233,7 +233,7 @@ def test_the_fastest_way_that_fits():
     assert 8 < rows.seconds / shared.seconds < 11
     assert rows.resident > 2 * shared.resident
     small = Memory(int(1.5 * shared.peak.total))
-    rows, shared = bidirectional(profile(), GROUP, small, Setting(optimizer=0))
+    rows, shared = padded_and_packed(profile(), GROUP, small, Setting(optimizer=0))
     assert shared.fits
     assert not rows.fits
     for wrong in (
@@ -242,7 +242,7 @@ def test_the_fastest_way_that_fits():
     ):
         given = {"profile": profile(), "batch": GROUP, "memory": small, "setting": Setting()}
         with pytest.raises(ConfigError, match="one row on one rank"):
-            bidirectional(**{**given, **wrong})
+            padded_and_packed(**{**given, **wrong})
     for lengths, prompt in (((), 0), ((5, 0), 0), ((5, 4), 4)):
         with pytest.raises(ConfigError, match="longer than the prompt"):
             Batch(lengths, prompt)
