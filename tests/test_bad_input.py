@@ -15,7 +15,7 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
-from transformers import LlamaConfig, T5Config, T5Model
+from transformers import LlamaConfig, T5Config, T5EncoderModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import streambp
@@ -100,12 +100,12 @@ def test_config_is_frozen():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: T5Model(T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=16, d_kv=8, vocab_size=32)),
+        lambda: T5EncoderModel(T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=16, d_kv=8, vocab_size=32)),
         lambda: zoo.build("deepseek_v4"),
         lambda: zoo.build("rwkv"),
         lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)),
     ],
-    ids=["t5", "sparse", "states in place", "no transformer"],
+    ids=["biases both ways", "sparse", "states in place", "no transformer"],
 )  # fmt: skip
 def test_unsupported_models(make):
     model = make()

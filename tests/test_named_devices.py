@@ -56,6 +56,7 @@ PLACES = {
         planner/plan.py:plan
         planner/skeleton.py:
         planner/skeleton.py:Skeleton.__init__
+        planner/skeleton.py:Skeleton._fused_elsewhere
         planner/stored_counts.py:key_of
         planner/survey.py:Counter._prepared
         planner/tree.py:_activations
@@ -69,6 +70,8 @@ PLACES = {
         device.py:
         lazy/base.py:
         model/split.py:refuse_replicas
+        planner/model_class.py:fixed_positions
+        planner/model_class.py:refuse_biases
         planner/survey.py:survey
     """,
 }

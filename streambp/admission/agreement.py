@@ -32,9 +32,8 @@ def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
 
 
 def gradient_tolerance(dtype: torch.dtype) -> float:
-    """Return the tolerance for gradients, relative to their norm. In half precision the tolerance
-    is wider than that for outputs: where rounding flips a ReLU, the output hardly changes, but the
-    gradient does.
+    """Return the tolerance for gradients, relative to their norm. The tolerance is wider than for
+    outputs in half precision. Rounding may flip a ReLU, which changes gradients more than outputs.
 
     Args:
         dtype: the result of `coarsest`.

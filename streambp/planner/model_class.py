@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from streambp.admission.stacks import is_bidirectional
-from streambp.errors import ConfigError
+from streambp.attention.position_biases import biases_distances
+from streambp.errors import ConfigError, UnsupportedModelError
 
 LANGUAGE_MODELS = ("LM", "PreTraining", "LMHeadModel", "ConditionalGeneration")
 PREFIX_TYPE = "paligemma"
@@ -137,6 +138,25 @@ def check_encoder_len(model: nn.Module, encoder_len: int | None) -> None:
             f"encoder_len is {encoder_len}, and the encoder of {type(model).__name__} reads "
             f"{fixed} positions in each row. Leave encoder_len out."
         )
+
+
+def refuse_biases(model: nn.Module) -> None:
+    """Raise if attention modules of the model add T5's bias by distance. The count would leave out
+    the bias of all pairs in layers that are not streamed.
+
+    Args:
+        model: the model.
+
+    Raises:
+        UnsupportedModelError: a module adds such a bias.
+    """
+    for module in model.modules():
+        if biases_distances(module):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} adds a bias for each distance between two positions, "
+                "which the planner does not count. Measure a step of it "
+                "(torch.cuda.max_memory_allocated)."
+            )
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:

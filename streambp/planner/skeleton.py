@@ -55,6 +55,7 @@ from streambp.planner.model_class import (
     fixed_positions,
     is_encoder_decoder,
     loss_of,
+    refuse_biases,
 )
 from streambp.planner.step import fused_sdpa
 from streambp.tensors import replaced
@@ -140,6 +141,7 @@ class Skeleton:
             if bits != 16:
                 _quantise(self.model, bits)
         check_encoder_len(self.model, encoder_len)
+        refuse_biases(self.model)
         self.fused = fusion(kernels, device)
         fuse_layers(self.model, self.fused)
         self.model.train()

@@ -21,7 +21,7 @@ from streambp.errors import ConfigError, UnsupportedModelError
 from streambp.launch import process
 from streambp.model.installed import is_patched
 from tests.launch.programs import arguments, model_of, right, rows
-from tests.launch.test_process import settings, t5
+from tests.launch.test_process import settings, without_streams
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_axolotl_checks_the_section_before_a_model_is_loaded(axolotl):
 def test_a_model_that_cannot_be_streamed_stops_axolotl(axolotl, tmp_path):
     with pytest.raises(UnsupportedModelError):
         axolotl.StreamPlugin().post_trainer_create(
-            SimpleNamespace(streambp={}), trainer(tmp_path, t5())
+            SimpleNamespace(streambp={}), trainer(tmp_path, without_streams())
         )
 
 
@@ -220,7 +220,7 @@ def test_verls_engines_that_would_not_be_exact_are_refused(engines, engine, chan
 
 def test_a_model_that_cannot_be_streamed_stops_verl(engines, monkeypatch):
     with pytest.raises(UnsupportedModelError):
-        engines[0](t5()).initialize()
+        engines[0](without_streams()).initialize()
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": -5}')
     sys.modules["streambp.integrations.verl"].launched.cache_clear()
     with pytest.raises(ConfigError):

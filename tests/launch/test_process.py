@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import (
+    RwkvConfig,
+    RwkvForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
 )
 
@@ -54,18 +54,16 @@ def settings(model):
     return model._streambp.config
 
 
-def t5():
-    """A model whose attention adds a bias for each distance, which streambp does not compute."""
-    return T5ForConditionalGeneration(
-        T5Config(
+def without_streams():
+    """A model that cannot be streamed: its layers write states in place."""
+    return RwkvForCausalLM(
+        RwkvConfig(
             vocab_size=VOCABULARY,
-            d_model=16,
-            d_kv=8,
-            d_ff=24,
-            num_layers=1,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
+            hidden_size=16,
+            attention_hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            context_length=64,
         )
     )
 
@@ -286,17 +284,17 @@ def test_without_our_head_there_are_logits_anyway(trainer_class, tmp_path):
 def test_a_model_that_cannot_be_streamed_is_named_once_and_trains(
     trainer_class, hook, tmp_path, capsys
 ):
-    model = t5()
+    model = without_streams()
     expected = copy.deepcopy(model)
     for made, kind in ((model, trainer_class), (expected, Trainer)):
         kind(made, arguments(tmp_path / "out"), train_dataset=rows()).train()
     found = dict(model.named_parameters())
     assert all(torch.equal(found[name], weight) for name, weight in expected.named_parameters())
     said = capsys.readouterr().err
-    assert said.count("streambp: T5ForConditionalGeneration is left as it was") == 1
+    assert said.count("streambp: RwkvForCausalLM is left as it was") == 1
     (told,) = hook.launched.account().models
     assert told.description is None
-    assert "adds a bias for each distance" in told.left
+    assert "writes its states in place" in told.left
 
 
 def test_settings_that_do_not_fit_the_model_stop_the_program(trainer_class, monkeypatch, tmp_path):
