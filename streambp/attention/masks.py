@@ -241,7 +241,7 @@ def resolve(
         mask = LazyMask(mask_function=causal_mask_function, q_length=length, kv_length=length)
     if bidirectional and mask.tree is None:
         if mask.bidirectional_layout is None:
-            mask.bidirectional_layout = _rectangles(mask, batch_size, length, device)
+            mask.bidirectional_layout = rectangles(mask, batch_size, length, device)
         return mask.bidirectional_layout
     if mask.layout is None:
         if mask.tree is None:
@@ -258,7 +258,7 @@ def resolve(
     return mask.layout
 
 
-def _rectangles(
+def rectangles(
     mask: LazyMask, batch_size: int, length: int, device: torch.device
 ) -> Spans | DenseMask:
     """Return the keys that each query reads, for attention that may read ahead. The result is one

@@ -21,20 +21,20 @@ from streambp.attention.spans import Spans
 from streambp.chunks import Barrier
 from streambp.tensors import replaced
 
-rectangles = masks._rectangles
+rectangles = masks.rectangles
 
 
 def masks_from_positions() -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which bidirectional masks of batches without data and without
     padding are evaluated from positions. Masks that depend on values read all keys, as conditions
     on tensors without data are true."""
-    return replaced([masks], "_rectangles", [_from_positions])
+    return replaced([masks], "rectangles", [_from_positions])
 
 
 def _from_positions(
     mask: LazyMask, batch_size: int, length: int, device: torch.device
 ) -> Spans | DenseMask:
-    """Return the keys that each query reads, as `masks._rectangles` does for a batch with data.
+    """Return the keys that each query reads, as `masks.rectangles` does for a batch with data.
 
     Args:
         mask: the mask's description.

@@ -154,7 +154,7 @@ def refuse_biases(model: nn.Module) -> None:
         if biases_distances(module):
             raise UnsupportedModelError(
                 f"{type(module).__name__} adds a bias for each distance between two positions, "
-                "which the planner does not count. Measure a step of it "
+                "which the planner does not count. Run a step and measure its memory "
                 "(torch.cuda.max_memory_allocated)."
             )
 
@@ -178,7 +178,8 @@ def fixed_positions(model: nn.Module) -> int | None:
     if name != "input_features" or not hasattr(config, "num_mel_bins"):
         raise ConfigError(
             f"{type(model).__name__} reads {name}, and the planner makes rows of tokens and of "
-            "Whisper's audio alone. Measure a step of it (torch.cuda.max_memory_allocated)."
+            "Whisper's audio alone. Run a step and measure its memory "
+            "(torch.cuda.max_memory_allocated)."
         )
     return int(config.max_source_positions)
 
