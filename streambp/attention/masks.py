@@ -263,7 +263,17 @@ def rectangles(
 ) -> Spans | DenseMask:
     """Return the keys that each query reads, for attention that may read ahead. The result is one
     interval for each row if all queries of a row read the same consecutive tokens, else a
-    `DenseMask`."""
+    `DenseMask`.
+
+    Args:
+        mask: the mask's description.
+        batch_size: rows of the batch.
+        length: T.
+        device: device of the batch.
+
+    Raises:
+        UnsupportedMaskError: the mask covers another number of keys.
+    """
     arguments = mask.description
     if (arguments["q_length"], arguments["kv_length"]) != (length, length):
         raise UnsupportedMaskError(

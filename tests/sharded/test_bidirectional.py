@@ -32,6 +32,7 @@ from transformers import (
 import streambp
 from streambp.admission import long_trial
 from streambp.attention import mask_scan, masks
+from streambp.attention.prefix import Prefix
 from streambp.attention.spans import Run, Spans
 from streambp.layer.recompute import NULL_CONTEXT
 from streambp.sharded import bidirectional
@@ -447,6 +448,9 @@ def test_recorders_keep_what_they_keep_unpatched():
 
 def test_the_mutant_that_tries_chunks_with_later_keys_is_noticed(in_halves, monkeypatch):
     """The layers then run whole: chunks of the test have no keys of later chunks."""
+    buffer = Prefix._buffer
+    # what is not written yet would be whatever was in memory
+    monkeypatch.setattr(Prefix, "_buffer", lambda *given: buffer(*given).fill_(3.0))
     monkeypatch.setattr(
         long_trial, "Spans", SimpleNamespace(causal=lambda rows, length: all_keys(rows, length))
     )
