@@ -1,17 +1,19 @@
 """Count bytes of live storages and FLOPs of a step, on tensors with or without data.
 
-`LiveBytes` counts allocations of operations. It supports real tensors as well; tests of its
-predictions use them. `StepCount` adds the requirements of a step on tensors without data: answers
-to operations that read values, workspaces of GPU kernels, and the work of each operation.
+`LiveBytes` counts the storages that operations allocate. Tests use `LiveBytes` on real tensors, to
+check predictions. `StepCount` is for steps on tensors without data, and also counts FLOPs, bytes
+read and written, and workspaces of GPU kernels. Operations that read a tensor's values get assumed
+values.
 
 FlashAttention's backward allocates, and frees before it returns, dQ in float32 and one float32 for
-each query and head. With grouped queries it also allocates dK and dV for every query head. cuDNN's
-backward allocates the same except for dK and dV. Memory-efficient attention allocates dQ, dK and dV
-in float32; it receives one key head for each query head. A dispatch mode cannot observe these
-allocations, so their sizes are computed here from the operators' arguments.
+each query and head. Grouped queries add dK and dV for every query head. cuDNN's backward allocates
+the same except for dK and dV. Memory-efficient attention receives one key head for each query head,
+and allocates dQ, dK and dV in float32. A dispatch mode cannot observe these allocations, so their
+sizes are computed here from the operators' arguments.
 
-On tensors without data torch runs several operations where a GPU runs a single kernel: Triton's,
-another package's, or a copy. Memory is counted for the operations and moved bytes for the kernel.
+Several torch operations of a count may replace one kernel of the GPU (a Triton kernel, a kernel of
+another package, a copy). Allocations and FLOPs are then those of the operations, and bytes read and
+written are those of the kernel.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         live: bytes that exist now.
         peak: maximum of `live` since `reset_peak`.
-        largest: bytes of the largest storage.
-        tracked: number of storages so far.
+        largest: bytes of the largest storage so far.
+        tracked: number of storages created so far.
     """
 
     def __init__(self) -> None:
@@ -116,14 +118,16 @@ CHANGED_LISTS = frozenset({aten._foreach_add_.List})  # operations on lists that
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Known:
-    """Cached facts about a torch operation on meta or fake tensors: its results and its cost.
+    """Cached facts about one call of a torch operation on meta or fake tensors: its results and its
+    cost.
 
     Attributes:
-        made: shape, stride and dtype of each output, or the output itself if it is no tensor.
-            IN_PLACE: the result is the first argument; OUT: the result is the argument `out`.
-        several: True if the outputs are a tuple.
+        made: list with the shape, stride and dtype of each output, or the output itself if it is no
+            tensor. `Shapes.IN_PLACE`: the result is the first argument; `Shapes.OUT`: the result is
+            the argument `out`.
+        several: True if the operation returns a tuple.
         work: FLOPs and bytes of the operation.
-        attends: True for backward of attention, whose kernel allocates and frees a workspace.
+        attends: True for attention backward, whose kernel allocates and frees a workspace.
         routed: number of (token, expert) pairs, for a `topk` that may select experts; 0 otherwise.
     """
 
@@ -145,8 +149,9 @@ class Shapes:
     inputs.
 
     A step repeats a few hundred operations thousands of times, and a count spends most of its time
-    on torch's inference of output shapes. Cached operations return new tensors, their first
-    argument after an in-place change, or their `out`.
+    on torch's inference of output shapes. A cached operation is not run again: its result is a new
+    tensor of the stored shape. The result is the first argument for an in-place operation, and the
+    argument `out` for an operation that has it.
 
     Args:
         mode: mode of the fake tensors; None: the tensors are on meta.
@@ -162,8 +167,8 @@ class Shapes:
         self._meta = mode is None
 
     def known(self, func: Any, args: Any, kwargs: Any) -> tuple[Known | None, Any]:
-        """Return the cached facts about an operation, or None, and the cache key. The key is None
-        if the operation cannot be cached.
+        """Return the cached facts about a call of an operation, and the call's cache key. The facts
+        are None if the call is not in the cache. The key is None if the call cannot be cached.
 
         Args:
             func: the operation, an overload of `torch.ops.aten`.
@@ -284,8 +289,8 @@ class Shapes:
 
 
 class AllocatedBytes(contextlib.nullcontext[None]):
-    """Bytes of an accelerator's allocator since the start of a count, with the same attributes as
-    `LiveBytes`."""
+    """Context manager with the attributes `live` and `peak` of `LiveBytes`, read from an
+    accelerator's allocator. Bytes are relative to those when this object was created."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -294,16 +299,18 @@ class AllocatedBytes(contextlib.nullcontext[None]):
 
     @property
     def live(self) -> int:
-        """Return the bytes allocated now minus those at the start."""
+        """Return the bytes allocated now minus those when this object was created."""
         return counted_bytes(self._device, "allocated") - self._start
 
     @property
     def peak(self) -> int:
-        """Return the peak of allocated bytes since `reset_peak`, minus the bytes at the start."""
+        """Return the peak of allocated bytes since `reset_peak`, minus the bytes when this object
+        was created."""
         return counted_bytes(self._device, "peak") - self._start
 
     def reset_peak(self) -> None:
-        """Reset the allocator's peak to the bytes allocated now, for the full process."""
+        """Reset the allocator's peak, which all code of the process shares, to the bytes allocated
+        now."""
         torch.accelerator.reset_peak_memory_stats(self._device)
 
 
@@ -312,9 +319,9 @@ class StepCount(LiveBytes):
     FLOPs, and bytes read and written.
 
     Args:
-        kernels: "flash" or "cudnn": add the workspaces of these kernels to the peak; None: add
-            none.
-        shapes: a cache of operations, shared between counts.
+        kernels: "flash" or "cudnn": add the workspaces of these attention kernels to the peak;
+            None: add none.
+        shapes: cache of operations, which several counts may share; None: a new one.
     """
 
     def __init__(self, kernels: str | None, shapes: Shapes | None = None) -> None:
@@ -368,7 +375,11 @@ class StepCount(LiveBytes):
         return outputs[0]
 
     def _first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
-        """Run an operation that is not in the cache, count its cost, and cache it."""
+        """Return the result of an operation that is not in the cache, count its cost, and cache it.
+
+        Operations that read values of a tensor without data get assumed values. Conditions are
+        true, and each expert gets an equal share of the tokens.
+        """
         if func is aten._to_copy.default and args[0].device.type == "meta":
             device = kwargs.get("device")
         else:
@@ -422,7 +433,7 @@ class StepCount(LiveBytes):
         return result
 
     def _count(self, operation: Known) -> None:
-        """Add the cost of one call of a cached operation."""
+        """Add the cost of one call of an operation. Inside `one_kernel` only FLOPs are added."""
         if self._kernel_depth:
             self.add(operation.work._replace(moved=0.0, dispatches=0.0))
         else:
@@ -439,26 +450,27 @@ Count = TypeVar("Count", bound=StepCount)
 
 
 def running_counts(kind: type[Count]) -> list[Count]:
-    """Return the active dispatch modes of class `kind`, which count operations."""
+    """Return the active dispatch modes of class `kind` (a `StepCount`)."""
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, kind)]
 
 
 def add_flops(number: float, byte_count: float = 0.0) -> None:
-    """Add FLOPs and moved bytes to all active counts (`StepCount`), for matrix products that no
-    torch operation shows."""
+    """Add FLOPs and moved bytes to all active counts (`StepCount`), for matrix products inside a
+    kernel whose torch operations do not run in a count."""
     for count in running_counts(StepCount):
         count.add(Work(number, moved=byte_count))
 
 
 @contextlib.contextmanager
 def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[None]:
-    """Context manager in which all operations together count as one kernel launch, with given
-    bytes.
+    """Context manager in which all operations together count as one kernel launch with the given
+    bytes. The operations' own bytes and dispatches are not counted, their FLOPs and allocations
+    are.
 
     Args:
-        moved: bytes that the kernel reads and writes.
-        out: bytes copied to the host.
-        back: bytes copied from the host.
+        moved: bytes that the kernel reads and writes on the device.
+        out: bytes that the kernel copies to the host.
+        back: bytes that the kernel copies from the host.
     """
     counts = running_counts(StepCount)
     for count in counts:
@@ -472,24 +484,24 @@ def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[No
 
 
 class Replayed(torch.autograd.Function):
-    """Autograd function that stands for a kernel when memory and FLOPs are counted on meta or fake
+    """Autograd function in place of a kernel, when memory and FLOPs are counted on meta or fake
     tensors.
 
-    Two functions make the allocations of the kernel's forward and backward, in the same order and
-    with the same lifetime, and compute nothing.
+    The first two arguments of `apply` are functions for forward and backward. Both functions make
+    the kernel's allocations, in the same order and with the same lifetime, and compute nothing.
     """
 
     @staticmethod
     def forward(
         ctx: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], *args: Any
     ) -> Any:
-        """Allocate what the kernel's forward allocates: return `forward(ctx, *args)`. `args`
-        include tensors [...]."""
+        """Allocate the tensors that the kernel's forward allocates: return `forward(ctx, *args)`.
+        `args` include tensors [...]."""
         ctx.replay = backward
         return forward(ctx, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Allocate what the kernel's backward allocates for gradients `grads` [...] of the outputs:
-        return the result of `backward(ctx, *grads)` as gradients of `args`."""
+        """Allocate the tensors that the kernel's backward allocates for gradients `grads` [...] of
+        the outputs: return `backward(ctx, *grads)`, the gradients of `args`."""
         return None, None, *ctx.replay(ctx, *grads)

@@ -1,7 +1,5 @@
-"""`plan`: the fastest settings that fit, from a model, a length and memory.
-
-The settings are chunk size, saves and offload.
-"""
+"""`plan`: find the chunk size, saves and offload with which a training step fits into memory and is
+fastest, at a chosen or at the longest possible sequence length."""
 
 from __future__ import annotations
 
@@ -54,12 +52,13 @@ SLOWER = 0.02  # allowed slowdown of the choice with less memory, relative to th
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory limits of each rank.
+    """Limits of device memory and host memory for one rank.
 
     Attributes:
-        gpu: bytes of the device.
-        host: bytes of host memory; None: no limit.
-        reserve: fraction of the device for the CUDA context, fragmentation and other libraries.
+        gpu: bytes of the device's memory.
+        host: bytes of host memory that this rank may use; None: no limit.
+        reserve: fraction of the device's memory that a step may not use, for the CUDA context,
+            fragmentation and other libraries.
     """
 
     gpu: int
@@ -71,29 +70,31 @@ class Memory:
 
     @property
     def usable(self) -> float:
-        """Return the bytes of the device without the reserve."""
+        """Return the bytes of device memory that a step may use: `gpu` without the reserve."""
         return self.gpu * (1 - self.reserve)
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A way to run a step, with its chunk size, for one sequence length.
+    """Settings of a training step at one sequence length, with the step's predicted memory, FLOPs
+    and seconds.
 
     Attributes:
-        method: name of the way.
+        method: name of the `Method`, such as "checkpointing" or "streambp saves attn_out".
         saves: the value of `StreamConfig.saves`.
         offload: the value of `StreamConfig.offload`.
-        chunk_size: tokens of a chunk on each rank.
-        seq_len: positions of a full sequence.
-        peak: bytes on each rank.
+        chunk_size: positions of a chunk in each row of a rank; `seq_len` for unpatched steps.
+        seq_len: positions of a full sequence, also if ranks share it.
+        peak: peak memory on each rank.
         flops: FLOPs of the step, summed over the ranks that share a sequence.
-        seconds: seconds of the step.
+        seconds: predicted seconds of the step.
         gpu_memory: the value of `StreamConfig.gpu_memory`, if the step streams keys and values from
             the host; None otherwise.
-        link: bytes that a rank sends to, and receives from, the ranks that share its sequences.
-        on_host: layers with weights in host memory.
-        hidden_from: number of positions of a row from which copies of these weights take no extra
-            time; None: the copies always do.
+        link: bytes that a rank sends in a step to the ranks that share its sequences; each rank
+            receives equally many.
+        on_host: layers with weights in host memory; None: no layer.
+        hidden_from: smallest number of positions of a row at which copies of these weights take no
+            extra time; None: the copies always do, or there are none.
     """
 
     method: str
@@ -111,7 +112,7 @@ class Choice:
 
     @property
     def config(self) -> StreamConfig:
-        """Return the `StreamConfig` with which `streambp.patch` runs steps in this way."""
+        """Return the `StreamConfig` with which `streambp.patch` runs this step."""
         if self.on_host is None:
             weights = "device"
         elif self.on_host.layers == self.on_host.of:
@@ -124,12 +125,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Longest:
-    """The longest sequence that fits into memory with one way to run a step.
+    """Longest sequence with which a step of one method fits into memory.
 
     Attributes:
-        method: name of the way.
-        seq_len: positions.
-        binds: what limits the length: a phase on the GPU, or "host memory".
+        method: name of the `Method`.
+        seq_len: positions of the sequence.
+        binds: cause that longer sequences do not fit: name of the phase that exceeds the GPU's
+            memory, or "host memory".
     """
 
     method: str
@@ -139,16 +141,16 @@ class Longest:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """Seconds of one way to run a step at the plan's length, with the fastest chunk size that fits
-    (the smallest if none fits).
+    """Predicted seconds of a step of one method at the plan's length, with the fastest chunk size
+    that fits into memory (the smallest if none fits).
 
     Attributes:
-        method: name of the way.
-        chunk_size: tokens of a chunk.
-        fits: True if the step fits.
-        peak: bytes.
+        method: name of the `Method`.
+        chunk_size: positions of a chunk in each row; all of the row for unpatched steps.
+        fits: True if the step fits into memory.
+        peak: bytes of device memory at the step's peak.
         seconds: seconds of the step.
-        tokens_per_second: tokens over all ranks.
+        tokens_per_second: tokens that all ranks together process per second.
     """
 
     method: str
@@ -161,11 +163,11 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
-    """A change outside of streambp's settings, such as more GPUs, and the longest sequence that it
-    allows.
+    """A change outside of streambp's settings, such as more GPUs, and the longest sequence after
+    the change.
 
     Attributes:
-        change: description.
+        change: description for the plan's text.
         seq_len: positions.
     """
 
@@ -175,25 +177,25 @@ class Lever:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Result of `plan`: the fastest way to train at a sequence length, its alternatives, and the
-    limits.
+    """Result of `plan`: the fastest step that fits into memory at a sequence length, other steps,
+    and the longest sequences.
 
     Attributes:
         profile: the model's counted costs.
         setting: the training setting.
-        memory: limits of each rank.
-        seq_len: positions of a row.
-        choice: the fastest way to run a step that fits `seq_len`; None if none fits.
-        binds: the limit (a phase on the GPU, or "host memory") of the longest sequence under
-            streambp.
+        memory: memory limits of each rank.
+        seq_len: positions of a row; 0 if "max" was requested and no row fits.
+        choice: the fastest step that fits at `seq_len`; None if none fits.
+        binds: `Longest.binds` of the longest sequence under streambp.
         levers: changes that would allow a longer sequence, the simplest first.
-        longest: the longest sequence of each way to run a step.
-        times: seconds of each way to run a step at `seq_len`.
-        rates: speeds of the device.
-        by_default: step of `patch` without settings; None if other rules apply.
-        safest: the choice with the lowest peak among those at most 2 % slower than the fastest;
-            None if none fits.
-        both_rooms: step with offload="auto"; None if it cannot be predicted.
+        longest: the longest sequence of each method.
+        times: seconds of a step of each method at `seq_len`.
+        rates: speeds of the device (FLOP/s, bytes/s).
+        by_default: prediction for `patch(model)` without settings; None if the step cannot be
+            predicted.
+        safest: the step with the lowest peak among those that fit and are at most 2 % slower than
+            the fastest; None if none fits.
+        both_rooms: prediction for offload="auto"; None if the step cannot be predicted.
     """
 
     profile: Profile
@@ -212,7 +214,8 @@ class Plan:
 
     @property
     def default_wins(self) -> bool:
-        """True if `patch` without settings is faster than the choice, by more than 0.5 %."""
+        """True if `patch(model)` without settings fits, and takes less than 99.5 % of the seconds
+        of `choice`. False with weights="cpu", because weights stay on the device by default."""
         default = self.by_default
         if default is None or self.choice is None or not default.fits:
             return False
@@ -222,8 +225,8 @@ class Plan:
 
     @property
     def both_rooms_win(self) -> bool:
-        """True if `offload="auto"` is faster than the choice and the step of `patch` without
-        settings, by more than 0.5 %."""
+        """True if `offload="auto"` fits, and takes less than 99.5 % of the seconds of `choice` and
+        of `patch(model)` without settings. False with weights="cpu"."""
         both = self.both_rooms
         if both is None or not both.fits or self.setting.weights == "cpu":
             return False
@@ -236,8 +239,8 @@ class Plan:
 
     @property
     def next_fastest(self) -> tuple[Timed, ...]:
-        """Return the two fastest ways to run a step after the chosen one, among those that fit and
-        are computed chunk by chunk."""
+        """Return seconds of the two fastest methods after the chosen one, the faster first. Only
+        methods that compute in chunks and fit into memory count."""
         if self.choice is None:
             method = None
         else:
@@ -274,12 +277,11 @@ def plan(
     methods: Sequence[str] = (),
     encoder_len: int | None = None,
 ) -> Plan:
-    """Plan training on sequences of `seq_len` positions in each row, or the longest that fit
-    ("max").
+    """Return the fastest settings whose training step fits into memory, from a count without a GPU.
 
     Args:
         seq_len: positions of a full sequence, also if ranks share it (`setting.ulysses`,
-            `setting.context_parallel`).
+            `setting.context_parallel`); "max": the longest that fits.
         gpu_memory: bytes of each GPU, as a number or "80GiB".
         reserve: fraction of the GPU memory that stays free.
         host_memory: bytes of host memory for all ranks together; None: no limit.
@@ -290,11 +292,11 @@ def plan(
             `--measure-device`, or `Rates`.
         cache: store the counted profile for later plans of this model, and reuse a stored one
             (`planner.counted`).
-        said: progress callback with a text and a fraction from 0 to 1.
-        every_split: count every kind of sequence sharding, for a page with controls.
+        said: progress callback; arguments are a text and the finished fraction.
+        every_split: count every kind of sequence sharding, for the HTML page.
         lora_targets: names of the Linears that get adapters; empty: all that peft accepts.
         with_liger: plan as if liger-kernel were installed.
-        methods: names of the methods to count; empty: all.
+        methods: names of the methods (`Method.name`) to count; empty: all.
         encoder_len: positions of each row of an encoder-decoder's encoder; None: as many as the
             decoder has, or as the configuration fixes. `seq_len` is the decoder's.
 
@@ -336,18 +338,18 @@ def plan_profile(
     setting: Setting,
     rates: Rates = DEVICES[DEFAULT],
 ) -> Plan:
-    """Plan training of a model whose costs were counted.
+    """Return the `Plan` for a model whose costs were counted.
 
-    weights="auto" keeps the layers' weights on the device for each method whose step fits.
-    Otherwise the weights of the smallest possible number of first layers move to host memory. The
-    fastest of all these steps is chosen.
+    weights="auto" keeps the layers' weights on the device for each method whose step fits. If a
+    step does not fit, the weights of the smallest sufficient number of first layers move to host
+    memory. The fastest of all these steps is chosen.
 
     Args:
         profile: the model's counted costs.
         seq_len: positions of a row; "max": the most that fit.
         memory: memory limits of each rank.
         setting: the training setting.
-        rates: the device's speeds.
+        rates: the device's speeds (FLOP/s, bytes/s).
 
     Raises:
         ConfigError, UnsupportedModelError: ranks cannot share the model's sequences as the setting
@@ -397,8 +399,9 @@ def plan_profile(
 
 
 def where_weights_may_be(profile: Profile, setting: Setting) -> Setting:
-    """Return a copy of the setting in which `on_host` has all layers if weights may be in host
-    memory, and is None otherwise."""
+    """Return a copy of the setting whose `on_host` has all layers if a plan may move weights to
+    host memory. `on_host` is None with weights="device", for several GPUs, and for layers without
+    weights that can move."""
     on_host = with_weights_on_host(profile, setting)
     if on_host is None or setting.weights == "device":
         return dataclasses.replace(setting, on_host=None)
@@ -406,11 +409,11 @@ def where_weights_may_be(profile: Profile, setting: Setting) -> Setting:
 
 
 def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
-    """Return a copy of the setting whose field `on_host` has all layers, with their frozen weights
-    in host memory.
+    """Return a copy of the setting whose `on_host` has all layers, with their frozen weights in
+    host memory.
 
     Trained weights are in host memory as well if weights="cpu". The result is None for several
-    GPUs, or if no layer has weights that may move.
+    GPUs, or if no layer has weights that can move.
     """
     sizes = profile.frozen
     trained = 0
@@ -435,16 +438,16 @@ def _timed(
     setting: Setting,
     rates: Rates,
 ) -> Timed:
-    """Return the seconds of one way to run a step (`Timed`): its fastest step that fits into
-    memory, or its step with the smallest chunks if none fits.
+    """Return the seconds of a step of one method (`Timed`), with the fastest chunk size that fits
+    into memory. If none fits, the step has the smallest chunk size.
 
     Args:
         profile: the model's counted costs.
-        method: the way to run the step.
+        method: the method, such as gradient checkpointing.
         seq_len: positions of a row.
         memory: memory limits of each rank.
         setting: the training setting.
-        rates: the device's speeds.
+        rates: the device's speeds (FLOP/s, bytes/s).
     """
     limited = with_room(profile, memory, setting)
     choice = choose(profile, [method], seq_len, memory, limited, rates)
@@ -470,19 +473,19 @@ def choose(
     setting: Setting,
     rates: Rates = DEVICES[DEFAULT],
 ) -> Choice | None:
-    """Return the fastest way to run a step, with its chunk size, that fits into memory; None if
-    none fits.
+    """Return the fastest step that fits into memory, over all given methods and all chunk sizes;
+    None if none fits.
 
-    Among ways that take equally long within half a percent, the result moves the fewest bytes to
-    the host; then the largest chunk decides.
+    Steps within half a percent of the fastest count as equally fast; the least host memory decides
+    between them, then the largest chunk.
 
     Args:
         profile: the model's counted costs.
-        methods: the ways to run a step.
+        methods: the methods to try, such as gradient checkpointing.
         seq_len: positions of a row.
         memory: memory limits of each rank.
         setting: the training setting.
-        rates: the device's FLOP/s and bytes/s.
+        rates: the device's speeds (FLOP/s, bytes/s).
     """
     fitting = []
     for option in options(profile, methods, seq_len, memory, setting, rates):
@@ -492,8 +495,8 @@ def choose(
 
 
 def _fastest(choices: Sequence[Choice]) -> Choice | None:
-    """Return the fastest choice, or None for no choices. Equally fast choices are decided by fewer
-    host bytes, then by larger chunks."""
+    """Return the fastest of some steps; None for no steps. Between equally fast steps (within 0.5
+    %) the least host memory decides, then the largest chunk."""
     # a synthetic step may take no time
     fastest = min((c.seconds.total for c in choices), default=0.0) or math.inf
     return min(
@@ -504,8 +507,8 @@ def _fastest(choices: Sequence[Choice]) -> Choice | None:
 
 
 def _safest(choices: Sequence[Choice]) -> Choice | None:
-    """Return the choice with the lowest peak among those at most 2 % slower than the fastest; None
-    for no choices."""
+    """Return the step with the lowest peak among those at most 2 % slower than the fastest; None
+    for no steps."""
     bar = (1 + SLOWER) * min((c.seconds.total for c in choices), default=0.0)
     return min(
         (c for c in choices if c.seconds.total <= bar),
@@ -522,18 +525,18 @@ def options(
     setting: Setting,
     rates: Rates,
 ) -> Iterator[Choice]:
-    """Yield every way to run a step with every chunk size, including those that do not fit into
-    memory.
+    """Yield one `Choice` for each method and each chunk size of a plan, also for steps that do not
+    fit into memory.
 
-    Unpatched ways, which have no chunks, are yielded once.
+    An unpatched method has no chunks and yields one `Choice`.
 
     Args:
         profile: the model's counted costs.
-        methods: the ways to run a step.
+        methods: the methods to try, such as gradient checkpointing.
         seq_len: positions of a row.
         memory: memory limits of each rank.
         setting: the training setting.
-        rates: the device's FLOP/s and bytes/s.
+        rates: the device's speeds (FLOP/s, bytes/s).
     """
     setting = with_room(profile, memory, setting)
     for method in methods:
@@ -569,14 +572,15 @@ def placed(
     memory: Memory,
     setting: Setting,
 ) -> tuple[Peak, Setting]:
-    """Return a step's peak, and the setting with the layers whose weights are in host memory.
+    """Return a step's peak memory, and a copy of the setting whose `on_host` has the layers with
+    weights in host memory during this step (None: no layer).
 
-    weights="auto" moves the smallest number of layers that makes the step fit the device. Unpatched
-    steps keep all weights on the device.
+    weights="auto" moves the smallest number of layers with which the step fits the device.
+    Unpatched steps keep all weights on the device.
 
     Args:
         profile: the model's counted costs.
-        method: the way to run the step.
+        method: the method of the step.
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
         memory: memory limits of each rank.
@@ -597,8 +601,9 @@ def placed(
 
 
 def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
-    """Return a copy of the setting in which `room` limits the bytes of keys that a rank gathers
-    from other ranks. The limit is a fraction of the memory that is free at the start of a step."""
+    """Return a copy of the setting in which `room` is an eighth of the device memory that is free
+    at the start of a step. A rank may use these bytes for keys and values gathered from other
+    ranks."""
     between_steps = static(profile, setting)
     free = (
         memory.usable
@@ -610,14 +615,15 @@ def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
 
 
 def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) -> Longest:
-    """Return the longest sequence that fits into memory with one way to run a step, with the
-    smallest chunks.
+    """Return the longest sequence with which a step of one method fits into memory, in the smallest
+    chunks of a plan.
 
-    Ways that save bytes for each chunk are tried with every chunk size.
+    A method that saves bytes for each chunk (layers with recurrent states) is tried with every
+    chunk size.
 
     Args:
         profile: the model's counted costs.
-        method: the way to run a step.
+        method: the method, such as gradient checkpointing.
         memory: memory limits of each rank.
         setting: the training setting.
     """
@@ -644,20 +650,22 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
 
 
 def fits(at: Peak, memory: Memory) -> bool:
-    """True if a step's peak is within the usable bytes of the device and of the host."""
+    """True if a step's peak is at most the usable device memory, and its host bytes are within the
+    limit of host memory."""
     return at.total <= memory.usable and (memory.host is None or at.host <= memory.host)
 
 
 def chunk_sizes(batch_size: int) -> tuple[int, ...]:
-    """Return the chunk sizes that a plan tries, in positions of each row, the largest first."""
+    """Return the chunk sizes that a plan tries for a batch of `batch_size` rows, in positions of
+    each row, the largest first."""
     return tuple(
         dict.fromkeys(in_one_pass(max(1, tokens // batch_size)) for tokens in CHUNK_TOKENS)
     )
 
 
 def _levers(profile: Profile, seq_len: int, memory: Memory, setting: Setting) -> Iterator[Lever]:
-    """Yield changes outside of streambp's settings that allow longer sequences (more GPUs, ZeRO-3,
-    more host memory), each with its longest sequence.
+    """Yield changes outside of streambp's settings, such as more GPUs, ZeRO-3 or more host memory,
+    each with its longest sequence. Only changes with a sequence over 5 % longer count.
 
     Args:
         profile: the model's counted costs.

@@ -1,7 +1,7 @@
 """Run one training step and record each phase: live bytes at its start and end, and its peak.
 
-The step runs on skeletons to predict and on real models to measure; the same hooks separate the
-phases.
+The step runs on models without data (`Skeleton`) to predict, and on real models to measure. The
+same hooks separate the phases.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Span:
         start: bytes in use at the start.
         peak: maximum of the bytes in use.
         end: bytes in use at the end.
-        host: host bytes at the end.
+        host: bytes of host memory in use at the end.
         gradients: bytes of parameters' `.grad` at the end.
         work: FLOPs, bytes read and written, and dispatches in the phase.
         most: `splits.SplitCount.most` of the phase: dict from bytes of keys of other ranks to the
@@ -67,7 +67,7 @@ class Span:
 
 
 class Phases:
-    """Divides a step into phases and records a `Span` (memory and FLOPs) for each phase.
+    """Divides a step into phases, and records the bytes and FLOPs of each phase (`Span`).
 
     A phase is the forward or backward of one layer, of the head or of the embedding. `enter` ends
     the current phase and begins the next.
@@ -143,15 +143,15 @@ def run_step(
     count: LiveBytes | AllocatedBytes,
     host: Callable[[], int] = lambda: 0,
 ) -> list[Span]:
-    """Run forward and backward of one batch [B, T] and return the memory and cost of each phase, in
-    order.
+    """Run forward and backward of one batch [B, T], and return the memory and FLOPs of each phase,
+    in order. Gradients are accumulated in `.grad`.
 
     Args:
-        model: the model; its gradients are None, or are added to.
+        model: the model.
         layers: its decoder layers, in order.
         loss: runs the forward and returns a scalar tensor.
         count: counts the bytes in use; entered here as a context manager.
-        host: returns the present host bytes.
+        host: returns the bytes of host memory in use.
     """
     phases = Phases(count, list(model.parameters()), host)
 
@@ -205,11 +205,8 @@ def run_step(
 
 @contextlib.contextmanager
 def fused_attention(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the model's attention makes FlashAttention's allocations, for steps
-    that are counted on meta tensors.
-
-    sdpa on meta would allocate a [T, T] matrix.
-    """
+    """Context manager in which the model's attention makes FlashAttention's allocations on meta
+    tensors. transformers' sdpa on meta tensors would allocate a [T, T] matrix."""
     AttentionInterface.register(FUSED, _flash)
     with replaced(attention_configs(model), IMPLEMENTATION, itertools.repeat(FUSED)):
         yield
@@ -217,8 +214,12 @@ def fused_attention(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fused_sdpa() -> Iterator[None]:
-    """Context manager in which sdpa makes FlashAttention's allocations, for layers of a streamed
-    model that attend by themselves, and for keys from elsewhere."""
+    """Context manager in which `F.scaled_dot_product_attention` makes FlashAttention's allocations
+    on meta tensors.
+
+    Two parts of a streamed encoder-decoder call this function themselves: the encoder's layers,
+    which are not streamed, and attention to the encoder's output.
+    """
     with replaced([F], "scaled_dot_product_attention", [_flash_as_sdpa]):
         yield
 
@@ -252,12 +253,12 @@ def _flash(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with torch's FlashAttention operation, whose output on meta tensors has the
-    kernel's allocations and FLOPs. A bidirectional module (is_causal=False) reads all keys, or a
-    window to both sides.
+    """Return the output [B, T, H, D_v] of torch's FlashAttention operation, and None in place of
+    attention weights. The operation makes the kernel's allocations on meta tensors.
 
     The function is registered as one of transformers' attention functions and has their arguments.
-    A mask and a softcap are ignored.
+    A mask and a softcap are ignored. A module with is_causal=False reads all keys, or those of a
+    window to both sides; any other module is causal.
     """
     causal = getattr(module, "is_causal", True) is not False
     size = value.shape[-1]
@@ -281,8 +282,8 @@ def _flash(
 
 
 def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Allocate the tensors of an output projection with a fused loss without computing them. Return
-    a float32 scalar for hidden [N, h] and weight [V, h]. Each block of logits is freed at once."""
+    """Allocate the tensors of an output projection with a fused loss (logits exist one block at a
+    time). Return an uninitialized float32 scalar for hidden [N, h] and weight [V, h]."""
     for rows in hidden.split(TILE[0]):
         for columns in weight.split(TILE[1]):
             add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads the tile
@@ -294,8 +295,8 @@ def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _counted_head_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return empty gradients of hidden [N, h] and, if trained, of weight [V, h], in their
-    dtypes."""
+    """Allocate the tensors of the backward of `_counted_head`. Return gradients of hidden [N, h]
+    and weight [V, h] without values, in their dtypes; None for a frozen weight."""
     hidden, weight, _ = ctx.saved_tensors
     d_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # [N, h]
     if ctx.needs_input_grad[3]:
