@@ -19,8 +19,8 @@ EVERY_LINEAR = "all-linear"
 def with_adapters(
     model: nn.Module, rank: int, targets: Sequence[str] = ()
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Add LoRA adapters to a model. Return the model, and the names of the Linears that peft
-    refuses to adapt.
+    """Add LoRA adapters to a model without data. Return the PeftModel, and the names of the Linears
+    to which peft refuses to add adapters.
 
     Args:
         model: the model, on meta or fake tensors; changed.
@@ -58,7 +58,7 @@ def with_adapters(
 
 
 def _is_refused(model: nn.Module, name: str) -> bool:
-    """True if peft refuses to adapt Linears of this name in models of this type."""
+    """True if peft refuses to add LoRA adapters to Linears of this name in models of this type."""
     from peft import LoraConfig, inject_adapter_in_model
 
     probe = nn.Module()

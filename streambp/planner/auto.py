@@ -1,6 +1,5 @@
-"""`patch` with chunk sizes and saves chosen for the device's free memory, if known (DESIGN.md
-section 6).
-"""
+"""`patch`, and the predictions with which its chunk sizes and saves are chosen for the device's
+free memory (DESIGN.md section 6)."""
 
 from __future__ import annotations
 
@@ -66,12 +65,12 @@ class StepNeed(Need):
         method: the step's counted memory, as a function of tokens and chunk size.
         factor: number by which the counted bytes are multiplied, for autocast; 1.0 without
             autocast.
-        casts: bytes of autocast's copies of weights, added to the product.
+        casts: bytes of autocast's copies of weights, added after the multiplication by `factor`.
         rows: batch size of the count.
         share: fraction of the counted gradients that a step adds to a rank's memory; less than 1 if
-            an engine shards them.
-        gathered: bytes of weights that an engine gathers at once, and that are shared by ranks
-            between gathers; 0 without such an engine.
+            an engine (ZeRO, FSDP2) shards them.
+        gathered: bytes of full weights that an engine with sharded weights (ZeRO-3, FSDP2) gathers
+            at once; 0 without such an engine.
     """
 
     method: Method
@@ -85,10 +84,11 @@ class StepNeed(Need):
     )
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
-        """Return pairs (index, bytes): the most bytes in use while the layers 0 to `index` have run
-        forward, and their backward has not run.
+        """Return pairs (index, bytes): the most bytes in use in the phases in which backward of the
+        layers 0 to `index` has not ended.
 
-        The index is infinity for forward and the head, and -1 for backward of the embedding.
+        The index is infinity for forward and the head, because no layer's backward has begun. The
+        index is -1 for backward of the embedding, because every layer's backward has ended.
 
         Args:
             tokens: tokens of all rows.
@@ -147,12 +147,12 @@ def waiting(phase: str) -> float:
 
 def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
     """Return an upper bound for the bytes of a step that is computed chunk by chunk and saves only
-    the layers' inputs.
+    the layers' inputs. The bound serves CPUs, where nothing is counted, and models that cannot be
+    counted.
 
-    Used on CPUs, where nothing is counted, and for models that cannot be counted. The bound is the
-    sum of three parts. Gradients: all of them, or in an accumulating step the largest set that is
-    computed at once. Inputs of all layers. For each token of a chunk, WORK times the inputs and
-    outputs of the largest layer's weights.
+    The bound is the sum of three parts. Gradients: all of them, or in an accumulating step the
+    largest set that is computed at once. Inputs of all layers. For each token of a chunk,
+    `WORKSPACE_FACTOR` times the inputs and outputs of the largest layer's weights.
 
     Args:
         model: the patched model.
@@ -187,8 +187,8 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     After an error the model is as before: unpatched, or with its previous patch.
 
     Layers that mix tokens outside of their attention (convolutions, recurrences), and cannot be
-    chunked, run under gradient checkpointing. The first call of each kind detects such layers, and
-    `describe` names them.
+    chunked, run under gradient checkpointing. The first call of each kind (training or evaluation,
+    dtype, arguments) detects such layers, and `describe` names them.
 
     Args:
         model: a transformers model, or a module that contains one (a PeftModel, for example).
@@ -214,13 +214,8 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
 
 
 class ModelStates:
-    """Predicts the memory and time of a model's steps, cached for each state of the model.
-
-    A state is the size, requires_grad flag and dtype of each parameter, its device if
-    weights="device", and autocast's dtype. A step of a new state is counted on a copy of the model
-    with meta tensors, if the device's free memory is known. An earlier process may have counted
-    this step already ([Note: stored counts]). Calling this object returns the prediction for the
-    model's present state. [Note: saves that fit]
+    """Predicts the memory and seconds of a model's steps. Predictions are cached for each state of
+    the model: bytes, dtype, device and requires_grad of its parameters, and autocast.
 
     Args:
         model: the patched model.
@@ -236,26 +231,29 @@ class ModelStates:
         self._last: tuple[Any, ...] = ()
 
     def __reduce__(self) -> Any:
-        """Return a new object without predictions, for copy and pickle."""
+        """Return a recipe for a new object with the same model and settings and no predictions, for
+        copy and pickle."""
         return ModelStates, (self.home, self.config)
 
     @property
     def model(self) -> nn.Module:
-        """Return the module that was passed to `patch`, or the outermost remaining module of it."""
+        """Return the module that was passed to `patch`. If the program has deleted this module,
+        return the largest remaining module inside it with a replaced forward."""
         module = self.home()
         assert module is not None  # the model calls this function
         return module
 
     @property
     def installed(self) -> PatchState:
-        """Return the `PatchState` of the patched model."""
+        """Return the `PatchState` that the replaced forwards of the patched model share."""
         module_and_state = patch_of(self.model)
         assert module_and_state is not None
         return module_and_state[1]
 
     def __call__(self, device: torch.device) -> tuple[Figures, float]:
-        """Return the predicted memory and time (`Figures`) for the model's present state, and the
-        fraction of gradients that exist.
+        """Return the predicted memory and seconds of steps (`Figures`) for the model's present
+        state. The second result is the fraction of trained parameters, by bytes, whose `.grad` is
+        not None.
 
         Args:
             device: device of the step.
@@ -282,8 +280,9 @@ class ModelStates:
         return figures, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)
 
     def _count(self, device: torch.device) -> Figures:
-        """Return predictions for the model's present state, from steps counted on a copy with meta
-        tensors, now or by an earlier process."""
+        """Return predictions for the model's present state (`Figures`). Steps are counted on a copy
+        with meta tensors, unless an earlier process stored the count. The memory is the result of
+        `bound` if nothing can be counted."""
         installed = self.installed
         sites = list(installed.steps.sites)
         upper_bound = bound(self.model, [site.layer for site in sites])
@@ -328,12 +327,14 @@ class ModelStates:
         """Return the bytes that a device has left for layer weights, beside a step that saves only
         the layers' inputs.
 
-        Infinity if no limit is known; 0 if the step could not be counted. [Note: layers that stay]
+        Infinity if the free memory is unknown; 0 if the step's memory is unknown. [Note: layers
+        that stay]
 
         Args:
             device: the device of the step.
             rows: batch size.
-            length: tokens of a row. Chunks have BESIDE tokens unless the config sets a chunk size.
+            length: tokens of a row. Chunks have `MIN_CHUNK_TOKENS` tokens unless the config sets a
+                chunk size.
         """
         model, config = self.model, self.config
         free = free_memory.free_memory(device)
@@ -362,11 +363,11 @@ class ModelStates:
 
 
 def sharing(model: nn.Module) -> tuple[float, float]:
-    """Return how an engine that shards parameters (ZeRO-3, FSDP2) changes the bytes of a step: the
-    fraction of gradients that the step adds to this rank, and the bytes of gathered weights.
+    """Return the fraction of gradients that a step adds to this rank's memory, and the bytes of
+    weights that an engine gathers at once. (1, 0) if no engine (ZeRO-3, FSDP2) shards parameters.
 
-    (1, 0) if no parameter is sharded. At most two layers are gathered at once, or the head; a copy
-    of the head's weight exists until its backward. [Note: a head that is held]
+    At most two layers are gathered at once, or the head, whose weight is held until its backward.
+    [Note: a head that is held]
 
     Args:
         model: the model.
@@ -388,13 +389,13 @@ def sharing(model: nn.Module) -> tuple[float, float]:
 
 
 def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, int], float]:
-    """Return a cached function (tokens, chunk tokens) -> predicted seconds of a step that saves
-    only the layers' inputs.
+    """Return a cached function that maps (tokens, tokens of a chunk) to the predicted seconds of a
+    step that saves only the layers' inputs. Both numbers are over all rows.
 
     Args:
         method: the counted costs of the step.
-        rates: the device's speeds.
-        rows: batch size of the count; the function takes tokens of all rows.
+        rates: the device's speeds (FLOP/s, bytes/s).
+        rows: batch size of the count.
     """
     return functools.lru_cache(REMEMBERED)(
         lambda tokens, chunk: seconds(method, tokens // rows, max(1, chunk // rows), rates).total
@@ -426,8 +427,9 @@ def rates_here(device: torch.device) -> Rates:
 
 
 def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
-    """Return a copy of the model with meta tensors (`Skeleton`), for device type "cuda" and for the
-    kernel packages that are installed here."""
+    """Return a copy of the model with meta tensors (`Skeleton`), which is counted for a GPU and for
+    the kernel packages that are installed here. `cast` is autocast's dtype for float32 weights, or
+    None."""
     skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed", fewer=True)
     if cast is not None:
         skeleton.model.to(cast)
@@ -435,7 +437,7 @@ def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
 
 
 def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> StepNeed | str:
-    """Return the predicted bytes of a step on a GPU (`StepNeed`); if the step cannot be counted on
+    """Return the predicted bytes of a step on a GPU (`StepNeed`). If the step cannot be counted on
     meta tensors, return the reason as text.
 
     Args:

@@ -1,10 +1,10 @@
-"""Cost of a batch as padded rows, and as one packed row with a shared prompt.
+"""Predict a step of a batch as padded rows, and as one packed row with a shared prompt.
 
-Both are steps with a number of tokens and a number of keys for each query, so the profile of one
-row applies. G padded rows have G times the tokens of the longest row, and each query reads its own
-row. The packed row has P + sum(C_i) tokens: the shared prompt's P and each row's own C_i. Its
-query-key pairs are the prompt with itself, each remainder with the prompt, and each remainder with
-itself:
+The cost of either step depends on the number of tokens and on the number of keys for each query, so
+the profile of one row applies. G padded rows have G times the tokens of the longest row, and each
+query reads its own row. The packed row has P + sum(C_i) tokens: the shared prompt's P and each
+row's own C_i. The query-key pairs are those of the prompt with itself, of each row's own tokens
+with the prompt, and of these tokens with themselves:
 
     P^2 / 2 + sum(P C_i + C_i^2 / 2)
 
@@ -46,11 +46,11 @@ EQUAL_SECONDS = 1.005  # steps whose seconds differ by less count as equally fas
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A micro-batch whose rows begin with the same prompt.
+    """Row lengths of a micro-batch, and the length of the prompt with which all rows begin.
 
     Attributes:
-        lengths: tokens of each row.
-        prompt: number of leading tokens that are equal in all rows; 0: none.
+        lengths: tokens of each row, the prompt included.
+        prompt: number of leading tokens that are equal in all rows; 0: no shared prompt.
 
     Raises:
         ConfigError: there are no rows, or a row has no token behind the prompt.
@@ -69,8 +69,8 @@ class Batch:
 
     @classmethod
     def of_data(cls, lengths: Sequence[int], rows: int) -> Batch:
-        """Return a batch of `rows` rows that represents a data set: their lengths are evenly spaced
-        quantiles of `lengths`, the maximum included."""
+        """Return a batch whose `rows` row lengths represent a data set: evenly spaced quantiles of
+        the data set's `lengths`, the maximum included."""
         ascending = sorted(lengths)
         return cls(
             tuple(ascending[-(-len(ascending) * row // rows) - 1] for row in range(1, rows + 1))
@@ -78,8 +78,8 @@ class Batch:
 
     @classmethod
     def of_mean(cls, longest: int, mean: int, rows: int) -> Batch:
-        """Return a batch with one row of `longest` tokens, and other rows of equal length, with
-        `mean` tokens on average."""
+        """Return a batch of `rows` rows with `mean` tokens on average: one row of `longest` tokens,
+        and other rows of equal length."""
         length = (rows * mean - longest) // (rows - 1)
         return cls((*(length,) * (rows - 1), longest))
 
@@ -94,15 +94,15 @@ class Batch:
         return sum(self.lengths) - self.prompt * len(self.lengths)
 
     def tokens(self, packed: bool) -> int:
-        """Return the number of tokens that layers compute, with padding or (`packed`) as one packed
-        row."""
+        """Return the number of tokens that layers compute, padding included, for padded rows or
+        (`packed`) for one packed row."""
         if packed:
             return self.prompt + self.scored
         return len(self.lengths) * self.row
 
     def reach(self, packed: bool) -> float:
-        """Return the length of one causal row with the same average number of keys for each query
-        as this batch.
+        """Return the length of a causal row in which a query reads, on average, the same number of
+        keys as in this batch.
 
         Args:
             packed: True for the batch as one packed row; False for padded rows.
@@ -132,11 +132,11 @@ class Way:
         packed: True if the rows are computed as one packed row.
         tokens: tokens that layers compute, padding included.
         fits: True if the step fits in memory.
-        method: name of the `Method`: streamed, with its saves and offload.
+        method: name of the `Method`, such as "streambp saves attn_out".
         chunk_size: positions of a chunk in each row; a packed batch is one row.
         peak: peak memory of the step.
-        resident: bytes of the peak if layers save only their inputs, and nothing is moved to host
-            memory.
+        resident: peak bytes of the same step if layers save only their inputs, and nothing is moved
+            to host memory.
         flops: FLOPs of the step.
         seconds: seconds of the step.
         choice: the settings that run this step.
@@ -162,15 +162,15 @@ def padded_and_packed(
     setting: Setting,
     rates: Rates = DEVICES[DEFAULT],
 ) -> tuple[Way, Way]:
-    """Return the fastest way to compute a batch with padded rows, and the fastest with one packed
-    row.
+    """Return the fastest step of a batch with padded rows, and the fastest step of the batch as one
+    packed row.
 
     Args:
         profile: the model's counted costs for one row (batch_size 1).
         batch: the batch.
         memory: limits of the GPU and the host.
         setting: the training setting.
-        rates: the device's speeds.
+        rates: the device's speeds (FLOP/s, bytes/s).
 
     Raises:
         ConfigError: the profile has several rows, or sequences are sharded over ranks.
@@ -225,8 +225,7 @@ def padded_and_packed(
 
 
 def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[str, Work]:
-    """Return the FLOPs, bytes and dispatches (`Work`) of a batch's step, by kind of phase such as
-    "forward".
+    """Return the FLOPs, bytes and dispatches of a batch's step, by kind of phase such as "forward".
 
     Args:
         method: the way to run the step, with its counted costs.
@@ -258,13 +257,12 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
 
 
 def batches_table(plan: Plan, ways_of_batches: Sequence[tuple[Way, Way]]) -> str:
-    """Return a table as text that compares, for each batch, padded rows and one packed row.
-
-    Settings to paste follow, those of the last batch's faster way.
+    """Return a table that compares, for each batch, a step of padded rows with a step of one packed
+    row. The settings of the last batch's faster step follow, as code to paste.
 
     Args:
         plan: the model's plan.
-        ways_of_batches: both ways of each batch; the batches differ in row length.
+        ways_of_batches: both steps of each batch; the batches differ in row length.
     """
     rows: list[tuple[str, ...]] = [
         ("rows of", "tokens", "GiB", "without saves", "PFLOP", "seconds", "chunk")
@@ -303,7 +301,8 @@ def batches_table(plan: Plan, ways_of_batches: Sequence[tuple[Way, Way]]) -> str
 
 
 def _to_paste(plan: Plan, ways: tuple[Way, Way]) -> list[str]:
-    """Return lines with the settings of the faster way of a batch, ready to paste."""
+    """Return lines with the settings of a batch's faster step, as code to paste; no lines if none
+    fits."""
     fitting = [way for way in ways if way.fits]
     if not fitting:
         return []

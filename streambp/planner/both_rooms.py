@@ -1,7 +1,7 @@
-"""Behaviour of `offload="auto"` at a plan's length: saved tensors on the host and on the device.
+"""Predict a step of `offload="auto"`, which saves tensors on the host and on the device, for a
+plan.
 
-A real step makes this choice from measured numbers, a plan from counted numbers.
-[Note: two rooms]
+A real step makes this choice from measured numbers, a plan from counted numbers. [Note: two rooms]
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ IN_FLIGHT = 2  # groups of copies, each of one chunk
 
 @dataclasses.dataclass(frozen=True)
 class BothRooms:
-    """Prediction for a step of `patch(model, StreamConfig(chunk_size, offload="auto"))` after the
-    step that measures.
+    """Prediction for a step of `patch(model, StreamConfig(chunk_size, offload="auto"))`. The first
+    steps, which measure and save only inputs, are not meant.
 
     Attributes:
         chunk_size: positions of a chunk in each row.
         fits: True if a step whose layers save only their inputs fits in memory.
-        saved: kinds of saved tensors, as in `StepRecord`.
-        leaving: bytes that leave for the host.
-        on_device: bytes of saved tensors and inputs that stay on the device.
+        saved: kinds of tensors that layers save in addition to their inputs.
+        leaving: bytes of saved tensors and inputs that are copied to the host.
+        on_device: bytes of saved tensors and inputs that stay on the device until backward.
         peak: bytes on the device.
         seconds: seconds of the step.
     """
@@ -54,15 +54,16 @@ def with_both_rooms(
     setting: Setting,
     rates: Rates,
 ) -> BothRooms | None:
-    """Return the prediction for the fastest step of `offload="auto"`.
+    """Return the prediction for the fastest step of `offload="auto"` that fits, over some chunk
+    sizes. If none fits, the result has the lowest peak.
 
     Args:
-        profile: the counted model.
+        profile: the model's counted costs.
         seq_len: positions of a row.
         sizes: chunk sizes to try, in positions of each row.
         memory: usable bytes of the device, and bytes of host memory (None: no limit).
         setting: the training setting.
-        rates: the device's speeds.
+        rates: the device's speeds (FLOP/s, bytes/s).
 
     Returns:
         None if nothing can be predicted, because sequences are sharded, ZeRO-3 is used, or the
@@ -91,16 +92,17 @@ def _in_chunks(
     setting: Setting,
     rates: Rates,
 ) -> BothRooms:
-    """Return the prediction for a step in chunks of `size` positions.
+    """Return the prediction for a step of `offload="auto"` in chunks of `size` positions.
 
     Args:
-        profile: the counted model.
-        method: the counted step that moves the layers' inputs and saves nothing else.
+        profile: the model's counted costs.
+        method: counted costs of the step that moves all layers' inputs to the host and saves
+            nothing else.
         seq_len: positions of a row.
         size: positions of a chunk.
         memory: usable bytes of the device, and bytes of host memory (None: no limit).
         setting: the training setting.
-        rates: the device's speeds.
+        rates: the device's speeds (FLOP/s, bytes/s).
     """
     usable, host = memory
     at = peak(profile, method, seq_len, size, setting)
@@ -138,5 +140,5 @@ def _in_chunks(
 
 
 def _on_host(places: Places, host: float) -> bool:
-    """True if the tensors that leave fit on the host."""
+    """True if the saved tensors and inputs that are copied to the host take at most `host` bytes."""
     return sum(places.leaving.values()) <= host

@@ -1,8 +1,8 @@
 """Extend the phases of a few layers at a few lengths to the full model at any length.
 
-A phase's bytes are the live bytes before it plus its own work. Layers of one kind leave the same
-bytes behind and do the same work. The counted layers therefore determine the phases of all layers
-(DESIGN.md section 6: "affine in T and linear in layers").
+A phase's peak is the live bytes before the phase plus the bytes that the phase adds. Layers of one
+kind add the same bytes and leave the same bytes behind. The counted layers therefore determine the
+phases of all layers (DESIGN.md section 6: "affine in T and linear in layers").
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Counted:
         start: bytes in use at its start.
         peak: bytes in use at its peak.
         gradients: bytes in `.grad` at its start.
-        most: dict from bytes of keys of other ranks to the largest number of all other bytes that
-            are in use beside such keys. Only sharded sequences have such keys; `peak` and `per_key`
-            are then computed from this dict.
-        per_key: bytes of other ranks' keys for each unit of `profile.keys_held`; `peak` does not
-            include these keys.
+        most: dict from bytes of other ranks' attention keys and values to the most bytes of
+            everything else in use at the same time. {} unless ranks share sequences;
+            `lines_of_keys` then computes `peak` and `per_key` from the dict.
+        per_key: bytes of other ranks' keys and values for each unit of `profile.keys_held`, which
+            `peak` does not include.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Counted:
 def unroll(
     spans: Sequence[Span], reduced: ShrunkModel
 ) -> tuple[list[Counted], float, dict[str, Work], tuple[float, ...]]:
-    """Return the phases of the full model's step, computed from a counted step of a model with
-    fewer layers. Each counted layer represents all layers of its kind.
+    """Return the phases of the full model's step, from a counted step of a model with only
+    representative layers. Each counted layer represents all layers of its kind.
 
     Args:
         spans: phases of the counted step, in order.
@@ -54,7 +54,7 @@ def unroll(
 
     Returns:
         The phases, the bytes of host memory, the cost (`Work`) by kind of phase, and the bytes
-        exchanged between ranks (`SplitCount.links`).
+            exchanged between ranks (`SplitCount.links`).
     """
     depth = len(reduced.kinds)
     forward = {}
@@ -106,12 +106,12 @@ def unroll(
 def fit(
     points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: ShrunkModel
 ) -> tuple[Phase, ...]:
-    """Fit the memory of each phase as a linear function of T, C and the number of chunks, through
-    counts at several (T, C).
+    """Return the memory of each phase as a linear function of T, C and the number of chunks, fitted
+    through counts at several (T, C).
 
-    The result contains the first and the last layer of each kind: bytes rise or fall evenly between
-    these two layers, so the two bound all others. A phase may be in the result twice; the larger of
-    the two values is its memory.
+    The result has the first and the last layer of each kind: bytes rise or fall evenly between
+    these two layers, so the two bound all others. A phase may be in the result twice; its memory is
+    then the larger of the two values.
 
     Args:
         points: (T, C) of each count: tokens of a row, and tokens of a chunk.

@@ -158,8 +158,8 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
 def _fields_of(
     error: Exception, fields: dict[str, Any], make: Callable[[dict[str, Any]], Any]
 ) -> str:
-    """Return the configuration's fields that cause an error, as text for a message; "" for none or
-    too many.
+    """Return the configuration's fields that cause an error, as the beginning of an error message;
+    "" for no field or for too many.
 
     Args:
         error: the error.

@@ -1,4 +1,4 @@
-"""Counted profiles, computed from a skeleton or read from an earlier plan's file.
+"""Count a model's steps, or read the counted profile from an earlier plan's file.
 
 [Note: cached profiles] A profile depends on the configuration, on the options of the count, and on
 code. Code means this package's sources, the versions of torch, transformers and peft, and the set
@@ -41,8 +41,7 @@ Said = Callable[[str, float], None]
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """Arguments with which a model's steps are counted; `Skeleton` and `survey` take these
-    arguments.
+    """Arguments of a count: the model, and the options of `Skeleton` and `survey`.
 
     Raises:
         ConfigError: an argument has an invalid value.
@@ -93,7 +92,8 @@ def counted(
     Args:
         asked: the model and the options of the count.
         recipes: the ways to run a step.
-        cache: read the profile from `folder()`, and write it there. [Note: cached profiles]
+        cache: read the profile from a file in `folder()`, or count and write the file. [Note:
+            cached profiles]
         said: progress callback with a text and a fraction from 0 to 1.
 
     Raises:
@@ -130,14 +130,13 @@ def counted(
 
 
 def folder() -> Path:
-    """Return the folder of cached counts: `streambp/plans` in XDG_CACHE_HOME or the user's
-    cache."""
+    """Return the folder of cached profiles: `streambp/plans` in XDG_CACHE_HOME, or in ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streambp" / "plans"
 
 
 def code_in_use() -> list[Any]:
-    """Return what a count depends on beside the model and the options: the versions of libraries,
-    the installed packages with kernels, and a digest of this package's sources."""
+    """Return what a count depends on except for the model and the options: versions of libraries,
+    installed packages with kernels, and a digest of this package's sources."""
     packages = sorted({LIGER, *(kernel.package for kernel in KERNELS)})
     versions = dict.fromkeys(VERSIONS, "")
     for package in VERSIONS:
@@ -148,7 +147,8 @@ def code_in_use() -> list[Any]:
 
 
 def write(file: Path, data: Any) -> None:
-    """Write data as JSON. The file appears at once, because several processes may write it.
+    """Write data as a JSON file. Other processes see the complete file or none, because they may
+    read or write the same file.
 
     Args:
         file: path of the file, whose folder is created.

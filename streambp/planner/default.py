@@ -1,7 +1,5 @@
-"""Behaviour of `patch` without settings at a plan's length.
-
-The policy is the one of a real step, with counted numbers instead of a device.
-"""
+"""Predict a step of `patch` without settings, for a plan. The policy of real steps chooses saves
+and chunk size, with counted numbers instead of a device's."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ class ByDefault:
     Attributes:
         way: "streamed", "kept its graph" or "ran unpatched", as in `StepRecord`.
         chunk_size: positions of a chunk in each row.
-        fits: True if a step whose layers save only their inputs fits in memory.
-        saved: kinds of tensors that layers save, as in `StepRecord`.
+        fits: True if the step would fit in memory with layers that save only their inputs.
+        saved: kinds of tensors that layers save in addition to their inputs.
         peak: bytes on the device.
         seconds: seconds of the step.
     """
@@ -44,15 +42,15 @@ class ByDefault:
 def by_default(
     profile: Profile, seq_len: int, usable: float, setting: Setting, rates: Rates
 ) -> ByDefault | None:
-    """Return the prediction for a step of `patch(model)` without settings, with rows of `seq_len`
+    """Return the prediction for a step of `patch(model)` without settings, for rows of `seq_len`
     positions.
 
     Args:
-        profile: the counted model.
+        profile: the model's counted costs.
         seq_len: positions of a row.
         usable: bytes of the device that a program can use.
         setting: the training setting.
-        rates: the device's speeds.
+        rates: the device's speeds (FLOP/s, bytes/s).
 
     Returns:
         None if nothing can be predicted: sequences are sharded, ZeRO-3 is used, or the costs of the

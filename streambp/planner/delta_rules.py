@@ -1,5 +1,5 @@
-"""Allocations of the kernels for delta rules and short convolutions, for counts on tensors without
-data.
+"""Make the allocations of kernels for delta rules and short convolutions, when memory is counted on
+tensors without data.
 
 Each function here makes the allocations of its kernel's source, in the same order and with the same
 lifetime, and computes nothing. Sources: fla-core 0.6.0 (`ops/gated_delta_rule`, `ops/kda`,
@@ -7,8 +7,8 @@ lifetime, and computes nothing. Sources: fla-core 0.6.0 (`ops/gated_delta_rule`,
 in blocks of BLOCK tokens; NB is the number of blocks. fla copies non-contiguous inputs.
 
 Shapes: q, k [B, T, H, K], v [B, T, H_v, V], beta [B, T, H_v], states [B, H_v, K, V] in float32. The
-decay g determines the rule: [B, T, H_v], one for each head, is the gated delta rule;
-[B, T, H_v, K], one for each channel, is Kimi's (KDA).
+decay g determines the rule: [B, T, H_v], one for each head, is the gated delta rule; [B, T, H_v,
+K], one for each channel, is Kimi's (KDA).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ACCUMULATION_DTYPE = torch.float32
 
 def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Allocate the tensors of a causal convolution kernel's forward without computing them. Return
-    the output [B, D, T]. x [B, D, T] is saved, copied unless its tokens or its channels are
-    contiguous."""
+    the output [B, D, T]. Saved for backward is x [B, D, T], or a contiguous copy if neither its
+    tokens nor its channels are contiguous."""
     if 1 not in x.stride()[1:]:
         x = x.contiguous()
     ctx.save_for_backward(x, weight, bias)
@@ -65,14 +65,14 @@ def delta_rule(
     normalises: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Allocate the tensors of fla's delta-rule kernel without computing them. Return its output [B,
-    T, H_v, V], and its end state or None.
+    T, H_v, V], and its end state [B, H_v, K, V] or None.
 
     Args:
-        q: [B, T, H, K].
-        k: [B, T, H, K].
-        v: [B, T, H_v, V].
-        g: the decay, [B, T, H_v] or [B, T, H_v, K].
-        beta: [B, T, H_v].
+        q: queries, [B, T, H, K].
+        k: keys, [B, T, H, K].
+        v: values, [B, T, H_v, V].
+        g: the decay of each head [B, T, H_v], or of each channel [B, T, H_v, K].
+        beta: strength of each state update, [B, T, H_v].
         start: the start state [B, H_v, K, V]; None: zeros.
         returns_end: True: return the end state.
         normalises: True: the kernel normalizes q and k.
@@ -108,8 +108,9 @@ class Blocks:
         )
 
     def over_heads(self, x: Tensor) -> Tensor:
-        """Return an empty tensor for the sum over the value heads that share a key head: [B, T,
-        H_v, K] -> [B, T, H, K]."""
+        """Return an empty tensor [B, T, H, K] for the sum of x [B, T, H_v, K] over the value heads
+        that share a key head. The result is x itself if there are as many key heads as value heads.
+        """
         if self.value_heads == self.heads:
             return x
         return x.new_empty(self.rows, self.tokens, self.heads, self.keys)
@@ -137,7 +138,7 @@ def _chunk_delta_rule(
     normalises: bool,
 ) -> tuple[Tensor, Tensor]:
     """Allocate the tensors of the forward of fla's chunked delta rule without computing them.
-    Return the output [B, T, H_v, V] and the end state.
+    Return the output [B, T, H_v, V] and the end state [B, H_v, K, V].
 
     Shapes: q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v] or [B, T, H_v, K], beta [B, T, H_v],
     start [B, H_v, K, V] or None.

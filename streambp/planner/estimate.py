@@ -1,4 +1,4 @@
-"""`estimate`: cost of one training step by method, phase and module."""
+"""`estimate`: predict the memory, FLOPs and seconds of one training step, for each method."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ UNPATCHED = (UNPATCHED_RECIPE, CHECKPOINTING, CHECKPOINTING_HEAD)
 
 @dataclasses.dataclass(frozen=True)
 class MethodEstimate:
-    """Memory, FLOPs and seconds of a training step that is run in one way, such as gradient
-    checkpointing.
+    """Memory, FLOPs and seconds of a training step with one method, such as gradient checkpointing.
 
     Attributes:
-        name: name of the way.
-        peak: bytes on one rank.
+        name: name of the `Method`.
+        peak: peak memory on one rank, in bytes.
         flops: FLOPs, summed over the ranks that share the sequence.
         seconds: seconds on one rank.
     """
@@ -49,8 +48,8 @@ class MethodEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Result of `estimate`: costs of a step for each way to run it, for rows of `seq_len` positions
-    and chunks of `chunk_size` on each rank.
+    """Result of `estimate`: costs of a step with each method, for rows of `seq_len` positions and
+    chunks of `chunk_size` on each rank.
 
     `profile` is valid for other lengths and settings as well (`profile.peak`).
     """
@@ -62,10 +61,10 @@ class Estimate:
     methods: tuple[MethodEstimate, ...]
 
     def method(self, name: str) -> MethodEstimate:
-        """Return the costs of one way to run a step, by its name.
+        """Return the costs of a step with one method, by the method's name.
 
         Raises:
-            ConfigError: no way with this name was counted.
+            ConfigError: no method of this name was counted.
         """
         return named({method.name: method for method in self.methods}, name)
 

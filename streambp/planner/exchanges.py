@@ -1,11 +1,12 @@
-"""Bytes that ranks with shared sequences exchange in a step, and the time that a step waits.
+"""Predict the bytes that ranks with shared sequences exchange in a step, and the seconds for which
+the step waits.
 
-A step waits for Ulysses' all-to-alls. Between nodes a rank's part uses the rank's own adapter;
-inside a node it uses the links between GPUs, at the same time. Gathered keys enter a node once,
-over all its adapters. A group of heads is in transfer during attention over the group before. A
-step waits for the first group of each pass, and for the excess of the other groups over the
-attention time. A step also waits for the sums of key gradients. Reordering keys moves bytes on the
-device.
+A step waits for all of Ulysses' all-to-alls. Data for other nodes pass each rank's own network
+adapter; data for ranks of the same node pass the links between GPUs at the same time. Gathered keys
+of context parallelism enter a node once, over all its adapters. A group of heads is transferred
+during the attention of the previous group. A step waits for the first group of each pass, and for
+the other groups if their transfers take longer than attention. A step also waits for the sums of
+key gradients over ranks. Reordering keys moves bytes on the device.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from streambp.rates import Rates
 
 
 def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, float, int, float]:
-    """Return the bytes that a rank exchanges in a step with the ranks of its sequences. The part
-    that stays on the rank itself is included.
+    """Return the bytes that a rank exchanges in a step with the ranks that share its sequences. The
+    rank's own part, which is not sent, is included.
 
     Args:
         split: the kind of sequence sharding.
@@ -26,9 +27,9 @@ def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, floa
         setting: the training setting.
 
     Returns:
-        Four numbers. Bytes of all-to-alls or sums, for which the step waits. Bytes of gathers.
-            Number of groups of heads that are gathered one after the other. Bytes read and written
-            on the device to reorder keys.
+        Four numbers. Bytes of all-to-alls (Ulysses) or of summed key gradients, for which the step
+            waits. Bytes of gathered keys. Number of groups of heads that are gathered one after the
+            other. Bytes read and written on the device to reorder keys.
     """
     ranks = setting.ranks
     if split.by == ULYSSES:
@@ -52,8 +53,8 @@ def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, floa
 
 
 def link_bytes(method: Method, seq_len: int, setting: Setting) -> float:
-    """Return the bytes that a rank sends to other ranks in a step of `seq_len` positions a row. A
-    rank receives equally many."""
+    """Return the bytes that a rank sends to other ranks in a step, for rows of `seq_len` positions;
+    0 without sequence sharding. Each rank receives equally many bytes."""
     if method.split is None:
         return 0.0
     waited, gathered, _, _ = exchanged(method.split, seq_len, setting)
@@ -63,13 +64,14 @@ def link_bytes(method: Method, seq_len: int, setting: Setting) -> float:
 def exchange_seconds(
     method: Method, seq_len: int, setting: Setting | None, rates: Rates, attention: float
 ) -> float:
-    """Return the seconds that exchanges between the ranks of a sequence add to a step.
+    """Return the seconds by which exchanges between the ranks of a sequence lengthen a step; 0
+    without sequence sharding.
 
     Args:
         method: the counted costs of the step.
         seq_len: positions of a row.
         setting: the training setting; None: no exchanges.
-        rates: the device's speeds.
+        rates: the device's speeds (FLOP/s, bytes/s).
         attention: seconds of a step's attention on one rank.
     """
     if method.split is None or setting is None:

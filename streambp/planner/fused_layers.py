@@ -1,12 +1,14 @@
-"""Layers with fused kernels, Liger's or compiled: RMSNorm, gated activations and rotary embeddings.
+"""Make the allocations of fused kernels, Liger's or compiled, for RMSNorm, gated activations and
+rotary embeddings.
 
 For a plan with fused kernels, the modules of the model without data are replaced by modules that
 allocate and save the same bytes as the kernels. A norm saves its input and one number for each row,
 an activation both of its inputs, rotary embeddings nothing. Liger's kernels write gradients over
-their inputs, and rotate in place; compiled code returns new tensors. Moved bytes in passes over the
-tensor, forward and backward: a norm 2 and 3, an activation 3 and 5, rotary embeddings 2 and 2. A
-compiled norm has 5 in backward, because a separate kernel computes the weight's gradient.
-`scripts/elementwise_bytes.py` compares these counts with the kernels themselves.
+their inputs, and rotate in place; compiled code returns new tensors. Each kernel reads and writes a
+tensor's bytes a number of times in forward and in backward: a norm 2 and 3 times, an activation 3
+and 5, rotary embeddings 2 and 2. The backward of a compiled norm counts 5 times, because a separate
+kernel computes the weight's gradient. `scripts/elementwise_bytes.py` compares these counts with the
+kernels themselves.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ Kernels = Literal["auto", "own", "liger", "compiled"]
 
 
 def fusion(kernels: Kernels, device: str) -> Fusion | None:
-    """Return the kernels that `StreamConfig.kernels` selects on this type of device.
+    """Return the fused kernels that a value of `StreamConfig.kernels` selects on a device type;
+    None for the model's own code.
 
-    None: the model's own code.
+    Args:
+        kernels: the value; "auto" selects Liger's on a GPU if liger-kernel is installed.
+        device: type of the device.
 
     Raises:
         ConfigError: the value is none of `Kernels`.
@@ -50,8 +55,8 @@ def fusion(kernels: Kernels, device: str) -> Fusion | None:
 
 
 def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
-    """Allocate the tensors of a fused norm's forward without computing them. Return y [..., h].
-    Saved for backward are x [..., h] and one float32 for each row."""
+    """Allocate the tensors of a fused norm's forward without computing them. Return the output
+    [..., h]. Saved for backward are x [..., h] and one float32 for each row."""
     with one_kernel(2 * x.nbytes):
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.weight = weight
@@ -60,8 +65,8 @@ def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
 
 
 def _norm_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-    """Return empty gradients of x and of the weight [h] for grad [..., h]; Liger's kernel
-    overwrites grad."""
+    """Return gradients of x and of the weight [h] without values, for grad [..., h]. Liger's kernel
+    overwrites grad, so the result is grad itself."""
     (x, _) = ctx.saved_tensors
     if ctx.needs_input_grad[3]:
         d_weight = torch.empty_like(ctx.weight)
@@ -86,8 +91,8 @@ def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
 
 
 def _gate_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Return empty gradients of gate and up for grad [..., m]; Liger's kernel overwrites gate and
-    up."""
+    """Return gradients of gate and up without values, for grad [..., m]. Liger's kernel overwrites
+    gate and up, so the results share their storages."""
     gate, up = ctx.saved_tensors
     with one_kernel(5 * gate.nbytes):
         if ctx.by == "compiled":
@@ -111,8 +116,8 @@ def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, 
 
 
 def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Return dq [B, H, T, D] and dk [B, H_kv, T, D], the gradients of the queries and keys before
-    the rotary embedding; Liger's kernel writes them in place."""
+    """Return gradients without values of q [B, H, T, D] and k [B, H_kv, T, D], for dq and dk.
+    Liger's kernel overwrites dq and dk, so the results are dq and dk themselves."""
     with one_kernel(ctx.moved):
         if ctx.by == "liger":
             return (dq, dk, None)
@@ -124,12 +129,12 @@ rotary_kernel = functools.partial(Replayed.apply, _rotary_kernel, _rotary_kernel
 
 
 def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
-    """Replace the forwards of norms and gated MLPs, in a model on meta or fake tensors, by
-    functions that make a fused kernel's allocations. Return the number of replaced forwards.
+    """Replace the forwards of norms and gated MLPs, in a model without data, by functions that make
+    a fused kernel's allocations. Return the number of replaced forwards.
 
     Args:
         model: the model, on meta or fake tensors.
-        by: the kernels; None: replace only modules whose forward is already one of Liger's.
+        by: the kernels; None: replace only forwards that Liger has installed already.
     """
     fusion = by or "liger"
 
@@ -164,7 +169,7 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
 
 
 def is_ligers(function: Any) -> bool:
-    """True if a function or method is defined in Liger's files."""
+    """True if a function or method is defined in a file of liger-kernel."""
     return str(getattr(function, "__module__", "")).partition(".")[0] == LIGER
 
 

@@ -1,4 +1,4 @@
-"""Host memory of a counted step: its bytes are counted apart from the device's."""
+"""Count the host memory of a step apart from its device memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from streambp.planner.skeleton import Skeleton
 
 
 class UncountedHost(Engine):
-    """Offload engine for a step whose device memory is counted: copies are synchronous, and the
-    host memory is not counted as device memory."""
+    """Offload engine for a step whose device memory is counted. Copies are synchronous, and the
+    host memory is hidden from the count of device memory."""
 
     def __init__(self, device: torch.device, skeleton: Skeleton | None = None) -> None:
         super().__init__(device)
@@ -32,18 +32,24 @@ class UncountedHost(Engine):
             return torch.empty(size, dtype=torch.uint8)
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Copy `source` to `target` [...], and count its bytes as copied to or from the host."""
+        """Copy `source` to `target`, both of one shape [...], and count the bytes as copied to or
+        from the host.
+
+        Args:
+            queue: `OUT` or `BACK`, the direction of the copy.
+            target: destination.
+            source: source.
+        """
         size = target.nbytes
         with one_kernel(0, out=size if queue == OUT else 0, back=size if queue == BACK else 0):
             super().copy(queue, target, source)
 
 
 class CountingManager(OffloadManager):
-    """Counts the host bytes that a step with offloading needs, without real copies to pinned
-    memory.
+    """Offload manager that counts the host bytes of a step, without real copies to pinned memory.
 
-    The count is the sum of the tensors that wait for backward, plus the largest layer's keys and
-    values if these are streamed from the host.
+    The count is the sum of the tensors that are stored until backward. If a layer's keys and values
+    are streamed from the host, those of the largest layer are added.
     """
 
     def __init__(
@@ -57,7 +63,8 @@ class CountingManager(OffloadManager):
         self._waiting = self._prefix = 0
 
     def on_host(self) -> int:
-        """Return the host bytes that the step has needed so far."""
+        """Return the host bytes that the step has needed so far: the stored tensors and the largest
+        layer's keys and values."""
         return self._waiting + self._prefix
 
     def place(
@@ -68,7 +75,8 @@ class CountingManager(OffloadManager):
         optional: bool,
         foreign: bool = False,
     ) -> Entry | None:
-        """Store a tensor [...] like `OffloadManager.place`, and count its bytes of host memory.
+        """Store a tensor [...] on the host like `OffloadManager.place`, and count its bytes of host
+        memory.
 
         The bytes of all tensors saved for backward are added up. K and V are on the host for one
         layer at a time, so the largest layer's bytes are counted.

@@ -1,11 +1,11 @@
-"""Weights of a model's first layers in host memory (`StreamConfig.weights`): bytes, seconds, number
-of layers.
+"""Predict bytes and seconds of a step with weights of a model's first layers in host memory
+(`StreamConfig.weights`), and how many layers must move.
 
 Each layer's weights are copied to the device once in each direction, one layer ahead of the
 computation. The device therefore holds two layers, plus one layer's decoded weights if the weights
-have 4 bits. A phase takes as long as its kernels or as the copies of its layers, whichever is
-longer. All layers count as equally slow. The first layer of a step, whose copy overlaps with
-nothing, is not counted.
+have 4 bits. The seconds of a phase are the larger of its kernels' seconds and its copies' seconds.
+All layers count as equally slow. The first layer of a step, whose copy overlaps with nothing, is
+not counted.
 
 Gradients of trained layers move to the host, where the optimizer stores its state for these layers.
 The device holds the gradients of two layers: one in transfer and one being computed.
@@ -57,13 +57,15 @@ class OnHost:
         """Return the device bytes that become free while the weights of these layers are in host
         memory.
 
-        All `layers` count, minus device buffers for two layers and one layer's decoded weights.
+        The number is `bytes` minus device buffers for two layers and one layer's dequantized
+        weights.
         """
         return self.bytes - SLOTS * self.largest - self.decoded
 
 
 def gradients_here(phases: Sequence[tuple[str, float]], on_host: OnHost | None) -> list[float]:
-    """Return the bytes of gradients on the device in each phase.
+    """Return the bytes of gradients on the device in each phase of a step, if gradients of some
+    layers move to the host.
 
     Args:
         phases: (name, bytes of gradients) of each phase of the step, in order.
@@ -88,7 +90,7 @@ def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
     Args:
         sizes: bytes of the weights of every layer of the model.
         layers: number of layers in host memory.
-        decoded: bytes of one layer's dequantized 4-bit weights; 0: none.
+        decoded: the value of `OnHost.decoded`.
     """
     host_sizes = sizes[:layers]
     return OnHost(
@@ -108,7 +110,7 @@ def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
     Args:
         sizes: bytes of the weights of every layer of the model.
         lacking: bytes to free.
-        decoded: bytes of one layer's dequantized 4-bit weights; 0: none.
+        decoded: the value of `OnHost.decoded`.
     """
     total = 0
     largest = 0

@@ -1,5 +1,5 @@
-"""Kernels on tensors without data: streambp's Triton kernels count their bytes and launch nothing,
-others are refused, and plain attention is counted once for each shape.
+"""Count kernels on tensors without data: bytes of streambp's Triton kernels without a launch, and
+plain attention once for each shape. Other Triton kernels are refused.
 
 [Note: repeated calls] Plain attention and merges of its outputs run dozens of operations for each
 block of queries and keys. A count has thousands of blocks, of a few shapes. Allocations and work of
@@ -33,13 +33,13 @@ from streambp.planner.work import Work, tensors
 
 @dataclasses.dataclass(frozen=True)
 class CountedCall:
-    """Memory and work of one call of a function on meta or fake tensors.
+    """Memory and cost of one call of a function on meta or fake tensors.
 
     Attributes:
         peak: most bytes in use during the call, beyond the bytes before it.
         largest: bytes of the largest storage that the call allocated.
         work: FLOPs, bytes and dispatches.
-        made: the results' shapes, strides and dtypes, as `Known` has them.
+        made: the results' shapes, strides and dtypes, as in `Known.made`.
         several: True if the result is a tuple.
     """
 
@@ -51,10 +51,12 @@ class CountedCall:
 
 
 class CountedCalls:
-    """Counts functions of tensors once for each combination of shapes. [Note: repeated calls]
+    """Runs functions on meta or fake tensors, once for each combination of input shapes. Later
+    calls with the same shapes add the memory and cost of the first call to the count, and return
+    new tensors. [Note: repeated calls]
 
     Args:
-        shapes: creates tensors without data.
+        shapes: cache that creates tensors without data.
     """
 
     def __init__(self, shapes: Shapes) -> None:
@@ -67,8 +69,8 @@ class CountedCalls:
         counted.
 
         Args:
-            function: allocates nothing that outlives the call, except for its results.
-            key: everything but the shapes of tensors on which memory and work depend.
+            function: a function whose allocations, except for its results, end with the call.
+            key: everything except the shapes of tensors on which memory and cost depend.
             args: the arguments. Tensors have any shape.
         """
         counts = running_counts(StepCount)
@@ -100,7 +102,7 @@ class CountedCalls:
         return outputs[0]
 
     def _first(self, count: StepCount, key: Any, call: Callable[[], Any]) -> Any:
-        """Run a call of new shapes, and store its memory and work.
+        """Return the result of a call with new shapes, and store the call's memory and cost.
 
         Args:
             count: the running count.
@@ -137,7 +139,8 @@ class CountedCalls:
 
 
 def _extent(x: Tensor) -> int:
-    """Return the number of elements from the first to the last one of x [...] in memory."""
+    """Return the distance in elements from the first element of x [...] in memory to the last one,
+    plus 1."""
     if x.numel() == 0:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
@@ -146,13 +149,13 @@ def _extent(x: Tensor) -> int:
 @contextlib.contextmanager
 def launched_kernels(calls: CountedCalls) -> Iterator[None]:
     """Context manager in which streambp's Triton kernels (for logits, and for merged attention
-    outputs) are counted by the bytes that they move, without a launch. Plain attention is counted
-    once for each shape.
+    outputs) count the bytes that they move, without a launch. Plain attention is counted once for
+    each shape.
 
     See `planner/count.py`.
 
     Args:
-        calls: the calls that were counted.
+        calls: cache of the counted calls.
     """
 
     attend_merge = attend.merge_in_torch
@@ -173,7 +176,8 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
             return kernel(*args, **kwargs)
 
     def merge(o: Tensor, lse: Tensor, part_o: Tensor, *args: Any) -> None:
-        """Merge two attention outputs o [b, t, H, D], as one kernel launch."""
+        """Merge attention outputs o and part_o [b, t, H, D], and count the bytes of one kernel
+        launch."""
         out, *all_read = args[1:]
         moved = o.nbytes + part_o.nbytes + out.nbytes
         with one_kernel(moved):
@@ -221,8 +225,8 @@ def no_launches() -> Iterator[None]:
     """Context manager in which the launch of a Triton kernel on meta or fake tensors raises
     `StreamBPError`.
 
-    Triton would launch the kernel with null pointers. On a GPU this is an illegal access, and the
-    process cannot use its device afterwards.
+    Triton would launch the kernel with null pointers. This is an illegal access on a GPU, after
+    which the process cannot use its device.
     """
     triton: Any = sys.modules.get("triton.runtime.jit")
     if triton is None:

@@ -1,4 +1,5 @@
-"""Render a plan's settings for each entry point of streambp, ready to paste."""
+"""Write a plan's settings as text for each entry point of streambp, such as `streambp launch` and
+TRL."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ UNITS = ((2**30, "GiB", 10), (2**20, "MiB", 1))
 
 
 def fields_of(choice: Choice) -> dict[str, Any]:
-    """Return the `StreamConfig` fields that a chosen plan sets, by name as JSON values."""
+    """Return `StreamConfig` fields for a plan's choice, as a dict from names to JSON values:
+    chunk_size and saves, and other fields that differ from their defaults."""
     fields: dict[str, Any] = {"chunk_size": choice.chunk_size, "saves": list(choice.saves)}
     fields |= {"offload": choice.offload} if choice.offload != "none" else {}
     fields |= {"gpu_memory": written(choice.gpu_memory)} if choice.gpu_memory is not None else {}
@@ -27,12 +29,13 @@ def fields_of(choice: Choice) -> dict[str, Any]:
 
 
 def python(choice: Choice) -> str:
-    """Return Python code for `streambp.patch` and any training loop."""
+    """Return Python code for the settings of a plan's choice, such as
+    "streambp.StreamConfig(chunk_size=8192, saves=())"."""
     return written_in_python(fields_of(choice))
 
 
 def written_in_python(fields: Mapping[str, Any]) -> str:
-    """Return `StreamConfig` fields as Python code."""
+    """Return `StreamConfig` fields as Python code that creates the configuration."""
     written_fields = []
     for name, value in fields.items():
         if isinstance(value, list):
@@ -94,8 +97,8 @@ def quoted(value: Any) -> str:
 
 
 def written(size: int) -> int | str:
-    """Return a number of bytes as text, rounded down: "8.2GiB", "640MiB"; the number itself below a
-    MiB."""
+    """Return a number of bytes as text for `StreamConfig`, rounded down: "8.2GiB", "640MiB". Below
+    a MiB, return the number itself."""
     for unit, name, digits in UNITS:
         if size >= unit:
             return f"{size * digits // unit / digits:g}{name}"

@@ -1,17 +1,20 @@
-"""Costs of a step at any length: sums of a few features of T and C with counted coefficients.
+"""Costs of a step at any length: linear functions of a few features, with counted coefficients.
 
-Features of T positions a row in N chunks of C (T and no chunks for an unchunked sequence):
+Features of a step with T positions a row in N chunks of C (C = N = 0 for an unchunked sequence):
 
     1, T, C, N, T N, T C, T^2,    other ranks' keys (see `profile.keys_held`),    and
-    E    blocks of keys that chunks attend to beyond one, over all chunks
-    C E  queries times such blocks
+    E    blocks of keys that a chunk attends to, minus one, summed over the chunks
+    C E  the same, times the queries of a chunk
 
-Each quantity uses the features that it can depend on. Products: tokens, the tokens that all chunks
-but the last recompute, and scores computed by plain products. Attention: query-key pairs, whose
-number is T^2 or, with windows, T and T C. Moved bytes: tokens, the tokens that all chunks but the
-last recompute, sums of weight gradients for each chunk, gradients of the prefix for each chunk, and
-gradients of queries for each block of keys. A sequence in one chunk costs a little less (2 % of the
-bytes of an 8B model).
+Each cost uses the features on which it can depend:
+
+    matrix products    T;  C, as all chunks but the last are recomputed;  T^2, for plain attention
+    attention          T^2, or T and T C with windows: the number of query-key pairs
+    moved bytes        T;  C, as all chunks but the last are recomputed;  N, for sums of weight
+                       gradients;  T N, for gradients of the prefix;  C E, for gradients of queries
+
+Steps of several chunks determine the coefficients. A step in one chunk costs a little less (2 % of
+the bytes of an 8B model).
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ class Law(NamedTuple):
     """Coefficients of a linear function of a step's features: one number for each of 1, T, C, N,
     keys, T N, T C, T^2, E and C E.
 
-    T is the tokens of a row, C the tokens of a chunk, N the number of chunks. A step's `Features`
-    have the same fields.
+    T is the tokens of a row, C the tokens of a chunk, N the number of chunks. E is the number of
+    key blocks that a chunk attends to, minus one, summed over the chunks. A step's `Features` have
+    the same fields.
     """
 
     one: float = 0.0
@@ -50,8 +54,8 @@ class Law(NamedTuple):
     queries_blocks: float = 0.0
 
     def at(self, step: Features, total: float = 0.0) -> float:
-        """Return the linear function's value for a step: `total` plus the sum of coefficient times
-        feature."""
+        """Return the function's value for a step (bytes or FLOPs, for example): `total` plus the
+        sum of coefficient times feature."""
         for coefficient, feature in zip(self, step, strict=True):
             total += coefficient * feature
         return total
@@ -112,12 +116,12 @@ class Part:
 
 
 def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -> Features:
-    """Return the values in which costs are linear (`Features`), for a sequence of T tokens in
-    chunks of C.
+    """Return the features of a step (1, T, C, number of chunks and so on), in which its costs are
+    linear.
 
     Args:
-        tokens: T.
-        chunk: C; 0: the sequence is not chunked.
+        tokens: T, tokens of a row.
+        chunk: C, tokens of a chunk; 0: the sequence is not chunked.
         keys: amount of other ranks' keys, as `profile.keys_held` returns.
         k_block: number of keys in a block; 0: do not count blocks.
     """
@@ -139,7 +143,7 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
 
 
 def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> list[Law]:
-    """Fit bytes as linear functions of T, C and the number of chunks.
+    """Return bytes as linear functions of T, C and the number of chunks, fitted through counts.
 
     The coefficients of each function are the constant, per T, per C and per chunk. There is no
     slope in C if all points have C = 0, and none per chunk for only three points.
@@ -170,17 +174,18 @@ def fit_work(
     count_of_own: int | None = None,
     encoder: Encoder = "",
 ) -> Part:
-    """Fit the costs of one kind of phase as functions of T and C, through counts at several points.
-    The number of coefficients is at most the number of points.
+    """Return the costs of one kind of phase as linear functions of the features, fitted through
+    counts at several (T, C). The number of coefficients is at most the number of points.
 
     Args:
-        name: the kind of phase.
+        name: the kind of phase, such as "forward".
         points: (T, C) of each count: tokens of a row, and tokens of a chunk.
         costs: the counted costs at each point.
         k_block: number of keys in an attention block.
-        count_of_own: number of leading points from which bytes copied to and from the host are
-            fitted; None: all points.
-        encoder: whether the model's encoder has one length, or the decoder's length.
+        count_of_own: number of points, from the first on, through which bytes copied to and from
+            the host are fitted; None: all points.
+        encoder: length of the rows of the model's encoder: "fixed", "same" as the decoder's, or ""
+            without encoder.
     """
     is_chunked = any(c for _, c in points)
     feature_names = dict(IN_CHUNKS if is_chunked else AT_ONCE)

@@ -1,4 +1,5 @@
-"""Costs of each layer's possible saves, observed in a step of a model without data."""
+"""Count the bytes and FLOPs of the tensors that each layer may save for backward, in a step of a
+model without data."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ PLAN_DEVICE = torch.device("cuda", 0)  # the device of all layers in a plan
 def seen_costs(
     skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]
 ) -> tuple[dict[int, LayerCost], bool]:
-    """Return bytes and FLOPs of the tensors that these layers may save, by layer index. The second
-    result is True if every layer could also run its unpatched forward with the same results.
+    """Return bytes and FLOPs of the tensors that each of these layers may save, by layer index. The
+    second result is True if every layer could also run its unpatched forward with the same results.
 
-    The costs come from a step of two chunks, and are {} for a model with several backbones. The
-    step changes `skeleton`, which cannot be used again.
+    The costs come from a step of two chunks. The result is {} for a model with several backbones.
+    The step changes `skeleton`, which cannot be used again.
 
     Args:
         skeleton: the model, on meta or fake tensors.
@@ -62,7 +63,7 @@ def seen_costs(
 
 def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
     """Return bytes and FLOPs of the tensors that each layer may save under saves="auto", as JSON
-    types. None if they cannot be counted on meta tensors.
+    types for `Profile.saves`. None if they cannot be counted on meta tensors.
 
     Args:
         skeleton: the model for a GPU, on meta tensors; cannot be used again.
@@ -83,11 +84,11 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
 
 
 def costs_as_json(costs: Iterable[LayerCost]) -> dict[str, Any]:
-    """Return bytes and FLOPs of the tensors that layers may save as JSON types: the distinct kinds
-    of layers, and the kind of each layer.
+    """Return bytes and FLOPs of the tensors that layers may save as JSON types. The dict has the
+    distinct kinds of layers with their costs, and the kind of each layer.
 
     Args:
-        costs: the layers, in order. Their devices are left out.
+        costs: the layers' costs, in order. Devices of the layers are left out.
     """
     kinds: list[dict[str, Any]] = []  # distinct kinds of layers, which are few
     numbers = []

@@ -1,4 +1,4 @@
-"""Masks of bidirectional layers on batches without data.
+"""Find the keys that a bidirectional layer's queries read, on batches without data.
 
 A real step evaluates a mask on the device to find the keys that its queries read. Tensors without
 data have no answer. But masks of windows, of prefixes and of whole rows depend on positions alone.
@@ -25,16 +25,19 @@ rectangles = masks.rectangles
 
 
 def masks_from_positions() -> contextlib.AbstractContextManager[None]:
-    """Return a context manager in which bidirectional masks of batches without data and without
-    padding are evaluated from positions. Masks that depend on values read all keys, as conditions
-    on tensors without data are true."""
+    """Return a context manager in which bidirectional masks of batches without data and padding are
+    evaluated from positions.
+
+    Masks that depend on values read all keys, because every condition on tensors without data
+    counts as true.
+    """
     return replaced([masks], "rectangles", [_from_positions])
 
 
 def _from_positions(
     mask: LazyMask, batch_size: int, length: int, device: torch.device
 ) -> Spans | DenseMask:
-    """Return the keys that each query reads, as `masks.rectangles` does for a batch with data.
+    """Return the keys that each query reads, like `masks.rectangles` for a batch with data.
 
     Args:
         mask: the mask's description.
@@ -60,8 +63,8 @@ def _from_positions(
 def _reach_and_barriers(
     function: Any, length: int
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Barrier, ...]] | None:
-    """Return the interval of keys that each SCAN queries read, and the positions where no chunk may
-    end; None if every query reads all keys.
+    """Return two tuples: the interval of keys that each block of SCAN queries reads, and the
+    positions where no chunk may end. None if every query reads all keys.
 
     Each query is assumed to read an interval of keys that contains the query. The interval's ends
     are assumed not to fall from one query to the next.
@@ -95,8 +98,8 @@ def _reach_and_barriers(
 
 
 def _evaluated(function: Any, query: Tensor, key: Tensor) -> Tensor:
-    """Return True for each pair of a query and a key that the mask function lets the query read;
-    the function gets positions [n] or [n, 1] and [n] or [1, T] of row 0 and head 0.
+    """Return a bool tensor: True where the mask function lets a query read a key, in row 0 and head
+    0. Its shape is that of `query` [n] or [n, 1] broadcast with `key` [n] or [1, T].
 
     Args:
         function: the mask function.

@@ -57,10 +57,12 @@ def compare_step(
     """Run one chunked training step, and return predicted and measured peak bytes of each of its
     phases.
 
+    The step is measured by the allocator's bytes on an accelerator, and by the bytes of live
+    storages elsewhere.
+
     Args:
         model: the model, unpatched; its gradients must be None.
-        ids: [B, T] tokens, also used as labels. Measured are the allocator's bytes on an
-            accelerator, and live storages elsewhere.
+        ids: [B, T] tokens, also used as labels.
         config: settings of the step.
         chunk_size: tokens of a chunk.
         snapshot: path for torch's memory snapshot of the step (CUDA; open it at
@@ -130,7 +132,7 @@ def compare_step(
 def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault | None] | None:
     """Predict and run a training step of `streambp.patch(model)` without settings.
 
-    A first step, which is not measured, runs the tests of the layers.
+    A step before it, which is not measured, runs the tests of the layers.
 
     Args:
         model: the model, unpatched; its gradients must be None.
@@ -178,7 +180,8 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
 
 
 def _step(model: nn.Module, ids: Tensor) -> StepRecord:
-    """Run a step, clear its gradients, and return its record."""
+    """Run forward and backward of tokens `ids` [B, T], clear the gradients, and return the step's
+    record."""
     try:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         if is_accelerator(ids.device):
@@ -191,8 +194,8 @@ def _step(model: nn.Module, ids: Tensor) -> StepRecord:
 
 
 def uncount_host(model: nn.Module) -> None:
-    """Hide the offloaded copies of a patched CPU model from a count of tensor storages, which would
-    add the copies to the device's memory."""
+    """Replace the offload manager of a patched CPU model, so that a count of tensor storages does
+    not include the copies on the host."""
     installed: PatchState = model._streambp  # type: ignore[assignment]
     sites = installed.steps.sites
     if sites and sites[0].offloader is not None:

@@ -33,7 +33,7 @@ SUSTAINED = {"products": 0.87, "attention": 0.95}
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredSizes:
-    """Sizes of the measured kernels.
+    """Sizes of the kernels that are run to measure a device.
 
     Attributes:
         rows: n, for matrix products of [n, hidden] with [hidden, inner] and back.
@@ -45,8 +45,8 @@ class MeasuredSizes:
         head_size: columns of a head.
         tokens: tokens of the norms.
         copied: bytes of the copies.
-        times: number of samples.
-        heat: seconds of heating before the first sample.
+        times: number of samples of each kernel.
+        heat: seconds of work before the first sample, which heat the GPU.
     """
 
     rows: tuple[int, ...]
@@ -169,7 +169,7 @@ def seconds_of_run(run: Callable[[], object], device: torch.device, times: int) 
 
 
 def wait(device: torch.device) -> None:
-    """Synchronize with the device."""
+    """Wait until all work on a device has ended; return at once for the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -201,6 +201,6 @@ def _attention(
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute RMSNorm in plain torch."""
+    """Return RMSNorm of x [n, h], in plain torch."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)

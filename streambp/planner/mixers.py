@@ -1,10 +1,11 @@
-"""Replace functions of token mixers by the allocations of their kernels, on tensors without data.
+"""Replace functions of recurrent and convolutional layers by the allocations of their kernels, on
+tensors without data.
 
-transformers' recurrent and convolutional layers call globals of their modeling module, or
-attributes of the layers. These functions are kernels of an installed package, or else transformers'
-own plain torch. Plain torch allocates differently and loops over blocks of tokens in Python. During
-a count, replacements make the kernels' allocations (`delta_rules`, `state_spaces`). The functions
-are recognized by their parameters, not by a model's name.
+transformers' layers call globals of their modeling module, or attributes of the layers. These
+functions are kernels of an installed package, or else transformers' own plain torch. Plain torch
+allocates differently and loops over blocks of tokens in Python. During a count, replacements make
+the kernels' allocations (`delta_rules`, `state_spaces`). The functions are recognized by their
+parameters, not by a model's name.
 
 Before transformers 5.15 most plain torch code is inside the layers' own methods and not a function.
 The count then uses that code, and `assumed` reports it; such layers run unchunked.
@@ -42,8 +43,8 @@ CHOICES: tuple[Mixers, ...] = ("kernels", "torch", "installed")
 
 @dataclasses.dataclass(frozen=True)
 class MixerKernel:
-    """Function of transformers' recurrent or convolutional layers, and the kernel that a package
-    such as fla has for this function.
+    """Function of transformers' recurrent or convolutional layers, for which a package such as fla
+    has a kernel.
 
     Attributes:
         parameters: names of parameters by which the function is recognized.
@@ -96,9 +97,10 @@ KERNELS = (
 def stand_in(
     function: Any, kernel: MixerKernel, signature: inspect.Signature, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `function`, unless the first argument is a meta or fake tensor: then allocate the
-    tensors of a package's kernel without computing them. A model with data that trains at the same
-    time is not affected.
+    """Return the result of a modeling file's function. If the first argument is a meta or fake
+    tensor, make the allocations of a package's kernel in place of the call, and compute nothing.
+
+    A model with data that trains at the same time is not affected.
 
     Args:
         function: the modeling file's function.
@@ -119,7 +121,7 @@ def stand_in(
 
 
 def _plain(function: Any) -> Callable[..., Any]:
-    """Return the function itself; for a module from the `kernels` package return its forward."""
+    """Return the function; for a module of the `kernels` package, return its forward."""
     plain: Callable[..., Any]
     if isinstance(function, nn.Module):
         plain = function.forward
@@ -130,8 +132,8 @@ def _plain(function: Any) -> Callable[..., Any]:
 
 def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]:
     """Return the functions of a model's recurrent and convolutional layers for which packages have
-    kernels, as (namespace, name, kernel). Namespaces are module globals or a module's
-    attributes."""
+    kernels, as tuples of (namespace, name, kernel). A namespace is a dict of globals or of a
+    module's attributes, and `name` is the function's key in it."""
     mixers = []
     for space in (*globals_of(model), *(vars(module) for module in model.modules())):
         for name, value in space.items():
@@ -164,8 +166,8 @@ def globals_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def out_of_reach(model: nn.Module) -> list[str]:
-    """Return the names of packages whose kernels the model calls and whose allocations cannot be
-    counted."""
+    """Return the names of kernel packages that a model's files import, except for packages of
+    `mixers_of`. The kernels of the returned packages cannot be counted."""
     counted_packages = {kernel.package for _, _, kernel in mixers_of(model)}
     imported = set()
     for space in globals_of(model):
@@ -193,8 +195,8 @@ def replaced_functions(functions: Sequence[tuple[dict[str, Any], str, Any]]) -> 
 
 
 def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which the functions of recurrent and convolutional layers only make their
-    kernels' allocations, for meta and fake tensors.
+    """Context manager in which functions of recurrent and convolutional layers make their kernels'
+    allocations for meta and fake tensors, and compute nothing.
 
     Args:
         model: the model, on meta or fake tensors.
@@ -233,7 +235,8 @@ def is_installed(package: str) -> bool:
 
 def assumed(model: nn.Module, mixers: Mixers) -> str:
     """Return text about the count of recurrent and convolutional layers: the packages whose kernels
-    were assumed, and the packages replaced by plain torch. "" if the model has no such layers."""
+    were assumed, and the packages in whose place plain torch was counted. "" if the model has no
+    such layers."""
     packages = dict.fromkeys(kernel.package for _, _, kernel in mixers_of(model))
     stand = []
     for package in packages:

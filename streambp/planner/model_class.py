@@ -1,4 +1,4 @@
-"""The class that a configuration is built with, and the loss of a counted step."""
+"""Build a model of a configuration, and compute the loss of a counted step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def build_as(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     the configuration says otherwise.
 
     Attention is bidirectional if the configuration has is_causal=False or
-    use_bidirectional_attention, or if its models are masked language models. Such a model has a
-    language-model head, unless `architectures` names a class without one, as embedding models do.
-    An encoder-decoder has both stacks. Models of images and text get no images.
+    use_bidirectional_attention, or if its models are masked language models. A bidirectional model
+    has a language-model head, unless `architectures` names a class without head (an embedding
+    model). An encoder-decoder has encoder and decoder. A model of images and text is counted
+    without images.
 
     Args:
         config: the configuration, which is not changed.
@@ -83,8 +84,8 @@ def _has_no_head(config: PreTrainedConfig) -> bool:
 
 
 def inputs_of(model: nn.Module, ids: Tensor, encoder_len: int | None = None) -> dict[str, Any]:
-    """Return the arguments of a model's forward for a batch of token ids [B, T]. In an
-    encoder-decoder they are the decoder's tokens, and the encoder gets zeros.
+    """Return the arguments of a model's forward for a batch of token ids [B, T]. The ids are the
+    decoder's tokens of an encoder-decoder, whose encoder gets zeros.
 
     Args:
         model: the model.
@@ -141,8 +142,8 @@ def check_encoder_len(model: nn.Module, encoder_len: int | None) -> None:
 
 
 def refuse_biases(model: nn.Module) -> None:
-    """Raise if attention modules of the model add T5's bias by distance. The count would leave out
-    the bias of all pairs in layers that are not streamed.
+    """Raise if attention modules of the model add T5's bias by distance, whose values for all pairs
+    the count of unstreamed layers would leave out.
 
     Args:
         model: the model.
@@ -165,8 +166,8 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def fixed_positions(model: nn.Module) -> int | None:
-    """Return the number of positions of a row of the encoder, if the encoder reads audio of a fixed
-    length as Whisper's does; None if the encoder reads tokens.
+    """Return the number of positions in each encoder row, if the encoder reads audio of a fixed
+    length (Whisper). None if the encoder reads tokens.
 
     Raises:
         ConfigError: the encoder reads something else.
@@ -193,8 +194,8 @@ def _has_prefix(model: nn.Module) -> bool:
 def loss_of(
     model: nn.Module, ids: Tensor, has_head: bool, encoder_len: int | None = None
 ) -> Tensor:
-    """Run a model's forward on token ids [B, T], all of them labelled, and return the loss. The
-    loss of a model without a language-model head is the mean of its hidden states.
+    """Run a model's forward on token ids [B, T], all of them labelled, and return the scalar loss.
+    The loss of a model without a language-model head is the mean of its hidden states.
 
     Args:
         model: the model.

@@ -2,7 +2,8 @@
 browser.
 
 The file contains the counted profiles as JSON, and `plan.js`, a bitwise equal implementation of
-`profile.py` and `plan.py`. It contains no external references, and its content policy forbids them.
+`profile.py` and `plan.py`. The content policy of the file forbids external references, which the
+file does not have.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def page(
     training: str = "every parameter",
     unfused: Mapping[str, Profile] | None = None,
 ) -> str:
-    """Return the content of the planner's HTML page.
+    """Return the text of the planner's HTML page for a plan.
 
     Args:
-        plan: initial state of the controls.
+        plan: the plan at the start, with the initial state of the controls.
         name: the model's name, for the heading.
         others: profiles of the same model with other training (LoRA, for example), by the page's
             labels.
@@ -97,6 +98,6 @@ def part(file: str) -> str:
 
 
 def _embedded(profile: Profile) -> dict[str, Any]:
-    """Return a profile as JSON types for the HTML page, without `saves`, which the page does not
-    read."""
+    """Return a profile as JSON types for the HTML page, which does not need `saves`: `saves` is
+    None."""
     return to_json(dataclasses.replace(profile, saves=None))

@@ -9,8 +9,8 @@ Each phase of a step has
 bytes, with the coefficients of its law (`laws.py`); the peak is the largest phase. T and C are
 positions in each row of the batch on one rank, N the number of chunks, K other ranks' keys
 (`keys_held`). `gradients` are the bytes in `.grad` at the start of the phase, and `share` is the
-fraction of them on this rank (DESIGN.md section 6). Lines are counted at lengths of tens of
-thousands of tokens. For shorter sequences they are an upper bound, because outputs of attention
+fraction of them on this rank (DESIGN.md section 6). Laws are counted at lengths of tens of
+thousands of tokens. Laws are an upper bound for shorter sequences, because outputs of attention
 kernels are at most as large as their block.
 """
 
@@ -58,7 +58,8 @@ class Heads(NamedTuple):
     Attributes:
         queries: query heads.
         keys: key and value heads.
-        size: bytes of a gathered key/value head for each token of full sequences.
+        size: bytes of one gathered key head and value head with their gradients, for each token of
+            full sequences.
     """
 
     queries: int
@@ -71,7 +72,7 @@ class Split:
     """The kind of sequence sharding of a counted step, and the bytes that ranks exchange in it.
 
     Attributes:
-        by: Ulysses or context parallelism.
+        by: "DeepSpeed Ulysses" or "context parallelism".
         heads: the different numbers of attention heads among the model's layers.
         traded: bytes of all-to-alls of queries and outputs, for each token of the shard.
         traded_keys: bytes of all-to-alls of keys and values for each token of the shard, if no
@@ -141,11 +142,12 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Parameters that the same number of ranks replicate: "dense" or "expert" parameters.
+    """Number and bytes of a model's dense parameters, or of the experts' parameters. The two kinds
+    may have different numbers of replicas over the ranks.
 
     Attributes:
         name: "dense" or "expert".
-        parameters: number of parameters.
+        parameters: number of all parameters of the group.
         bytes: bytes as stored.
         trainable: number of trainable parameters.
         trainable_bytes: bytes of trainable parameters, and of their gradients.
@@ -160,15 +162,16 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A module in the tree of a model's modules, with the sizes of its parameters and activations.
+    """A module in the tree of a model's modules, with its parameters and activations. Equal modules
+    share one node.
 
     Attributes:
         name: the module's name.
         kind: class name.
         count: number of equal modules.
         parameters: parameters of one of them.
-        activation: bytes a token that one module's forward saves for backward.
-        children: its modules.
+        activation: bytes for each token that the forward of one of them saves for backward.
+        children: nodes of the modules inside.
     """
 
     name: str
@@ -189,17 +192,18 @@ class Profile:
         layers: number of layers.
         batch_size: number of rows.
         groups: numbers and bytes of dense and of expert parameters.
-        unsharded: bytes that ZeRO-3 gathers at a time.
+        unsharded: bytes of full parameters that ZeRO-3 has on a rank at a time.
         methods: each counted way to run a step, such as gradient checkpointing, with its costs.
         tree: the model's modules with their parameters and activations.
-        left_out: texts that name the unpatched ways that could not be counted, with reasons.
+        left_out: texts that name the unpatched methods and the kinds of sequence sharding that
+            could not be counted, with reasons.
         mixers: text on the assumed code of recurrent and convolutional layers.
         saves: bytes and FLOPs of the tensors that saves="auto" may save, from
             `layer_costs.counted_saves`; None: unknown.
-        frozen: bytes of each layer's frozen weights, after a move to host memory.
+        frozen: bytes that each layer's frozen weights take in host memory, if moved there.
         decoded: bytes of one layer's dequantized 4-bit weights, as in `OnHost.decoded`.
-        trained: bytes of each layer's trained weights, after a move to host memory; 0 for layers
-            with frozen weights.
+        trained: bytes that each layer's trained weights take in host memory, if moved there; 0 for
+            layers with frozen weights.
         without_adapters: names of the layers' Linears that peft refuses to adapt.
         assumed: texts on what the count assumes of a model that is no causal language model.
     """
@@ -234,10 +238,10 @@ Entry = TypeVar("Entry")
 
 
 def named(methods: Mapping[str, Entry], name: str) -> Entry:
-    """Return the entry of `methods` with this name.
+    """Return the value of `methods` for a method's name.
 
     Raises:
-        ConfigError: there is none; the message lists the names.
+        ConfigError: there is no such method; the message lists the names.
     """
     if name not in methods:
         raise ConfigError(f"method is {name!r}; it must be one of {list(methods)}.")
@@ -261,8 +265,9 @@ class Setting:
         optimizer_on_host: True if optimizer state is in host memory (ZeRO-Offload and the like).
         accumulate: True if the step adds to existing gradients; False: gradients are None at its
             start.
-        room: bytes that a rank may use for gathered keys and their gradients; at least one
-            key/value head is gathered. `plan` computes the value by the rule of a real step.
+        room: bytes that a rank may use for gathered keys and values and their gradients under
+            context parallelism; at least one key/value head is gathered. `plan` computes the value
+            by the rule of a real step.
         weights: "device", "cpu" or "auto" (`StreamConfig.weights`), for chunked steps on one GPU;
             "auto" keeps weights on the device if a step fits.
         on_host: layers with weights in host memory; `plan` selects the number that a step needs.
@@ -341,10 +346,11 @@ class Peak:
 
 
 def static(profile: Profile, setting: Setting) -> Peak:
-    """Return the bytes between steps, with all gradients: weights, optimizer state and gradients.
+    """Return the bytes on one rank between steps: weights, optimizer state and all gradients.
+    `phase` and `phases` of the result are empty.
 
-    These are 2 + gradient + 12 / R bytes for each parameter in bf16, with R replicas that share the
-    optimizer state.
+    A bf16 parameter with Adam takes 2 bytes, 2 bytes of gradient, and 12 / R bytes of optimizer
+    state if R replicas share the state (ZeRO).
     """
     weights = gradients = optimizer = 0.0
     for group in profile.groups:
@@ -383,12 +389,12 @@ def static(profile: Profile, setting: Setting) -> Peak:
 
 
 def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, setting: Setting) -> Peak:
-    """Return the peak memory of a step, in bytes, and the phase (a layer's backward, for example)
-    in which it occurs.
+    """Return the peak memory of a step on one rank in bytes, and the name of the phase in which it
+    occurs.
 
     Args:
         profile: the model's counted costs.
-        method: the way to run the step: unpatched or in chunks, with its saved tensors.
+        method: the method, such as gradient checkpointing.
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
         setting: the training setting.
@@ -498,10 +504,10 @@ def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
 
 
 def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
-    """Return the counted ways to run a step that this setting's ranks can run.
+    """Return the counted methods that the ranks of this setting can run: streamed methods with the
+    setting's kind of sequence sharding, and unpatched methods.
 
-    Unpatched ways are always included; their tokens are assumed to be shared evenly among the
-    ranks.
+    The tokens of unpatched methods are assumed to be shared evenly among the ranks.
 
     Raises:
         ConfigError: no step was counted with this kind of sequence sharding.

@@ -45,14 +45,14 @@ NAMES = (
 def plan_table(
     plan: Plan, modules: bool = True, width: int | None = None, notes: Sequence[str] = ()
 ) -> str:
-    """Return the full plan as text: request, choice, limits, methods, phases, and optionally
-    modules.
+    """Return the text that `streambp plan` prints: the request, the chosen settings, the limits, a
+    table of methods, and a chart of the step's phases.
 
     Args:
         plan: the plan.
-        modules: True to add the modules.
+        modules: True to add the tree of the model's modules, with parameters and activation bytes.
         width: columns of the terminal; None: do not wrap lines.
-        notes: lines to print before the choice.
+        notes: more lines, for the part before the chosen settings.
     """
     if width is not None:
         width = max(width, NARROW)
@@ -122,9 +122,12 @@ def plan_table(
 
 
 def _notes(profile: Profile) -> list[str]:
-    """Return lines for the plan's text: assumptions on models that are no causal language models,
-    the kernels assumed for recurrent and convolutional layers, Linears that get no LoRA adapter,
-    and expert weights that are not quantised."""
+    """Return lines of the plan's text about its assumptions.
+
+    The lines name assumptions about models that are no causal language models, and the kernels
+    assumed for recurrent and convolutional layers. Further lines name Linears without a LoRA
+    adapter, and expert weights that are not quantised.
+    """
     lines = []
     for text in profile.assumed:
         lines.append(f"Assumed: {text}")
@@ -176,8 +179,9 @@ def headline(profile: Profile, setting: Setting) -> str:
 
 
 def _choice(plan: Plan) -> list[str]:
-    """Return lines of the plan's text: the chosen way to run a step, the step without settings, and
-    the limits."""
+    """Return lines of the plan's text: the chosen settings with their cost, `patch(model)` without
+    settings, and what runs out first for longer sequences. If no step fits, the first line says so.
+    """
     if plan.choice is None:
         because = too_large(plan)
         lines = [
@@ -210,7 +214,8 @@ def _choice(plan: Plan) -> list[str]:
 
 
 def _default_line(plan: Plan, default: ByDefault) -> str:
-    """Return a line about the step of `patch` without settings."""
+    """Return a line of the plan's text with the prediction for `patch(model)` without settings:
+    chunk size, saved tensors, peak and seconds."""
     how = f"chunks of {default.chunk_size:,}"
     if not plan.default_wins:
         how = f"{BY_DEFAULT}: {how}"
@@ -225,7 +230,8 @@ def _default_line(plan: Plan, default: ByDefault) -> str:
 
 
 def _both_rooms_lines(both: BothRooms) -> list[str]:
-    """Return lines about a step with offload="auto", which saves on the host and the device."""
+    """Return lines of the plan's text with the prediction for offload="auto", which saves tensors
+    on the host and on the device."""
     pinning = duration(both.leaving / GIB * PINNING)
     names = _saved_text(both.saved)
     return [
@@ -237,7 +243,8 @@ def _both_rooms_lines(both: BothRooms) -> list[str]:
 
 
 def _saved_text(all_saved: Sequence[Saved]) -> str:
-    """Return text on what layers save in a step: the kinds of tensors with their layers."""
+    """Return text about the tensors that layers save in a step, such as "kv of 36 layers, 4 Linears
+    of up to 20 layers"; "nothing" if there are none."""
     savings = []
     linears = []
     for saved in all_saved:
@@ -250,7 +257,8 @@ def _saved_text(all_saved: Sequence[Saved]) -> str:
 
 
 def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
-    """Return a table of `streambp.patch(model)` alone, predicted and measured."""
+    """Return a table that compares prediction and measurement for `streambp.patch(model)` without
+    settings. `measured` is None if the device ran out of memory."""
     steps = [predicted]
     if measured is not None:
         steps.append(measured)
@@ -278,7 +286,14 @@ def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
 
 
 def remedies_table(plan: Plan, remedies: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
-    """Return lines with other plans that fit, each with the command that prints the plan."""
+    """Return lines about other plans that fit into memory: the change, the step's cost, and the
+    command that prints the plan.
+
+    Args:
+        plan: the plan that was requested.
+        remedies: the other plans.
+        commands: the command line of each of them.
+    """
     own_seconds = seconds_of(plan)
     lines = []
     title = ""
@@ -315,8 +330,8 @@ def remedies_table(plan: Plan, remedies: Sequence[Remedy], commands: Sequence[st
 
 
 def _chosen(plan: Plan, choice: Choice) -> list[str]:
-    """Return lines of text with the settings, bytes and seconds of the chosen way to run a step,
-    and close alternatives."""
+    """Return lines of the plan's text about the chosen step: settings, bytes, seconds and where
+    they go, weights on the host, and similarly fast settings."""
     peak = choice.peak
     spent = choice.seconds
     on_host = choice.on_host
@@ -420,8 +435,8 @@ def folded(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def tree_lines(node: Node, depth: int = 0) -> list[str]:
-    """Return one line of text for each module of the tree, with the number of equal modules before
-    the class."""
+    """Return one line of text for each module of the tree: name, number of equal modules and class,
+    parameters, and activation KiB for each token."""
     if node.count > 1:
         times = f"{node.count} x "
     else:
@@ -458,10 +473,19 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
     """Context manager that yields a function to draw a progress bar, and clears the bar at the end.
 
     The function does nothing unless the stream is a terminal.
+
+    Args:
+        stream: the stream of the bar, such as stderr.
+        doing: text beside the bar.
     """
 
     def said(what: str, fraction: float) -> None:
-        """Draw the progress bar with a text."""
+        """Draw the progress bar.
+
+        Args:
+            what: text behind `doing`, such as the name of a method.
+            fraction: finished fraction of the work.
+        """
         if stream.isatty():
             full = round(BAR * fraction)
             stream.write(
@@ -478,7 +502,14 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
 
 
 def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) -> str:
-    """Return a table of predicted and measured bytes, phase by phase, and their peaks."""
+    """Return a table of predicted and measured peak MiB of each phase, and of the largest peak,
+    with the difference in percent.
+
+    Args:
+        rows: the phases.
+        seq_len: tokens of a row, for the heading.
+        chunk_size: tokens of a chunk, for the heading.
+    """
     lines = [
         f"One step of {seq_len:,} tokens in chunks of {chunk_size:,}; MiB beyond what was there "
         "before it",

@@ -1,9 +1,9 @@
-"""Answers to experts' reads of their routing on tensors without data: each expert gets an equal
-share.
+"""Answer experts' reads of their routing on tensors without data, with an equal share of the tokens
+for each expert.
 
-Some families (dbrx, jetmoe, longcat_flash) do not multiply all experts together. They read which
-experts were selected and by which tokens, and compute the experts in turn. The reads are of two
-kinds:
+Some families (dbrx, jetmoe, longcat_flash) do not multiply all experts together. Their code reads
+which experts were selected and by which tokens, and computes the experts in turn. The reads are of
+two kinds:
 
     nonzero    on a flag for each expert: all experts were selected. On an expert's row of a
                one-hot matrix: its share of the (token, expert) pairs
@@ -28,14 +28,14 @@ LOOKED_AT = frozenset({aten.nonzero.default, aten._to_copy.default})
 def answer(
     func: Any, tensor: Tensor, rows: int, experts: int
 ) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
-    """Return the result of an operation that reads the routing of tokens to experts, for an
-    argument [...] on meta or fake tensors. None if the operation reads no routing.
+    """Return the result of an operation that reads the routing of tokens to experts from a meta or
+    fake tensor [...]. None if the operation reads no routing.
 
-    The values assume that each expert gets an equal share of the tokens. The result is a tensor
-    with values, or the shape and dtype of a new meta or fake tensor.
+    Each expert gets an equal share of the tokens. The result is a tensor with values, or the shape
+    and dtype of a new meta or fake tensor.
 
     Args:
-        func: the operation.
+        func: the operation, an overload of `torch.ops.aten`.
         tensor: its argument.
         rows: number of (token, expert) pairs in the last routing.
         experts: number of experts.

@@ -13,20 +13,20 @@ TILED_CHUNKS = (1024, 2048)
 def points_for(
     at: Point | None, chunked: bool, fused: bool, states: bool, tiles: bool
 ) -> tuple[Point, ...]:
-    """Return the row lengths and chunk sizes (T, C) at which steps are counted, to fit memory and
-    FLOPs as functions of both.
+    """Return the row lengths and chunk sizes (T, C) at which steps are counted, so that memory and
+    FLOPs can be fitted as functions of T and C.
 
     Lengths are beyond the attention kernels' block, or at most `at`. The number of chunks is the
     smallest that determines the fitted functions: a first, some inner and a last chunk. Two cases
-    need more. Several tiles of keys from the host are in transfer at a time, and plain products
-    have small tiles. States are saved for each chunk, so a third chunk size separates the number of
-    chunks from the chunk size. The chunks are then so many that only one layer's states are in
-    transfer to the host.
+    need more chunks or points. Several tiles of keys from the host are in transfer at a time, and
+    plain products have small tiles. States are saved for each chunk, so a third chunk size
+    separates the number of chunks from the chunk size. The chunks are then so many that only one
+    layer's states are in transfer to the host.
 
     Args:
         at: (T, C) where the fit must be best; None: any length.
         chunked: True for steps that are computed chunk by chunk.
-        fused: True if a fused kernel attends.
+        fused: True if a fused kernel computes attention; False for plain matrix products.
         states: True for layers with recurrent states.
         tiles: True if K and V come from the host in tiles, one for each chunk.
     """

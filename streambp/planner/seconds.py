@@ -1,12 +1,13 @@
-"""Seconds of a step, from its work and a device's rates.
+"""Predict the seconds of a step from its FLOPs, bytes and dispatches, and from a device's rates.
 
     seconds = products + attention forward + attention backward + bytes moved
               + extra time for copies, the host and exchanges
 
-Four rates, fitted to measured steps. Only copies and the host overlap with kernels; a step waits if
-they take longer. Forward and backward alone: no optimizer, no communication of parameters and
-gradients between GPUs. The first step is excluded, because it pins host memory (about 0.5 s a GiB)
-and compiles kernels. Exchanges of ranks that share a sequence are in `planner/exchanges.py`.
+The rates are fitted to measured steps. Only copies and the host's dispatches overlap with kernels;
+a step waits if either takes longer. Seconds are those of forward and backward alone: no optimizer,
+no communication of parameters and gradients between GPUs. The first step is excluded, because it
+pins host memory (about 0.5 s a GiB) and compiles kernels. Exchanges of ranks that share a sequence
+are in `planner/exchanges.py`.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from streambp.rates import Rates
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """Predicted seconds of a step on one rank, by kind of work.
+    """Predicted seconds of a step on one rank, by kind of operation.
 
     Attributes:
         total: products + attention + elementwise + waiting + exchange.
         products: matrix products.
         attention: attention kernels.
         elementwise: all other kernels.
-        waiting: waits for copies and for the host.
-        phases: seconds by kind of phase, such as "forward", without exchanges between ranks.
+        waiting: waits for copies to and from the host, and for the host's dispatches.
+        phases: dict from kind of phase, such as "forward", to seconds; exchanges between ranks are
+            left out.
         exchange: exchanges between ranks.
     """
 
@@ -53,7 +55,7 @@ def seconds(
         method: the counted costs of the step.
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
-        rates: the device's speeds.
+        rates: the device's speeds (FLOP/s, bytes/s).
         setting: the training setting, whose ranks share the work of a sequence evenly; None: one
             rank.
     """
@@ -75,7 +77,7 @@ def seconds(
 
 
 def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Seconds:
-    """Return the seconds that a step takes on a device.
+    """Return the seconds of a step on a device, without exchanges between ranks.
 
     Args:
         step: the costs (FLOPs, bytes, dispatches) by kind of phase.
@@ -98,8 +100,8 @@ def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Second
 
 
 def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, float]:
-    """Return the seconds of a part of a step on one rank: of matrix products, of attention, and of
-    all other kernels.
+    """Return three numbers of seconds for a part of a step on one rank: matrix products, attention,
+    and all other kernels.
 
     Args:
         part: the FLOPs and bytes.
@@ -115,14 +117,13 @@ def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, flo
 
 def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) -> int | None:
     """Return the smallest number of positions of a row at which copies of weights from the host
-    take no extra time, because they run during the compute.
-
-    None if the copies take extra time at any realistic length.
+    take no extra time, because the layers' kernels take longer. None if the copies take longer at
+    every length up to 2^24 positions.
 
     Args:
         method: the counted costs of the step.
         chunk_size: positions of a chunk.
-        rates: the device's speeds.
+        rates: the device's speeds (FLOP/s, bytes/s).
         setting: the training setting, with the layers whose weights are on the host.
     """
 
@@ -149,7 +150,7 @@ def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) 
 
 
 def throughput(step: Seconds, seq_len: int, batch_size: int, setting: Setting) -> float:
-    """Return the tokens that all ranks together process per second.
+    """Return the tokens per second of all ranks together.
 
     Args:
         step: the seconds of a step.

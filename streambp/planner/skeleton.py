@@ -1,8 +1,8 @@
-"""Models without data: from an id, a configuration or a model, with LoRA, quantised bases, and
-fewer layers.
+"""Build models without data: from an id, a configuration or a model, with LoRA, with a quantised
+base, or with fewer layers.
 
-A skeleton for a GPU has tensors on `meta`. A skeleton for a CPU has fake CPU tensors, so that
-kernels are chosen as on a CPU. Only a configuration is downloaded, and nothing is allocated.
+A skeleton for a GPU has tensors on `meta`. A skeleton for a CPU has fake CPU tensors, so that torch
+selects the kernels of a CPU. Only a configuration is downloaded, and nothing is allocated.
 """
 
 from __future__ import annotations
@@ -78,21 +78,21 @@ class Skeleton:
         lora: rank of adapters on every Linear of the layers (peft's "all-linear"); all other
             parameters are frozen.
         bits: 4 or 8 for a quantised, frozen base; 16 for none.
-        device: the device to count for.
+        device: type of the device whose kernels and memory are counted.
         mixers: code of recurrent and convolutional layers: "kernels" of their packages,
             transformers' plain "torch", or the kernels "installed" here; None: kernels on a GPU,
             torch on a CPU.
         kernels: code of norms, gated activations and rotary embeddings, as in `StreamConfig`;
             "auto": Liger's on a GPU if liger-kernel is installed here.
-        fewer: copy only the representative layers of a model; the skeleton's parameters are then
-            those of these layers.
+        fewer: copy only the representative layers of a model (`ShrunkModel`), and the parameters of
+            these layers.
         lora_targets: names of the Linears that get adapters; empty: every Linear of the layers that
             peft accepts.
         encoder_len: positions of each row of an encoder-decoder's encoder; None: as many as the
             decoder has, or as the configuration fixes.
 
     Attributes:
-        without_adapters: names of the layers' Linears that peft refuses to adapt.
+        without_adapters: names of the layers' Linears to which peft refuses to add LoRA adapters.
 
     Raises:
         StreamBPError: the source is unknown, or `lora` or `bits` do not apply to it.
@@ -151,9 +151,8 @@ class Skeleton:
         """Context manager in which new tensors have no data: they are on meta, or fake tensors.
 
         transformers treats fake tensors as a trace and would build masks that a real step does not
-        have; this is disabled. Refused operations are not logged: some only occur in test runs of
-        layers. A log handler would store the record and its traceback, whose tensors would count as
-        alive.
+        have; this is disabled. Messages of torch's FakeTensor logger are disabled as well, because
+        a log handler would keep tensors of the traceback alive in the count.
         """
         if self.mode is None:
             with (
@@ -177,11 +176,11 @@ class Skeleton:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager like `active`, in which recurrent and convolutional layers also make
-        their kernels' allocations.
+        """Context manager like `active`, in which steps run. Recurrent and convolutional layers and
+        rotary embeddings make the allocations of the assumed kernels.
 
         Attributes, buffers and random generators of the modules are restored at the end, because
-        the original model shares classes and closures.
+        the original model shares classes and closures with the copy.
         """
         with (
             self.active(),
@@ -194,17 +193,18 @@ class Skeleton:
             yield
 
     def _fused_elsewhere(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the layers of an encoder, and attention to its output,
-        make FlashAttention's allocations on a GPU."""
+        """Return a context manager in which unstreamed attention of an encoder-decoder makes
+        FlashAttention's allocations on a GPU. This attention is in the encoder's layers, and from
+        the decoder to the encoder's output. The context manager does nothing for other models and
+        on a CPU."""
         if self.device == "cuda" and is_encoder_decoder(self.model):
             return fused_sdpa()
         return contextlib.nullcontext()
 
     @property
     def language_model(self) -> PreTrainedModel:
-        """Return the language model inside adapters (PEFT) and other wrappers: the module with a
-        language-model head. A model without such a head is itself the result, if its attention is
-        bidirectional.
+        """Return the module with a language-model head, inside of PEFT and other wrappers. A model
+        without a head is itself the result, if its attention is bidirectional.
 
         Raises:
             StreamBPError: no module has a language-model head, and the attention is causal.
@@ -237,8 +237,8 @@ class Skeleton:
 
     @property
     def encoder(self) -> Encoder:
-        """Return "fixed" if rows of the model's encoder have one length, "same" if they have the
-        decoder's length, and "" if the model has no encoder."""
+        """Return the length of the model's encoder rows: "fixed" for a length of their own, "same"
+        for the decoder's length, "" for a model without an encoder."""
         if not is_encoder_decoder(self.model):
             return ""
         if self.encoder_len or fixed_positions(self.model):
@@ -250,11 +250,8 @@ class Skeleton:
         return loss_of(self.model, ids, self.head is not None, self.encoder_len)
 
     def on_host(self) -> dict[str, Any]:
-        """Return the values of `Profile`'s fields `frozen`, `trained` and `decoded`, by name: bytes
-        of the layers' weights if they are moved to host memory.
-
-        Empty for 8-bit weights, which cannot be in host memory.
-        """
+        """Return bytes of the layers' weights in host memory, as a dict of `Profile`'s fields
+        `frozen`, `trained` and `decoded`; {} for 8-bit weights, which cannot move to the host."""
         layers: list[nn.Module] = []
         for stack in find_stacks(self.model).stacks:
             layers.extend(stack.layers)
@@ -272,18 +269,19 @@ class Skeleton:
         return {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
 
     def reduce(self) -> ShrunkModel:
-        """Remove layers of the model that have the same structure as others, unless already
-        removed. Return which layers remain, and the kind of each layer."""
+        """Remove the layers that other layers of the same structure represent in a count, at the
+        first call. Return the record of the layers that remain."""
         if self._reduced is None:
             self._reduced = reduced_layers(self.model)
             self._reduced.apply(self.model)
         return self._reduced
 
     def _copy(self, model: nn.Module, fewer: bool) -> nn.Module:
-        """Return a copy of the model's modules with meta or fake tensors.
+        """Return an unpatched copy of a model whose parameters and buffers are meta or fake
+        tensors. Hooks of the copy do nothing, except for hooks that drop masks.
 
         Args:
-            model: the model.
+            model: the model, which is not changed.
             fewer: True to copy only the representative layers.
         """
         memo: dict[int, Any] = {}
@@ -333,23 +331,21 @@ class Skeleton:
 
 
 def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **kwargs: Any) -> Any:
-    """Call torch.autocast, with "cpu" for the unsupported device "meta".
-
-    peft passes a tensor's device to switch autocast off.
-    """
+    """Call torch.autocast, with "cpu" in place of the unsupported device type "meta". peft passes
+    the device type of a meta tensor to switch autocast off."""
     return _autocast("cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
 
 def _constant(value: Any, _: Any) -> Any:
-    """Return `value`. functools.partial makes this function the getter of a property with a
-    constant value."""
+    """Return the first of two arguments. `ShrunkModel.apply` binds `value` with `functools.partial`
+    and uses the function as the getter of a property, whose second argument is the object."""
     return value
 
 
 @contextlib.contextmanager
 def _unsharded_classes(model: nn.Module) -> Iterator[None]:
-    """Context manager in which FSDP2's units have the classes of before `fully_shard`, because
-    units refuse to be copied.
+    """Context manager in which modules with FSDP2's `fully_shard` have their original classes,
+    because FSDP2's classes refuse to be copied.
 
     Args:
         model: the model.
@@ -368,23 +364,23 @@ def _unsharded_classes(model: nn.Module) -> Iterator[None]:
 
 
 def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield the hook dictionaries, such as `_forward_hooks`, of all modules."""
+    """Yield each hook dictionary, such as `_forward_hooks`, of each module of a model."""
     for module in model.modules():
         for name in MODULE_HOOKS:
             yield getattr(module, name)
 
 
 class QuantisedLinear(nn.Module):
-    """Linear with a frozen 4-bit or 8-bit weight, which takes the place of a layer's Linear when
-    memory and FLOPs are counted on meta or fake tensors.
+    """Linear with a frozen 4-bit or 8-bit weight, which replaces a layer's Linear when memory and
+    FLOPs are counted on meta or fake tensors.
 
     Each forward and backward allocates the dequantized weight in the input's dtype and frees it, as
     bitsandbytes does.
 
     Args:
         linear: the original module.
-        bytes_per_parameter: 0.5 plus one float32 for 64 values (4 bits), or 1 plus one float32 for
-            each row (8 bits).
+        bytes_per_parameter: stored bytes for each element of the original weight, including
+            quantization constants.
     """
 
     bias: Tensor | None
@@ -411,7 +407,7 @@ class QuantisedLinear(nn.Module):
 
 class FourBitLinear(QuantisedLinear, CountedPackedLinear):
     """`QuantisedLinear` with a 4-bit weight. Layer code treats the module like a 4-bit Linear of
-    bitsandbytes, so LoRA on the module is computed in one operation. [Note: adapters]
+    bitsandbytes, so that LoRA on the module is computed in one operation. [Note: adapters]
 
     Args:
         linear: the original module.
@@ -422,20 +418,20 @@ class FourBitLinear(QuantisedLinear, CountedPackedLinear):
         self.compute_dtype = linear.weight.dtype
 
     def decoded(self) -> Tensor:
-        """Return a meta or fake tensor in place of the dequantized weight [out, in], in the
+        """Return a meta or fake tensor [out, in] that represents the dequantized weight, in the
         original weight's dtype."""
         return self.weight.new_empty(self.out_features, self.in_features, dtype=self.compute_dtype)
 
 
 def parameters_of(parameter: Tensor) -> int:
-    """Return the number of model parameters in a tensor [...], which may store several in one
-    element (4-bit weights)."""
+    """Return the number of model parameters in a tensor [...]. A quantised weight may store several
+    parameters in one element."""
     return int(getattr(parameter, "stands_for", parameter.numel()))
 
 
 def _dequantised(ctx: Any, x: Tensor, width: int) -> Tensor:
     """Allocate the tensors of a quantised Linear's forward without computing them. Return the
-    output [..., width] for x [..., in]. Only the number of x's columns is saved for backward."""
+    output [..., width] for x [..., in]. Backward gets the number of x's columns, and no tensor."""
     ctx.inner = x.shape[-1]
     return x @ x.new_empty(width, x.shape[-1]).mT
 
@@ -480,7 +476,7 @@ class ShrunkModel:
 
     Attributes:
         kept: indices of the representative layers in the full model.
-        kinds: number of each layer's kind, for the full model; layers of one kind have the same
+        kinds: a number for each layer of the full model; layers with equal numbers have the same
             structure.
         backbone: name of the module that runs the layers.
         layers: name of its list of layers.
@@ -507,14 +503,16 @@ class ShrunkModel:
     def left_out(self, model: nn.Module) -> Iterator[nn.Module]:
         """Yield the layers of the full model that are not representatives.
 
-        A layer that occurs several times may be a representative elsewhere.
+        A module that is used as several layers is not yielded if one of the uses is a
+        representative.
         """
         layers = getattr(model.get_submodule(self.backbone), self.layers)
         representatives = {id(layers[index]) for index in self.kept}
         return (layer for layer in layers if id(layer) not in representatives)
 
     def apply(self, model: nn.Module) -> None:
-        """Remove all layers but the representatives from the full model, or from its copy."""
+        """Remove all layers but the representatives from the full model, or from its copy. Lists
+        with one value for each layer are shortened alike."""
         if len(self.kept) == len(self.kinds):
             return
         backbone: Any = model.get_submodule(self.backbone)
@@ -538,13 +536,13 @@ class ShrunkModel:
 
 
 def reduced_layers(model: nn.Module) -> ShrunkModel:
-    """Select layers that represent all layers of a model in a count: the first, the last, and one
-    between them.
+    """Return the selection of layers (`ShrunkModel`) that represents all layers of a model in a
+    count: the first, the last, and one between the two.
 
-    For several kinds of layers, or layers with states, the first INNER layers of each kind are
-    selected. Some work happens once, in backward of the first layer of a kind, and not in each
-    layer. Layers that read another layer's keys and values (`num_kv_shared_layers`) depend on all
-    layers; then all are selected.
+    A model with several kinds of layers, or with recurrent states, has two layers of each kind
+    between the first and the last. Some work happens once, in backward of the first layer of a
+    kind, and not in each layer. Layers that read another layer's keys and values
+    (`num_kv_shared_layers`) depend on all layers; then all are selected.
     """
     stack = max(find_stacks(model).stacks, key=lambda stack: len(stack.layers))
     depth = len(stack.layers)
@@ -583,12 +581,16 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
 def values_by_layer(
     backbone: Any, depth: int
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the lists that have one value for each layer, such as `layer_types`, in three dicts by
-    attribute name. The dicts are for attributes of the model's config, attributes of the backbone,
-    and properties of the config.
+    """Return the lists that have one value for each layer, such as `layer_types`, by attribute
+    name. The three dicts are for attributes of the model's config, attributes of the backbone, and
+    properties of the config's class.
 
-    Properties that every PreTrainedConfig has are skipped. Such properties do not depend on layers,
-    and reading them may warn.
+    Properties of `PreTrainedConfig` itself are skipped. Reading them may warn, and their values do
+    not depend on layers.
+
+    Args:
+        backbone: the module that runs the layers.
+        depth: number of its layers.
     """
     config = backbone.config
     kind = type(config)

@@ -1,11 +1,11 @@
-"""Count steps with sharded tokens on one rank: exchanges return tensors without data.
+"""Count steps with sharded sequences on one rank: exchanges return tensors without data.
 
-The number of ranks P changes a rank's bytes for a shard of t tokens in one way only. It changes the
-bytes of keys, values, and their gradients of other ranks' tokens. Under context parallelism these
-are a group of kv heads of T = P t tokens. Under Ulysses they are the same as without sharding, or P
-/ H_kv times that for more ranks than kv heads. A count therefore separates their storages from all
-others. For each of the few amounts of key bytes, it records the maximum of all other bytes. Each
-such pair is a line of its phase, with `Phase.per_key` bytes for each of `profile.keys_held`.
+The number of ranks P changes the bytes of a rank with t tokens only by the keys, values and their
+gradients of other ranks' tokens. Context parallelism holds a group of kv heads of T = P t tokens.
+Ulysses holds the bytes of an unsharded step, times P / H_kv for more ranks than kv heads. A count
+therefore separates these storages from all others. Different amounts of key bytes are few, and each
+amount is recorded with the maximum of all other bytes at the same time. Such a pair becomes one
+`Phase`, whose coefficient `law.keys` is the key bytes for each of `profile.keys_held`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SMALL = 256  # bytes; smaller tensors are indices and no keys
 
 
 class SplitCount(StepCount):
-    """Count of a step's bytes in which keys from other ranks are counted apart from all other
-    bytes.
+    """Count of a step's bytes in which keys of other ranks (keys, values and their gradients) are
+    separate from all other bytes.
 
     Attributes:
         links: five numbers of bytes so far. All-to-alls of queries and outputs, all-to-alls of
@@ -58,7 +58,7 @@ class SplitCount(StepCount):
         self._marking = 0
 
     def reset_peak(self) -> None:
-        """Set the recorded peaks to the bytes that exist now."""
+        """Set `peak` and `most` to the bytes that exist now."""
         super().reset_peak()
         self.most = {self._keys: self.live - self._keys}
 
@@ -95,7 +95,8 @@ class SplitCount(StepCount):
 
 @contextlib.contextmanager
 def _keys_allocated() -> Iterator[None]:
-    """Context manager and decorator in which allocations count as keys from other ranks."""
+    """Context manager and decorator: all allocations inside count as keys of other ranks
+    (`SplitCount`)."""
     counts = running_counts(SplitCount)
     for count in counts:
         count._marking += 1
@@ -107,7 +108,8 @@ def _keys_allocated() -> Iterator[None]:
 
 
 def _exchange(shards: Shards, parts: Tensor) -> Tensor:
-    """Count an all-to-all of parts [P, ...] between P ranks, in place of running it."""
+    """Count the bytes of an all-to-all between P ranks, in place of running it. Return a tensor
+    without data like the received parts [P, ...]."""
     sent = parts.contiguous()
     for count in running_counts(SplitCount):
         count.links[TRADED_KEYS if count._marking else TRADED] += sent.nbytes
@@ -122,7 +124,8 @@ def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
     def run(
         received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False
     ) -> SimpleNamespace:
-        """Count the bytes of the collective, and return an object like its work handle."""
+        """Count the bytes of a collective from `sent` [...] to `received` [...]. Return an object
+        like its work handle."""
         storage = received.untyped_storage()
         for count in running_counts(SplitCount):
             if names == GATHER:
@@ -142,17 +145,17 @@ def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
 def split_over(
     by: str, ranks: int, rows: int, length: int, seen: set[Heads] | None = None
 ) -> Iterator[None]:
-    """Context manager in which patched models treat their batch as the first rank's part of longer
+    """Context manager in which patched models treat their batch as the first rank's shard of longer
     sequences, without other processes.
 
     Keys are gathered one key/value head at a time.
 
     Args:
         by: kind of sequence sharding.
-        ranks: number of ranks.
+        ranks: number of ranks that share a sequence.
         rows: number of rows in the batch.
         length: tokens of a row in the shard.
-        seen: set to which the heads of every attending layer are added.
+        seen: set to which the head counts of every layer with attention are added; None: no set.
     """
     kind: type[Shards]
     if by == ULYSSES:
@@ -167,7 +170,8 @@ def split_over(
     counted_gradient = _keys_allocated()(kind.own_gradient)
 
     def start_keys(self: Any, parts: list[Tensor], heads: int) -> Keys:
-        """Record the heads of the layer, and start the exchange of its keys."""
+        """Add the layer's head counts to `seen`, and start the exchange of the layer's keys and
+        values."""
         if seen is not None:
             k, v = parts
             seen.add(Heads(heads, k.shape[1], gathered.bytes_of_a_head(k, v, 1)))
@@ -211,15 +215,15 @@ def split_of(
     saves: Sequence[str],
 ) -> Split:
     """Return the bytes that ranks exchange in a step for each token (`Split`), computed from the
-    bytes of one counted step.
+    exchanges of one counted step.
 
     Args:
         by: kind of sequence sharding.
-        heads: heads of all layers.
+        heads: the different head counts of all layers.
         links: bytes of the counted step's exchanges; see `SplitCount`.
         ranks: number of ranks in the count.
         tokens: tokens of a shard in the count.
-        saves: saved tensors.
+        saves: names of the tensors that layers save, as in `StreamConfig.saves`.
     """
     full_tokens = ranks * tokens
     repeats = Split(by, tuple(heads)).repeats(ranks)
@@ -234,9 +238,9 @@ def split_of(
 def lines_of_keys(
     phases: Sequence[Sequence[Counted]], split: Split, lengths: Sequence[int], ranks: int
 ) -> list[list[Counted]]:
-    """Return the counted memory of each phase as a list with one `Counted` for each amount of other
-    ranks' keys with which the phase may reach its peak. `per_key` of a `Counted` is this amount,
-    and `peak` all other bytes.
+    """Return the phases of each count, in which a phase occurs once for each amount of other ranks'
+    keys with which it may reach its peak. `per_key` of a `Counted` is this amount, and `peak` all
+    other bytes.
 
     Args:
         phases: the phases of each count, in order.

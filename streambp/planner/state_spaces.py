@@ -1,4 +1,5 @@
-"""Allocations of the kernels of state-space models, for counts on tensors without data.
+"""Make the allocations of kernels of state-space models, when memory is counted on tensors without
+data.
 
 Each function here makes the allocations of its kernel's source, in the same order and with the same
 lifetime. Only products with weights are computed, which the fused forms contain as well. Sources:
@@ -32,7 +33,7 @@ ACCUMULATION_DTYPE = torch.float32
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x [...], copied if its last dimension is not contiguous."""
+    """Return x [...]; a contiguous copy if its last dimension is not contiguous."""
     if x.stride(-1) == 1:
         return x
     return x.contiguous()
@@ -42,8 +43,8 @@ def _selective_scan(
     ctx: Any, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Allocate the tensors of mamba_ssm's selective scan without computing them. Return y [B, D, T]
-    and the end state.
+    """Allocate the tensors of mamba_ssm's selective scan (Mamba 1) without computing them. Return y
+    [B, D, T] and the end state [B, D, N].
 
     Shapes: u, dt, z [B, D, T], a [D, N], b, c [B, N, T], d and bias [D]; z, d and bias may be None.
     """
@@ -85,7 +86,7 @@ selective_scan = functools.partial(Replayed.apply, _selective_scan, _selective_s
 
 
 def _like(x: Tensor | None) -> Tensor | None:
-    """Return an uninitialized tensor like x; None for None."""
+    """Return an uninitialized tensor with the shape and dtype of x [...]; None for None."""
     if x is None:
         return None
     return torch.empty_like(x)
@@ -121,8 +122,8 @@ def _fused_mamba(
 
 
 def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
-    """Allocate the tensors for a Mamba layer's step size without computing them. Return dt [D, B T]
-    for `small` [B T, R + 2 N].
+    """Allocate the tensors for a Mamba layer's step size without computing them. Return the step
+    size dt [D, B T] for `small` [B T, R + 2 N], the output of x_proj.
 
     A norm of dt allocates three tensors: a copy of its input, its output, a copy of its output.
     """
@@ -226,7 +227,7 @@ class Sizes:
 
     def scores(self, splits: int = 1) -> Tensor:
         """Return an empty tensor [B, NB, splits, G, Q, Q] in float32, for the products C B^T of the
-        tokens of each block."""
+        tokens of each block, or their gradients. `splits` is the number of partial sums."""
         return self.like.new_empty(
             self.rows,
             self.blocks,
@@ -238,22 +239,29 @@ class Sizes:
         )
 
     def inputs(self, splits: int = 1) -> Tensor:
-        """Return an empty tensor [B, T, splits, G, N] in float32, for B or C of each token."""
+        """Return an empty tensor [B, T, splits, G, N] in float32, for the gradients of B or C at
+        each token. `splits` is the number of partial sums."""
         return self.like.new_empty(
             self.rows, self.tokens, splits, self.groups, self.size, dtype=ACCUMULATION_DTYPE
         )
 
     def flops(self, times: int) -> None:
-        """Add the FLOPs of a scan's products (scores, states of blocks, and output from both),
-        `times` times those of forward."""
+        """Add the FLOPs of a scan's products (scores, states of blocks, and output from both) to
+        the active counts, `times` times those of forward."""
         scores = 2 * self.groups * self.block * self.size
         mixed = 2 * self.heads * self.width * (self.block + 2 * self.size)
         add_flops(times * self.rows * self.tokens * (scores + mixed))
 
 
 def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the tensors of a Mamba 2 scan's forward without computing them. Return output [B, T,
-    H, P], end state [B, H, P, N] and the decay saved for backward [B, H, NB, 1, Q]."""
+    """Allocate the tensors of the forward of Mamba 2's scan without computing them. Return the
+    output [B, T, H, P], the end state [B, H, P, N], and each token's decay [B, H, NB, 1, Q], which
+    backward needs.
+
+    Args:
+        sizes: sizes of the call.
+        x: tensor [...] with the dtype and device of the output.
+    """
     decay = sizes.steps()
     steps = sizes.steps()
     block_states = sizes.states(ACCUMULATION_DTYPE)
@@ -272,15 +280,15 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _scan_backward(
     sizes: Sizes, dt: Tensor, has_start: bool, are_allocated: bool
 ) -> tuple[Tensor | None, ...]:
-    """Allocate the tensors of a Mamba 2 scan's backward without computing them. Return the
+    """Allocate the tensors of the backward of Mamba 2's scan without computing them. Return the
     gradients of x, dt, B, C and the start state.
 
     Args:
         sizes: sizes of the call.
         dt: [B, T, H].
         has_start: True if the start state needs a gradient.
-        are_allocated: True if the caller has allocated the first four gradients; these are then
-            None.
+        are_allocated: True if the caller has allocated the gradients of x, dt, B and C; these are
+            then None.
     """
     like = sizes.like
     ratio = sizes.heads // sizes.groups
@@ -340,8 +348,8 @@ def _mamba2_scan(
     ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None,
     start: Tensor | None, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Allocate the tensors of mamba_ssm's Mamba 2 scan without computing them. Return out [B, T, H,
-    P] and the end state.
+    """Allocate the tensors of mamba_ssm's Mamba 2 scan without computing them. Return the output
+    [B, T, H, P] and the end state [B, H, P, N].
 
     Shapes: x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d
     and dt_bias [H] or None.

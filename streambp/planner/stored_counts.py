@@ -1,4 +1,4 @@
-"""Counts of built models, written to files for later processes.
+"""Write counts of patched models to files, and read them in later processes.
 
 [Note: stored counts] The first step of a patched model counts itself on tensors without data
 (`auto.py`), and the count takes most of that step's time. The count depends on the model's
@@ -13,9 +13,9 @@ file, and the next process of the same model reads this file:
     surroundings  settings of `patch`, autocast's dtype, versions of libraries, installed kernels
 
 A digest cannot cover all code that a forward may reach. An outdated count costs memory or seconds,
-but changes no number: the policy measures each step, and corrects its predictions
-([Note: saves that fit]). A damaged file, or a file of another model, is ignored with one line in
-the log of this module.
+but changes no number: the policy measures each step, and corrects its predictions ([Note: saves
+that fit]). A damaged file, or a file of another model, is ignored with one line in the log of this
+module.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ LIBRARIES = frozenset(("builtins", "torch", "typing"))  # covered by a version
 
 
 class StoredCount(NamedTuple):
-    """Counted memory, time and saves of a model's step.
+    """Counted memory, FLOPs and saves of a model's step.
 
     Attributes:
-        method: the step's counted memory and work.
+        method: the step's counted memory and FLOPs.
         factor: number by which the counted bytes are multiplied, for autocast.
         casts: bytes of autocast's copies of weights.
-        costs: bytes and FLOPs of the tensors that each layer may save, by layer index. The devices
-            are placeholders.
+        costs: dict from the layer's index to bytes and FLOPs of the tensors that it may save. The
+            devices in it are placeholders.
     """
 
     method: Method
@@ -82,8 +82,8 @@ class StoredCount(NamedTuple):
 
 
 def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> str | None:
-    """Return a digest of everything that the count of a step depends on; None if the model cannot
-    be described. [Note: stored counts]
+    """Return a digest of all that the count of a step depends on, which names the count's file.
+    None if the model cannot be described. [Note: stored counts]
 
     Args:
         model: the patched model.
@@ -138,11 +138,11 @@ def read(key: str | None) -> StoredCount | None:
 
 
 def _report(key: str, error: Exception) -> None:
-    """Write one line to the log: a file is ignored.
+    """Log that the file of a stored count is ignored, and why.
 
     Args:
         key: the file's key.
-        error: the reason.
+        error: the cause.
     """
     logger.warning(
         "The stored count %s is ignored, and the step is counted: %s", key, reason(error)
@@ -176,7 +176,7 @@ def store(key: str | None, count: StoredCount) -> None:
 
 
 def _file(key: str) -> Path:
-    """Return the path of the file with this key."""
+    """Return the path of the file of the count with this key."""
     return folder().with_name("counts") / f"{key}.json"
 
 
@@ -227,8 +227,8 @@ def _tensor(tensor: Tensor) -> list[str]:
 
 
 def described(value: Any, depth: int = DEPTH) -> Any:
-    """Return a value as JSON types that are equal in all processes. Sets are sorted, and objects of
-    unknown classes have the name of their class.
+    """Return a value as JSON types that are equal in each process. Sets are sorted; objects of
+    unknown classes become the name of their class.
 
     Args:
         value: the value.
@@ -287,11 +287,12 @@ def _code_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
 
 
 def _function(function: Any, depth: int) -> list[Any]:
-    """Return a description of a function's code, and of the functions that it wraps.
+    """Return a description of a function's code, of the values in its defaults and closure, and of
+    the functions that it wraps.
 
     Args:
         function: the function.
-        depth: levels of defaults and closures that are described.
+        depth: 0: leave the defaults and the closure out.
     """
     parts: list[Any] = []
     for _ in range(DEPTH):
@@ -314,7 +315,7 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _code(code: types.CodeType) -> str:
-    """Return a digest of compiled code, without the place where it was written."""
+    """Return a digest of compiled code, which does not depend on file name and line numbers."""
     digest = hashlib.sha256(code.co_code)
     for value in (*code.co_names, *code.co_varnames, *code.co_consts):
         if isinstance(value, types.CodeType):

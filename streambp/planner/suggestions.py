@@ -1,6 +1,5 @@
-"""Options of `streambp plan` that make a plan fit, or faster. Each option is planned before it is
-proposed.
-"""
+"""Propose options of `streambp plan` with which a step fits into memory, or is faster. Each
+proposal comes with its plan."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ class Training(NamedTuple):
         return (*adapters, *(("--bits", str(self.bits)) if self.bits < 16 else ()))
 
     def smaller(self) -> Iterator[Training]:
-        """Yield ways of training that take less device memory, such as LoRA or 4-bit weights, the
-        closest first."""
+        """Yield kinds of training that take less device memory (LoRA, LoRA on 4-bit weights), the
+        one closest to this training first."""
         rank = self.lora or RANK
         if self.lora is None:
             yield Training(rank)
@@ -59,11 +58,11 @@ class Training(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A change, such as LoRA or more GPUs, with which a plan fits into memory.
+    """A change, such as LoRA or more GPUs, with which a step fits into memory or is faster.
 
     Attributes:
-        change: description.
-        options: command-line options.
+        change: description for the plan's text.
+        options: command-line options that request the change.
         plan: the plan with these options.
     """
 
@@ -73,8 +72,8 @@ class Remedy:
 
 
 def settings_of(base: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
-    """Generate `base` and variants of it on the same GPUs: layers' weights, optimizer state, or
-    both in host memory. Each comes with the command-line options that request it."""
+    """Yield pairs of command-line options and the setting that they request: `base` itself, and
+    variants with the layers' weights, the optimizer state or both in host memory."""
     places: list[tuple[tuple[str, ...], Setting]] = [((), base)]
     for place in ("auto", "cpu"):
         if place != base.weights and base.weights != "cpu":
@@ -88,7 +87,8 @@ def settings_of(base: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
 
 
 def seconds_of(plan: Plan) -> float:
-    """Return the seconds of a plan's fastest step; infinity if none fits."""
+    """Return the seconds of a plan's fastest step (`choice`, or `patch` without settings if that is
+    faster); infinity if no step fits."""
     if plan.choice is None:
         return math.inf
     if plan.default_wins and plan.by_default is not None:
@@ -102,16 +102,15 @@ def best_change(
     profile: Profile,
     training: Training | None,
 ) -> Remedy | None:
-    """Return the fastest plan of a profile among the variants of a setting (`settings_of`), with
-    the options that request it. None if none fits.
+    """Return the fastest plan among the variants of a setting (`settings_of`), with the options
+    that request it. None if no variant fits.
 
-    Among plans at most 2 % slower than the fastest, the one with the fewest command-line options is
-    returned.
+    Among plans at most 2 % slower than the fastest, the result has the fewest command-line options.
 
     Args:
         base_plan: the plan whose setting changes.
         seq_len: the requested length.
-        profile: the model with the training.
+        profile: the counted costs of the model under `training`.
         training: the training, if it differs from the plan's; None: the plan's own.
     """
     fitting: list[Remedy] = []
@@ -134,11 +133,12 @@ def best_change(
 def _changed(
     training: Training | None, options: tuple[str, ...]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Return what a remedy changes, as texts, and all command-line options of the remedy.
+    """Return texts that describe the changes of a remedy, and all command-line options of the
+    remedy.
 
     Args:
         training: the training, if it differs from the plan's; None: the plan's own.
-        options: the options of the setting.
+        options: the options that request the setting.
     """
     changes = []
     if training is not None:
@@ -155,16 +155,17 @@ def remedies(
     training: Training,
     count: Callable[[Training], Profile],
 ) -> Iterator[Remedy]:
-    """Generate changes that make a plan fit: on the same GPUs, on more GPUs, or with fewer tokens.
+    """Yield changes with which a step fits into memory: on the same GPUs, on more GPUs, or with
+    fewer tokens.
 
-    The first change keeps the training. Smaller trainings follow, until one of them needs no
-    weights in host memory.
+    The first change keeps the training. Changes of the training (LoRA, 4-bit weights) follow, until
+    one of them needs no weights in host memory.
 
     Args:
         plan: the plan that does not fit.
         seq_len: the requested length.
         training: the requested training.
-        count: returns the model's profile for a training; called only if necessary.
+        count: returns the counted costs of the model under a training; called only if necessary.
     """
     named = 0
     last = None
@@ -207,7 +208,7 @@ def _fewer_tokens(
     Args:
         plan: the plan that does not fit.
         seq_len: the requested length.
-        profile: the model with the training.
+        profile: the counted costs of the model under `training`.
         training: the training, if it differs from the plan's; None: the plan's own.
     """
     if seq_len == "max" and training is None:
@@ -227,7 +228,8 @@ def _fewer_tokens(
 
 
 def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator[Remedy]:
-    """Generate the plan with the smallest number of GPUs that fits, up to `MOST_GPUS`.
+    """Yield the plan with the smallest number of GPUs (up to `MOST_GPUS`) on which a step fits
+    under ZeRO-3; nothing if none fits.
 
     Args:
         current_plan: the plan that does not fit.
@@ -256,10 +258,11 @@ def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator
 
 
 def _least_seconds(found: Plan) -> float:
-    """Return the least seconds of a plan's step on devices with more memory.
+    """Return the least seconds of a plan's fastest step on devices with 1.25 times the memory,
+    twice the memory, and enough memory for everything.
 
-    The default's seconds may grow with the memory: where everything fits, the default runs the
-    model unpatched. So devices between the plan's and one with memory for everything count, too.
+    The first two count because `patch` without settings may be slower with more memory: on a device
+    with enough memory for everything it runs the model unpatched.
     """
     gpu = found.memory.gpu
     least = math.inf
@@ -273,13 +276,14 @@ def _least_seconds(found: Plan) -> float:
 def faster(
     plan: Plan, training: Training, count: Callable[[Training], Profile]
 ) -> Iterator[Remedy]:
-    """Generate changes of a plan that fits which lower its seconds by more than `SLOWER`: where
-    weights and optimizer live, and 4 bits for frozen weights.
+    """Yield changes with which the step of a plan that fits takes at least 2 % fewer seconds:
+    weights or optimizer state in host memory, and frozen weights in 4 bits.
 
     Args:
         plan: the plan that fits.
         training: the plan's training.
-        count: returns the model's profile for a training; called only if memory binds.
+        count: returns the counted costs of the model under a training; called only if more device
+            memory would make the step faster.
     """
     seconds = seconds_of(plan)
     if _least_seconds(plan) >= (1 - SLOWER) * seconds:
@@ -298,7 +302,8 @@ def faster(
 
 
 def profile_of(training: Training, count: Callable[[Training], Profile]) -> Profile | None:
-    """Return a model's profile with a training; None if the model cannot be trained like that."""
+    """Return the counted costs of a model under a training, from `count`; None if the model cannot
+    be trained or counted like that."""
     try:
         return count(training)
     except Exception:  # peft and transformers raise anything for models without usual Linears
@@ -306,15 +311,14 @@ def profile_of(training: Training, count: Callable[[Training], Profile]) -> Prof
 
 
 def on_device(remedy: Remedy) -> bool:
-    """True if all of the layers' weights are on the device."""
+    """True if all of the layers' weights are on the device in the step that a remedy's plan chose."""
     choice = remedy.plan.choice
     return choice is not None and choice.on_host is None
 
 
 def too_large(plan: Plan) -> str | None:
-    """Return text with the bytes of weights, gradients and optimizer state if these alone exceed
-    the device's memory; otherwise None.
-    """
+    """Return text with the GiB of weights, gradients and optimizer state if these alone exceed the
+    device's usable memory; otherwise None."""
     setting = plan.setting
     if setting.weights == "auto":
         setting = dataclasses.replace(setting, on_host=None)
@@ -335,8 +339,8 @@ def too_large(plan: Plan) -> str | None:
 
 
 def with_options(command: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return a command line's words, with `options` in place of its options for the same
-    settings."""
+    """Return the words of a command line in which `options` replace the options of the same names.
+    `--lora` and `--full` replace each other."""
     names = {option for option in options if option.startswith("--")}
     names |= {"--lora", "--full"} if names & {"--lora", "--full"} else set()
     words, values = [], iter(command)

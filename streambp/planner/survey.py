@@ -1,4 +1,5 @@
-"""Count the steps of a model under several methods and return a `Profile`."""
+"""Count steps of a model with several methods (`SurveyRecipe`), and return their costs as a
+`Profile`."""
 
 from __future__ import annotations
 
@@ -47,14 +48,15 @@ from streambp.planner.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class SurveyRecipe:
-    """A way to run a training step whose memory and FLOPs are to be counted.
+    """Way to run a training step whose memory and FLOPs are to be counted: unpatched, with gradient
+    checkpointing, or streamed with some settings.
 
     Attributes:
-        name: name of the way.
+        name: name of the way, which becomes `Method.name`.
         config: streambp's settings; None: unpatched.
         checkpointing: True for unpatched steps with gradient checkpointing.
-        fused_head: True for unpatched steps with a fused head.
-        split: kind of sequence sharding; "": none.
+        fused_head: True for unpatched steps that compute the loss without all logits at once.
+        split: kind of sequence sharding over ranks; "": none.
     """
 
     name: str
@@ -127,18 +129,19 @@ def survey(
     timed: bool = True,
     said: Callable[[str, float], None] | None = None,
 ) -> Profile:
-    """Count steps of a model on meta or fake tensors, for each recipe, and return the counted costs
-    (`Profile`).
+    """Count steps of a model on meta or fake tensors, one method for each recipe, and return the
+    counted memory and FLOPs (`Profile`).
 
     Args:
         skeleton: the model; its layers are reduced to representatives.
         recipes: the ways to run a step.
         batch_size: number of rows.
-        at: a length and chunk size where the fitted functions must be best; None: any length.
+        at: (T, C), row length and chunk size where the fitted functions are most accurate; None:
+            functions for any length.
         kernels: attention kernels on a GPU, whose workspaces are counted.
         accumulating: also count steps that add to gradients.
         tree: also count the modules.
-        timed: also count the points that seconds at other lengths need.
+        timed: also count more (T, C), which predictions of seconds at other lengths need.
         said: progress callback with the next recipe's name and the fraction of the work done.
 
     Raises:
@@ -198,8 +201,8 @@ def survey(
 
 
 def _more_fields(skeleton: Skeleton) -> dict[str, Any]:
-    """Return the values of `Profile`'s last fields, by name: bytes of weights on the host, and
-    texts about the count.
+    """Return some of `Profile`'s fields, by name: bytes of the layers' weights for a move to the
+    host, and texts about the count.
 
     Args:
         skeleton: the full model.
@@ -226,8 +229,8 @@ def uncollected() -> Iterator[None]:
 
 
 def _gathered_at_once(skeleton: Skeleton) -> int:
-    """Return the most bytes of parameters that ZeRO-3 gathers at a time: those of two layers (the
-    current and the next), or those of the head."""
+    """Return the most bytes of full parameters that ZeRO-3 has on a rank at a time: those of two
+    layers (the current and the next), or those of the head."""
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
     largest = max(_bytes_of([*layer.parameters()]) for layer in layers)
     head = skeleton.head
@@ -248,8 +251,8 @@ def _bytes_of(tensors: Sequence[Tensor]) -> int:
 
 
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
-    """Return numbers and bytes of the dense parameters and of the experts' parameters; tied
-    parameters count once."""
+    """Return the `Group`s of a model's parameters: the dense ones, and the experts' if there are
+    any. Tied parameters count once."""
     groups = []
     for name in ("dense", "expert"):
         members = []
@@ -272,15 +275,16 @@ Works = dict[Point, dict[str, Work]]  # work of a full step, by point and kind o
 
 @dataclasses.dataclass
 class Counter:
-    """Counts single steps of a model on meta or fake tensors, of which only representative layers
-    remain.
+    """Counts single training steps of a model on meta or fake tensors. The model has only its
+    representative layers.
 
     Attributes:
         skeleton: the model, on meta or fake tensors.
         reduced: its representative layers.
         batch_size: number of rows.
         kernels: attention kernels whose workspaces are counted; None: none.
-        growth: additional bytes of chunked steps that add to gradients.
+        growth: for each phase, the additional bytes of a chunked step that adds to existing
+            gradients; [] before the first count.
     """
 
     skeleton: Skeleton
@@ -298,8 +302,9 @@ class Counter:
         self.growth: list[Counted] = []
 
     def fused(self, recipe: SurveyRecipe) -> bool:
-        """True if a fused attention kernel would run in this step. A fused kernel on a GPU requires
-        half precision, no softcap and no sparse attention."""
+        """True if a fused attention kernel would run in the recipe's step. Otherwise attention is
+        computed by matrix products. A fused kernel on a GPU requires half precision, no softcap and
+        no sparse attention."""
         if recipe.config is None:
             return True
         layers = _layers_of(self.skeleton.model)
@@ -318,13 +323,16 @@ class Counter:
         return self._fused
 
     def more_points(self, recipe: SurveyRecipe, size: int, counts: Works) -> Works:
-        """Return the FLOPs and bytes of steps at two more points: two chunks of `size` tokens, and
-        three chunks of 2 `size` tokens. Costs at any length are fitted through these and other
-        points.
+        """Return the FLOPs and bytes of steps at two more (T, C), by kind of phase. Costs at any
+        length are fitted through these and other points.
+
+        The points have two chunks of `size` tokens, and three chunks (four with sharded sequences)
+        of 2 `size` tokens.
 
         The steps are counted for the first recipe with these saves. Another recipe with the same
-        saves differs by its copies to the host only. The difference, taken at a point that was
-        counted for both, grows with the tokens (bytes) and with the chunks (dispatches).
+        saves differs only by its copies to the host. This difference is taken at a point that was
+        counted for both. The difference in bytes is scaled with the tokens, the difference in
+        dispatches with the chunks.
 
         Args:
             recipe: the way to run the step.
@@ -357,8 +365,8 @@ class Counter:
         return works
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
-        """Return the different numbers of attention heads among the layers, which a step with
-        sharded sequences observes.
+        """Return the different head counts (`Heads`) of the model's attention layers, as recorded
+        in a step with sharded sequences.
 
         Raises:
             StreamBPError: the model's sequences cannot be sharded; the message has the reason.
@@ -373,10 +381,9 @@ class Counter:
         return self._heads[recipe.split]
 
     def ranks(self, recipe: SurveyRecipe) -> int:
-        """Return the number of ranks for which a step with sharded sequences is counted.
-
-        For Ulysses it is the smallest number that can share all heads, or 1 if none can.
-        """
+        """Return the number of ranks for which a step with sharded sequences is counted: 2 under
+        context parallelism. Ulysses gets the smallest number that can share all heads, or 1 if none
+        can."""
         if recipe.split != ULYSSES:
             return 2
         heads = self.heads(recipe)
@@ -391,13 +398,16 @@ class Counter:
     def count(
         self, recipe: SurveyRecipe, point: Point, accumulate: bool = True
     ) -> list[list[Span]]:
-        """Return the phases of a first step, and optionally of a second step that adds to the first
-        step's gradients.
+        """Return the phases of a counted step that creates its gradients, and of a second step that
+        adds to them.
 
         Args:
             recipe: the way to run the step.
             point: (T, C), tokens of a row and of a chunk.
             accumulate: True to count the second step.
+
+        Returns:
+            One list of phases for each counted step.
         """
         model = self.skeleton.model
         skeleton = self.skeleton
@@ -439,8 +449,8 @@ class Counter:
 
     @contextlib.contextmanager
     def _prepared(self, recipe: SurveyRecipe, chunk_size: int) -> Any:
-        """Context manager that sets up the model for the recipe. It yields the object that counts
-        the step's host bytes."""
+        """Context manager in which the model is patched, or has gradient checkpointing, as the
+        recipe requests. The yielded object counts the host bytes of the step."""
         model = self.skeleton.model
         language_model = self.skeleton.language_model
         with contextlib.ExitStack() as stack:
@@ -490,11 +500,11 @@ class Counter:
 
 
 def _growth(phases: list[Counted], accumulating: list[Counted]) -> list[Counted]:
-    """Return, for each phase, how many bytes more a step takes if it adds to existing gradients,
-    and the bytes of these gradients.
+    """Return the additional bytes of each phase in a step that adds to existing gradients, and the
+    bytes of these gradients.
 
     Args:
-        phases: the phases of a step that allocates its gradients.
+        phases: the phases of a step that creates its gradients.
         accumulating: the same phases of a step that adds to existing gradients.
     """
     growth = []
@@ -505,10 +515,11 @@ def _growth(phases: list[Counted], accumulating: list[Counted]) -> list[Counted]
 
 
 def _grown(phases: list[Counted], growth: list[Counted]) -> list[Counted]:
-    """Return the phases of a step that adds to existing gradients.
+    """Return the phases of a step that adds to existing gradients, computed from those of a step
+    that creates its gradients.
 
     Args:
-        phases: the phases of a step that allocates its gradients.
+        phases: the phases of the step that creates its gradients.
         growth: the result of `_growth` at any length.
     """
     result = []
@@ -522,14 +533,15 @@ def _grown(phases: list[Counted], growth: list[Counted]) -> list[Counted]:
 def _count_method(
     counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool
 ) -> Method:
-    """Count a step at several (T, C), and fit its memory and FLOPs as functions of T and C.
+    """Count a step at several (T, C), and return its memory and FLOPs as functions of T and C
+    (`Method`).
 
     Args:
         counter: counts single steps.
         recipe: the way to run the step.
-        at: (T, C) where the fit must be best; None: any length.
+        at: (T, C) where the functions are most accurate; None: functions for any length.
         accumulating: True: also count a step that adds to gradients.
-        timed: True: also count the points that seconds at other lengths need.
+        timed: True: also count more (T, C), which predictions of seconds at other lengths need.
     """
     chunked = recipe.config is not None
     fused = counter.fused(recipe)

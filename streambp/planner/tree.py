@@ -1,4 +1,5 @@
-"""The module tree: parameters, and bytes a token that each module's forward saves for backward."""
+"""Build the tree of a model's modules: parameters, and bytes for each token that a module's forward
+saves for backward."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ Activations = dict[nn.Module, float]
 
 
 def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> Node:
-    """Return the tree of a model's modules (`Node`) with their parameters and activations, for the
-    unpatched model without checkpointing.
+    """Return the tree of a model's modules with their parameters and activations, for the unpatched
+    model without checkpointing.
 
-    Layers of one kind are one node; other equal siblings share a node as well.
+    All layers of one kind are one node. Equal numbered siblings share one node as well.
 
     Args:
         skeleton: the model, on meta or fake tensors.
@@ -85,8 +86,8 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
 
 
 def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
-    """Return a dict from modules to bytes for each token: tensors that the module's forward
-    allocates and that still exist after the model's forward, because backward needs them."""
+    """Return a dict from modules to bytes for each token. The bytes are those of tensors that the
+    module's forward allocates and that backward needs after the model's forward."""
     count = StepCount(None)
     spans: dict[nn.Module, tuple[int, int]] = {}
     handles: list[Any] = []

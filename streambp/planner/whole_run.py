@@ -1,4 +1,4 @@
-"""Hours and money of training on a data set, from the tokens of its rows."""
+"""Predict hours and money of training on a data set, from the tokens of its rows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ STEPS_OF_TWO = 8  # lengths within a factor of two that are told apart
 
 @dataclasses.dataclass(frozen=True)
 class WholeRun:
-    """Cost of all steps of a training, without the optimizer's own time, loading and evaluation.
+    """Predicted cost of all steps of a training, without the optimizer's own time, loading and
+    evaluation.
 
     Attributes:
         rows: rows of the data set.
         tokens: tokens of the rows, which are cut at the plan's length.
         epochs: passes over the data set.
-        packed_hours: hours if rows are packed into rows of the plan's length.
-        hours: hours with one row of the data set for each row of a step; None for several rows of a
-            micro-batch.
-        gpu_hours: GPUs times the hours of the faster way.
+        packed_hours: hours if the data set is packed into rows of the plan's length.
+        hours: hours with one row of the data set in each row of a step; None for micro-batches of
+            several rows.
+        gpu_hours: the smaller number of hours times the number of GPUs.
         price: money for `gpu_hours`; None without a price.
     """
 
@@ -41,13 +42,13 @@ class WholeRun:
 def whole_run(
     plan: Plan, lengths: Sequence[int], epochs: float = 1.0, price: float | None = None
 ) -> WholeRun | None:
-    """Return the cost of a training; None if the plan does not fit.
+    """Return the predicted cost of a training; None if the plan's step does not fit into memory.
 
     Args:
         plan: the plan of one step.
         lengths: tokens of each row of the data set.
         epochs: passes over the data set.
-        price: money for an hour of one GPU.
+        price: money for an hour of one GPU; None: no price.
     """
     choice = plan.choice
     if choice is None:
@@ -79,13 +80,19 @@ def whole_run(
 
 
 def rounded_up(length: int) -> int:
-    """Return the length rounded up to a power of 2 ** (1/8), at most a tenth above, so that few
-    different lengths remain."""
+    """Return the length rounded up to a power of 2 ** (1/8), at most a tenth longer, so that few
+    different lengths have to be predicted."""
     return math.ceil(2 ** (math.ceil(STEPS_OF_TWO * math.log2(length)) / STEPS_OF_TWO))
 
 
 def whole_run_text(run: WholeRun, seq_len: int) -> str:
-    """Return the cost of a training as one line of text."""
+    """Return a training's cost as one line of text: rows, tokens, hours with and without packing,
+    GPU hours and money.
+
+    Args:
+        run: the cost.
+        seq_len: the plan's length.
+    """
     ways = [f"{hours_text(run.packed_hours)} packed into rows of {seq_len:,} tokens"]
     if run.hours is not None:
         ways.append(f"{hours_text(run.hours)} row by row")
@@ -98,7 +105,7 @@ def whole_run_text(run: WholeRun, seq_len: int) -> str:
 
 
 def hours_text(hours: float) -> str:
-    """Return hours as text, and less than two hours in minutes."""
+    """Return a number of hours as text: "3.5 hours", or "90 minutes" below two hours."""
     if hours < 2:
         return f"{60 * hours:,.3g} minutes"
     return f"{hours:,.3g} hours"

@@ -1,4 +1,5 @@
-"""Costs of a step's operations: products, attention, moved bytes, dispatches, copies.
+"""Compute the cost of a step's operations: FLOPs of products and attention, bytes read and written,
+dispatches, copies.
 
 An operation reads its inputs once and writes its outputs once; it also reads a tensor that it
 changes in place. A broadcast dimension is read once. Views and empty tensors move nothing. Fills
@@ -20,13 +21,13 @@ aten = torch.ops.aten
 
 
 class Work(NamedTuple):
-    """Cost of an operation, of a phase or of a step.
+    """Cost of an operation, of a phase or of a step: FLOPs, bytes and dispatches.
 
     Attributes:
         products: FLOPs of matrix products.
         forward: FLOPs of attention forward, for the computed query-key pairs.
         backward: FLOPs of attention backward, for the computed query-key pairs.
-        moved: bytes that all other operations read and write.
+        moved: bytes that operations read and write; attention and most matrix products count none.
         dispatches: number of operations that torch starts.
         out: bytes copied to the host.
         back: bytes copied from the host.
@@ -105,7 +106,7 @@ def _attention_shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, in
 
 
 def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
-    """Return the number of pairs of a query and a key that attention computes.
+    """Return the number of query-key pairs that attention computes.
 
     Args:
         queries: number of queries.
@@ -132,8 +133,14 @@ def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
 
 
 def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
-    """Return the FLOPs of an attention operation: two matrix products forward, and five backward,
-    which recomputes the scores."""
+    """Return the FLOPs of an attention operation: two matrix products in forward, and five in
+    backward, which recomputes the scores.
+
+    Args:
+        func: the operation, an overload of `torch.ops.aten`.
+        args: positional arguments of the operation.
+        kwargs: keyword arguments of the operation, such as the window's size.
+    """
     rows, heads, _, queries, keys, size, value_size = _attention_shapes(func, args)
     causal = len(args) > CAUSAL_AT[func] and args[CAUSAL_AT[func]] is True
     left_size = kwargs.get("window_size_left")
@@ -153,8 +160,14 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def workspace(func: Any, args: Any, kernels: str) -> int:
-    """Return the bytes that an attention kernel allocates and frees within one call. See
-    `planner/count.py`."""
+    """Return the bytes that an attention backward allocates and frees within one call. See
+    `planner/count.py`.
+
+    Args:
+        func: the operation, an overload of `torch.ops.aten`.
+        args: positional arguments of the operation.
+        kernels: "flash" or "cudnn", the kernels that run on the GPU.
+    """
     if func is BACKWARDS[1]:
         return 0
     rows, heads, kv_heads, queries, keys, size, value_size = _attention_shapes(func, args)
@@ -185,11 +198,11 @@ def _size(tensor: Tensor) -> int:
 
 
 def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the bytes that one torch operation reads and writes; 0 for matrix products and
-    attention.
+    """Return the bytes that one torch operation reads and writes. Matrix products and attention are
+    0, except for products that are added to a sum.
 
     Args:
-        func: the operation, an overload of `torch.ops.aten`; no view.
+        func: the operation, an overload of `torch.ops.aten` that returns no view.
         args: positional arguments of the operation.
         kwargs: keyword arguments of the operation.
         result: the operation's result.
@@ -223,8 +236,8 @@ def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-    """Return the cost of one torch operation: its FLOPs, its dispatch, and the bytes that it reads
-    and writes.
+    """Return the cost of one torch operation: its FLOPs, one dispatch, and the bytes read and
+    written.
 
     Args:
         func: the operation, an overload of `torch.ops.aten`.
