@@ -1,6 +1,8 @@
 """Predict a training step: bytes by phase and by module, FLOPs, seconds, and the settings that fit.
 
-count -> profile, skeleton, step -> compose, tree -> survey -> estimate -> plan -> report
+Modules build on each other in this order:
+
+    count -> profile, skeleton, step -> compose, tree -> survey -> estimate -> plan -> report
 """
 
 from streambp.planner.estimate import Estimate, estimate

@@ -1,4 +1,4 @@
-"""LoRA adapters of a model without data, on the Linears that peft accepts."""
+"""Add LoRA adapters to a model without data, on the Linears that peft accepts."""
 
 from __future__ import annotations
 

@@ -479,8 +479,8 @@ def _costs(
         model: the patched model.
         config: its settings.
         devices: devices of the layers.
-        cast: dtype to which autocast casts float32 weights, None without autocast. The residual
-            stream stays in float32.
+        cast: dtype to which autocast casts float32 weights, whose residual stream stays in float32;
+            None without autocast.
     """
     try:
         costs, _ = seen_costs(_skeleton(model, cast), config, devices)

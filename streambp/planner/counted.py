@@ -94,7 +94,7 @@ def counted(
         recipes: the ways to run a step.
         cache: read the profile from a file in `folder()`, or count and write the file. [Note:
             cached profiles]
-        said: progress callback with a text and a fraction from 0 to 1.
+        said: progress callback; arguments are a text and the finished fraction.
 
     Raises:
         StreamBPError: the model is unknown or cannot be counted.

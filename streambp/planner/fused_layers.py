@@ -82,8 +82,9 @@ norm_kernel = functools.partial(Replayed.apply, _norm_kernel, _norm_kernel_backw
 
 
 def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
-    """Allocate the tensors of a fused gated activation's forward without computing them. Return the
-    product [..., m] of gate and up [..., m], which are saved for backward."""
+    """Allocate the tensors of a fused gated activation's forward without computing them. Return
+    act(gate) * up [..., m] without values, for gate and up [..., m]. Both are saved for backward.
+    """
     with one_kernel(3 * gate.nbytes):
         ctx.save_for_backward(gate, up)
         ctx.by = by

@@ -70,7 +70,7 @@ class CountedCalls:
 
         Args:
             function: a function whose allocations, except for its results, end with the call.
-            key: everything except the shapes of tensors on which memory and cost depend.
+            key: values that decide memory and cost, in addition to the shapes of tensors.
             args: the arguments. Tensors have any shape.
         """
         counts = running_counts(StepCount)

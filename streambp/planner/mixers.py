@@ -121,7 +121,8 @@ def stand_in(
 
 
 def _plain(function: Any) -> Callable[..., Any]:
-    """Return the function; for a module of the `kernels` package, return its forward."""
+    """Return the function whose parameters are compared: `function` itself, or the forward of a
+    module of the `kernels` package."""
     plain: Callable[..., Any]
     if isinstance(function, nn.Module):
         plain = function.forward

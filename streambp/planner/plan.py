@@ -277,7 +277,8 @@ def plan(
     methods: Sequence[str] = (),
     encoder_len: int | None = None,
 ) -> Plan:
-    """Return the fastest settings whose training step fits into memory, from a count without a GPU.
+    """Return the fastest settings with which a step fits into memory (`Plan`), from a count without
+    a GPU.
 
     Args:
         seq_len: positions of a full sequence, also if ranks share it (`setting.ulysses`,

@@ -485,8 +485,8 @@ def work(
 
 
 def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
-    """Return the amount of other ranks' keys on a rank with a shard of `tokens` tokens. A phase
-    multiplies this amount by a constant number of bytes.
+    """Return the amount of other ranks' keys on a rank with a shard of `tokens` tokens, in tokens
+    times copies or heads. A phase has a constant number of bytes for each unit.
 
     Ulysses: the shard's tokens, times the number of ranks that hold copies of the same keys.
     Context parallelism: the tokens of full sequences, times the number of heads gathered at a time.

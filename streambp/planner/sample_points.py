@@ -1,4 +1,5 @@
-"""Lengths and chunk sizes at which steps are counted, so that fitted lines hold everywhere."""
+"""Choose the lengths and chunk sizes at which steps are counted, so that fitted functions hold for
+all lengths."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ def points_for(
     """Return the row lengths and chunk sizes (T, C) at which steps are counted, so that memory and
     FLOPs can be fitted as functions of T and C.
 
-    Lengths are beyond the attention kernels' block, or at most `at`. The number of chunks is the
-    smallest that determines the fitted functions: a first, some inner and a last chunk. Two cases
-    need more chunks or points. Several tiles of keys from the host are in transfer at a time, and
-    plain products have small tiles. States are saved for each chunk, so a third chunk size
-    separates the number of chunks from the chunk size. The chunks are then so many that only one
-    layer's states are in transfer to the host.
+    Lengths are beyond the attention kernels' block, or at most `at`. A sequence has the fewest
+    chunks that determine the fitted functions: a first, some inner and a last chunk. Keys from the
+    host, with several tiles in transfer at a time, and plain products, with small tiles, need more
+    chunks. Layers that save a state for each chunk need a third chunk size, which separates the
+    number of chunks from the chunk size. Such sequences have so many chunks that only one layer's
+    states are in transfer to the host.
 
     Args:
-        at: (T, C) where the fit must be best; None: any length.
+        at: (T, C) where the functions are most accurate; None: functions for any length.
         chunked: True for steps that are computed chunk by chunk.
         fused: True if a fused kernel computes attention; False for plain matrix products.
         states: True for layers with recurrent states.

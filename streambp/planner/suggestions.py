@@ -22,7 +22,8 @@ PLENTY = 2**50  # bytes of a device on which everything fits
 
 
 class Training(NamedTuple):
-    """The trained parameters: all of them, or LoRA adapters on a frozen, possibly quantised model.
+    """Kind of training: of all parameters, or of LoRA adapters on a frozen, possibly quantised
+    model.
 
     Attributes:
         lora: rank of the adapters; None: all parameters are trained.

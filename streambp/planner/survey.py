@@ -139,8 +139,8 @@ def survey(
         at: (T, C), row length and chunk size where the fitted functions are most accurate; None:
             functions for any length.
         kernels: attention kernels on a GPU, whose workspaces are counted.
-        accumulating: also count steps that add to gradients.
-        tree: also count the modules.
+        accumulating: also count steps that add to existing gradients.
+        tree: also count each module's parameters and activations.
         timed: also count more (T, C), which predictions of seconds at other lengths need.
         said: progress callback with the next recipe's name and the fraction of the work done.
 

@@ -198,8 +198,8 @@ def _size(tensor: Tensor) -> int:
 
 
 def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the bytes that one torch operation reads and writes. Matrix products and attention are
-    0, except for products that are added to a sum.
+    """Return the bytes that one torch operation reads and writes. The result is 0 for attention and
+    matrix products, except for products that are added to a sum.
 
     Args:
         func: the operation, an overload of `torch.ops.aten` that returns no view.
