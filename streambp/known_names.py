@@ -357,12 +357,25 @@ COMPUTE_DTYPE = "compute_dtype"
 QUANT_STATE = "quant_state"  # attribute of a 4-bit weight: its shape, dtype and statistics
 STATISTICS_8BIT = "SCB"  # attribute of an 8-bit weight, which passes it to its module
 
+# ---- torchao, which the tests' environments need not have
+
+TORCHAO = "torchao"
+FLOAT8_LINEAR = "Float8Linear"  # class name of a Linear that trains in float8
+POWERS_OF_TWO = "round_scales_to_power_of_2"  # field of its config
+# Fields of its config: how activations and their gradients are cast, in products over features and
+# in the product over tokens.
+FLOAT8_CASTS = ("cast_config_input", "cast_config_grad_output")
+FLOAT8_CASTS_FOR_WEIGHTS = (
+    "cast_config_input_for_grad_weight",
+    "cast_config_grad_output_for_grad_weight",
+)
+
 # ---- packages by what is theirs; `streambp` is ours
 
 # Packages whose hooks treat tokens alike, or gather and move parameters.
 HOOKS_ARE_HARMLESS = ("torch", "transformers", "accelerate", "deepspeed", "streambp")
 # Packages whose modules and forwards treat tokens alike outside of attention.
-MODULES_ARE_HARMLESS = (*HOOKS_ARE_HARMLESS, "peft", "liger_kernel", "torchao", "bitsandbytes")
+MODULES_ARE_HARMLESS = (*HOOKS_ARE_HARMLESS, "peft", "liger_kernel", TORCHAO, "bitsandbytes")
 # Packages whose forwards compute a loss with torch's operations. See `foreign.py`.
 FORWARDS_ARE_PLAIN = (*HOOKS_ARE_HARMLESS, "peft")
 # Packages whose objects are compared by class alone. [Note: fingerprint]

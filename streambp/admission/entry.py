@@ -14,6 +14,7 @@ from torch import nn
 
 from streambp.admission.checkpointed import run_whole
 from streambp.admission.collectives import no_collectives
+from streambp.admission.float8 import why_scaled
 from streambp.admission.kept_values import (
     leaving_nothing,
     refusing_chunks,
@@ -271,7 +272,7 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
         and the decision whether the call runs in chunks.
     """
     refuse_compiled_attention(call.site.layer)
-    because = why_untestable(call)
+    because = why_untestable(call) or why_scaled(call.site.layer)
     if because is not None:
         call.site.tests.results[call.arguments.kind].judge(because)
         return None, Verdict(False, because)

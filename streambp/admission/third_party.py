@@ -39,6 +39,7 @@ from torch.torch_version import TorchVersion
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from streambp.admission.float8 import why_scaled
 from streambp.attention.interface import NAME, own_implementation
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
@@ -340,8 +341,10 @@ def named_hooks(paths_of_hooks: dict[str, list[str]]) -> str:
 
 def why_rows(module: nn.Module) -> str | None:
     """Return the reason, as text for `describe`, not to merge a batch's rows into one packed row
-    for this model: third-party code inside would read the packed row. None if no third-party code
-    runs inside."""
+    for this model. None if rows may be merged. A reason is third-party code that would read the
+    packed row, or a float8 Linear whose scales would be those of the packed row."""
+    if (scaled := why_scaled(module)) is not None:
+        return scaled
     hooks = hooks_of_others(module)
     if hooks:
         return f"hooks would see another row than the batch's: {named_hooks(hooks)}"

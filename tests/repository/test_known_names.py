@@ -193,6 +193,10 @@ CHECKED = {
     ("opacus", None): "OPACUS OPACUS_MODULE",
     ("bitsandbytes", None): "BITSANDBYTES COMPUTE_DTYPE QUANT_STATE STATISTICS_8BIT",
     (
+        "torchao",
+        None,
+    ): "TORCHAO FLOAT8_LINEAR POWERS_OF_TWO FLOAT8_CASTS FLOAT8_CASTS_FOR_WEIGHTS",
+    (
         "liger_kernel",
         None,
     ): "LIGER LIGERS_PATCHES LIGERS_TABLE LIGERS_NORM LIGERS_ROUNDINGS NOT_OF_LAYERS",

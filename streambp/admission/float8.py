@@ -1,0 +1,81 @@
+"""Find layers whose results depend on the number of tokens in a call: torchao's float8 Linears.
+
+A `Float8Linear` multiplies its operands by a scale before the cast to float8. A scale may depend on
+the largest value of all tokens in the call: the single scale of a tensor ("tensorwise"), or the
+scale of a feature in the weight's gradient ("axiswise"). A chunk has other largest values than the
+full sequence, and is rounded otherwise. The difference equals the error of float8 in size. A test
+on random tokens detects the difference by chance only. The layer therefore runs unchunked.
+
+Scales that are powers of two change the exponent alone. Every such scale gives the same rounding,
+except for values near float8's smallest number. Layers with these scales run in chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from streambp.foreign import package_of
+from streambp.known_names import (
+    FLOAT8_CASTS,
+    FLOAT8_CASTS_FOR_WEIGHTS,
+    FLOAT8_LINEAR,
+    POWERS_OF_TWO,
+    TORCHAO,
+)
+
+TENSORWISE, DYNAMIC = "tensorwise", "dynamic"  # values of torchao's enumerations
+
+
+def why_scaled(module: nn.Module) -> str | None:
+    """Return the reason, as text for `describe`, to run a module unchunked: its float8 Linears have
+    scales for all tokens of a call. None if the module has no such Linear.
+
+    Args:
+        module: a decoder layer, or a whole model.
+    """
+    names = [name for name, inner in module.named_modules() if _scales_over_tokens(inner)]
+    if not names:
+        return None
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{FLOAT8_LINEAR} ({names[0]}{others}) has scales that all tokens of a call share; set "
+        f"{POWERS_OF_TWO}=True in Float8LinearConfig, which gives chunks the same rounding"
+    )
+
+
+def _is_float8(module: nn.Module) -> bool:
+    """True if the module is torchao's Linear for training in float8, or of a subclass."""
+    return any(
+        base.__name__ == FLOAT8_LINEAR and package_of(base) == TORCHAO
+        for base in type(module).__mro__
+    )
+
+
+def _scales_over_tokens(module: nn.Module) -> bool:
+    """True if the module is a float8 Linear, and a scale depends on several tokens and is no power
+    of two."""
+    if not _is_float8(module):
+        return False
+    config: Any = module.config
+    if getattr(config, POWERS_OF_TWO):
+        return False
+    casts = [getattr(config, name) for name in FLOAT8_CASTS]
+    if any(_is(cast.scaling_granularity, TENSORWISE) and _scales(cast) for cast in casts):
+        return True
+    weight: Any = module.weight
+    # The product for the weight's gradient sums over tokens, so every scale covers all tokens.
+    return weight.requires_grad and any(
+        _scales(getattr(config, name)) for name in FLOAT8_CASTS_FOR_WEIGHTS
+    )
+
+
+def _scales(cast: Any) -> bool:
+    """True if an operand is cast to float8; False if the product keeps its dtype."""
+    return _is(cast.scaling_type, DYNAMIC)
+
+
+def _is(member: Any, value: str) -> bool:
+    """True if the member of an enumeration has this value."""
+    return bool(member.value == value)
