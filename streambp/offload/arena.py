@@ -35,8 +35,8 @@ class BufferStack:
         size: bytes of all segments.
         used: allocated bytes.
         last_uses: dict from (engine, queue) to the event of the last copy that read or wrote this
-            memory. The content may be overwritten after all of these events. [Note: offload order],
-            wait 5
+            memory. A copy that overwrites the memory must wait for all of these events (wait 5 of
+            [Note: offload order]).
     """
 
     kind: str
@@ -94,8 +94,8 @@ class Arena:
     _free: list[BufferStack] = dataclasses.field(default_factory=list)
 
     def take(self, kind: str = "") -> BufferStack:
-        """Remove a free stack of this kind from the pool, the latest in the pool, and return it. If
-        the pool has no such stack, return a new stack without memory."""
+        """Return a free stack of this kind and remove it from the pool; the stack that came back
+        last is taken first. If the pool has no such stack, return a new stack without memory."""
         for stack in reversed(self._free):
             if stack.kind == kind:
                 self._free.remove(stack)
@@ -109,10 +109,11 @@ class Arena:
         self._free.append(stack)
 
     def grow(self, stack: BufferStack, size: int) -> bool:
-        """Add `size` bytes of memory to a stack. Return False if the budget or the system refuses.
+        """Add `size` bytes of memory to a stack, and return True. Return False, with the stack
+        unchanged, if the budget or the system refuses.
 
-        Unused stacks are released first if the budget is short. `refused` contains the system's
-        error text.
+        Free stacks of the pool are released first if the budget is short. `refused` contains the
+        system's error text.
         """
         self.refused = None
         if self.allocated + size > self.limit and self._free:

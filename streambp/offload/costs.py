@@ -1,7 +1,8 @@
-"""Describe what layers may save, its cost and benefit, and a micro-batch's choice.
+"""Describe the tensors that layers may save for backward, with bytes and spared FLOPs, and the
+choice for a micro-batch.
 
-The planner computes each layer's tensor sizes on tensors without data, if it can. A layer's own
-forward and backward correct the result. `offload/policy.py` chooses.
+The planner predicts each layer's tensor sizes on tensors without data, if it can. The layer's first
+forward and backward replace the prediction by measurements. `offload/policy.py` chooses.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ ATTENTION_PACE = 1.12  # seconds of an attention FLOP / of a product FLOP, on an
 
 
 def saved_as(name: str) -> str:
-    """Return a stored tensor's name in the form of `StreamConfig.saves`: "kv" for "k.0",
-    "mlp.up_proj" for "product.mlp.up_proj#0".
+    """Return the name that `StreamConfig.saves` uses for a tensor in the layer's storage: "kv" for
+    "k.0", "mlp.up_proj" for "product.mlp.up_proj#0".
 
-    The result is "x" for a layer's input, and for the states and picked keys of the layer.
+    The result is "x" for tensors that backward cannot recompute: the layer's input, recurrent
+    states, and the keys that an indexer picked.
     """
     kind, _, rest = name.partition(".")
     if kind == "product":
@@ -38,8 +40,9 @@ def saved_as(name: str) -> str:
 
 
 def never_leaving(attending: float, copying: float) -> tuple[str, ...]:
-    """Return the names of tensors that stay on the device, because copies take longer than
-    computing the tensors again.
+    """Return the names of saved tensors that are never copied to the host. The result is
+    ("attn_out",) if backward computes attention outputs again faster than it copies the outputs,
+    and () otherwise.
 
     Args:
         attending: seconds of attention in all layers.
@@ -101,7 +104,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A tensor that a layer may save for backward, with its size and its use.
+    """A tensor that a layer may save for backward, with its size and what saving it spares.
 
     Attributes:
         index: index of the layer.
@@ -117,13 +120,13 @@ class Candidate:
 
 
 class LayerCost(NamedTuple):
-    """Bytes and FLOPs (`Cost`) of one layer's saved tensors, as measured in a call of `tokens`
-    tokens over all rows, with `length` tokens in each row.
+    """Bytes and FLOPs (`Cost`) of one layer's saved tensors, as predicted or measured for a call of
+    `tokens` tokens over all rows, with `length` tokens in each row.
 
     Attributes:
         graph: bytes of the layer's autograd graph; 0: unknown.
-        situations: number of different backward passes (such as with frozen weights or without)
-            whose unread Linear outputs are known.
+        situations: number of kinds of backward (with frozen weights, without) that have run. `cost`
+            leaves out the Linear outputs that no kind reads.
     """
 
     device: torch.device
@@ -151,7 +154,7 @@ class LayerCost(NamedTuple):
     def candidates(
         self, index: int, tokens: int, length: int, whole: bool = False
     ) -> Iterator[Candidate]:
-        """Yield the tensors that layer `index` may save for backward, with size and use.
+        """Yield the tensors that layer `index` may save for backward, with size and spared FLOPs.
 
         The FLOPs for each byte are rounded to three digits, so that equal layers have equal values.
 
@@ -159,8 +162,8 @@ class LayerCost(NamedTuple):
             index: index of the layer.
             tokens: tokens over all rows.
             length: tokens of each row.
-            whole: True if the call is one chunk. Backward then recomputes no keys and values
-                separately, so "kv" saves nothing.
+            whole: True if the call is one chunk. "kv" is then left out: backward recomputes the
+                chunk's K and V with its graph in any case.
         """
         cost = self.scaled_to(tokens)
         worth = {
@@ -219,7 +222,7 @@ class ObservedCosts:
 
     def learnt(self) -> LayerCost | None:
         """Return the layer's measured bytes and FLOPs, without Linear outputs that no backward
-        reads. None if forward has not ended or no backward has run."""
+        reads; None while not every chunk's forward has ended, or before the first backward."""
         if len(self.costs) < self.chunks or not self.unread:
             return None
         unread = frozenset.intersection(*(found.recompute for found in self.unread.values()))
@@ -294,15 +297,15 @@ class Chosen:
         tokens: tokens over all rows.
         length: tokens of each row.
         chunk: tokens of each chunk over all rows.
-        room: bytes that a step without saved tensors leaves free, on the device or for copies to
-            the host.
-        measured: measurements behind the choice, if saved tensors are copied to the host; None:
-            saved tensors stay on the device.
-        inputs: bytes of the layers' inputs, which offloading saves with the tensors in `bytes`; 0
-            without offloading.
+        room: bytes available for saved tensors on the device and on the host, after the layers'
+            inputs and all other needs of the step.
+        measured: the measured forward behind the choice, if saved tensors are copied to the host;
+            None: saved tensors stay on the device.
+        inputs: bytes of the layers' inputs under offloading, not part of `bytes`; 0 without
+            offloading.
         on_device: bytes of inputs and saved tensors that stay on the device under offloading.
         left_out: dict from names of tensors that some or all layers do not save to the reasons.
-        least: the fewest free bytes that the device reported.
+        least: smallest number of free bytes on the device during the micro-batch.
         let_go: the reason why all saved tensors were freed before their backward; None: no tensor
             was freed.
         bytes: bytes that all layers save, by name of the tensor.
@@ -366,8 +369,8 @@ class Need:
     """Prediction of the memory that a step needs if no layer saves tensors beyond its input."""
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
-        """Return pairs (index, bytes): the memory that a step needs at any time at which the layers
-        0 to `index` have run forward, and their backward has not run.
+        """Return pairs (index, bytes): the largest number of bytes that a step needs while the
+        layers 0 to `index` wait for their backward, that is after their forward.
 
         Args:
             tokens: tokens over all rows.
@@ -427,20 +430,20 @@ class Figures:
 
 @dataclasses.dataclass
 class Shortage:
-    """Difference between the free memory that was planned for a micro-batch and the memory that was
-    free, and the margin for similar micro-batches.
+    """Record of how much free memory a micro-batch lacked compared with its plan, and the margin
+    that similar micro-batches leave free.
 
     Attributes:
         key: tokens of a step, and tokens of a chunk.
         room: bytes available for saved tensors.
         planned: bytes of the tensors planned to be saved.
-        wished: `planned`, by layer index.
+        wished: the bytes in `planned` by layer index.
         missing: largest shortfall in bytes; a negative number of bytes stayed free.
         gone: True if the saved tensors were freed.
         failed: True if the device ran out of memory.
         margin: bytes that the next similar micro-batch leaves free, in addition to those that its
             prediction leaves free.
-        back: fraction of the margin returned after a successful micro-batch.
+        back: fraction by which one micro-batch without a shortfall reduces the margin.
     """
 
     key: tuple[int, int]
@@ -454,7 +457,8 @@ class Shortage:
     back: float = BACK
 
     def learn(self, before: Shortage | None) -> None:
-        """Compute the margin of free memory for the next similar micro-batch.
+        """Set `margin`: the margin of the previous similar micro-batch, raised if this micro-batch
+        lacked memory and lowered otherwise.
 
         Args:
             before: the shortage of the previous similar micro-batch; None: there was none.

@@ -72,8 +72,9 @@ class DecodedLinear:
         return result.to(x.dtype)
 
     def decodes(self, x: Tensor) -> bool:
-        """True if the module's own forward would multiply x [..., in] by the dequantized weight
-        without a change of dtype, so that a cached weight gives the same numbers."""
+        """True if the module's own forward would dequantize its weight to `compute_dtype` and
+        multiply x [..., in] by it in that dtype. A cached dequantized weight then gives the same
+        numbers."""
         module = self.module
         kind = x.device.type
         dtype = module.compute_dtype

@@ -16,8 +16,9 @@ follow from other waits. No step that ends can lose data for lack of the implied
 
     3  a tensor is copied back after its source was freed, for which compute has waited for the copy
        out (6); back waits for compute (2)
-    5 a tensor to send was computed after waiting for the copy back (4), and out waits for compute
-    (1) 6 a borrowed tensor is sent again in the same queue, over the first copy's torn data
+    5  a tensor to send was computed after waiting for the copy back (4), and out waits for compute
+       (1)
+    6  a borrowed tensor is sent again in the same queue, over the first copy's torn data
 
 The redundant waits remain for micro-batches that end early and for host memory shared by devices;
 only `TraceEngine` detects their removal.
@@ -72,7 +73,7 @@ class Engine:
     """Copies tensors between a device and host memory, in queues. This base class copies at once,
     on the calling thread.
 
-    The base class serves models on the CPU, for which offloading frees no memory but can be tested.
+    The base class serves models on the CPU. Offloading frees no memory there, but can be tested.
 
     Attributes:
         name: description for users.
@@ -121,7 +122,8 @@ class Engine:
         self._spent[STALL + queue] += seconds  # the copy blocks compute
 
     def access(self, queue: str, tensor: Tensor, write: bool) -> None:
-        """Report a memory access to a checker of races in tests; engines do nothing here.
+        """Tell the tests' race checker (`TraceEngine`, a subclass) about a memory access; do
+        nothing in all other engines.
 
         Args:
             queue: COMPUTE: the compute stream has just written `tensor`, or reads or writes it
@@ -131,8 +133,8 @@ class Engine:
         """
 
     def spent(self) -> dict[str, float]:
-        """Return the seconds, by name, of copies in each direction and of compute's waits for
-        copies.
+        """Return the seconds by name: copies to the host, copies to the device, and waits of the
+        compute stream for each direction.
 
         The call synchronizes with the device, so call it outside of a step.
         """

@@ -27,8 +27,9 @@ LEFT = 2**30  # bytes that stay free for other libraries
 
 
 def free_memory(device: torch.device) -> float | None:
-    """Return the bytes that a step can allocate on a device: free according to the driver, or
-    cached by torch's allocator.
+    """Return the bytes that a step can allocate on a device. The result is the limit of this
+    process minus allocated tensors and a small reserve. Memory in the cache of torch's allocator
+    counts as free.
 
     None if no limit is known, for example because the allocator has no statistics.
     """
@@ -119,13 +120,13 @@ def _text(path: Path) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], ...]:
-    """Return the files with memory limits of this process's Linux control groups, and of all groups
-    above.
+    """Return the files with memory limits of this process's Linux control groups (cgroups) and of
+    all their parents.
 
-    The files are: limit, bytes in use, and statistics, with the name of the cache statistic.
-    Parents count because a batch system's limit is not at the root. Versions 1 and 2 are covered;
-    an unlimited group of version 1 has a limit beyond any memory. The result is cached, because a
-    training step asks five times a second.
+    Each tuple has the files of the limit, of the bytes in use and of the statistics, and the
+    statistic's name for the cache. Parents count because a batch system sets its limit below the
+    root. Versions 1 and 2 are covered; an unlimited group of version 1 has a limit beyond any
+    memory. The result is cached, because training calls this function several times a second.
 
     Args:
         cgroup: root folder of the groups.

@@ -57,8 +57,8 @@ class Arriving(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients [...] unchanged. The layer's backward has started to copy these
-        gradients to the host; the copies end before the optimizer may read the gradients."""
+        """Return the gradients [...] of the weights unchanged, after the calling thread has waited
+        for their copies to the host. The layer's backward has started these copies."""
         for engine, event in ctx.arrival:
             engine.wait(HOST, event)  # 10
             for gradient in gradients:

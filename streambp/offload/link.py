@@ -1,6 +1,5 @@
-"""Measure the bytes that can leave the device behind the compute, in the first forward of each
-length. [Note: saves on the host]
-"""
+"""Measure, in the first forward of each length, how many bytes can be copied to the host while the
+device computes. [Note: saves on the host]"""
 
 from __future__ import annotations
 
@@ -53,8 +52,9 @@ class LinkBudget:
         return self.measured.get(length.bit_length())
 
     def room_on_device(self, tokens: int) -> float:
-        """Return the bytes of the device for saved tensors that stay, beside the keys and values of
-        one layer and what earlier micro-batches left there. [Note: device budget]
+        """Return the bytes of `gpu_memory` that are free for saved tensors that stay on the device.
+        K and V of one layer and saved tensors of earlier micro-batches are subtracted. [Note:
+        device budget]
 
         Args:
             tokens: tokens over all rows.
@@ -82,7 +82,8 @@ class LinkBudget:
         return seen
 
     def measure(self, seen: list[ObservedCosts]) -> None:
-        """Store the measurements of the previous forward, if every layer's backward has run.
+        """Store the measurements of the previous forward, if every layer was timed and its backward
+        has run.
 
         Args:
             seen: measurements of each layer's forward.

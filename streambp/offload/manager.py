@@ -162,16 +162,17 @@ class OffloadManager:
     ) -> Entry | None:
         """Start the copy of a tensor [...] to the host, and return the record of the copy.
 
-        A tensor that does not fit stays on the device. The result is None if the tensor is
-        optional, does not fit, and `on_host_full` is "recompute": the tensor is then not saved.
+        A tensor that does not fit stays on the device, and its record has no copy. The result is
+        None, and the tensor is not saved, if it does not fit, is optional, and `on_host_full` is
+        "recompute".
 
         Args:
             holding: host memory of the micro-batch.
             engine: engine of the tensor's device.
             tensor: the tensor.
             optional: True if backward can recompute the tensor.
-            foreign: True if other code may change the tensor in place; the host gets its present
-                values.
+            foreign: True if other code may change the tensor in place before the copy has ended. A
+                clone is then copied in its place.
 
         Raises:
             HostMemoryError: the tensor does not fit, and `on_host_full` is "raise".
@@ -261,17 +262,17 @@ class OffloadManager:
 
 
 class HostTensors:
-    """Storage of a layer's tensors on the host, by name and chunk. The tensors are from a single
-    device and share a stack of host memory.
+    """Storage of a layer's tensors on the host, by name and chunk. All tensors of one storage are
+    from the same device and in the same stack of host memory.
 
-    Tensors saved for backward are taken once, from the last chunk to the first. K and V of the
-    chunks are read and changed many times, and have a storage of their own.
+    Tensors saved for backward are read once, from the last chunk to the first. K and V that a
+    running layer reads and changes in each chunk are in another storage (`OffloadManager.scratch`).
 
     Attributes:
-        staying: names of the tensors that stay on the device, in the form of `StreamConfig.saves`,
-            with "x" for the layer's input and what belongs to it; None: all tensors stay.
+        staying: names of the tensors that stay on the device while `gpu_memory` has room, in the
+            form of `StreamConfig.saves`, with "x" for the layer's input; None: all tensors.
         bytes: bytes of all tensors that were ever stored.
-        kept: bytes of tensors that stay on the device and were not taken yet. [Note: device budget]
+        kept: bytes of stored tensors that are on the device to stay. [Note: device budget]
 
     Raises:
         HostMemoryError: the host budget is exhausted and `on_host_full` is "raise".
@@ -356,7 +357,8 @@ class HostTensors:
         self._transfers.bytes[BACK] += tensor.nbytes
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """Return a stored tensor [...] on the device, to be read only; the copy on the host stays.
+        """Return a stored tensor [...] on the device, to be read only; the tensor stays in the
+        storage.
 
         Raises:
             BackwardError: the tensor is the layer's input, stayed on the device, and was changed in

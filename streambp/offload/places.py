@@ -30,13 +30,14 @@ SETS = 10  # tensors of a layer of which every set is tried; of more tensors, th
 
 @dataclasses.dataclass(frozen=True)
 class TwoRooms:
-    """Bytes that saved tensors may take.
+    """Bytes available for saved tensors on the host and on the device.
 
     Attributes:
         host: bytes of host memory.
         link: bytes that the link copies to the host while one layer computes forward.
         device: bytes of the device for saved tensors of all layers.
-        never_leave: names of tensors that stay, because copies take longer than computing them.
+        never_leave: names of tensors that are never copied to the host, because computing them
+            again is faster than the copy.
     """
 
     host: float
@@ -64,15 +65,16 @@ class Places:
 
     @property
     def spared(self) -> float:
-        """Return the FLOPs of matrix products, or an equivalent, that backward need not compute."""
+        """Return the computation that backward is spared by the saved tensors, in FLOPs of matrix
+        products; attention's FLOPs are converted by their time."""
         return sum(one.bytes * one.worth for found in self.saved.values() for one in found)
 
 
 def choose_places(
     inputs: Mapping[int, float], candidates: Mapping[int, Sequence[Candidate]], rooms: TwoRooms
 ) -> Places:
-    """Return the saved tensors and their places that spare the most computation.
-    [Note: two rooms]
+    """Return the layers' saved tensors and their places, the device or the host, so that backward
+    is spared the most computation. [Note: two rooms]
 
     Args:
         inputs: bytes of each layer's input, by the layer's index.
@@ -94,7 +96,9 @@ def choose_places(
 
 
 class _Choice:
-    """Choices for given tensors and rooms, at different prices of a byte.
+    """Chooses places for the same tensors at different prices: `at_prices` is called once for each
+    pair of prices. A price is the FLOPs that a byte of the device or of the host would spare if it
+    held another tensor.
 
     Args:
         inputs: bytes of each layer's input, by the layer's index.
@@ -114,11 +118,13 @@ class _Choice:
         self._sets: dict[tuple[Any, ...], tuple[int, ...]] = {}  # layers are alike
 
     def at_prices(self, on_device: float, on_host: float) -> Places:
-        """Return the choice at these prices, in FLOPs that a byte would spare elsewhere.
+        """Return the saved tensors and their places if a byte has these prices, in FLOPs that the
+        byte would spare if it held another tensor.
 
         Args:
             on_device: price of a byte of the device.
-            on_host: price of a byte of the host. Tensors of at most this worth leave last.
+            on_host: price of a byte of the host. Tensors that spare at most this many FLOPs for
+                each byte are the last to be copied to the host.
         """
         rooms = self.rooms
         places = Places()
@@ -158,12 +164,14 @@ class _Choice:
         return places
 
     def _leaving(self, found: list[Candidate], room: float, price: float) -> list[Candidate]:
-        """Return the tensors of one layer that leave for the host.
+        """Return the tensors of one layer that are copied to the host: those that spare the most
+        FLOPs within `room` bytes.
 
         Args:
-            found: tensors of the layer that may leave.
-            room: bytes that may leave.
-            price: price of a byte of the device.
+            found: tensors of the layer that may be copied to the host.
+            room: bytes that may be copied.
+            price: FLOPs that a byte of the device would spare otherwise; a larger worth of a tensor
+                counts as this price.
         """
         if len(found) > SETS:
             chosen = []
@@ -179,12 +187,14 @@ class _Choice:
 
 
 def _best_set(found: Sequence[Candidate], room: float, price: float) -> tuple[int, ...]:
-    """Return the numbers of the tensors that spare most within `room` bytes, of a few tensors.
+    """Return the indices in `found` of the set of tensors that spares the most FLOPs within `room`
+    bytes, by trying all sets.
 
     Args:
-        found: tensors of one layer.
-        room: bytes that may leave.
-        price: price of a byte of the device; a tensor that leaves spares at most this price.
+        found: a few tensors of one layer.
+        room: bytes that may be copied to the host.
+        price: FLOPs that a byte of the device would spare otherwise; a larger worth of a tensor
+            counts as this price.
     """
     best: tuple[int, ...] = ()
     most = 0.0
@@ -202,8 +212,8 @@ def _best_set(found: Sequence[Candidate], room: float, price: float) -> tuple[in
 
 
 def _use_rest_of_device(places: Places, inputs: Mapping[int, float], room: float) -> None:
-    """Let tensors stay that would leave, while the device has room, from the last layer to the
-    first.
+    """Change tensors from the host to the device while the device has room, from the last layer to
+    the first.
 
     Args:
         places: the choice, changed in place.

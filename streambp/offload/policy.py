@@ -206,7 +206,8 @@ class SavesPolicy:
         self, free: float, tokens: int, chunk: int, device: torch.device, length: int
     ) -> tuple[bool, dict[int, list[Candidate]], float]:
         """Return three predictions for a step in chunks of `chunk` tokens: True if the step fits
-        into memory, the tensors that each layer can save, and the seconds.
+        into memory, the tensors that each layer can save (by index), and the step's seconds with
+        them.
 
         Args:
             free: free bytes of the device.
@@ -227,7 +228,7 @@ class SavesPolicy:
 
     def _rooms(self, free: float, tokens: int, chunk: int) -> Rooms:
         """Return pairs [index, bytes]: the bytes that saved tensors may take while the layers 0 to
-        `index` have run forward, and their backward has not run.
+        `index` wait for their backward, that is after their forward.
 
         Args:
             free: free bytes of the device.
@@ -463,8 +464,8 @@ class SavesPolicy:
         whole: bool,
         without: Container[str] = (),
     ) -> dict[int, list[Candidate]]:
-        """Return the tensors that each of these layers saves. Tensors are added while they fit,
-        most FLOPs for each byte first.
+        """Return the tensors that each of these layers saves, by layer index. Tensors are added
+        while they fit; the order is by the FLOPs that a saved byte spares, most first.
 
         Args:
             rooms: pairs [index, bytes] as in `_rooms`; the bytes of the chosen tensors are
@@ -591,12 +592,12 @@ class SavesPolicy:
         return free
 
     def _drop(self, kept: Any | None, because: str) -> bool:
-        """Free all saved tensors of the layers on the running device. Return True if any tensor was
-        saved.
+        """Free the saved tensors of all layers of the micro-batch that are on the running device.
+        Return True if any tensor was saved.
 
         Args:
-            kept: record of what the running layer's call saves, whose buffers stay; None: no layer
-                runs.
+            kept: record of what the running layer's call saves, whose buffers of K and V stay;
+                None: no layer runs, and the buffers of all layers are freed.
             because: the reason, for reports.
         """
         device = self._batch.device if kept is None else kept.device

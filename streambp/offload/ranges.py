@@ -37,8 +37,8 @@ WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
 @dataclasses.dataclass(eq=False)
 class OneLayer:
-    """Record with a decoder layer that is not patched, for code that needs only the `layer` of a
-    `LayerSite`."""
+    """Stand-in for a `LayerSite` where a model is not patched: an object with the attribute
+    `layer`, a decoder layer."""
 
     layer: nn.Module
 
@@ -82,9 +82,9 @@ class LayerRange:
     Attributes:
         memory: memory of all weights [bytes], uint8.
         pieces: the place of each weight in the memory.
-        tensors: all tensors of the layer when the memory was filled, with those that stay on the
-            device.
-        wanting: one byte for each tensor: 1 if the tensor required a gradient.
+        tensors: all tensors of the layer when the memory was filled, including those that stay on
+            the device.
+        wanting: one byte for each of `tensors`: 1 if the tensor required a gradient.
         trains: True if weights on the host require a gradient.
     """
 
@@ -166,8 +166,8 @@ class HostRanges:
             module.__dict__[MAP] = places
 
     def stay(self, room: float, slots: int) -> None:
-        """Choose the last layers whose weights fit on the device, where they then stay. The number
-        of such layers never grows.
+        """Choose the layers whose weights stay on the device: the last layers, up to the number
+        that fits. Once weights are on the host, later calls can only reduce this number.
 
         Args:
             room: device bytes for layers' weights.
@@ -249,9 +249,11 @@ class HostRanges:
         self._holders.clear()
 
     def known(self, index: int) -> LayerRange | None:
-        """Return a layer's range of host memory if the range is still valid, and None otherwise.
+        """Return a layer's range of host memory; None if the layer has none, or if the range is
+        outdated and must be filled again.
 
-        A valid range has the layer's present tensors, of any shape, at unchanged addresses.
+        The range is valid while the layer has the same tensors with the same `requires_grad`, and
+        the tensors on the host still point into the range.
         """
         known = self.layers.get(index)
         if known is None:
@@ -388,8 +390,8 @@ def tensors_inside(layer: nn.Module) -> list[Tensor]:
 
 
 def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
-    """Return each tensor with its offset in a layer's contiguous host memory, and the bytes of that
-    memory."""
+    """Return pairs (tensor, offset): the first byte of each tensor in a layer's contiguous host
+    memory, and the bytes of the whole memory."""
     places = list[tuple[Tensor, int]]()
     size = ALIGNMENT
     for tensor in tensors:
@@ -401,10 +403,11 @@ def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]
 def bytes_on_host(
     root: nn.Module, layers: Sequence[nn.Module]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return two tuples with a number for each layer: the host bytes of its frozen weights, and of
-    its trained weights if no weight is frozen.
+    """Return two tuples with one number for each layer. The first has the host bytes of the layer's
+    frozen weights. The second has the host bytes of its trained weights, or 0 if a weight is
+    frozen.
 
-    The tensors need no data.
+    The weights may be meta tensors.
     """
     ranges = HostRanges(root, None)
     sites = {index: OneLayer(layer) for index, layer in enumerate(layers)}

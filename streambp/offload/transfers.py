@@ -67,8 +67,8 @@ class Departure:
 
 
 class Holding:
-    """Host memory of one micro-batch's saved tensors: a stack of the pool, in use. The stack is
-    returned when the last reference to this object is gone, or by `retire`.
+    """Host memory of one micro-batch's saved tensors: a stack that was taken from the pool. The
+    stack goes back when the last reference to this object is gone, or by `retire`.
 
     Attributes:
         stores: weak references to the stores of tensors in the stack (`manager.HostTensors`), one
@@ -163,15 +163,15 @@ class Transfers:
         host_is_free: Iterable[Any],
         foreign: bool = False,
     ) -> None:
-        """Start the copy of a tensor [...] to the host, behind the events in `host_is_free`.
+        """Start the copy of a tensor [...] to the host, after the events in `host_is_free`.
 
         Args:
             holding: host memory of the micro-batch.
             entry: state of the tensor; `entry.host` is the target.
             tensor: the tensor on the device.
             host_is_free: events after which the target may be overwritten.
-            foreign: True if other code may change the tensor in place during the copy, or while its
-                source waits here.
+            foreign: True if other code may change the tensor in place before the copy has ended. A
+                clone is then copied in its place.
         """
         assert entry.host is not None
         # a view would keep its storage alive

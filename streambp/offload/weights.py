@@ -1,5 +1,5 @@
 """Stream weights from the host: a layer's weights are copied to the device one layer ahead, once in
-each direction.
+forward and once in backward.
 
     HostWeights      one for each patched model: the layer in each slot, and the next layer
       HostRanges     host memory of the weights (`ranges.py`)
@@ -152,7 +152,8 @@ class HostWeights:
         return 0.0 if self._engine is None else self._engine.spent()[STALL + BACK]
 
     def begin(self, given: Any) -> None:
-        """Begin a forward of the model. Weights in the device buffers count as outdated.
+        """Begin a forward of the model. The device buffers count as empty, because the weights may
+        have changed since they were copied.
 
         Args:
             given: the model's input [B, T, ...], or the device of a layer that is called alone. If
@@ -184,15 +185,16 @@ class HostWeights:
     def here(
         self, index: int, direction: str, device: torch.device, decodes: bool = False
     ) -> Iterator[None]:
-        """Context manager in which the weights of layer `index` are on the device.
+        """Context manager in which the parameters of layer `index` point at a device buffer with
+        the layer's weights; outside they point at host memory.
 
-        The copy of the next layer's weights starts meanwhile.
+        The copy of the weights of the layer that runs next is started on entry.
 
         Args:
             index: index of the layer.
             direction: "forward", "backward", or "trial" for a test run.
             device: computes the layer.
-            decodes: True to dequantize 4-bit weights at most once.
+            decodes: True to dequantize 4-bit weights once for all chunks.
 
         Raises:
             UnsupportedModelError: a weight cannot be on the host, or layers are on several devices.
