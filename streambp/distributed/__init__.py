@@ -1,1 +1,2 @@
-"""Engines (DDP, DeepSpeed, FSDP, Ulysses): their effect on parameters, hooks and host memory."""
+"""Find out which engine (DDP, DeepSpeed, FSDP, Ulysses) trains a model, and what the engine does to
+parameters, hooks and host memory."""

@@ -25,10 +25,11 @@ from streambp.known_names import (
 
 
 def replaced_attention() -> Any:
-    """Return a hashable key for the function that is now
-    `torch.nn.functional.scaled_dot_product_attention`. Another key means that the function was
-    replaced. Context parallelism installs a new closure in each step; all its closures have the
-    same key."""
+    """Return a hashable key for the present `torch.nn.functional.scaled_dot_product_attention`, so
+    that a caller can detect by a changed key that the function was replaced.
+
+    Context parallelism installs a new closure in each step; all its closures have the same key.
+    """
     function = F.scaled_dot_product_attention
     if (getattr(function, "__module__", None) or "").startswith(CONTEXT_PARALLEL):
         return CONTEXT_PARALLEL

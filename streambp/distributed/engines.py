@@ -85,10 +85,10 @@ def full_bytes(parameter: Tensor) -> int:
 
 
 def gradient_bytes(parameter: Tensor) -> int:
-    """Return the bytes that the gradient of a parameter [...] adds to a rank's memory in a step.
+    """Return the bytes that the gradient of a parameter [...] adds to a rank's memory in a step:
+    the bytes of the parameter, or of this rank's shard under FSDP2.
 
-    0 under ZeRO-3, whose buffers for gradients exist between steps; the bytes of this rank's shard
-    under FSDP2.
+    0 under ZeRO-3, whose buffers for gradients also exist between steps.
     """
     if is_partitioned(parameter):
         return 0
@@ -98,8 +98,8 @@ def gradient_bytes(parameter: Tensor) -> int:
 
 def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return (args, kwargs) of a layer's forward, changed so that hidden_states is positional and
-    requires a gradient. Return None, for no change, if ZeRO-3 does not partition the layer. Decoder
-    layers have this function as a forward pre-hook.
+    requires a gradient. Return None, so that nothing changes, if no parameter of the layer is
+    partitioned by ZeRO-3. Decoder layers have this function as a forward pre-hook.
 
     Args:
         layer: the decoder layer.
@@ -123,7 +123,8 @@ FSDP2 = "FSDP2"
 
 
 class Hold(NamedTuple):
-    """Flags for the parts of a module's training state that DeepSpeed ZeRO or FSDP2 manages.
+    """Two flags: whether an engine gathers a module's weights, and whether it waits for its
+    gradients.
 
     Attributes:
         weights: True under ZeRO-3 and FSDP2, which gather full parameters on a rank only while a
@@ -192,8 +193,9 @@ def reduces_later(parameter: Tensor) -> str | None:
 
 
 def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Return a module with all inner modules, and their parameters. Modules and parameters that are
-    used twice appear twice. Takes a third of the time of `modules()` and `parameters()`."""
+    """Return two lists: a module with all inner modules, and their parameters. A module or
+    parameter that is used twice appears twice. This takes a third of the time of `modules()` and
+    `parameters()`."""
     parameters_table, _, modules_table = MODULE_TABLES
     modules = [module]
     parameters: list[nn.Parameter] = []
@@ -209,8 +211,8 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
 
 
 def held(module: nn.Module) -> Hold:
-    """Return flags: whether ZeRO or FSDP2 manages the weights, and the gradients, of a module and
-    its inner modules."""
+    """Return two flags: whether ZeRO-3 or FSDP2 partitions weights of a module or of its inner
+    modules, and whether ZeRO or FSDP2 waits for each of their gradients."""
     modules, parameters = contents_of(module)
     one_of_each_class = dict(zip(map(type, modules), modules, strict=True))
     weights = any(map(is_fsdp_unit, one_of_each_class.values()))
@@ -223,8 +225,8 @@ def held(module: nn.Module) -> Hold:
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
-    """Return the hook dicts of the modules inside a layer in which DeepSpeed has hooks, or
-    accelerate has the hook that removes attention masks."""
+    """Return the hook dicts (such as `_forward_pre_hooks`) of modules inside a layer that contain
+    hooks of DeepSpeed, or accelerate's hook for removing attention masks."""
     tables = []
     for module in layer.modules():
         if module is not layer:
@@ -237,8 +239,9 @@ def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
 
 @contextlib.contextmanager
 def engine_hooks_silenced(tables: list[dict[int, Any]]) -> Iterator[None]:
-    """Context manager that removes hooks of DeepSpeed and accelerate from modules inside a layer.
-    Otherwise these hooks would gather or reduce once for each chunk. Other hooks stay.
+    """Context manager in which the modules inside a layer have no hooks of DeepSpeed and
+    accelerate. Otherwise hooks would gather or reduce once for each chunk. Hooks of other owners
+    still run.
 
     Args:
         tables: the result of `engine_hooks`.
@@ -260,8 +263,8 @@ Reduction = tuple[nn.Module, Callable[..., Any]]
 
 
 def reductions_of(layer: nn.Module) -> list[Reduction]:
-    """Return (module, hook) for the ZeRO-3 leaf modules inside a layer. The hook is DeepSpeed's
-    full-backward hook, which reduces the module's gradients."""
+    """Return pairs (module, hook) for the ZeRO-3 leaf modules inside a layer, such as blocks of
+    experts. The hook is DeepSpeed's full-backward hook, which reduces the module's gradients."""
     reductions: list[Reduction] = []
     for module in layer.modules():
         if module is not layer and getattr(module, Z3_LEAF, False):
@@ -297,8 +300,8 @@ class EngineReduce(torch.autograd.Function):
 
 class JoinGradients(torch.autograd.Function):
     """Autograd Function that returns a layer's input [..., B, T, h] and parameters [...] unchanged.
-    Backward passes on all their gradients from one node, in the order of the arguments, so that the
-    gradients arrive together."""
+    Backward returns all their gradients from one node, in the order of the arguments. DeepSpeed,
+    which puts gradients into buckets as they arrive, thus gets the same order on every rank."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -360,15 +363,15 @@ def must_agree(module: nn.Module) -> bool:
 def everyones_numbers(
     module: nn.Module, numbers: Sequence[int], device: torch.device
 ) -> list[list[int]]:
-    """Gather the numbers that each rank passes, and return one list for each rank. This is a
-    collective: every rank of the group calls the function before each of its forwards.
+    """Gather a few ints from each rank, and return the ints of every rank as a list of lists. This
+    is a collective: every rank of the group must call the function equally often.
 
     The group is the one over which ZeRO-3 or FSDP2 has partitioned the module's parameters,
     otherwise all ranks.
 
     Args:
         module: the module whose parameters are partitioned.
-        numbers: this rank's numbers, as many on each rank.
+        numbers: this rank's ints, as many on each rank.
         device: the device of the model's inputs.
     """
     ranks = None

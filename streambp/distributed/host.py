@@ -1,4 +1,5 @@
-"""Host memory that an engine's own CPU offloading uses, and offloaded activations cannot use."""
+"""Measure the host memory that DeepSpeed or FSDP2 uses for its own CPU offloading, which offloaded
+activations cannot use."""
 
 from __future__ import annotations
 
@@ -69,8 +70,8 @@ def engine_host_use(model: nn.Module) -> HostUse:
 
 
 def _zero_optimizer(model: nn.Module) -> Any:
-    """Return DeepSpeed's ZeRO optimizer, to which ZeRO sets a reference on the parameters; None
-    without ZeRO."""
+    """Return DeepSpeed's ZeRO optimizer of a model; None without ZeRO. ZeRO stores a reference to
+    the optimizer as an attribute of the parameters."""
     for parameter in model.parameters():
         for name in ZERO_OPTIMIZERS:
             if hasattr(parameter, name):

@@ -100,9 +100,9 @@ class InBackward:
 
 
 class Guard:
-    """Forward pre-hook that raises if weights with an optimizer in backward would not train
-    correctly: an engine (DDP, DeepSpeed) was added, or a weight was replaced, after
-    `optimizer_in_backward` was called.
+    """Forward pre-hook of the model that raises ConfigError if weights with an optimizer in
+    backward would not train correctly. This happens when an engine (DDP, DeepSpeed) was added, or a
+    weight was replaced, after `optimizer_in_backward` was called.
 
     The check runs before forward, because an engine cannot recover from an error during backward. A
     copied or pickled guard checks nothing, because a copy of the model has weights without hooks.
@@ -135,8 +135,9 @@ class Guard:
 
 
 def _refuse_engine(weight: Tensor) -> None:
-    """Raise ConfigError if an engine (DDP, DeepSpeed) reduces the gradient [...] of `weight` over
-    ranks only after the optimizer's hook. The optimizer would step with this rank's gradient."""
+    """Raise ConfigError if an engine reduces the gradient of `weight` [...] over ranks only after
+    the weight's hooks have run, as DDP and DeepSpeed do. The optimizer in the hook would step with
+    this rank's gradient alone."""
     name = reduces_later(weight)
     if name is not None:
         raise ConfigError(

@@ -100,9 +100,8 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     @property
     def sampler(self) -> TokenBatchSampler:
-        """Return the sampler itself. accelerate calls `set_epoch` on the `sampler` of a wrapped
-        batch sampler.
-        """
+        """Return the sampler itself, because accelerate calls `set_epoch` on the attribute
+        `sampler` of a batch sampler."""
         return self
 
     def set_epoch(self, epoch: int, batches_done: int = 0) -> None:
@@ -125,7 +124,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         return self._count // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield each batch as a list of row numbers."""
+        """Yield each batch of the epoch as a list of row indices. Batches that `set_epoch` was told
+        to skip are left out of this iteration."""
         first, step = (0, 1) if self.rank is None else (self.rank, self.num_replicas)
         epoch = self.epoch
         skipped = self._batches_done

@@ -30,7 +30,7 @@ with required("verl"):
 
 @functools.cache
 def launched() -> Launched:
-    """Return the object that patches the models of this process, with the settings in the
+    """Return the object that patches this process's models (`Launched`), with the settings in the
     environment variable STREAMBP_LAUNCH. The first call creates the object.
 
     Raises:
@@ -40,8 +40,8 @@ def launched() -> Launched:
 
 
 def check(engine: Any) -> None:
-    """Check the settings of verl's engine: a patched model must compute the same as the unpatched
-    model.
+    """Raise an error if the settings of verl's engine are not among those for which a patched model
+    computes the same as the unpatched model.
 
     Raises:
         UnsupportedModelError: a setting would change the results, or is untested.

@@ -28,8 +28,8 @@ LEAVING = (
 
 
 def __getattr__(name: str) -> Any:
-    """Return a loss function that the next release removes from this module, with a
-    FutureWarning."""
+    """Return a loss function by name, with a FutureWarning: the next release removes these
+    functions from `streambp.losses`. The code is in examples/objectives.py."""
     if name not in LEAVING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(

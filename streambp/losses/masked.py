@@ -1,5 +1,5 @@
-"""Sums and means over the tokens that count, and the shape checks that every objective starts
-with."""
+"""Compute sums and means over the tokens of a mask, and check the shapes of a loss function's
+tensors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | N
 
 
 def within(mask: Tensor, values: Tensor) -> Tensor:
-    """Return values [B, T] with 0 where mask [B, T] is false. Losses mask their inputs before any
-    other operation.
+    """Return values [B, T] with 0 where mask [B, T] is false. Losses call this function on their
+    inputs before any other operation.
 
-    A mask of the loss's terms would not suffice. NaN and infinities outside of the mask, such as an
-    inference engine's -inf at padding, would reach backward. Backward multiplies such values by 0,
-    and the gradient becomes NaN.
+    A mask over the terms of the loss would not suffice. NaN and infinities outside of the mask,
+    such as an inference engine's -inf at padding, would reach backward. Backward multiplies such
+    values by 0, and the gradient becomes NaN.
     """
     return values.masked_fill(~mask.bool(), 0.0)
 

@@ -136,13 +136,16 @@ def gae(
 
 
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """Return (values - mean) / sqrt(variance + eps) of values [B, T] over the mask [B, T].
+    """Return values [B, T] scaled to variance 1 and shifted to mean 0 over the mask [B, T], and 0
+    outside of the mask: (values - mean) / sqrt(variance + eps).
 
-    Values outside of the mask are 0. eps is 1e-8, as in TRL. Constant values therefore become 0,
-    and values that vary by less than 1e-4 keep a variance below 1.
+    eps is 1e-8, as in TRL. Constant values therefore become 0, and values that vary by less than
+    1e-4 keep a variance below 1.
 
     Args:
-        shift_mean: the mean becomes 0; otherwise the values keep their mean.
+        values: [B, T].
+        mask: [B, T], true on the tokens that count.
+        shift_mean: False: the values keep their mean.
 
     Raises:
         StreamBPError: shapes do not fit.

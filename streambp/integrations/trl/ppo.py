@@ -188,7 +188,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
 
     def _token_rewards(self, output: dict[str, Any], log_probs: Tensor, mask: Tensor) -> Tensor:
         """Return the reward of each token [B, T]: the completion's reward at its last token, minus
-        the KL penalty at every token.
+        the KL penalty at every token. If there is a penalty, also log the KL divergence and adapt
+        `kl_coef`.
 
         Args:
             output: TRL's generated batch, with the reference model's log-probabilities if there is
@@ -232,8 +233,15 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         return mask
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """Return log_probs and entropy of the completion's tokens, and `state_values`: the
-        predicted value of the state before each token, [B, T] each."""
+        """Return the model's output for prompts and completions, reduced to the T completion
+        tokens: `log_probs`, `entropy` and `state_values`, [B, T] each.
+
+        `state_values` predicts the value of the state before each token.
+
+        Args:
+            model: the policy with its value head or value model.
+            inputs: TRL's generated batch.
+        """
         # [B, prompt + completion]
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
@@ -270,8 +278,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
-        """Save the value head or value model to a separate file, so that the policy's file loads
-        like any model's."""
+        """Save the policy, and save the value head or value model to a separate file. The policy's
+        file then loads like the file of any model."""
         folder = Path(output_dir or self.args.output_dir)
         if state_dict is None:
             state = self.model.state_dict()

@@ -1,4 +1,4 @@
-"""Base class of the streamed trainers."""
+"""Base class of the streamed trainers: `StreamedTrainer` patches the models of a TRL trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from streambp.tensors import replaced
 def add_streamed_head(
     config: StreamConfig, head_class: type[FusedHead], model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Patch a model and add streambp's fused head, in place of TRL's `add_fused_lm_head`.
+    """Patch a model and give it streambp's fused head. A streamed trainer calls this function where
+    TRL calls `add_fused_lm_head`.
 
     Args:
         config: settings of the patch; not used if the model is patched already.
@@ -83,11 +84,14 @@ class StreamedTrainer:
         StreamCallback.add_to(self)
 
     def _refuse_split(self, parallelism: Any) -> None:
-        """Raise if sequences are split over ranks and TRL's trainer does not support such
-        sequences.
+        """Raise StreamBPError if sequences are split over ranks, and TRL's trainer does not support
+        split sequences.
 
         TRL's trainer would fail in its first step: the mask covers full rows, but each rank has the
         log-probabilities of a part of each row.
+
+        Args:
+            parallelism: accelerate's `ParallelismConfig`; None: nothing is split.
         """
         sizes = {name: getattr(parallelism, name, 1) for name in SPLITS}
         if not self.splits_sequences and max(sizes.values()) > 1:

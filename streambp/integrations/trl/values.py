@@ -53,7 +53,8 @@ class PolicyAndValueHead(FusedHead):
     value of the state before the label's token."""
 
     def call(self, *args: Any, values: bool = False, **kwargs: Any) -> Any:
-        """Return the result of `FusedHead.call`, with `state_values` if requested.
+        """Return the result of `FusedHead.call`: the model's output with fused log-probabilities,
+        and with `state_values` if requested.
 
         Args:
             args: arguments of the model's forward.
@@ -66,9 +67,9 @@ class PolicyAndValueHead(FusedHead):
     def output(
         self, kwargs: dict[str, Any], output: Any, values: TokenLogProbs, request: HeadRequest
     ) -> Any:
-        """Return the result of `FusedHead.output`. If the forward was called with values=True, the
-        result also has `state_values`, with the shape of log_probs and a dtype of float32 or wider.
-        """
+        """Return the model's output with log-probabilities, as `FusedHead.output` does. If the
+        forward was called with values=True, the output also has `state_values`, with the shape of
+        log_probs and in float32 or a wider dtype."""
         result = super().output(kwargs, output, values, request)
         if self.with_values:
             value_model = getattr(self.module, VALUE_MODEL, None)
