@@ -22,10 +22,13 @@ FAILED = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
+    """Run a command of `streambp` and return its exit code.
 
-    0 is success (exact, fits) and 1 the opposite. 2 is bad usage or a model that cannot be judged.
-    `streambp launch` returns the exit code of its program.
+    0 is success (exact, fits) and 1 the opposite. 2 is a wrong command line, or a model that cannot
+    be counted or judged. `streambp launch` returns the exit code of its program.
+
+    Args:
+        argv: the words after `streambp`; None: those of this process's command line.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -40,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> Any:
-    """Return a command's parsed arguments, or an exit code if the line asks for help. torch is not
-    imported.
+    """Return a command's parsed arguments as a namespace, or an exit code if a help page or the
+    version was printed. torch is not imported.
 
     Raises:
-        ConfigError: the line is wrong.
+        ConfigError: the command line is wrong.
     """
     ours, program = launcher.split(words)
     arguments = parsed(app, ours, "streambp")
@@ -56,7 +59,8 @@ def parse(words: Sequence[str]) -> Any:
 
 
 def _run(arguments: Any) -> int:
-    """Run a command with valid arguments and return its exit code; errors begin with its name.
+    """Run a command with parsed arguments and return its exit code. Errors become StreamBPErrors
+    with the command's name in front.
 
     Other libraries may print to stdout. stdout is therefore redirected to stderr, except for
     `arguments.out`, the command's own output.

@@ -1,7 +1,7 @@
-"""Define the command line for typer.
+"""Define the command line of `streambp` for typer.
 
-Each command's function returns its arguments, and `runs` executes the command. No import of torch
-or transformers here, so that help and argument errors take no seconds.
+The function of each command only returns its arguments; `runs` executes the command. This module
+imports neither torch nor transformers, so help and argument errors take no seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of a command's arguments before torch is imported and a model is read."""
+"""Check a command's arguments before torch is imported and a model is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLE = "streambp plan Qwen/Qwen3-8B --gpu-memory 24GiB --lora 16"
 
 
 def check(arguments: Any) -> None:
-    """Check a command's arguments and the model's name, without reading the model.
+    """Check a command's arguments and the form of the model's name, without reading the model.
 
     Raises:
         StreamBPError: an argument is invalid.
@@ -89,7 +89,7 @@ def check_model(name: str, file: bool) -> None:
 
 
 def _check_plan(arguments: Any) -> None:
-    """Check the arguments of `streambp plan`."""
+    """Raise ConfigError if the arguments of `streambp plan` are invalid or contradict each other."""
     arguments.from_text = ""
     if arguments.from_file:
         apply_files(arguments)
@@ -135,7 +135,13 @@ def _check_plan(arguments: Any) -> None:
 
 
 def _check_writable(option: str, file: Path | None) -> None:
-    """Check that a file can be written, before minutes of work. An existing file is not changed."""
+    """Raise ConfigError if a file cannot be written, before a command works for minutes. An
+    existing file is not changed.
+
+    Args:
+        option: the command-line option, for the message.
+        file: the file to write; None: nothing is checked.
+    """
     if file is None:
         return
     try:
@@ -152,8 +158,8 @@ def _check_writable(option: str, file: Path | None) -> None:
 
 
 def _check_batch(arguments: Any) -> None:
-    """Check the arguments of `streambp plan` that describe a micro-batch of several rows. The file
-    in `arguments.lengths` is replaced by the numbers in it."""
+    """Check the arguments of `streambp plan` that describe a micro-batch of several rows. The path
+    in `arguments.lengths` is replaced by the list of numbers in the file."""
     ways = ("group", "lengths", "mean_length")
     named = []
     for name in ways:
@@ -194,7 +200,15 @@ def _check_batch(arguments: Any) -> None:
 
 
 def _lengths(option: str, file: Path) -> list[int]:
-    """Return the numbers in a file: the tokens of each row of a data set."""
+    """Return the numbers in a file, which are the tokens of each row of a data set.
+
+    Args:
+        option: the command-line option, for messages.
+        file: text file with whole numbers, one on each line or as a JSON list.
+
+    Raises:
+        ConfigError: the file cannot be read, or has other words than numbers.
+    """
     try:
         words = re.sub(r"[\[\],]", " ", file.read_text("utf-8")).split()
     except (OSError, ValueError) as error:

@@ -32,8 +32,8 @@ HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128  # heads of the attention call whose ker
 
 
 def environment() -> dict[str, Any]:
-    """Return versions and devices by name. If reading one of them fails, its value is the error as
-    text."""
+    """Return a dict with the versions of packages, the devices with their kernels, and environment
+    variables that matter. If a device cannot be read, the error's text is in its place."""
     found: dict[str, Any] = {
         "streambp": streambp.__version__,
         "python": f"{sys.version.split()[0]} on {platform.platform()}",
@@ -91,14 +91,16 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the attention kernel of a step on this device and in this dtype."""
+    """Return the name of the attention kernel that a step would use on this device and in this
+    dtype, for heads of a usual size."""
     q = torch.empty(1, HEADS, 1, HEAD_SIZE, device=device, dtype=dtype)  # [B, H, T, D]
     v = torch.empty(1, KV_HEADS, 1, HEAD_SIZE, device=device, dtype=dtype)  # [B, H_kv, T, D]
     return f"{choose_backend('auto', q, v, 0.0).name} for heads of {HEAD_SIZE}"
 
 
 def as_text(found: dict[str, Any], indent: str = "") -> str:
-    """Return one line for each part, to copy into an issue."""
+    """Return the information of `environment` as text with one line for each entry, to copy into an
+    issue."""
     lines = []
     for name, value in found.items():
         if isinstance(value, dict | list):

@@ -1,4 +1,4 @@
-"""Write the memory of a step, predicted and measured, as one HTML file with a picture.
+"""Draw the predicted and the measured memory of a step, as one HTML file for `streambp profile`.
 
 The file has no external references and no script.
 """

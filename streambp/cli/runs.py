@@ -1,4 +1,4 @@
-"""Commands that read or run a model."""
+"""Execute the commands that read or run a model: `env`, `verify`, `plan` and `profile`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FITS, DOES_NOT_FIT = 0, 1
 
 
 def run_env(arguments: Any) -> int:
-    """Print the information that a bug report needs."""
+    """Print versions, devices and kernels for a bug report, and return the exit code."""
     found = environment()
     print(as_json(found) if arguments.json else as_text(found), file=arguments.out)
     return 0
@@ -76,7 +76,15 @@ def _accelerator() -> str | None:
 
 
 def _device(asked: str) -> str:
-    """Return the requested device; by default this machine's GPU, or the host."""
+    """Return the device type to run on: the requested type, by default this machine's GPU, and
+    "cpu" if the machine has no GPU.
+
+    Args:
+        asked: the value of --device; "": not given.
+
+    Raises:
+        StreamBPError: torch finds no device of the requested type.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
     if not asked:
         return _accelerator() or "cpu"
@@ -91,7 +99,8 @@ def _device(asked: str) -> str:
 
 
 def run_verify(arguments: Any) -> int:
-    """Print the distances between the streamed gradients and the unpatched model's."""
+    """Print by how much the streamed gradients and the unpatched model's differ from the reference,
+    and return the exit code of the verdict."""
     device = _device(arguments.device)
     check_methods(arguments.against)
     notes = []
@@ -123,14 +132,16 @@ def run_verify(arguments: Any) -> int:
 
 
 def _random(arguments: Any) -> CutModel:
-    """Return a model of random weights for `streambp verify --random`."""
+    """Return the model of `streambp verify --random`: first layers of a configuration, with random
+    weights."""
     dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     config = read_config(arguments.model, arguments.trust_remote_code)
     return random_model(config, arguments.layers, dtype, arguments.seed)
 
 
 def run_plan(arguments: Any) -> int:
-    """Print the settings that fit and the code to train with them."""
+    """Print the settings with which training fits and the code to train with them, and return an
+    exit code: 0 if a plan fits, otherwise 1."""
     rates = _rates(arguments)
     if not arguments.model:
         return FITS
@@ -209,7 +220,16 @@ def run_plan(arguments: Any) -> int:
 def _notes(
     arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]
 ) -> list[str]:
-    """Return lines about the model's positions, and about Liger's kernels where they are missing."""
+    """Return lines to print with the plan: options read from files, a warning about sequences
+    beyond the model's positions, and the time that Liger's kernels would save if Liger is not
+    installed.
+
+    Args:
+        arguments: the parsed options of `streambp plan`.
+        found: the plan.
+        training: the kind of training (LoRA, bits) of the plan.
+        counted: makes a plan for another kind of training.
+    """
     lines = [arguments.from_text] if arguments.from_text else []
     config = read_config(arguments.model, arguments.trust_remote_code)
     warning = beyond_positions(config, found.seq_len)
@@ -240,10 +260,16 @@ def _print_what_fits(
     faster plans.
 
     If this plan fits and the user did not choose a kind of training, print a LoRA plan too.
+
+    Args:
+        arguments: the parsed options of `streambp plan`.
+        found: the plan.
+        training: the kind of training (LoRA, bits) of the plan.
+        counted: makes a plan for another kind of training.
     """
 
     def count(how: Training) -> Profile:
-        """Return the model's profile with a training."""
+        """Return the profile of the model for another kind of training."""
         profile: Profile = counted(lora=how.lora, bits=how.bits).profile
         return profile
 
@@ -301,8 +327,8 @@ def _batches(arguments: Any) -> list[Batch]:
 
 
 def _rates(arguments: Any) -> Rates:
-    """Return the rates of the device: measured here, or by its name, or those of a usual device
-    with about the requested memory."""
+    """Return the speeds of the device: measured on this machine (--measure-device), or looked up by
+    name (--device), or assumed from --gpu-memory."""
     if arguments.measure_device is None:
         if arguments.device is None and arguments.gpu_memory is not None:
             return assumed_rates(arguments.gpu_memory)
@@ -340,7 +366,7 @@ def _write_page(
 
 
 def _shown_name(model: str) -> str:
-    """Return the model's name for a heading: that of its folder, or its id on the Hub."""
+    """Return a model's name for a heading: the name of its folder, or its id on the Hub."""
     path = Path(model).resolve()
     if path.is_file():
         return path.parent.name
@@ -350,7 +376,8 @@ def _shown_name(model: str) -> str:
 
 
 def run_profile(arguments: Any) -> int:
-    """Print the memory of a real step next to its prediction."""
+    """Run one training step, print its measured memory beside the predicted memory, and return the
+    exit code."""
     length = arguments.seq_len
     config = arguments.config
     chunk = plan_chunks(length, 1, config.chunk_size).size

@@ -1,7 +1,7 @@
-"""Options of `streambp plan` from the files that describe a training: TRL's and HfArgumentParser's
-YAML or JSON, axolotl's, and accelerate's.
+"""Read options of `streambp plan` from the files that describe a training: YAML or JSON files of
+TRL and HfArgumentParser, axolotl's, and accelerate's.
 
-Options of the command line win over a file's keys. A key without an option here is left alone.
+Options of the command line win over a file's keys. A key without an option here is ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ TRAININGS = ("--full", "--lora", "--bits")
 
 
 def apply_files(arguments: Any) -> None:
-    """Set the arguments of `plan` that training files give and the command line does not.
+    """Set the arguments of `plan` that are not on the command line to the values in the files of
+    --from-file.
 
     `arguments.from_text` becomes one line with the options that were read.
 
@@ -64,7 +65,7 @@ def apply_files(arguments: Any) -> None:
 
 
 def read(file: Path) -> Mapping[str, Any]:
-    """Return a file's keys.
+    """Return the keys and values of a training file.
 
     Raises:
         ConfigError: the file cannot be read, or has no keys.
@@ -94,7 +95,12 @@ def read(file: Path) -> Mapping[str, Any]:
 
 
 def options_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return a file's options by the names of `plan`'s arguments.
+    """Translate a training file's keys into options of `streambp plan`. Return a dict from the
+    names of `plan`'s arguments to values.
+
+    Args:
+        keys: keys and values of the file.
+        file: the file, for messages.
 
     Raises:
         ConfigError: a key has an invalid value.

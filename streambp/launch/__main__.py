@@ -47,8 +47,8 @@ def command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script like `python SCRIPT` does, with its models patched. Return the script's exit
-    code, or 96 if the script succeeded without a patched model and no flag allows this. A wrong
-    command line returns 2."""
+    code, or 96 if the script succeeded and no model was patched. The flag --allow-unpatched
+    prevents 96. A wrong command line returns 2."""
     try:
         parsed_line = parsed(
             app, sys.argv[1:] if argv is None else argv, "python -m streambp.launch"

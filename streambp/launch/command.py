@@ -125,8 +125,8 @@ def judge(code: int, patched: int, allowed: bool) -> int:
 
 
 def environment(settings: Settings, folder: str) -> dict[str, str]:
-    """Return this process's environment variables, with those that pass the settings to the
-    program's processes.
+    """Return a copy of this process's environment variables, with further variables that pass the
+    settings to the program's processes.
 
     Args:
         settings: the settings.
@@ -167,7 +167,8 @@ def call(program: Sequence[str], variables: dict[str, str]) -> int:
 
 @contextlib.contextmanager
 def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
-    """Context manager in which `receive` is called with the number of each signal to this process.
+    """Context manager in which signals to this process do not end it: `receive` is called with the
+    number of each signal.
 
     Signals from a terminal's keys (Ctrl-C) are left out, because the terminal sends them to the
     program as well.

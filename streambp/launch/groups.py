@@ -1,4 +1,5 @@
-"""Put rows of one prompt into one micro-batch, for TRL trainers that shuffle a generation batch.
+"""Put all completions of a prompt into one micro-batch, for TRL trainers that shuffle generated
+batches.
 
 GRPO's and RLOO's trainers permute all completions and split them into micro-batches. Rows of one
 prompt end up far apart and cannot share computation. This module regroups the split rows: prompts
@@ -37,9 +38,9 @@ def keep_groups(trainer: Any) -> None:
 
 
 def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
-    """Return the result of a TRL trainer's `_prepare_inputs`, the inputs of one micro-batch. If the
-    model has rows="packed", newly generated rows are regrouped before: the completions of each
-    prompt are adjacent in the micro-batches.
+    """Return the inputs of one micro-batch: the result of a TRL trainer's own `_prepare_inputs`. If
+    the model has rows="packed", the trainer's newly generated rows are first put into another
+    order, in which the completions of a prompt are adjacent.
 
     Args:
         trainer: the trainer.
@@ -68,8 +69,8 @@ def grouped(batches: list[Batch]) -> list[Batch]:
     """Return the same rows in micro-batches of the same sizes, in which the completions of each
     prompt are adjacent.
 
-    A prompt is identified by its ids and its mask. Micro-batches stay unchanged without prompts, or
-    with values that do not have an entry for each row (images).
+    Rows with equal prompt ids and prompt mask belong to one prompt. The micro-batches are returned
+    unchanged if they have no prompts, or have values without an entry for each row (images).
     """
     first = batches[0]
     if not all(isinstance(first.get(name), Tensor) for name in PROMPTS) or IMAGES_OF_ROWS in first:

@@ -39,9 +39,8 @@ class Hook:
         self._launched: Launched | None = None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the import spec for a module that this hook changes; None for all other modules.
-        Another finder makes the spec, and its loader is changed to run the hook's action after the
-        module's code.
+        """Return the import spec of a module that this hook changes; None for all other modules,
+        which other finders then import. The spec's loader executes the module and then changes it.
 
         The loader keeps its class and its interface.
         """
@@ -90,6 +89,9 @@ class Hook:
         """Make HF Trainer patch its model at the end of `Trainer.__init__`.
 
         Later statements of a subclass's `__init__` then see the patched model.
+
+        Args:
+            module: the imported `transformers.trainer`.
         """
         from functools import wraps
 
@@ -118,9 +120,13 @@ class Hook:
         module.add_fused_lm_head = add_fused_lm_head  # type: ignore[attr-defined]
 
     def change_models(self, module: ModuleType) -> None:
-        """Make `train()` of every transformers model patch the model, for the setting at="train".
+        """Make `train()` of transformers models patch the model before it sets training mode. Do
+        nothing unless the setting is at="train".
 
         The model is also patched if `train()` is called on a module that contains the model.
+
+        Args:
+            module: the imported `transformers.modeling_utils`.
         """
         from functools import wraps
 

@@ -1,4 +1,4 @@
-"""Patch the models of a program without changes to the program, and record the results."""
+"""Patch the models of a program whose code is unchanged, and record which models were patched."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Launched:
 
     def trainer_made(self, trainer: Any) -> None:
         """Patch the model of an HF Trainer at the end of the Trainer's `__init__`, and add
-        callbacks that patch the Trainer's later models."""
+        callbacks: one patches later models and prints the report, another logs tokens and memory.
+        """
         self.streams(trainer.model, self.for_trainer(trainer))
         trainer.add_callback(Watcher(self, trainer))
         StreamCallback.add_to(trainer)
@@ -75,8 +76,8 @@ class Launched:
     def head_wanted(
         self, theirs: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        """Patch a model and add streambp's fused head. If the model cannot be patched, or the
-        settings have head=False, call TRL's `add_fused_lm_head` instead.
+        """Add a fused head to a model, in place of TRL's `add_fused_lm_head`: streambp's head if
+        the model can be patched, and otherwise, or with the setting head=False, TRL's.
 
         Args:
             theirs: TRL's function.
@@ -94,7 +95,8 @@ class Launched:
         add_head(causal, *args, **kwargs)
 
     def training(self, model: nn.Module) -> None:
-        """Patch a model whose `train()` was just called (the setting at="train")."""
+        """Patch a model whose `train()` was just called (the setting at="train"), unless it is
+        patched or part of a recorded model."""
         if (
             not self._busy
             and not self._knows(model)
@@ -149,7 +151,7 @@ class Launched:
         self.account()
 
     def _knows(self, model: nn.Module) -> bool:
-        """True if the record has this model or a model around it."""
+        """True if this model is recorded, or is part of a recorded model."""
         return any(part is model for recorded in self._records for part in recorded.modules())
 
     def account(self) -> Account:
@@ -218,8 +220,8 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
         self.told = False
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Patch models that did not exist at the end of `Trainer.__init__`: a model that
-        `model_init` has created anew, and a reference model of a library such as TRL."""
+        """Patch models that were created after `Trainer.__init__`: the trainer's new model if
+        `model_init` created one, and a reference model of a library such as TRL."""
         self.launched.streams(self.trainer.model, self.launched.for_trainer(self.trainer))
         reference = getattr(self.trainer, "ref_model", None)
         if isinstance(reference, nn.Module):

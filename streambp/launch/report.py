@@ -1,4 +1,4 @@
-"""Record of each process of a launched program, and the combined report."""
+"""Record the results of each process of a launched program, and combine them in one report."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DIGITS = 10  # a longer number is no rank
 
 @dataclasses.dataclass
 class Model:
-    """One model of a process in the report of `streambp launch`.
+    """Entry for one model in the report of `streambp launch`.
 
     Attributes:
         kind: class name.
         description: text of `describe`; None: not patched.
-        left: the reason for an unpatched model; None: patched.
+        left: the reason why the model was not patched; None: patched.
     """
 
     kind: str
@@ -58,8 +58,8 @@ class Account:
 
 
 def leave(account: Account) -> bool:
-    """Write the record of a process into the folder where the `streambp launch` command reads it.
-    Return False if no folder is set, or if the file cannot be written."""
+    """Write the record of a process into the folder from which the `streambp launch` command reads.
+    Return True if the file was written, and False if no folder is set or writing failed."""
     folder = os.environ.get(FOLDER, "")
     file = Path(folder, f"{account.process}.json")
     try:
@@ -100,7 +100,8 @@ def collect(folder: Path) -> tuple[list[Account], list[str]]:
 
 
 def _place(rank: str | None) -> tuple[bool, int, str]:
-    """Return a key that sorts ranks: numbers first, then other names ("worker-0")."""
+    """Return a sort key for the environment variable RANK: no rank first, then numbers, then other
+    names ("worker-0")."""
     text = rank or ""
     if text.isdecimal() and len(text) < DIGITS:
         number = int(text)
@@ -115,8 +116,8 @@ def streamed(accounts: Iterable[Account]) -> int:
 
 
 def table(accounts: list[Account]) -> str:
-    """Return the report of `streambp launch` as text. Processes with equal results are listed
-    together."""
+    """Return the report of `streambp launch` as text: the models of each process. Processes with
+    equal results are listed together."""
     if not accounts:
         return (
             "no process made a Trainer or trained a model that streambp launch could have patched"

@@ -1,6 +1,5 @@
-"""Settings of `streambp launch`: `StreamConfig`'s fields as flags, and as JSON for the child
-processes.
-"""
+"""Convert the settings of `streambp launch`: flags of the command line to a `StreamConfig`, and to
+JSON for the program's processes."""
 
 from __future__ import annotations
 
@@ -67,7 +66,8 @@ def from_fields(fields: dict[str, Any]) -> Settings:
 
 
 def config_from(fields: dict[str, Any], source: str) -> StreamConfig:
-    """Return a `StreamConfig` from a dict of its fields.
+    """Return a `StreamConfig` from a dict of its fields, with the defaults of `streambp launch` for
+    missing fields.
 
     The default of `lazy_logits` is True here, except with head=False.
 

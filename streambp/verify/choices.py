@@ -1,4 +1,4 @@
-"""Record the experts that `topk` chose for each token in a forward."""
+"""Record the indices chosen by `topk` for each token in a forward, such as experts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class CountedChoices(TorchFunctionMode):
         return result
 
     def differing(self, other: CountedChoices) -> int:
-        """Return the number of rows whose indices were counted here and not in `other`.
+        """Return the number of rows whose indices were counted here and not in `other`. A row is a
+        token with the indices of its experts, for example.
 
         Sizes for which the two objects counted different numbers of rows are ignored. Sparse
         attention has such sizes: `topk` selects among the keys so far, and their number depends on

@@ -266,11 +266,11 @@ def _judge(
 
 
 class Judged(NamedTuple):
-    """Errors of one run's gradients, relative to the reference in a wider dtype.
+    """Errors of one run's gradients, relative to the reference in a wider dtype, and the verdict.
 
     Attributes:
         rated: the errors of each parameter, worst first.
-        whole: the errors of the full gradient.
+        whole: the errors of the full gradient, all parameters together.
         problems: evidence against exactness; empty if exact.
     """
 
@@ -296,8 +296,8 @@ class Draw(NamedTuple):
 def _rate(
     loss: float, distances: dict[str, list[float]], runs: list[VerifyRun], number: int
 ) -> Judged:
-    """Return the errors of one run's gradients, relative to the truth, the reference in a wider
-    dtype.
+    """Return the errors of one run's gradients, relative to the truth (the gradients of the
+    unpatched model in a wider dtype).
 
     Args:
         loss: loss of the truth.
@@ -420,7 +420,8 @@ def check_memory(
 
 
 def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0) -> Batch:
-    """Return one row of random tokens; its first eighth and an eighth of the rest have no label.
+    """Return the model's arguments for one row of random tokens. The labels are the tokens, except
+    for the first eighth of the row and an eighth of the rest (-100).
 
     Padding and the first token behind it have no label either, because the last padding token would
     predict that first token without reading any key.
@@ -498,7 +499,8 @@ class VerifyRun:
 def _run(
     model: nn.Module, batch: Batch, scale: float, forward: Callable[..., Any] | None = None
 ) -> VerifyRun:
-    """Run one step and move its gradients to the host.
+    """Run forward and backward of one batch, and return the loss and the gradients, which are moved
+    to the host.
 
     Args:
         model: the model whose parameters get the gradients.
@@ -550,14 +552,17 @@ def _backward(
 def _run_streamed(
     model: nn.Module, config: StreamConfig, batch: Batch, scale: float
 ) -> tuple[VerifyRun, list[str]]:
-    """Run one step of the streamed model. Return its results, and notes on the parts of the model
-    that did not stream.
+    """Patch the model, run one step, and unpatch the model. Return the step's results, and notes on
+    the parts of the model that did not stream.
 
     Args:
         model: the model.
         config: settings of the patch.
         batch: arguments of the model.
         scale: factor of the loss before backward.
+
+    Raises:
+        StreamBPError: no layer streamed.
     """
     install(model, config)
     with torch.enable_grad():
@@ -617,7 +622,8 @@ def _run_truth(
     distances_by_name: dict[str, list[float]] = {}
 
     def compare(name: str, parameter: Tensor) -> None:
-        """Compare one parameter's gradient with all runs and free it."""
+        """Store the distance of one parameter's gradient from the gradient of each run, and free
+        the gradient. A hook of the parameter calls this function."""
         gradient = parameter.grad
         parameter.grad = None
         distances = [_distance(gradient, run.gradients.get(name)) for run in runs]
@@ -654,8 +660,8 @@ def _distance(truth: Tensor | None, other: Tensor | None) -> float:
 
 
 def _measure_streamed(model: nn.Module, config: StreamConfig, batch: Batch) -> tuple[int, float]:
-    """Return the peak bytes and the seconds of a streamed step. A first step, in which the layers
-    are tested, is not measured."""
+    """Return the peak bytes beyond the weights, and the seconds, of a streamed forward and
+    backward. The first step, in which the layers are tested, is not measured."""
     install(model, config)
     try:
         return _measure(model, model, batch)
@@ -664,7 +670,8 @@ def _measure_streamed(model: nn.Module, config: StreamConfig, batch: Batch) -> t
 
 
 def _measure(forward: Callable[..., Any], model: nn.Module, batch: Batch) -> tuple[int, float]:
-    """Return the peak bytes beyond the weights, and the seconds, of forward and backward.
+    """Return the peak bytes beyond the weights, and the seconds, of forward and backward. Several
+    steps run; the first is not measured, and the seconds are those of the fastest.
 
     Args:
         forward: the method's forward.

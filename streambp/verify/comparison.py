@@ -1,4 +1,4 @@
-"""Exactness, memory and time of several methods on one model, as a table."""
+"""Show the exactness, memory and time of several methods on one model as a table."""
 
 from __future__ import annotations
 

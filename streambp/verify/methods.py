@@ -52,7 +52,7 @@ def name_of(method: Method) -> str:
 
 
 def check_methods(methods: Sequence[Method]) -> None:
-    """Check the names of methods.
+    """Raise an error if a name of a method is unknown or occurs twice.
 
     Raises:
         ConfigError: a name is unknown, or occurs twice.
@@ -92,7 +92,8 @@ def check_libraries(methods: Sequence[Method], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def prepared(model: nn.Module, method: Method) -> Iterator[Forward]:
-    """Context manager with the forward of a method, which takes the model's arguments.
+    """Context manager that sets up a method on a copy of the model, and yields the method's
+    forward: a function of the model's arguments.
 
     Args:
         model: the unpatched model, in eval mode. Its parameters get the gradients.
@@ -176,7 +177,11 @@ def _with_trls_head(model: Any) -> Forward:
 
 
 def _liger() -> Callable[..., None]:
-    """Return Liger's function that puts its kernels on a model."""
+    """Return Liger's function that replaces parts of a model instance by Liger's kernels.
+
+    Raises:
+        MissingLibraryError: Liger is not installed.
+    """
     with required(LIGER_PACKAGE):
         package = importlib.import_module(f"{LIGER_PACKAGE}.transformers")
     apply: Callable[..., None] = package._apply_liger_kernel_to_instance
@@ -184,7 +189,7 @@ def _liger() -> Callable[..., None]:
 
 
 def _with_ligers_kernels(model: nn.Module) -> None:
-    """Put Liger's norms and MLPs on a model, and Liger's fused linear cross-entropy.
+    """Replace a model's norms, MLPs and loss (fused linear cross-entropy) by Liger's kernels.
 
     The model keeps its own rotation: Liger's is set for all models of the process, and the other
     runs would have it, too.

@@ -1,4 +1,4 @@
-"""Models with random weights, made from a configuration and cut to a few layers.
+"""Make models with random weights from a configuration, cut to a few layers.
 
 A model's code is exact or not whatever its weights are. The first layers of a model, with random
 weights, can therefore be judged before the weights are downloaded.

@@ -39,11 +39,12 @@ def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """Context manager in which every request for float32 results in float64.
+    """Context manager in which casts to float32 give float64: `torch.float32` as an argument of a
+    torch function, and `Tensor.float()`.
 
-    The default dtype is float64 as well: without it,
-    `torch.full((), torch.finfo(scores.dtype).min)` for float64 scores overflows float32. Only for
-    unpatched models, because a function mode is off inside backward.
+    The default dtype is float64 as well: without it, `torch.full((),
+    torch.finfo(scores.dtype).min)` for float64 scores overflows float32. Only for unpatched models,
+    because a function mode is off inside backward.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -55,7 +56,8 @@ def in_float64() -> Iterator[None]:
 
 
 class _CastsLifted(TorchFunctionMode):
-    """Function mode that replaces float32 by float64 in all arguments."""
+    """Function mode that replaces `torch.float32` by `torch.float64` in the arguments of every
+    torch function, and `Tensor.float()` by `Tensor.double()`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -75,7 +77,8 @@ def _widened(value: Any) -> Any:
 
 @contextlib.contextmanager
 def float64_experts(model: nn.Module) -> Iterator[None]:
-    """Context manager in which experts are multiplied one after the other.
+    """Context manager in which the model multiplies its experts one after the other, for models in
+    float64.
 
     torch's grouped matrix products do not support float64.
     """

@@ -162,8 +162,13 @@ class Verification:
 
 
 def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], ParameterError]:
-    """Return every parameter's errors and allowed maximum, worst error first, and those of the full
-    gradient."""
+    """Return the errors of each parameter, worst first, and of the full gradient. An error includes
+    `bar`, its allowed maximum.
+
+    Args:
+        distances: distances of the streamed and the unpatched gradient from the truth, by parameter
+            name.
+    """
     columns = zip(*((d.truth, d.streamed, d.unpatched) for d in distances.values()), strict=True)
     norm, streamed, unpatched = (math.hypot(*column) for column in columns)
     norm = max(norm, 1e-300)
@@ -207,7 +212,7 @@ def find_problems(
     received: set[str],
     run: str = "streamed",
 ) -> tuple[str, ...]:
-    """Return all evidence that a run's gradient is not exact.
+    """Return the reasons why a run's gradient is not exact, one text for each; () if it is exact.
 
     Args:
         rated: every parameter's errors.

@@ -1,6 +1,8 @@
-"""First entry on PYTHONPATH of a launched program: loads the hook, then the hidden sitecustomize.
+"""Load the hook at the start of a launched program's interpreters, then the environment's own
+sitecustomize, which this file hides.
 
-The folder contains no other file, because every program could import it. See `launch/hook.py`.
+The folder of this file is the first on PYTHONPATH. The folder contains no other file, because every
+program could import it. See `launch/hook.py`.
 """
 
 from __future__ import annotations
