@@ -1,3 +1,2 @@
-"""State passed from chunk to chunk beside K and V: recurrence and convolution states, and
-documents.
-"""
+"""Pass values other than K and V from one chunk of a layer to the next: the states of recurrences
+and convolutions, and the boundaries of packed documents."""

@@ -19,8 +19,8 @@ Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class StateCarrier:
-    """Passes the recurrent and convolution states of a layer from one chunk to the next, through
-    the layer's cache or through an argument and a return value for the states.
+    """Passes the recurrent and convolution states of a layer from one chunk to the next. The layer
+    gets its states from its cache, or takes and returns them as an argument and a result.
 
     Args:
         argument: name of the argument for the cache or the states; "": the layer has no states.
@@ -29,8 +29,8 @@ class StateCarrier:
     Attributes:
         carries: True if the layer has states.
         least: minimum number of tokens in a chunk.
-        why_not_split: the reason why the layer's sequences cannot be split over ranks; None: they
-            can.
+        why_not_split: the reason why a sequence of this layer cannot be split over ranks; None for
+            a layer without states.
     """
 
     def __init__(self, argument: str = "", returned: bool = False) -> None:
@@ -49,16 +49,19 @@ class StateCarrier:
     def hand(
         self, named: dict[str, Any], chunk: Chunk, states: States | None, read: Read | None
     ) -> tuple[dict[str, Any], StateCache | None]:
-        """Return a chunk's arguments with the chunk's cache; the start states replace the cache if
-        the layer takes states as an argument. Return the cache too, which collects the chunk's end
-        states; None: the layer needs no cache.
+        """Return the arguments for one chunk's forward, and the chunk's cache, which collects the
+        chunk's end states.
+
+        The cache replaces the layer's cache argument. If the layer takes states as an argument, the
+        start states replace this argument instead. The cache is None, and the arguments are
+        unchanged, if both `states` and `read` are None.
 
         Args:
             named: the chunk's arguments by name.
             chunk: the chunk.
-            states: states at the chunk's start; None: the layer gets no cache for states.
-            read: returns K and V of all positions so far for the chunk's K and V, if the layer
-                reads keys and values from its cache; None: the layer does not.
+            states: states at the chunk's start; None: the layer has no states.
+            read: function from the chunk's K and V to K and V of all positions so far; None: the
+                layer reads no keys and values from its cache.
         """
         if states is None and read is None:
             return named, None

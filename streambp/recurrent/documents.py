@@ -55,8 +55,7 @@ class Documents:
             argument.
         ends: cu_seq_lens_q [documents + 1] int32, from 0 to T, for a batch of one row; None: no
             such argument.
-        known: the values of `ends` on the host; None: read them from the device, which
-            synchronizes.
+        known_ends: the values of `ends`; None: read them from the device, which synchronizes.
     """
 
     def __init__(
@@ -71,8 +70,8 @@ class Documents:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """Return the arguments by name: seq_idx [B, T] and cu_seq_lens_q [documents + 1], those
-        that exist."""
+        """Return a dict with the arguments seq_idx [B, T] and cu_seq_lens_q [documents + 1] for the
+        full sequence; an argument that the call does not have is left out."""
         arguments: dict[str, Tensor] = {}
         if self.ids is not None:
             arguments[DOCUMENT_IDS] = self.ids
@@ -178,8 +177,8 @@ class PackedRows:
         return self._documents[names]
 
     def segments(self, chunk: Chunk) -> list[Segment]:
-        """Return the chunk's tokens split by document. Rows whose documents have the same
-        boundaries in the chunk share a `Segment`."""
+        """Return the chunk's tokens split by document, as one `Segment` for each range of tokens.
+        Rows whose documents have the same boundaries in the chunk share a `Segment`."""
         rows_by_range: dict[tuple[int, int, bool], list[int]] = {}
         for row, ends in enumerate(self.ends):
             first = bisect.bisect_left(ends, chunk.start)
@@ -210,8 +209,15 @@ def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
 
 
 def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a layer's document arguments for a test in which each row is one document, by name:
-    seq_idx [B, T], cu_seq_lens_q [2]. Arguments that `named` does not contain are left out."""
+    """Return replacements for a layer's document arguments, by name, with which each row is one
+    document: seq_idx [B, T], cu_seq_lens_q [2]. Arguments that `named` does not contain are left
+    out.
+
+    The tests of a layer's first call use these arguments.
+
+    Args:
+        named: the layer's arguments by name.
+    """
     replacements = {}
     if named.get(DOCUMENT_IDS) is not None:
         replacements[DOCUMENT_IDS] = torch.zeros_like(named[DOCUMENT_IDS])
@@ -221,9 +227,11 @@ def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
-    """Return a layer's document arguments for a test in which each row has several short documents,
-    by name: seq_idx [B, T], cu_seq_lens_q [documents + 1]. Every second row of seq_idx has other
-    boundaries. Arguments that `named` does not contain are left out.
+    """Return replacements for a layer's document arguments, by name, with which each row has
+    several short documents: seq_idx [B, T], cu_seq_lens_q [documents + 1]. Every second row of
+    seq_idx has other boundaries. Arguments that `named` does not contain are left out.
+
+    The tests of a layer's first call use these arguments.
 
     Args:
         named: the layer's arguments by name.
@@ -243,8 +251,8 @@ def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
 
 
 def tried_rows(rows: int, length: int) -> PackedRows:
-    """Return the boundaries of several short documents in rows of `length` tokens, for a test.
-    Every second row has other boundaries, as in `in_several`."""
+    """Return boundaries of several short documents for `rows` rows of `length` tokens, for the
+    tests of a layer's first call. Every second row has other boundaries, as in `in_several`."""
     ends: list[tuple[int, ...]] = []
     for row in range(rows):
         inner_ends = [end - row % 2 for end in TRIAL_LENGTHS if end < length]
@@ -256,9 +264,8 @@ Function = Callable[..., Any]
 
 
 def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return (module, name) for each convolution, scan or delta rule in a layer that accepts
-    document boundaries. The name is that of the global through which the module's forward calls the
-    function."""
+    """Return pairs (module, name) for each convolution, scan or delta rule in a layer that accepts
+    document boundaries. The module's forward calls the function through the global `name`."""
     readers = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -269,8 +276,8 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
-    """Return a wrapper of `function`, which is a convolution, a scan or a delta rule. The wrapper
-    passes the document boundaries of this chunk's tokens to every call."""
+    """Return a wrapper of a convolution, a scan or a delta rule that passes the document boundaries
+    of this chunk's tokens to every call."""
     tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[
         kind_of(function) or ""
     ]
@@ -330,8 +337,11 @@ def _tell_scan(
 def _tell_rule(
     real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call the delta rule `real` with a start state for each of N documents, [N, H, K, V]. Return
-    its output and the end state of the last document, [1, H, K, V]."""
+    """Call the delta rule `real` with one start state for each of the chunk's N documents, [N, H,
+    K, V]. Return its output, and the end state of the last document, [1, H, K, V].
+
+    The chunk's start state is for a first document that began earlier; all others start from zeros.
+    """
     # [N + 1], [1, H, K, V]
     ends = kwargs.get("cu_seqlens")
     state = kwargs.get("initial_state")

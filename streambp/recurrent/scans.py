@@ -52,9 +52,9 @@ GATE = 64.0  # silu(64) = 64, and dividing by a power of two rounds nothing
 
 
 def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return (module, name) for the modules inside a layer whose recurrence takes no start state.
-    The name is that of the attribute or global to replace, through which the forward calls the
-    recurrence."""
+    """Return pairs (module, name) for the modules inside a layer whose recurrence takes no start
+    state. The module's forward calls the recurrence through the attribute or global `name`, which
+    is to be replaced."""
     scans = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -173,8 +173,8 @@ def _scan(
     recurrent_states: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Run RecurrentGemma's `_rnn_scan` from the cache's start state, and store its end state in the
-    cache instead of on the module.
+    """Run RecurrentGemma's `_rnn_scan` from the cache's start state, and return the scan's results.
+    The end state is stored in the cache instead of on the module.
 
     Args:
         real: the module's own `_rnn_scan`.
@@ -189,8 +189,9 @@ def _scan(
 
 
 def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
-    """Return a causal convolution's output for x [B, D, C], with the inputs before the chunk from
-    the cache in place of zero padding."""
+    """Return a causal convolution's output [B, D, C] for a chunk x [B, D, C]. Inputs from the cache
+    replace the zero padding before the chunk, and the chunk's last inputs are stored in the cache.
+    """
     inputs_before = conv.kernel_size[0] - 1
     joined = cache.update_conv_state(x, 0, conv_kernel_size=inputs_before)  # [B, D, k - 1 + C]
     # [B, D, k - 1 + C]
@@ -200,8 +201,8 @@ def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class TorchWithState:
-    """Replacement for the global name `torch` in a module's forward that creates its start state
-    [...] by `torch.zeros`."""
+    """Replacement for the global `torch` in the code of a module whose forward creates its start
+    state [...] by `torch.zeros`. All other attributes are torch's."""
 
     _state: Tensor | None
 
@@ -218,8 +219,8 @@ class TorchWithState:
 
 class SelectiveScan:
     """Mamba 1's selective scan with a start state and a differentiable end state, which the
-    original scan lacks. Additional tokens in front of the chunk write the start state; those behind
-    read the end state.
+    original scan lacks. Additional tokens in front of the chunk write the start state, and
+    additional tokens behind the chunk read the end state.
 
     Args:
         scan: the original scan: (u [B, D, T], dt [B, D, T], A [D, N], B [B, N, T], C [B, N, T],
@@ -259,7 +260,8 @@ class SelectiveScan:
         **kwargs: Any,
     ) -> Any:
         """Run the scan with additional tokens that write the start state and read the end state.
-        Return its results without these tokens. The arguments are those of the original scan."""
+        Return the scan's results for the chunk's own tokens. The arguments are those of the
+        original scan."""
         start = self._start
         if start is not None and start.dim() == 4:  # [B, heads, D, N]
             start = start[:, self._calls]
@@ -319,12 +321,11 @@ def _raw(
     softplus: bool,
     dt: Tensor,
 ) -> Tensor:
-    """Return the step dt [D] for the additional tokens of `SelectiveScan` that write the start
-    state, before bias and softplus are applied.
+    """Return the step dt [D] of the additional tokens with which `SelectiveScan` writes the start
+    state in front of a chunk. The scan has yet to apply bias and softplus to this step.
 
-    `SelectiveScan` puts additional tokens before a chunk, whose inputs write the start state, and
-    enlarges these inputs by what decays until the chunk begins. Large values of A reduce the step,
-    so that the enlargement is at most exp(DECAY) and does not overflow.
+    The inputs of these tokens are enlarged by the factor that decays until the chunk begins. A
+    larger A gives a smaller step, so that this factor is at most exp(DECAY) and does not overflow.
 
     Args:
         A: the scan's A, [D, N].
@@ -352,8 +353,8 @@ def _written(
     dtype: torch.dtype,
     parts: int,
 ) -> Tensor:
-    """Return the inputs u [B, D, parts * N] of tokens before a chunk that `SelectiveScan` adds to
-    write the start state into the scan.
+    """Return the inputs u [B, D, parts * N] of the additional tokens with which `SelectiveScan`
+    writes the start state in front of a chunk.
 
     Args:
         start: the start state [B, D, N].
@@ -390,9 +391,9 @@ def _written(
 
 
 class EndState(torch.autograd.Function):
-    """Autograd Function that returns a scan's end state [B, D, N]. Backward sends the gradient to
-    the outputs of additional tokens behind the chunk, from which `SelectiveScan` reads this state.
-    """
+    """Autograd Function that returns a scan's end state [B, D, N], which has no gradient of its
+    own. Backward sends the gradient to the outputs of the additional tokens behind the chunk with
+    which `SelectiveScan` reads this state."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *readers: Tensor) -> Tensor:
@@ -410,8 +411,8 @@ class EndState(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient [B, D, N] for each part of the reading tokens' outputs. The first
-        gets the rounded gradient, and the second its rounding error."""
+        """Return the gradient [B, D, N] for each part of the additional tokens' outputs. The first
+        part gets the gradient rounded to its dtype, and the second part the rounding error."""
         gradients = []
         remainder = grad
         for _ in range(ctx.parts):

@@ -58,8 +58,8 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
 
 
 def _names(module: nn.Module) -> set[str]:
-    """Return the names of all globals and attributes that a module's methods use, in its class and
-    the base classes below nn.Module."""
+    """Return the names of all globals and attributes that the code of a module's methods mentions.
+    The methods are those of its class and of the base classes below nn.Module."""
     names: set[str] = set()
     for klass in type(module).__mro__:
         if klass is nn.Module:
@@ -73,8 +73,10 @@ def _names(module: nn.Module) -> set[str]:
 
 def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
     """Return the names of the arguments (seq_idx, cu_seq_lens_q) by which all kernels of these
-    modules get document boundaries. Return () if one of the kernels takes no boundaries, or is
-    replaced by transformers' own torch code: the modules then run once for each document.
+    modules get document boundaries.
+
+    () if a kernel takes no boundaries, or is replaced by transformers' own torch code. The modules
+    then run once for each document.
 
     Args:
         mixers: modules with states, from `mixers_of`.
@@ -107,8 +109,8 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
 def in_segments(
     mixers: list[nn.Module], segments: list[Segment], cache: StateCache | None
 ) -> SwappedScans:
-    """Context manager in which each of these modules is called once for each document in a chunk,
-    so that its states begin anew.
+    """Return a context manager in which each of these modules, called with a chunk, runs once for
+    each document in the chunk. A document that begins in the chunk starts without states.
 
     Args:
         mixers: modules with states, from `mixers_of`.
@@ -204,8 +206,8 @@ def _cut(segment: Segment, rows: int, tokens: int, x: Tensor) -> Tensor:
 
 
 def _picked(x: Tensor, selected: tuple[int, ...], rows: int) -> Tensor:
-    """Return the rows `selected` of x [rows, ...]. Return x itself if these are all rows, or if x
-    [1, ...] has one row for all."""
+    """Return the rows with indices `selected` of x [rows, ...]. Return x itself if these are all
+    rows, or if x [1, ...] has one row that serves all rows of the batch."""
     if len(selected) == rows or x.shape[0] == 1:
         return x
     return torch.cat([x[row : row + 1] for row in selected])
@@ -238,8 +240,8 @@ def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tens
 
 
 def _end_states(parts: list[Part], rows: int, tokens: int) -> States:
-    """Return the states [rows, ...] at the chunk's end. A row's state comes from the row's last
-    segment.
+    """Return the states [rows, ...] at the chunk's end, joined from the documents that reach the
+    chunk's end in each row.
 
     Args:
         parts: (segment, output, end states) for each segment.

@@ -64,11 +64,13 @@ class StateCache(ChunkCache):
 
     Args:
         start: number of positions before the chunk.
-        before: states at the chunk's start; {} for the first chunk, which starts without states.
-        read: returns K and V of all positions so far for the chunk's K and V, if the layer reads
-            keys and values from its cache; None: the layer does not.
+        start_states: states at the chunk's start; {} for the first chunk, which starts without
+            states.
+        read: function from the chunk's K and V to K and V of all positions so far; None: the layer
+            reads no keys and values from its cache.
 
     Attributes:
+        before: states at the chunk's start.
         after: states at the chunk's end, complete after the layer's forward.
     """
 
@@ -86,8 +88,8 @@ class StateCache(ChunkCache):
         self.after: States = {}
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return True for every layer. Modules that get False choose a kernel for decoding if the
-        chunk is a single token."""
+        """Return True for every layer. transformers' modules would otherwise take a chunk of a
+        single token for decoding, and choose a kernel without a backward."""
         return True
 
     def has_previous_state(
@@ -119,8 +121,12 @@ class StateCache(ChunkCache):
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Return the convolution's last k inputs before the chunk, followed by conv_states [B, D,
-        C]: [B, D, k + C]. The last inputs of the result are stored as the end state."""
+        """Return the convolution's last k inputs before the chunk followed by the chunk's inputs
+        `conv_states` [B, D, C]: [B, D, k + C]. The last inputs of the result are stored as the end
+        state.
+
+        The first chunk has no inputs before it, and gets `conv_states` itself.
+        """
         key = Key("conv", layer_idx, state_idx)
         last_inputs = self.before.get(key)
         if last_inputs is None:
@@ -145,8 +151,9 @@ class StateCache(ChunkCache):
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> None:
-        """Return None, as at the start of a sequence, because the module would take a state as a
-        sign of decoding single tokens. `TorchWithState` passes the start state instead."""
+        """Return None, as at the start of a sequence. A module that gets a state here would take
+        the call for decoding of single tokens, so `TorchWithState` passes the start state instead.
+        """
         return
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
