@@ -1,3 +1,1 @@
-"""Streaming of a layer when each rank holds one shard of the tokens (Ulysses, context
-parallelism).
-"""
+"""Stream a layer when each rank holds one shard of the tokens (Ulysses, context parallelism)."""

@@ -1,4 +1,4 @@
-"""Streaming of a layer whose attention reads keys behind the query, on one rank.
+"""Stream a layer whose queries also read later keys (bidirectional attention), on one rank.
 
 Keys and values of a layer depend on the layer's input alone. The layer is therefore cut at its
 attention, as if its tokens were split over ranks. Chunks up to attention compute q, k and v of all
@@ -70,10 +70,11 @@ class OneRank(Shards):
 
 
 class BidirectionalCall(ShardedCall):
-    """One call of a decoder layer whose queries read later keys, in several chunks on one rank.
+    """One call of a decoder layer whose queries read later keys, in several chunks on one rank. The
+    layer is cut in two at its attention, like a layer on several ranks.
 
     Attributes:
-        mask_layout: the keys that each query may read.
+        mask_layout: the keys that each query may read, and the positions where no chunk may end.
     """
 
     has_full_sequence = True
@@ -98,7 +99,8 @@ def stream_bidirectional(
     site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, forks: Forks
 ) -> Any:
     """Compute the forward of a decoder layer whose attention modules are bidirectional, and return
-    its result. The layer's mask decides for each call whether the layer is cut at its attention.
+    its result. A call whose mask is causal runs like a causal layer; any other call is cut at the
+    layer's attention.
 
     Args:
         site: the decoder layer, with its settings and test results.

@@ -1,7 +1,6 @@
-"""One call of one decoder layer on this rank's shard of the tokens.
+"""Hold the data of one call of a decoder layer on this rank's shard of the tokens.
 
-The call holds the chunk plans, the saved tensors, and the products that each half of the layer
-skips.
+The data are the chunk plans, the saved tensors, and the products that each half of the layer skips.
 """
 
 from __future__ import annotations
@@ -113,12 +112,20 @@ class ShardedKept(SavedForBackward):
         return reads
 
     def key_reads(self, piece: HeadGroup) -> list[Access]:
-        """Return (name, chunk index) of the saved K and V for a piece of the full sequence."""
+        """Return (name, chunk index) of the saved K and V for the positions of one piece.
+
+        Args:
+            piece: a chunk of queries whose attention this rank computes.
+        """
         return [(f"{part}.0", piece.here.index) for part in "kv"]
 
     def attended_reads(self, index: int) -> list[Access]:
-        """Return (name, chunk index) of a piece's attention output and logsumexp; [] unless both
-        are saved."""
+        """Return (name, chunk index) of the saved attention output and the saved logsumexp of one
+        piece; [] unless both are saved.
+
+        Args:
+            index: index of the piece, a chunk of queries.
+        """
         accesses = [("attn_out.0", index), ("lse.0", index)]
         return accesses if all(self.store.has(*access) for access in accesses) else []
 
@@ -131,8 +138,8 @@ class ShardedCall(LayerCall):
         shards: the split, and the exchanges with other ranks.
         pieces: the chunks of queries whose attention this rank computes.
         params: parameters of attention; None before the first chunk.
-        random_before: list of random states, one a chunk, from which the half before attention
-            draws; [] if this half draws nothing.
+        random_before: list of random states, one for each chunk, from which the half before
+            attention draws; [] if this half draws nothing.
         heads: number of query heads, and of key/value heads.
         keys: K and V of full sequences, if forward saved them on the device; otherwise None.
         unread: the Linears that each half of the layer (up to its attention, and behind it) can

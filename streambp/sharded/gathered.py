@@ -117,21 +117,25 @@ class GatheredShards(Shards):
         )
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """Return the part of each rank, [P, B, T / P, ...], from full sequences [B, T, ...]. The
-        inverse of `in_order`."""
+        """Return the part of each rank, [P, B, T / P, ...], from full sequences [B, T, ...]. This
+        is the inverse of `in_order`."""
         if self.balanced:
             inverse = self._order(x.device).argsort()
             x = x.unflatten(1, (2 * self.size, -1)).index_select(1, inverse).flatten(1, 2)
         return x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
 
     def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
-        """Check that each position [1 or B, T] is its predecessor plus 1, or 0 at a document start.
+        """Check that the ranks hold the sequences in the assumed order: each of the joined
+        position_ids must be its predecessor plus 1, or 0 at a document start.
 
         Padding may have any positions.
 
+        Args:
+            positions: [1 or B, T], position_ids of all ranks in the assumed order.
+            padding: [B, T], True for tokens; None: no padding.
+
         Raises:
-            StreamBPError: the positions do not increase like this, so the ranks hold the sequence
-                in another order than assumed. All ranks raise.
+            StreamBPError: the positions do not increase like this; on every rank alike.
         """
         fits = (positions.diff() == 1) | (positions[:, 1:] == 0)  # [1 or B, T - 1]
         if padding is not None:
@@ -151,8 +155,8 @@ class GatheredShards(Shards):
             )
 
     def _order(self, device: torch.device) -> Tensor:
-        """Return [2 P]: for each part in the order of the sequence, its index in the order of the
-        ranks."""
+        """Return the permutation [2 P] that sorts all ranks' parts by position. Entry i is the
+        index, in the order of the ranks, of part i of the sequence."""
         part = torch.arange(2 * self.size, device=device)
         return torch.where(part < self.size, 2 * part, 4 * self.size - 1 - 2 * part)
 
@@ -167,8 +171,8 @@ class GatheredShards(Shards):
         return GatheredKeys(self, parts.pop(0), parts.pop(0), heads)
 
     def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
-        """Sum dK [B, T, G, D] and dV of full sequences over ranks, and return those of this rank's
-        tokens, [B, G, T / P, D].
+        """Sum dK [B, T, G, D] and dV of full sequences over ranks, and return dk and dv of this
+        rank's tokens, [B, G, T / P, D].
 
         Args:
             sums: dK and dV in float32 or wider; emptied.

@@ -206,8 +206,8 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
 
 
 def _see_projected(see: See | None, projected: AttentionCall) -> None:
-    """Pass a chunk's q, k and v to `see`, which compares the values in backward with those in
-    forward. None: nothing is compared."""
+    """Pass a chunk's q, k and v to the function `see`, which compares recomputed values with those
+    of forward. None: nothing is compared."""
     if see is not None:
         see("q", projected.q)
         see("k", projected.k)
@@ -225,7 +225,7 @@ def _collect(
         hidden_chunk: the chunk's input [..., B, C, h].
         chunk: the chunk's range of positions.
         projected: the tensors; [] before the first chunk, which allocates them.
-        count: number of tensors to copy, of q, k and v.
+        count: 3: copy q, k and v; 1: copy q alone.
     """
     point = SplitAtAttention()
     call.run(hidden_chunk, chunk, point)
@@ -264,10 +264,10 @@ def _collect(
 def _second_half(call: ShardedCall, chunk: Chunk, o: Tensor) -> SplitAtAttention:
     """Return the replacement of attention for the half after attention, on one chunk.
 
-    This half runs the layer from its start. If the layer draws random numbers before its attention,
-    the half draws the numbers of the half before attention again, and its own from attention on.
-    Must be called when torch's generators have the state from which the half's own numbers are
-    drawn.
+    This half runs the layer from its start. The random numbers before attention must equal those of
+    the half before attention, so torch's generators are set to that half's state. The replacement
+    resets them at the attention call. The caller must have set the generators to the state for the
+    numbers from attention on.
 
     Args:
         call: the call of the layer.
@@ -290,7 +290,7 @@ def _as_before(call: ShardedCall, chunk: Chunk) -> contextlib.AbstractContextMan
 
 
 def _params_of(call: ShardedCall, chunk: Chunk) -> Params:
-    """Return the parameters of attention for a chunk of queries, which has its own seed for
+    """Return attention's parameters for one chunk of queries. The chunks differ in the seed of
     attention dropout."""
     assert call.params is not None
     if call.params.dropout == 0.0:
@@ -347,8 +347,8 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
 
 
 def _keep_attention(call: ShardedCall, keys: Keys, o: Tensor, lse: Tensor) -> None:
-    """Save for backward what the settings name: attention's output and logsumexp, and K and V. A
-    rank with little host memory may save less than other ranks; no exchange depends on this.
+    """Save attention's output and logsumexp, and K and V, for backward, if the settings name them.
+    A rank with little host memory may save less than other ranks; no exchange depends on this.
 
     Args:
         call: the call of the layer.
@@ -398,8 +398,9 @@ def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
 
 
 def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
-    """Return q, and K and V of full sequences, for attention in backward. K and V are read if
-    saved. All other tensors are recomputed and exchanged between ranks again."""
+    """Return q of this rank's pieces, and K and V of full sequences, for attention in backward.
+    Saved K and V are read; everything else is recomputed and exchanged between ranks as in forward.
+    """
     saved = call.kept
     count = 3
     unread: Labels = frozenset()
@@ -487,7 +488,8 @@ def _add(
         targets: the leaves for the layer's input and arguments.
         outputs: the half's outputs.
         upstream: gradients of the outputs.
-        extra: attention's output, for the half after attention; None for the half before.
+        extra: attention's output, an input of the half after attention; None for the half before
+            attention.
     """
     sources = [*targets, *work.shadows, *(() if extra is None else (extra,))]
     gradients: list[Tensor | None] = [None] * len(sources)

@@ -1,6 +1,5 @@
-"""Spans of full sequences, from the attention mask that the model makes for one shard on
-each rank.
-"""
+"""Find the keys that each query of full sequences may read, from the attention masks that the model
+makes for each rank's shard."""
 
 from __future__ import annotations
 
@@ -19,10 +18,9 @@ from streambp.errors import UnsupportedMaskError
 
 
 class Shown(enum.IntEnum):
-    """Result for packed documents, found from the attention mask of one rank's tokens. NOTHING:
-    this rank's tokens have no packed documents. KNOWN: the mask separates documents. IGNORED:
-    position_ids mark documents, which the mask does not separate. REFUSED: the mask is not
-    supported."""
+    """Result of reading one rank's attention mask for packed documents. NOTHING: this rank's tokens
+    have no packed documents. KNOWN: the mask separates documents. IGNORED: position_ids mark
+    documents, which the mask does not separate. REFUSED: the mask is not supported."""
 
     NOTHING = 0
     KNOWN = 1
@@ -38,8 +36,8 @@ def resolve_whole(
     device: torch.device,
     everyones: Callable[[list[int]], list[list[int]]],
 ) -> Spans:
-    """Return which keys each query of the full sequences may read, from the attention mask that the
-    model made for this rank's tokens.
+    """Return the `Spans` of the full sequences, the keys that each query may read, from the
+    attention mask that the model made for this rank's tokens.
 
     This mask may not show the end of a sliding window, or document boundaries. Ranks therefore
     exchange what their masks show and reach the same result. Document boundaries are read from
@@ -53,8 +51,8 @@ def resolve_whole(
         length: number of this rank's tokens in a row.
         position_ids: [1 or B, length], of these tokens.
         device: device for comparisons of masks.
-        everyones: returns the numbers that each rank passes; called once for each mask of the
-            model, on every rank.
+        everyones: gathers a list of numbers from each rank; called once for each mask of the model,
+            on every rank.
 
     Raises:
         UnsupportedMaskError: the mask is more than padding, packed documents and a window, or may

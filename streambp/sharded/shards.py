@@ -33,7 +33,8 @@ from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedMode
 
 
 class HeadGroup(NamedTuple):
-    """A chunk of queries whose attention this rank computes.
+    """A chunk of queries whose attention this rank computes, with its positions on this rank and in
+    the full sequence.
 
     Attributes:
         here: the chunk's positions among this rank's queries.
@@ -163,11 +164,12 @@ class Shards:
         return x.unflatten(1, (heads, -1)).sum(2, dtype=wide).to(x.dtype)
 
     def sinks(self, sinks: Tensor) -> Tensor:
-        """Return a view of attention sinks [H] for the query heads of this rank."""
+        """Return the attention sinks of this rank's query heads, a view [H / P] of `sinks` [H]."""
         return sinks.chunk(self.size)[self.rank]
 
     def everyones(self, numbers: list[int]) -> list[list[int]]:
-        """Return the integers that each rank passes, one list for each rank."""
+        """Gather a list of integers from each rank, and return the lists in the order of the ranks.
+        This is a collective: every rank must call the method."""
         assert self.positions is not None
         return [
             row.tolist()
@@ -201,8 +203,8 @@ class Shards:
         return x.transpose(0, 1).flatten(1, 2)
 
     def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
-        """Skip the check of positions. Tokens in the order of ranks are always in the order of the
-        sequence under Ulysses.
+        """Skip the check of positions, which context parallelism needs: under Ulysses the tokens in
+        the order of the ranks are always in the order of the sequence.
 
         Args:
             positions: [1 or B, T] in this order.
@@ -291,8 +293,16 @@ def gather_shards(
 
 
 def _agree(group: Any, numbers: Tensor) -> list[list[int]]:
-    """Return the numbers [n] that each rank passes, one list for each rank, and raise on every rank
-    unless all but the last number are equal."""
+    """Gather the integers `numbers` [n] of each rank, and return one list for each rank. All ranks
+    raise unless all numbers but the last are equal on every rank.
+
+    Args:
+        group: process group of the ranks.
+        numbers: [n], this rank's numbers.
+
+    Raises:
+        StreamBPError: the ranks' numbers differ, or a rank did not take part.
+    """
     try:
         everyones: list[list[int]] = [other.tolist() for other in all_gather(group, numbers)]
     except RuntimeError as error:
@@ -316,8 +326,11 @@ def _agree(group: Any, numbers: Tensor) -> list[list[int]]:
 
 
 def _kind(batch_size: int, length: int, position_ids: Tensor | None, attention_mask: Any) -> int:
-    """Return a code that must be equal on all ranks. The code is 2 * rows of position_ids, plus 1
-    with a mask; -1 if position_ids do not fit the tokens, -2 if the mask does not."""
+    """Return an integer that stands for the shapes of position_ids and mask, and must be equal on
+    all ranks: 2 * rows of position_ids, plus 1 with a mask.
+
+    -1 if position_ids do not fit the tokens; -2 if the mask does not fit.
+    """
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != length:
         return -1
     if attention_mask is None:
