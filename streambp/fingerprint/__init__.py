@@ -1,1 +1,2 @@
-"""Snapshots of a layer's structure: detect changes between calls, forward and backward."""
+"""Take snapshots of a layer's structure, to detect changes between its calls and between a forward
+and its backward."""

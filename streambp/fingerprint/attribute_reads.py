@@ -22,8 +22,8 @@ DEPTH = 2  # levels of called functions that are searched, below a module's meth
 
 
 def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
-    """Return the names of attributes that the code of these modules and hooks may read. String
-    constants in the code count as names, because getattr takes strings.
+    """Return the attribute names that occur in the code of these modules and hooks, and that the
+    code may therefore read. String constants count as names, because getattr takes strings.
 
     Args:
         modules: modules whose methods, and functions among whose attributes, are searched.
@@ -77,8 +77,8 @@ def _collect(values: Iterable[Any], names_found: set[str], visited: set[int], de
 
 
 def _functions(value: Any) -> list[FunctionType]:
-    """Return the Python functions that run if this value is called, or if it is read as an
-    attribute (a property)."""
+    """Return the Python functions that a call of this value runs; for a property, the functions
+    that read and set the attribute. [] for values without such functions."""
     if isinstance(value, property):
         return [f for part in (value.fget, value.fset) for f in _functions(part)]
     if isinstance(value, staticmethod | classmethod | MethodType):

@@ -1,4 +1,4 @@
-"""Containers in which code can store values, each with a restorable copy of its content."""
+"""Record the content of containers in which code can store values, and restore it later."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Content = dict[Any, Any]
 
 
 class Holder:
-    """A Python object in which code can store values (a dict, a closure's cell, an object's
-    attributes), and a copy of its content to restore it.
+    """A Python object in which code can store values (a dict, a closure's cell, an object with
+    attributes), and a record of its content, from which `restore` resets the object.
 
     Args:
         owner: the object.
@@ -53,8 +53,8 @@ class Holder:
 
 
 class Entries(Holder):
-    """A list, a deque or a set, and a copy of its entries to restore them. A list or deque of more
-    than `LONG` entries is only cut back to its recorded length."""
+    """Holder of a list, a deque or a set, with a record of its entries. A list or deque of more
+    than `LONG` entries is restored only by removing appended entries."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -86,7 +86,7 @@ def _is_not(one: Any, other: Any) -> bool:
 
 
 def attributes_of(owner: Any, left_out: Callable[[str], bool]) -> Holder:
-    """Return a `Holder` for an object's attributes.
+    """Return a `Holder` that records an object's attributes and can restore them.
 
     Args:
         owner: the object.
@@ -101,7 +101,7 @@ def attributes_of(owner: Any, left_out: Callable[[str], bool]) -> Holder:
 
 
 def value_of_context(variable: contextvars.ContextVar[Any]) -> Holder:
-    """Return a `Holder` for the value of a context variable."""
+    """Return a `Holder` that records and restores the value of a context variable."""
 
     def read() -> Content:
         value = variable.get(GONE)

@@ -1,4 +1,4 @@
-"""Hooks inside a layer: describe them, and find the hooks that modify values.
+"""Describe the hooks inside a layer, and find the hooks that modify values.
 
 A hook that modifies a value must be the same in forward and in backward's recomputation. A hook
 that only reads values may be added and removed freely. A running hook counts as modifying if it
@@ -42,12 +42,13 @@ class Hooks:
 
     Attributes:
         ids: registration numbers of all hooks.
-        exact: values in each hook's code and closure, equal if the hook would act the same.
+        exact: dict from (hook, name) to each value in the hook's code and closure. Equal values
+            mean that the hook would act the same.
         kind: classes and other properties of the same values, without numbers and identities. Equal
             if test results about the layer still hold.
-        places: the hook dict and the registration number of each hook.
-        routing: each module with a hook that peft registers for a single forward, to pass an
-            argument to the module. `exact`, `kind` and `places` leave these hooks out.
+        places: dict from a hook's key to its hook dict and its registration number in this dict.
+        routing: pairs of a module and a hook that peft registers on the module for a single
+            forward, to pass an argument. `exact`, `kind` and `places` leave these hooks out.
     """
 
     ids: list[int]
@@ -57,9 +58,12 @@ class Hooks:
     routing: list[tuple[nn.Module, Callable[..., Any]]] = dataclasses.field(default_factory=list)
 
     def why_whole(self) -> str | None:
-        """Return the reason, as text for `describe`, to run the layer unchunked: peft passes an
-        argument to modules by hooks, which is wrong for chunks or missing in backward's
-        recomputation. None if there is no such hook."""
+        """Return the reason, as text for `describe`, why the layer must run unchunked. None if the
+        hooks allow chunks.
+
+        The reason is a peft hook that passes an argument to modules: the argument counts tokens of
+        the full sequence, or is missing when backward recomputes the layer.
+        """
         names = {name for _, hook in self.routing for name in hook.keywords}  # type: ignore[attr-defined]
         if ALORA_OFFSETS in names:
             return (
@@ -114,7 +118,8 @@ def short_name(hook: Any) -> str:
 
 
 def base_of(leaf: str) -> str:
-    """Return a container's name from the name of an entry, such as "cache" from "cache[3]"."""
+    """Return the part of an entry's name before its index, which names the container: "cache" for
+    "cache[3]"."""
     return leaf.partition("[")[0]
 
 
@@ -183,8 +188,12 @@ def hooks_of(
 
 @contextlib.contextmanager
 def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
-    """Context manager that yields an empty set. Meanwhile, the key of each forward hook or forward
-    pre-hook that modifies its inputs or outputs is added to the set."""
+    """Context manager that yields a set of hook keys. The set is empty at first, and receives the
+    key of each forward hook or forward pre-hook that modifies its inputs or outputs when it runs.
+
+    Args:
+        hooks: snapshot of the hooks to watch.
+    """
     modifying_hooks: set[HookKey] = set()
     watched = []
     for key, (table, number) in hooks.places.items():
@@ -244,9 +253,9 @@ def _equal(x: Tensor, other: Tensor) -> bool:
 
 @contextlib.contextmanager
 def again(routing: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Context manager for backward's recomputation. peft passes additional arguments to modules by
-    hooks that exist in forward alone. The context manager registers these hooks again, so that the
-    modules get the same arguments, and removes the hooks at the end.
+    """Context manager that registers peft's hooks of a forward again while backward recomputes the
+    layer. peft removes these hooks after the forward, but modules get some arguments only through
+    them.
 
     Args:
         routing: each module with its hook.

@@ -1,4 +1,5 @@
-"""Find the values that third-party code inside a layer can store, and detect what a run left there.
+"""Find the values that third-party code inside a layer can store, and detect which of them a run
+changed.
 
 The search follows attributes of modules, classes, hooks and forwards. The closures, defaults and
 globals of hooks and forwards are followed as well, and so are objects and containers reachable from
@@ -81,8 +82,9 @@ KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdl
 
 
 def is_theirs(function: Any) -> bool:
-    """True if a callable, or the function that it wraps, is third-party code that may store values.
-    A container's method, such as a list's `append`, counts as third-party."""
+    """True if a callable, or the function that it wraps, is code outside of torch, transformers and
+    similar libraries. Such code may store values. A container's method, such as a list's `append`,
+    counts as well."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, types.BuiltinMethodType) and isinstance(function.__self__, CONTAINERS):
@@ -93,15 +95,15 @@ def is_theirs(function: Any) -> bool:
 
 
 class Memory:
-    """All values that can be reached from some objects, such as a layer's hooks, at the time of
-    this object's creation.
+    """All values reachable from some objects, such as a layer's hooks, at the time of this object's
+    creation.
 
     Args:
         roots: the objects, as (name, object).
 
     Attributes:
-        values: plain values, tensors [...] and NumPy arrays [...] by path, such as "mlp.kept[3]",
-            and the lengths of containers.
+        values: dict from paths, such as "mlp.kept[3]", to plain values, tensors [...], NumPy arrays
+            [...], and lengths of containers.
         holders: the containers on these paths, each with a copy of its content.
     """
 
@@ -118,14 +120,14 @@ class Memory:
         del self._waiting
 
     def restore(self) -> None:
-        """Restore the content of the containers that were found: attributes, entries of lists and
-        dicts. Tensors with in-place writes are not restored."""
+        """Restore the content that the containers (attributes, lists, dicts) had at the creation of
+        this object. Tensors with in-place writes are not restored."""
         for holder in self.holders:
             holder.restore()
 
     def changed(self, previous: Memory, writes: Writes | None = None) -> dict[str, Any]:
-        """Return a dict with the values that have changed since an earlier time, by path. A path
-        that existed only at the earlier time has the value `GONE`.
+        """Return a dict from paths to the values here that differ from those of an earlier
+        `Memory`. A path that existed only in the earlier one has the value `GONE`.
 
         Args:
             previous: the values at the earlier time.
@@ -236,7 +238,8 @@ class Memory:
         self._note(f"len({path})", len(file.getvalue()))
 
     def _visit_parameter(self, path: str, parameter: nn.Parameter | None) -> None:
-        """Find numbers and tensors among a parameter's attributes, such as a norm of inputs.
+        """Add a parameter's attributes to the search if they are numbers or tensors. Programs may
+        store such attributes, for example a norm of inputs.
 
         Attributes of engines are left out.
         """
@@ -369,7 +372,7 @@ class Memory:
 
 
 def stored_on(parameter: Tensor) -> Content:
-    """Return the numbers and tensors [...] among a parameter's attributes."""
+    """Return the attributes of a parameter that are numbers or tensors [...], by name."""
     return {
         name: value
         for name, value in vars(parameter).items()
@@ -379,8 +382,8 @@ def stored_on(parameter: Tensor) -> Content:
 
 class Writes(TorchDispatchMode):
     """Torch dispatch mode that records in-place writes to the tensors of a `Memory`, and copies the
-    values before a write. The mode also records, by weak references, the tensors that operations
-    return."""
+    values before a write so that `restore` can undo it. The mode also holds weak references to the
+    tensors that operations return."""
 
     supports_higher_order_operators = True
 
@@ -408,8 +411,8 @@ class Writes(TorchDispatchMode):
         return result
 
     def kept_elsewhere(self, memory: Memory) -> str:
-        """Return the shapes, as text, of tensors made in this context that are still alive outside
-        of `memory`; "" if all were freed or are in `memory`."""
+        """Return the shapes, as text, of tensors made in this context that are still alive and not
+        in `memory`; "" if there are none."""
         tensors = self._alive(memory)
         if tensors:
             del tensors
@@ -438,7 +441,7 @@ class Writes(TorchDispatchMode):
                 self._copies[place] = self._tensors[place].untyped_storage().clone()
 
     def to(self, value: Tensor | np.ndarray[Any, Any]) -> bool:
-        """True if this tensor or array [...] was written to in place."""
+        """True if this tensor or array [...] was written to in place while the mode was active."""
         if isinstance(value, np.ndarray):
             return any(x is value and x.tobytes() != copied.tobytes() for x, copied in self._arrays)
         return _storage(value) in self._copies
@@ -457,8 +460,9 @@ class Writes(TorchDispatchMode):
 
 @contextlib.contextmanager
 def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
-    """Context manager that afterwards restores all values reachable from these objects. Yields
-    (memory, writes): the values at the start, and the in-place writes recorded since.
+    """Context manager that restores at its end all values reachable from these objects, including
+    tensors with in-place writes. Yields (memory, writes): the values at the start, and the in-place
+    writes recorded since.
 
     Args:
         roots: the objects, as (name, object).
@@ -475,7 +479,8 @@ def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the global names and attributes in a function's code and its inner functions."""
+    """Return the names of globals and attributes in a function's code and in the code of its inner
+    functions."""
     codes = [code]
     for inner_code in codes:  # the loop appends to this list
         codes += [

@@ -1,10 +1,10 @@
-"""Leaves: the comparable parts of a value that a layer's forward may read.
+"""Split a value that a layer's forward may read into leaves: its comparable parts.
 
 Such a value is an attribute, or a variable in a hook's closure. Each number, string, tensor or
-object inside it gives one leaf, down to a few levels. The levels are entries of small containers,
-closures and code of functions, and attributes of objects outside torch. A leaf has two sides. The
-exact side is equal if a forward would read the same value. The kind is equal if test results about
-the layer still hold.
+object inside a value gives one leaf, down to a few levels. The levels are entries of small
+containers, closures and code of functions, and attributes of objects outside torch. A leaf has two
+sides. The exact side is equal if a forward would read the same value. The kind is equal if test
+results about the layer still hold.
 
 The kind of a number is zero or nonzero, that of a function is its code, and that of an object is
 its class. An annealed weight therefore keeps the kind, and so does a hook that a `with` block
@@ -35,8 +35,9 @@ CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class ObjectIdentity:
-    """Stand-in for an object in a snapshot; two of them compare equal only if they are for the same
-    object. If the class allows weak references, the snapshot does not keep the object alive."""
+    """Value that represents an object in a snapshot. Two values compare equal only if they
+    represent the same object. If the class allows weak references, the snapshot does not keep the
+    object alive."""
 
     def __init__(self, value: Any) -> None:
         self.kind = name_of(type(value)).rpartition(".")[2]
@@ -64,7 +65,7 @@ class ObservedValue:
     attribute.
 
     Attributes:
-        name: the value's name and the position inside the value.
+        name: the value's name and the position inside the value, such as "cache[3]".
         exact: compares equal if a forward would read the same.
         kind: class and other properties of the part, without numbers and identities. Has an equal
             repr if test results about the layer still hold.

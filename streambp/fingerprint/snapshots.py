@@ -71,8 +71,8 @@ CLASSES = "~"  # replaces a module's name in keys that concern the modules' clas
 
 
 class ValueList:
-    """The attributes, parameters and buffers of some modules as one flat list of values. Comparing
-    two such lists is a fast way to see if anything changed.
+    """The attributes, parameters and buffers of some modules. `read` returns all values in one flat
+    list. Comparing the list with an earlier one is a fast way to see if anything changed.
 
     Attributes:
         modules: the modules.
@@ -134,14 +134,15 @@ class ModuleSnapshot:
         named: the modules by name.
         values: the attributes, parameters and buffers of the modules.
         flat: `values.read()` at the snapshot.
-        hooks: the hook dicts of the modules inside the layer.
-        exact: values by (module, attribute, position); equal if a forward would read the same.
+        hooks: the hook dicts of the modules inside the layer, not a copy.
+        exact: dict from (module, attribute, position) to values; equal if a forward would read the
+            same.
         generators: random generators among the attributes.
         parameters: the parameters.
         tensors: tensors whose version counters are compared.
         keys: (module name, tensor name) of these tensors, in the same order.
-        kind: digest of classes, flags, strings and dtypes, without numbers and identities. Equal
-            if test results about the layer still hold.
+        kind: digest of classes, flags, strings and dtypes, without numbers and identities. Equal if
+            test results about the layer still hold.
     """
 
     def __init__(self, layer: nn.Module, ignored: set[Key]) -> None:
@@ -265,7 +266,8 @@ class LayerSnapshot:
     Attributes:
         body: the modules with their attributes, parameters and buffers.
         hooks: the hooks inside the layer.
-        answers: cached results of functions of the layer.
+        answers: cached results of functions of the layer, valid until the layer has a newer
+            snapshot.
     """
 
     body: ModuleSnapshot
@@ -279,7 +281,8 @@ class LayerSnapshot:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Return a key for test results: a result applies to all layer states with the same key."""
+        """Return a key for results of a layer's tests. A result is valid for all snapshots of the
+        layer with the same key."""
         return self.body.kind, self.hooks.kind, self.trained
 
 
@@ -326,7 +329,8 @@ class Fingerprint:
         return Fingerprint, ()
 
     def look(self, layer: nn.Module) -> LayerSnapshot:
-        """Return a snapshot of the layer; the object `last` itself if nothing changed."""
+        """Return a snapshot of the layer as it is now. If nothing changed since the latest snapshot
+        `last`, return the object `last` itself."""
         latest = self.last
         body_is_unchanged = False
         if latest is not None:
@@ -395,8 +399,8 @@ class Fingerprint:
         versions: list[int],
         acted: AbstractSet[HookKey],
     ) -> ForwardSnapshot:
-        """Return the snapshot of the layer at the end of a forward, for the comparison in backward,
-        and count the forward as pending.
+        """Return the snapshot of the layer at the end of a forward, and count the forward as
+        pending. `check` compares the snapshot with the layer in backward.
 
         Args:
             layer: the layer.
@@ -409,7 +413,7 @@ class Fingerprint:
         return ForwardSnapshot(look, versions if look is previous else versions_of(look), acted)
 
     def check(self, layer: nn.Module, snapshot: ForwardSnapshot, current: LayerSnapshot) -> None:
-        """Raise if the layer changed between the end of its forward and its backward.
+        """Raise BackwardError if the layer changed between the end of its forward and its backward.
 
         Args:
             layer: the layer.
@@ -468,7 +472,7 @@ class Fingerprint:
 
 
 def changed(layer: nn.Module, what: str) -> BackwardError:
-    """Return the error for a layer that differs between forward and backward.
+    """Return the error to raise in backward for a layer that has changed since its forward.
 
     Args:
         layer: the layer.
