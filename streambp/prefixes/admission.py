@@ -99,8 +99,8 @@ def why_not(
 
 
 def draws_noise(module: nn.Module) -> bool:
-    """True if the model is in training mode with active dropout, or with another rate of random
-    noise: equal tokens of two rows would then differ."""
+    """True if the model is in training mode and has a nonzero rate of dropout or of other random
+    noise. Equal tokens of two rows then have different hidden states."""
     for part in module.modules():
         if not part.training:
             continue
@@ -121,8 +121,8 @@ def _embeddings(module: nn.Module) -> nn.Module | None:
 
 
 def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Store in each attention mask (`LazyMask`) among a layer's arguments which keys each token of
-    a packed row may read.
+    """Store the tree of the packed row in each attention mask (`LazyMask`) among a layer's
+    arguments. Attention finds there which keys each token of the packed row may read.
 
     Args:
         tree: the packed row.
@@ -145,8 +145,8 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
 
 
 def check_streamed(site: LayerSite) -> None:
-    """Check that a layer ran in chunks, with streambp's attention. The layer's own attention would
-    let a token of a packed row read another row's tokens.
+    """Raise UnsharedError unless the layer's last call ran in chunks, with streambp's attention.
+    The layer's own attention would let a token of a packed row read another row's tokens.
 
     Raises:
         UnsharedError: the layer ran unchunked.
@@ -158,8 +158,8 @@ def check_streamed(site: LayerSite) -> None:
 
 
 class Trials:
-    """Tests, with random tokens, whether a backbone computes the same for a packed row with shared
-    prefixes as for the rows themselves.
+    """Tests, with random tokens, if a backbone computes the same for a packed row with shared
+    prefixes as for the rows themselves, and the stored results of these tests.
 
     Args:
         module: the backbone.
@@ -177,8 +177,9 @@ class Trials:
         self.verdicts: dict[tuple[Any, ...], tuple[str | None, str | None]] = {}
 
     def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return a key for calls with arguments of the same names and form, under the same
-        autocast."""
+        """Return a key that is equal for calls with arguments of the same names and position
+        dimensions, under the same autocast and with the same dtype of parameters. One test serves
+        all calls of a key."""
         names: list[str] = []
         for name, value in kwargs.items():
             if value is not None and value is not False and name not in LABELS:

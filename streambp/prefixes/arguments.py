@@ -87,9 +87,9 @@ def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
 
 
 def known_by(kwargs: Mapping[str, Any]) -> Tensor:
-    """Return integers [B, T] that are equal for two tokens if the tokens' ids and per-token
-    arguments are equal. Text positions are not compared. Tokens passed as embeddings all get
-    different integers."""
+    """Return integers [B, T] that are equal for two tokens if and only if the tokens' ids and
+    per-token arguments are equal. Text positions are not compared. Tokens passed as embeddings all
+    get different integers."""
     tokens = tokens_of(kwargs)
     positions = kwargs.get(SHARED_INPUTS[2])
     shape = tokens.shape[:2]
@@ -106,8 +106,8 @@ def known_by(kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _numbered(axis: Tensor) -> Tensor:
-    """Return integers [B, T], equal for equal positions [B, T]. Integer positions are returned
-    unchanged."""
+    """Return integers [B, T] that are equal for equal positions `axis` [B, T]. Integer positions
+    are returned unchanged."""
     if axis.is_floating_point():
         return axis.unique(return_inverse=True)[1]
     return axis

@@ -152,8 +152,8 @@ class SharedPrefixes:
         return over(kwargs, None)
 
     def _late(self, rows_later: Again, tree: Tree, labels: tuple[Any, Any]) -> LateRows | None:
-        """Return an object that can run the backbone on the batch's rows after the packed row, in
-        case the program reads values at padding.
+        """Return an object that can still run the backbone on the batch's rows after the packed
+        row, for a program that reads values at padding.
 
         None if the batch has no padding, if rows="packed" is set, or if all ranks must take part in
         each forward.
@@ -175,8 +175,9 @@ class SharedPrefixes:
         return LateRows(self.module, rows_later, tree, told)
 
     def _caller(self, labels: tuple[Any, Any]) -> tuple[bool, bool]:
-        """Return the key (True in training mode, True if there are labels). Once a program has read
-        values at padding, later calls with the same key are computed on the rows."""
+        """Return a key for the program's code that makes this call: (True in training mode, True
+        with labels). Once a program has read values at padding, later calls with the same key are
+        computed on the rows."""
         return self.module.training, any(value is not None for value in labels)
 
     def saves(
@@ -186,7 +187,8 @@ class SharedPrefixes:
         labels: tuple[Any, Any],
         padding_unseen: Unseen,
     ) -> bool:
-        """True if a call would be computed on a packed row, or would first need a test for this.
+        """True if this call would be computed on a packed row, or must first be tested and has a
+        packed row that saves tokens. Nothing is computed.
 
         Args:
             kwargs: see `call`.
@@ -360,8 +362,12 @@ class SharedPrefixes:
         return reason
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
-        """Exchange with all ranks that this call uses no packed row on this rank. Other ranks may
-        wait for the exchange, which precedes each call (`_agreed`)."""
+        """Tell all ranks that this rank uses no packed row in this call. Other ranks may wait for
+        this exchange, which precedes each call (`_agreed`).
+
+        Args:
+            kwargs: the backbone's arguments.
+        """
         if must_agree(self.module):
             self._agreed(kwargs, may_try=False)
 
@@ -388,8 +394,8 @@ class SharedPrefixes:
 
 
 def _apart(sites: list[LayerSite]) -> int:
-    """Return the minimum number of tokens between two positions where rows branch in a packed row,
-    over all layers.
+    """Return the minimum number of tokens between two positions at which rows may branch in a
+    packed row: the largest minimum of all layers.
 
     A layer with recurrent states ends a chunk at each of these positions.
     """
@@ -397,10 +403,9 @@ def _apart(sites: list[LayerSite]) -> int:
 
 
 def _a_chunk(sites: list[LayerSite]) -> float:
-    """Return the cost of one more chunk, as a number of tokens that take the same time, averaged
-    over the layers. Layers without recurrent states count as 0, because they need no more chunks
-    for a packed row. Each branch of the rows ends a chunk in other layers.
-    """
+    """Return the cost of one more chunk, as a number of tokens that take the same time. Only layers
+    with recurrent states have this cost, because they end a chunk at each branch of the packed row.
+    The result is the average over all layers."""
     return A_CHUNK * sum(site.kind.states.carries for site in sites) / max(len(sites), 1)
 
 

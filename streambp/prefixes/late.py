@@ -1,4 +1,4 @@
-"""Hidden states of a call's rows, computed after its packed row, for a program that reads logits at
+"""Compute hidden states of a call's rows after its packed row, for a program that reads logits at
 padding.
 
 A second forward equals the first only while the model is unchanged. Versions of weights and buffers
@@ -63,8 +63,8 @@ class Moment:
 
 
 def _flags(module: nn.Module) -> list[dict[str, Any]]:
-    """Return one dict for each module, with the module's attributes that are numbers, strings or
-    bools, and its lists of strings (peft's active adapters)."""
+    """Return one dict for each module, from names to attributes that are numbers, strings or bools.
+    Lists of strings (peft's active adapters) are included."""
     flags_by_module = []
     for part in module.modules():
         flags: dict[str, Any] = {}
@@ -79,8 +79,8 @@ def _flags(module: nn.Module) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Again:
-    """Forward of a backbone over the rows of a batch, to run later if it is needed. The batch
-    itself is computed as a packed row.
+    """Forward of a backbone over the rows of a batch, which is run only if the program needs values
+    that the packed row lacks.
 
     Attributes:
         run: function that runs the forward and returns the backbone's output.
@@ -116,8 +116,9 @@ class LateRows:
         self.source: Tensor | None = None
 
     def of(self, output: Any) -> Callable[[bool], Tensor] | None:
-        """Store the hidden states [N, h] of the packed row, for comparison with a later forward.
-        Return the method `compute`, or None if no user code can read padding.
+        """Store the hidden states [N, h] of the packed row, which a later forward must reproduce.
+        Return the method `compute` for this later forward, or None if no user code can read
+        padding.
 
         Args:
             output: the backbone's output for the packed row.
@@ -164,8 +165,12 @@ class LateRows:
             yield
 
     def _compare(self, rows: Tensor) -> None:
-        """Raise if the hidden states [B * T, h] of tokens differ from those of the first forward by
-        more than rounding."""
+        """Raise StreamBPError if the hidden states [B * T, h] of tokens differ from those of the
+        first forward by more than rounding. Nothing is compared for a model with dropout or noise.
+
+        Args:
+            rows: hidden states of the second forward.
+        """
         assert self.source is not None
         if self.moment.flags:
             return  # the second forward draws other noise

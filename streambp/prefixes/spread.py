@@ -86,11 +86,15 @@ class Behind(torch.autograd.Function):
 
 def _at_places(x: LazyHidden, tree: Tree) -> LazyHidden:
     """Return the packed row's lazy hidden states [N, h] as lazy hidden states [B, T, h] of the
-    batch's rows. Each token of the batch refers to a token of the packed row.
+    batch's rows. Each token of the batch refers to a token of the packed row, and all padding to
+    one additional row.
 
     Args:
         x: hidden states, computed on the first read.
         tree: the packed row.
+
+    Raises:
+        UnsharedError: x has another shape.
     """
     source = x.source.reshape(-1, x.source.shape[-1])  # [N, h]
     if source.shape[0] != tree.length or x.recipe.places is not None:
@@ -130,8 +134,9 @@ def with_late_padding(x: LazyHidden, tree: Tree, compute: Callable[[bool], Tenso
 
 
 def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
-    """Yield, for consecutive tokens of a row that are consecutive in the packed row too: the row's
-    index, their columns in the batch, and their positions in the packed row."""
+    """Yield (row index, columns, positions) for each piece of a row whose tokens are consecutive in
+    the packed row too. `columns` is a slice of the batch's row, and `positions` a slice of the
+    packed row."""
     for index, row in enumerate(tree.rows):
         for piece in row.pieces:
             start = row.column + piece.at
@@ -143,8 +148,12 @@ def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
 
 
 def refuse(*parts: Tensor) -> None:
-    """Raise if a gradient [...] at padding is finite and not zero. NaN and inf are ignored: after
-    an overflow padding gets them from operations that mix padding with tokens.
+    """Raise BackwardError if a gradient [...] at padding has elements that are finite and not zero.
+    NaN and inf are ignored: after an overflow padding gets them from operations that mix padding
+    with tokens.
+
+    Args:
+        parts: gradients at padding.
 
     Raises:
         BackwardError: there is such a gradient.

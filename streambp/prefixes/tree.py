@@ -124,9 +124,9 @@ class Tree:
 
     @functools.cached_property
     def forks(self) -> Forks:
-        """Return (start, continued) for each segment: the segment's first index in the packed row,
-        and the index behind the token that precedes the segment in its batch row. `continued` is 0
-        if the segment begins its batch row."""
+        """Return a pair (start, continued) for each segment of the packed row. `start` is the index
+        of the segment's first token. `continued` is the index behind the token that precedes the
+        segment in its batch row, or 0 if the segment begins its batch row."""
         pairs: list[tuple[int, int]] = []
         for segment in self.segments:
             continued = segment.before[-1].stop if segment.before else 0
@@ -137,8 +137,8 @@ class Tree:
 
     @property
     def pieces(self) -> int:
-        """Return the number of pieces between positions where rows branch or end. Layers with
-        recurrent states need at least as many chunks."""
+        """Return the number of pieces into which the packed row is cut by the positions where rows
+        branch or end. Layers with recurrent states need at least as many chunks."""
         return len({0, self.length, *itertools.chain.from_iterable(self.forks)}) - 1
 
     def padding(self) -> Iterator[tuple[int, int, int]]:
@@ -149,8 +149,12 @@ class Tree:
                     yield index, start, stop
 
     def places(self, device: torch.device) -> Tensor:
-        """Return [B, T], the index in the packed row of each token of the batch. Padding gets the
-        packed row's length, an index behind its end."""
+        """Return indices [B, T]: the position in the packed row of each token of the batch. The
+        index of padding is the packed row's length.
+
+        Args:
+            device: device of the result.
+        """
         indices = torch.full((len(self.rows), self.width), self.length, device="cpu")
         for index, row in enumerate(self.rows):
             for piece in row.pieces:
@@ -211,7 +215,7 @@ class Tree:
 
     def _pieces_within(self, window: int) -> Iterator[Run]:
         """Yield a `Run` for each range of keys in earlier segments and the queries that read the
-        keys, in a sliding window of `window` tokens."""
+        keys. The sliding window of `window` tokens limits the queries."""
         for segment in self.segments:
             for piece in segment.before:
                 shift = (segment.own.start - segment.own.at) - (piece.start - piece.at)
@@ -223,7 +227,7 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """The place of a row's tokens in the batch.
+    """The tokens of one batch row, without padding.
 
     Attributes:
         column: the column of the first token, behind left padding.
@@ -286,8 +290,8 @@ def find_tree(
 def _look_at(
     ids: Tensor, mask: Tensor | None, positions: Tensor | None, labelled: Tensor | None
 ) -> tuple[list[_Known], float | None] | str:
-    """Return the place of each row's tokens in the batch, or the reason against a packed row as
-    text.
+    """Return the place of each row's tokens in the batch. If a packed row is impossible, for
+    example because padding separates tokens, return the reason as text.
 
     The second value is the highest position in the batch if only padding has this position; None
     otherwise.
@@ -413,7 +417,8 @@ def _write_down(
 def _common(
     ids: Tensor, pivot: int, rows: list[int], depth: int, lengths: list[int], least: int
 ) -> dict[int, int]:
-    """Return for each other row how many of its first tokens equal those of the row `pivot`.
+    """Return a dict from the index of each of `rows` to the number of its first tokens that equal
+    those of the row `pivot`.
 
     The first comparison covers a few tokens, and each later one more tokens of the rows that still
     match. Rows that differ early therefore cost little.
