@@ -36,8 +36,9 @@ RUNS_WITHOUT_DATA = hasattr(decompositions, "addmm_dtype")  # true in torch 2.12
 
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Add the matrix product left @ right to `total` in place, without autograd, and without
-    building the product in half precision.
+    """Add the matrix product left @ right to `total` in place, without autograd. If both matrices
+    are in half precision, the product is computed and added in float32, and never rounded to half
+    precision.
 
     Args:
         total: [m, n] in promote_types(left's dtype, float32) or wider, with contiguous rows, such
@@ -109,16 +110,16 @@ class GradientSum:
         """Start the differentiation of one chunk. [Note: once for each chunk]
 
         Args:
-            again: True in a retry after running out of memory. The matrix products that the first
-                attempt has added are not added a second time.
+            again: True if the chunk is differentiated a second time, after running out of memory.
+                The matrix products that the first attempt has added are then skipped.
         """
         self._products_to_skip = dict(self._products_added) if again else {}
         if not again:
             self._products_added.clear()
 
     def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
-        """Return a function that adds a matrix product [out, n] @ [n, in] to the gradient of a
-        weight.
+        """Return a function (left, right) that adds the matrix product left [out, n] @ right [n,
+        in] to the gradient of a weight.
 
         Return None if `weight` is not among the parameters, or if there is only one chunk.
 

@@ -1,4 +1,4 @@
-"""Parse command lines: option values with error messages, and errors as one line.
+"""Parse command lines: convert option values, and report each error in one line.
 
 typer is installed with transformers, whose command line uses typer. The library below typer depends
 on its version. The error classes are therefore found as bases of `typer.BadParameter`.
@@ -24,11 +24,12 @@ DIGITS = 18  # of a whole number
 
 
 def amount(known: Callable[[str, Any], int], longest: bool = False) -> Callable[[Any], Any]:
-    """Return a parser of command-line values such as 64k or 80GiB.
+    """Return a function that converts the text of a command-line value, such as 64k or 80GiB, to a
+    number.
 
     Args:
         known: function of (field name, text) that returns the number, or raises ConfigError.
-        longest: True if "max" is accepted too.
+        longest: True if "max" is accepted too, and returned as it is.
     """
 
     def parse(text: Any) -> Any:
@@ -48,8 +49,14 @@ size = amount(parse_bytes)
 
 
 def number(low: int, high: float | None = None, whole: bool = True) -> Callable[[Any], Any]:
-    """Return a parser of command-line numbers of at least `low`, and at most `high` unless `high`
-    is None. `whole` allows integers only."""
+    """Return a function that converts the text of a command-line value to a number, and raises
+    `typer.BadParameter` if the number is out of range.
+
+    Args:
+        low: smallest value.
+        high: largest value; None: no limit.
+        whole: True to allow integers only.
+    """
     expected = f"a {'whole ' if whole else ''}number from {low}" + (
         "" if high is None else f" to {high:g}"
     )
@@ -88,7 +95,12 @@ def one_of(*names: Any) -> dict[str, Any]:
 def parsed(app: typer.Typer, words: Sequence[str], program: str) -> Any:
     """Run a command line and return the result of the command's function.
 
-    If the line asks for help or for the version, return the exit code instead.
+    If the line asks for help or for the version, print the answer and return the exit code instead.
+
+    Args:
+        app: the commands.
+        words: the words of the line after the program's name.
+        program: the program's name.
 
     Raises:
         ConfigError: the line is wrong. The error's text begins with the command.

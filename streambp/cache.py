@@ -1,4 +1,5 @@
-"""Replace a layer's cache in a chunk: count positions and return the prefix's K and V."""
+"""Replace a layer's KV cache while the layer computes one chunk: count positions, and return K and
+V of all tokens so far."""
 
 from __future__ import annotations
 
@@ -66,16 +67,15 @@ class ChunkCache:
 
     @property
     def layers(self) -> Any:
-        """Return an object like `Cache.layers` of transformers. The object's items (`LayerKeys`)
-        report the number of keys and have a method `update_index`.
-
-        GLM 5 Next's indexer reads `layers[i]`.
-        """
+        """Return an object like `Cache.layers` of transformers, which GLM 5 Next's indexer reads.
+        For each index the item is a `LayerKeys`, which reports the number of keys and has a method
+        `update_index`."""
         return LayerKeys(self, self._stop)
 
 
 class LayerKeys:
-    """Item of `ChunkCache.layers`, which reports the number of keys but holds no keys."""
+    """Item of `ChunkCache.layers`, which reports the number of keys of the chunk's cache but stores
+    no keys."""
 
     def __init__(self, cache: ChunkCache, number: int) -> None:
         self._cache = cache

@@ -1,4 +1,4 @@
-"""Find the arguments that take a cache, by annotations and use instead of names.
+"""Find the arguments of a layer that take a cache, by annotations and use instead of names.
 
 transformers has called a layer's cache `past_key_values`, `past_key_value`, `layer_past`,
 `cache_params` and, since 5.24, `cache`. Models outside of transformers use names of their own.
@@ -146,7 +146,8 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def _called_as_caches(code: CodeType) -> frozenset[str]:
-    """Return the names of variables on which a function's bytecode calls methods of a cache.
+    """Return the names of variables that a function's bytecode uses as a cache, by calling a
+    cache's methods on them.
 
     After an assignment `a = b`, a call on `a` counts for `b` too.
     """
@@ -184,8 +185,8 @@ def _asked(code: CodeType) -> Iterator[tuple[str, str]]:
 
 
 def _read(step: dis.Instruction) -> Any:
-    """Return the name of the variable that a bytecode instruction reads, the last name if there are
-    two; None if there is no name."""
+    """Return the name of the variable that a bytecode instruction reads; None if it reads none. An
+    instruction of Python 3.13 may read two variables: the last one is returned."""
     if not step.opname.startswith(READS):
         return None
     if isinstance(step.argval, tuple):  # Python 3.13 reads two variables in one instruction

@@ -54,16 +54,16 @@ Forks = tuple[tuple[int, int], ...]  # pairs (start, origin), see `ChunkPlan`
 
 @dataclasses.dataclass(frozen=True)
 class Barrier:
-    """Range of positions `[first, last]` where no chunk may end, because an earlier query reads a
-    later key."""
+    """Range `[first, last]` of forbidden chunk ends. A query before such an end reads a key behind
+    it, or the next chunk would begin with the last token of a document."""
 
     first: int
     last: int
 
 
 def merged(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
-    """Return increasing, disjoint, non-adjacent barriers that forbid the same chunk ends as
-    `barriers`."""
+    """Return the same forbidden chunk ends as increasing barriers. Barriers that overlap or touch
+    become one."""
     result: list[Barrier] = []
     for barrier in sorted(barriers, key=lambda barrier: barrier.first):
         if result and barrier.first <= result[-1].last + 1:
@@ -118,8 +118,8 @@ class ChunkPlan:
 
     @functools.cached_property
     def backward(self) -> tuple[Chunk, ...]:
-        """Return the chunks last to first. A chunk's dK and dV are then complete when the chunk's
-        backward begins.
+        """Return the chunks in the order of backward, last to first. When the backward of a chunk
+        begins, all later chunks have then added to its dK and dV.
 
         [Note: prefix accumulation order]
         """
@@ -135,7 +135,7 @@ class ChunkPlan:
 
     @functools.cached_property
     def behind(self) -> dict[int, tuple[int, int]]:
-        """Return a dict from a chunk's index to the indices of the first and the last chunk that
+        """Return a dict from a chunk's index to the indices (first, last) of the chunks that
         continue from this chunk. A chunk is left out if no other chunk continues from it."""
         ranges: dict[int, tuple[int, int]] = {}
         for index, predecessor in enumerate(self.before):
@@ -178,7 +178,7 @@ class ChunkPlan:
 
     def forked(self, forks: Forks, least: int) -> ChunkPlan:
         """Return a plan for a packed row in which several batch rows share prefixes. A chunk ends
-        at every end of a prefix and at every position where a batch row branches off.
+        at the end of each prefix, and before each position where a batch row branches off.
 
         Between these ends chunks end after every `size` positions, if at least `least` positions
         remain.
@@ -209,7 +209,8 @@ class ChunkPlan:
 
 
 def in_one_pass(size: int) -> int:
-    """Return the largest power of two that is at most `size`, for `size` from 1 on.
+    """Return the largest power of two that is not above `size`, for `size` from 1 on. cuDNN's
+    attention computes a chunk of this size in one call.
 
     cuDNN's attention is called for few different numbers of queries (`attention/spans.py`). A chunk
     of 2,730 queries would be split into 2,048, 512 and 170 queries, each of which reads the prefix

@@ -127,8 +127,8 @@ class StreamConfig:
         return () if self.saves == "auto" else tuple(self.saves)
 
     def of_layer(self, left: int) -> StreamConfig:
-        """Return the settings of one layer, whose `saves` have no name of the form "name@n". Such a
-        name becomes "name" if the layer is among the last n layers, and is left out otherwise.
+        """Return these settings for one layer, in which each name "name@n" in `saves` is resolved.
+        The name becomes "name" if the layer is among the last n layers, and is left out otherwise.
 
         Args:
             left: number of layers from this one to the last, both included.

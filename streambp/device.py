@@ -167,7 +167,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def make_room(device: torch.device, allocators: bool) -> None:
-    """Free the memory that a failed attempt holds, before a retry.
+    """Free the memory that a failed attempt still uses, before a retry. Errors for lack of memory
+    are ignored.
 
     A backward that fails inside another backward leaves tasks in autograd's queue for the device.
     Such a task keeps the failed backward's graph alive until another inner backward runs, so this
@@ -191,9 +192,9 @@ def make_room(device: torch.device, allocators: bool) -> None:
 def failed_in_a_kernel(error: BaseException, device: torch.device) -> bool:
     """True if an error comes from a device, its libraries or a kernel, and not from wrong tensors.
 
-    torch names the library in its messages. The text of a kernel's own checks is unknown. An error
-    from code that calls kernels is therefore counted too. The exception is a CPU, whose kernels
-    accept all valid shapes.
+    torch names the library in its messages. The text of a kernel's own checks is unknown, so on
+    accelerators every error counts that was raised in code that calls kernels. The kernels of a CPU
+    accept all valid shapes, so this does not apply to a CPU.
     """
     if isinstance(error, getattr(torch, "AcceleratorError", ())):
         return True
@@ -288,8 +289,8 @@ class RandomState(NamedTuple):
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Context manager in which torch's generators continue from the captured states. Afterwards
-        their present states are restored."""
+        """Context manager in which torch's generators start from the captured states, so that they
+        draw the same numbers again. Afterwards the generators have the states from before."""
         outer = RandomState.capture(self.device)
         self.restore()
         try:

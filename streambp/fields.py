@@ -52,13 +52,19 @@ def check_fields(instance: Any, **ranges: float | tuple[float, float]) -> None:
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """Return the type of each field of a dataclass."""
+    """Return a dict from the names of a dataclass's fields to their types."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _told(hint: Any, bound: str) -> str:
-    """Return the type of a field, and the bounds of its values, in words for an error message."""
+    """Return a field's type in words for an error message, such as "a whole number from 1, or
+    None".
+
+    Args:
+        hint: the type.
+        bound: the range of numbers in words, such as " from 1"; "": no range.
+    """
     parts = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         if len(parts) > 1:

@@ -1,6 +1,6 @@
-"""Functions that other code puts in place of a module's forward or of torch's functions.
+"""Find functions that other code puts in place of a module's forward or of torch's functions.
 
-The head's stand-ins (`lazy/deferred.py`) work in forwards that compute a loss with torch's
+The head's lazy tensors (`lazy/deferred.py`) work in forwards that compute a loss with torch's
 operations, like transformers' forwards. A fused loss of another library passes the hidden states to
 an autograd.Function or a kernel, which need real tensors. Nothing is therefore deferred inside a
 forward that another library wrote. Such a forward may be on the class or on the instance, set
@@ -82,8 +82,8 @@ def foreign_forward(
 
 @functools.lru_cache
 def foreign_of_class(module_class: Any, forwards: tuple[Any, ...]) -> str | None:
-    """Return the full name of another library's function in place of the forward of a class, or
-    None, as `foreign_forward` does without a forward on the instance. The result is cached.
+    """Return the full name of a function that another library has put in place of the forward of a
+    class or its bases; None if the class runs its own. The result is cached.
 
     Args:
         module_class: the class.
@@ -120,10 +120,10 @@ TRLS_SETTINGS = (TRLS_FORWARD, TRLS_TEMPERATURE, TRLS_IN_FLOAT32, TRLS_OUTPUTS)
 
 
 def trls_head(function: Any) -> dict[str, Any] | None:
-    """Return the variables that a forward from TRL's `add_fused_lm_head` has in its closure, by
+    """Return the variables in the closure of a forward that TRL's `add_fused_lm_head` has set, by
     name; None for any other function.
 
-    The closure holds the arguments and the inner forward, which are not available otherwise.
+    The variables are TRL's arguments and the inner forward, which are not available otherwise.
     """
     code = getattr(function, "__code__", None)
     if code is None or code.co_name != TRLS_HEAD or not home_of(function).startswith("trl."):
@@ -137,8 +137,8 @@ def trls_head(function: Any) -> dict[str, Any] | None:
 
 
 def home_of(function: Any) -> str:
-    """Return the name of the Python module that defines a function, or that defines the class of
-    another callable."""
+    """Return the name of the Python module in which a function was written; for another callable,
+    the module of its class."""
     names = getattr(function, "__globals__", None)
     if names is None and not hasattr(function, "__code__"):
         names = getattr(type(function).__call__, "__globals__", None)
@@ -167,8 +167,8 @@ def _called(function: Any) -> Any:
 
 
 def undecorated(function: Any) -> Any:
-    """Return the function inside of transformers' deprecation decorators (release 5.17 decorates
-    `sdpa_mask`)."""
+    """Return the function inside of transformers' deprecation decorators, which release 5.17 puts
+    around `sdpa_mask`. A function without these decorators is returned unchanged."""
     while home_of(function) == DEPRECATION and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
@@ -207,9 +207,9 @@ def compiled_inside(module: nn.Module) -> list[nn.Module]:
 def compiled_around(
     model: nn.Module, root: nn.Module | None, layers: list[nn.Module], ours: list[nn.Module]
 ) -> set[str] | None:
-    """Return the names of modules outside of the chunked layers that run compiled code. The set is
-    empty if all compiled modules outside of the layers run eagerly; None if no module outside of
-    the layers is compiled.
+    """Return the names of compiled modules outside of the chunked layers that run compiled code.
+    The set is empty if all compiled modules outside of the layers run eagerly; None if no module
+    outside of the layers is compiled.
 
     A compiled module runs eagerly if it contains a module of `ours`. A copy of the model, as
     accelerate's regional compilation makes, computes with the patched modules; compiled modules
@@ -262,8 +262,8 @@ def is_region(module: nn.Module) -> bool:
 
 
 def name_of(function: Any) -> str:
-    """Return a function's own name, even if `functools.wraps` gave it another name; for another
-    callable, its class's name."""
+    """Return the name with which a function was written, even if `functools.wraps` gave it another
+    name; for another callable, its class's name."""
     code = getattr(function, "__code__", None)
     if code is not None:
         return str(code.co_name)
@@ -294,14 +294,14 @@ METHODS = {
 
 
 def asked_of(func: Any) -> Any:
-    """Return torch's own function for a call of `__torch_function__`, even if a program has
-    replaced that function in torch by one of its own.
+    """Return torch's own function for the argument `func` of `__torch_function__`. The two differ
+    if a program has replaced a function of torch by a wrapper: torch then passes the wrapper.
 
     `__torch_function__` must call `asked_of` directly, because `asked_of` inspects the caller's
     frames.
 
     Args:
-        func: the argument of `__torch_function__`, which may be the program's function.
+        func: the argument of `__torch_function__`.
 
     Raises:
         StreamBPError: `func` replaces several methods of `torch.Tensor`, and torch does not report
@@ -342,7 +342,7 @@ def asked_of(func: Any) -> Any:
 
 
 def rule_name(func: Any) -> str:
-    """Return the name under which the rules of lazy tensors are stored for a function of torch.
+    """Return the name of a torch function by which its rule for lazy tensors is found.
 
     Other functions, such as custom operators, get a name for which no rule exists.
     """
@@ -354,7 +354,7 @@ def rule_name(func: Any) -> str:
 
 
 def method(name: str) -> Callable[..., Any] | None:
-    """Return torch's own method `name` of a tensor, even if a program has replaced it; None if
-    there is no such method."""
+    """Return torch's own method `name` of `torch.Tensor`, even if a program has replaced the
+    method; None if there is no such method."""
     own_method: Callable[..., Any] | None = METHODS.get(name) or getattr(TensorBase, name, None)
     return own_method

@@ -56,8 +56,9 @@ from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, ACCELERATE
 
 @dataclasses.dataclass(eq=False)
 class Use(contextlib.AbstractContextManager["Use"]):
-    """Context manager that marks a patched model as used by one thread, during a forward or a
-    layer's backward. Nested uses by the same thread share an object."""
+    """Context manager in which a thread may compute with a patched model, for a forward or a
+    layer's backward; created by `StepOwner.enter`. Nested uses by the same thread share one object.
+    """
 
     owner: StepOwner
     thread: int
@@ -124,10 +125,10 @@ REDUCES = "__reduce_ex__"  # set to `as_unpatched` on modules with either attrib
 
 
 class Unbound:
-    """Function of (module, *args) that calls the module's replaced forward.
+    """Function of (module, *args) that calls the replacement of the module's forward.
 
-    Serves accelerate's mixed precision, which takes the function out of a bound method, wraps the
-    function, and binds the result to the module or to a copy of the module.
+    accelerate's mixed precision needs such a function. Mixed precision takes the function out of a
+    bound method, wraps the function, and binds the result to the module or to a copy of the module.
     """
 
     def __init__(self, index: int, signature: inspect.Signature) -> None:
@@ -144,8 +145,9 @@ class Unbound:
 
 
 def forwards(module: nn.Module) -> Iterator[Any]:
-    """Yield the objects and functions that replace a module's forward, outermost first: streambp's
-    (`InstanceForward`), and other libraries' wrappers that name the wrapped function."""
+    """Yield all callables that are set in place of a module's own forward, outermost first:
+    streambp's objects (`InstanceForward`), and wrappers of other libraries that refer to the
+    wrapped function."""
     forward: Any = module.__dict__.get(_slot(module))
     while forward is not None:
         if isinstance(forward, MethodType):
@@ -186,8 +188,8 @@ def _slot(module: nn.Module) -> str:
 
 
 def as_unpatched(module: nn.Module, protocol: Any) -> Any:
-    """Return the result of `__reduce_ex__` for a patched module. If `torch.save` is the caller, the
-    result is that of the unpatched module.
+    """Return the result of `__reduce_ex__` for a patched module, without the patch if `torch.save`
+    is the caller. Copies and other pickles include the patch.
 
     A partial of this function is set as `__reduce_ex__` on patched modules.
     """
@@ -201,8 +203,8 @@ def as_unpatched(module: nn.Module, protocol: Any) -> Any:
 
 
 def unmark(module: nn.Module) -> None:
-    """Restore a module's own `__reduce_ex__` after `unpatch` has removed everything else from
-    it."""
+    """Remove the `__reduce_ex__` that the patch has set on a module, once nothing else of a patch
+    is left on the module."""
     if WRAPPERS not in module.__dict__ and PATCH not in module.__dict__:
         module.__dict__.pop(REDUCES, None)
 
@@ -308,7 +310,8 @@ class InstanceForward:
         self.module.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, self.module))
 
     def stands_as(self, forward: Any) -> bool:
-        """True if `forward` is this object, or a bound method of it."""
+        """True if `forward`, the value of a module's attribute, is this object or a bound method of
+        it."""
         if isinstance(forward, MethodType):
             return (
                 isinstance(forward.__func__, Unbound | InstanceForward)
@@ -317,7 +320,8 @@ class InstanceForward:
         return forward is self
 
     def leave(self, attributes: dict[str, Any]) -> None:
-        """Restore the replaced forward in a copy of the module, by changing the copy's attributes.
+        """Remove this object from a copy of the module by changing the copy's attributes: the
+        replaced forward is set again.
 
         Args:
             attributes: the copy's `__dict__`.
@@ -349,8 +353,8 @@ T = TypeVar("T")
 
 
 class Living(Sequence[T], Generic[T]):
-    """Ordered sequence of weak references: iteration yields the objects that still exist. A copied
-    or pickled sequence is empty."""
+    """Ordered sequence of weak references, which behaves like a sequence of the objects that still
+    exist. A copied or pickled sequence is empty."""
 
     def __init__(self, items: Iterable[T] = ()) -> None:
         self._items = [weakref.ref(item) for item in items]
@@ -381,8 +385,9 @@ class Living(Sequence[T], Generic[T]):
 
 
 class Home:
-    """Weak reference to the module that was passed to `patch`. If that module is deleted, the
-    reference changes to the largest remaining module with a replaced forward."""
+    """Weak reference to the module that was passed to `patch`. Calling the object returns the
+    module. If that module is deleted, the reference changes to the largest remaining module with a
+    replaced forward; None if there is none."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._reference = None if module is None else weakref.ref(module)
@@ -400,14 +405,14 @@ class Home:
 
     @property
     def known(self) -> bool:
-        """True if a module was set by `name` or the constructor, and still exists."""
+        """True if the module of this reference was set and still exists."""
         return self._reference is not None and self._reference() is not None
 
     def name(self, module: nn.Module) -> None:
-        """Store a weak reference to `module`, the module that was passed to `patch`."""
+        """Change the reference to `module`, the module that was passed to `patch`."""
         self._reference = weakref.ref(module)
 
     def enter(self, module: nn.Module) -> None:
-        """Register a module with a replaced forward. The reference may change to this module if the
+        """Register a module with a replaced forward, to which the reference may change after the
         module that was passed to `patch` is deleted."""
         self._inside.enter(module, lambda _: 0)

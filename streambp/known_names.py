@@ -1,11 +1,11 @@
-"""Names of other libraries that streamed training depends on, by library.
+"""List the names of other libraries that streamed training depends on, by library.
 
 Most of these names belong to no documented interface: arguments of decoder layers, attributes that
 engines set on modules, parameters by which functions are identified. A library that renames one
 changes what is streamed. Each name therefore has one line with its use, and
-`tests/repository/test_known_names.py` lists the names that installed versions still have. Documented arguments
-and attributes that every program uses are left out (`input_ids`, `attention_mask`, `position_ids`,
-`labels`, `use_cache`), and so are torch's public operations.
+`tests/repository/test_known_names.py` lists the names that installed versions still have.
+Documented arguments and attributes that every program uses are left out (`input_ids`,
+`attention_mask`, `position_ids`, `labels`, `use_cache`), and so are torch's public operations.
 
 The names are from transformers 5.24, torch 2.14, peft 0.21, DeepSpeed 0.19, accelerate 1.15 and TRL
 1.16 unless a line says otherwise; "until" names the last version with the name.

@@ -1,4 +1,5 @@
-"""Other libraries: the extra that installs each, and the newest release that the tests ran with."""
+"""Import optional libraries, and compare the versions of libraries with the newest releases that
+the tests ran with. If a library is missing, the error names the extra that installs the library."""
 
 from __future__ import annotations
 
@@ -54,8 +55,12 @@ def required(library: str) -> Iterator[None]:
 
 
 def warn_of_untested(*libraries: str) -> None:
-    """Warn if an installed library is newer than the newest release that this project was tested
-    with."""
+    """Warn if an installed library is newer than the newest release in `TESTED`, with which this
+    project was tested.
+
+    Args:
+        libraries: import names of the libraries.
+    """
     for library in libraries:
         newest = TESTED.get(library)
         if newest is None:
@@ -74,7 +79,8 @@ def warn_of_untested(*libraries: str) -> None:
 
 
 def refuse_other_distribution() -> None:
-    """Check that all files in the package's folder come from this project.
+    """Raise ConflictingDistributionError if another distribution has installed files into the
+    package's folder.
 
     pip lets two distributions install into the same folder. Files that both contain are replaced by
     those of the distribution installed last, so the package becomes a mixture.

@@ -87,9 +87,16 @@ def _row(
     peers: float = 360,
     network: float = 42.5,
 ) -> Rates:
-    """Return the `Rates` of a device from numbers in TFLOP/s (products, forward, backward), TB/s
-    (bandwidth) and GB/s (link, peers, network). `source` is the origin of the numbers, and `guess`
-    is True if some are guesses."""
+    """Return the `Rates` of a device from the units of a table.
+
+    Args:
+        name: the device's name.
+        products, forward, backward: TFLOP/s.
+        bandwidth: TB/s.
+        link, peers, network: GB/s.
+        source: the origin of the numbers.
+        guess: True if some of the numbers are guesses.
+    """
     rates = {"products": products, "forward": forward, "backward": backward, "bandwidth": bandwidth}
     links = {"link": link * 1e9, "peers": peers * 1e9, "network": network * 1e9}
     fields: dict[str, Any] = {field: rate * 1e12 for field, rate in rates.items()} | links
@@ -194,8 +201,8 @@ USUAL = {
 
 
 def device_of(memory: int) -> str | None:
-    """Return the name of the most usual device with `memory` bytes of memory, which datasheets give
-    in GB or GiB; None if no device has that size."""
+    """Return the name of the most usual device with `memory` bytes of memory; None if no device has
+    that size. Datasheets give sizes in GB or GiB, so a range of bytes counts as one size."""
     near = (
         name for name, size in USUAL.items() if 0.95 * size * 1e9 <= memory <= 1.02 * size * 2**30
     )

@@ -1,9 +1,9 @@
-"""Reports that never raise.
+"""Compute parts of reports so that no error in a report ends the program.
 
-Code that only reports must never raise: a run of days must not end over a line of
-text. Such code is `describe`, the account of `streambp launch`, callbacks, and hooks that print.
-Each part of a report goes through `told`. A part that fails is replaced by the reason. Code that
-decides, or changes the model, raises as usual.
+Code that only reports must never raise: a run of days must not end over a line of text. Such code
+is `describe`, the account of `streambp launch`, callbacks, and hooks that print. Each part of a
+report goes through `told`. A part that fails is replaced by the reason. Code that decides, or
+changes the model, raises as usual.
 """
 
 from __future__ import annotations

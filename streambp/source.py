@@ -13,11 +13,11 @@ from torch import nn
 
 
 def written_forward(module: nn.Module) -> Any:
-    """Return the function that a module's class defines as `forward`, without decorators.
+    """Return the function that a module's class defines as `forward`, without decorators. None for
+    a scripted module, whose class has no forward.
 
     Decorators made with `functools.wraps` are removed. A decorator of another kind, as around
-    mixers in transformers up to 5.15, is removed if its closure holds a single function. None for a
-    scripted module, whose class has no forward.
+    mixers in transformers up to 5.15, is removed if its closure holds a single function.
     """
     return written(getattr(type(module), "forward", None))
 
@@ -37,8 +37,8 @@ def written(decorated: Any) -> Any:
 
 
 def with_globals(space: dict[str, Any], decorated: Any) -> FunctionType:
-    """Return a copy of a class's forward, with `space` as the global variables of its innermost
-    function.
+    """Return a copy of a class's forward whose code looks up its global variables in `space`.
+    Decorators of the forward keep their globals.
 
     Decorators made with `functools.wraps` surround the copy as well; some rename arguments.
 

@@ -84,8 +84,7 @@ def _shown(text: str) -> str:
 
 
 def unviewed(result: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor [...] with the memory of `result` that does not count as a view of another
-    tensor.
+    """Return a tensor [...] with the memory of `result`, which autograd does not treat as a view.
 
     torch refuses in-place operations on a view that a custom autograd Function's forward returns,
     and `F.linear` with a bias returns a view.
@@ -109,7 +108,7 @@ LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Placeholder for a tensor in nested arguments, whose tensors are stored in a separate list.
+    """Placeholder for a tensor in a copy of nested arguments, whose tensors are in a separate list.
 
     Attributes:
         number: the tensor's index in that list.
@@ -119,8 +118,8 @@ class Slot:
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested lists, tuples and dicts with `change` applied to all tensors and
-    `Slot` placeholders."""
+    """Return a copy of nested lists, tuples and dicts in which each tensor and each `Slot`
+    placeholder is replaced by change(tensor) or change(slot)."""
     if isinstance(value, Tensor | Slot):
         return change(value)
     if isinstance(value, tuple | list):
