@@ -221,8 +221,14 @@ def in_one_pass(size: int) -> int:
 
 @functools.lru_cache  # the same chunks serve all layers and calls
 def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"]) -> ChunkPlan:
-    """Return the division of `length` positions of `batch_size` rows into chunks. `AUTO_RULE` is
-    the rule for "auto"."""
+    """Return the division of `length` positions of `batch_size` rows into chunks.
+
+    Args:
+        length: number of positions.
+        batch_size: number of rows.
+        chunk_size: positions of a chunk. "auto": a number that depends on the length and the rows,
+            see `AUTO_RULE`.
+    """
     if chunk_size == "auto":
         tokens = min(max(-(-length * batch_size // AUTO_CHUNKS), AUTO_MIN_TOKENS), AUTO_MAX_TOKENS)
         size = max(1, tokens // max(1, batch_size))

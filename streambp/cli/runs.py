@@ -68,7 +68,7 @@ def run_env(arguments: Any) -> int:
 
 
 def _accelerator() -> str | None:
-    """Return the type of this machine's GPUs, if torch finds a supported one."""
+    """Return the type of this machine's GPUs ("cuda"); None if torch finds no supported GPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or not is_accelerator(found):
         return None

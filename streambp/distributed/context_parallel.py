@@ -39,7 +39,8 @@ def replaced_attention() -> Any:
 
 
 def find_context_parallel() -> SplitOver | None:
-    """Return the process group of torch's `context_parallel`, if it is active now; else None.
+    """Return the process group of torch's `context_parallel` and the order of its shards
+    (`SplitOver`); None if no `context_parallel` is active now.
 
     Raises:
         UnsupportedModelError: context parallelism is active, but its device mesh is not where torch

@@ -80,7 +80,8 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def full_bytes(parameter: Tensor) -> int:
-    """Return the bytes of a parameter [...] with its full shape, also if ranks share it."""
+    """Return the bytes of a parameter [...] with its full shape, even if the parameter is
+    partitioned over ranks."""
     return int(math.prod(full_shape(parameter)) * parameter.itemsize)
 
 
@@ -123,8 +124,8 @@ FSDP2 = "FSDP2"
 
 
 class Hold(NamedTuple):
-    """Two flags: whether an engine gathers a module's weights, and whether it waits for its
-    gradients.
+    """Two flags: whether an engine gathers a module's weights, and whether the engine waits for
+    each of the module's gradients.
 
     Attributes:
         weights: True under ZeRO-3 and FSDP2, which gather full parameters on a rank only while a

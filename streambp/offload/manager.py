@@ -308,8 +308,15 @@ class HostTensors:
             self._holding.arena.grow(self._holding.stack, padded(missing))
 
     def put(self, name: str, chunk: int, tensor: Tensor) -> None:
-        """Start the copy of a tensor [...] to the host. A tensor stored before under this name and
-        chunk is replaced."""
+        """Store a tensor [...]: start its copy to the host, or keep the tensor on the device if
+        `staying` names it and `gpu_memory` has room. A tensor stored before under this name and
+        chunk is replaced.
+
+        Args:
+            name: name of the tensor in the storage, such as "k.0".
+            chunk: index of the chunk.
+            tensor: the tensor on the device.
+        """
         self._check_not_retired()
         self._transfers.begin(self, chunk)
         entry = self._entries.get((name, chunk))

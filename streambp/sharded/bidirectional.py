@@ -31,7 +31,8 @@ from streambp.sharded.shards import Keys, Shards
 
 
 class OneRank(Shards):
-    """Sequences that are not split: one rank has all tokens and heads, and exchanges nothing."""
+    """Implementation of `Shards` for sequences that are not split: one rank has all tokens and
+    heads, and exchanges nothing."""
 
     where: ClassVar[str] = "where attention is bidirectional"
     remedy: ClassVar[str] = "Use gradient checkpointing for this model (streambp.unpatch(model))."
@@ -59,7 +60,7 @@ class OneRank(Shards):
         return Keys(*(parts.pop(0).transpose(1, 2).contiguous() for _ in range(2)))
 
     def own_gradient(self, sums: list[Tensor], dtype: Any, heads: int) -> list[Tensor]:
-        """Return dk [B, H_kv, T, D] and dv in `dtype`.
+        """Return dK and dV as dk and dv [B, H_kv, T, D] in `dtype`. Nothing is exchanged or summed.
 
         Args:
             sums: dK [B, T, H_kv, D] and dV; emptied.

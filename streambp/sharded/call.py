@@ -243,7 +243,7 @@ def _unread_in_halves(
     call: ShardedCall, linears: dict[str, nn.Linear], x: Tensor, chunk: Chunk, random: RandomState
 ) -> UnreadInHalves:
     """Return the Linears that each half of the layer (before and after its attention) can skip. A
-    trace finds Linears without an effect on the half's results, and a run with NaN confirms this.
+    trace finds the Linears, and a run in which the Linears return NaN confirms the result.
 
     Args:
         call: the call of the layer.

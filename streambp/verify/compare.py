@@ -174,7 +174,7 @@ def compare_methods(
 
 
 def _say_nothing(what: str, done: float) -> None:
-    """Ignore progress: the callback for callers that pass none."""
+    """Ignore a report of progress. This is the default of the argument `said`."""
 
 
 def _untouched(model: nn.Module, runs: tuple[VerifyRun, ...]) -> list[str]:
