@@ -3,6 +3,7 @@
     python scripts/step_files.py                  # a table of counts
     python scripts/step_files.py --walk           # and the files and functions in order
     python scripts/step_files.py --each           # and each file with its functions and calls
+    python scripts/step_files.py --json           # the calls in order, for programs
     python scripts/step_files.py --saves auto     # the saves that fit, as `streambp.patch` has it
 
 The step is a forward with labels and a backward of a small Qwen3 with 3 layers, after steps that
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -148,9 +150,13 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--walk", action="store_true", help="also print the calls in order")
     parser.add_argument("--each", action="store_true", help="also print the calls of each file")
+    parser.add_argument("--json", action="store_true", help="print the calls alone, as JSON")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     step = warm_step(SAVES[arguments.saves], arguments.chunks)
+    if arguments.json:
+        print(json.dumps(step.calls))
+        return
     parts = {
         "a step": step.calls,
         "before the first chunk": step.before_first_chunk(),
