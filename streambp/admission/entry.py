@@ -50,6 +50,7 @@ from streambp.layer.oom import explained
 from streambp.layer.products import hooked_everywhere
 from streambp.layer.recompute import NULL_CONTEXT, Parameters, slots_of
 from streambp.layer.site import REACH, CallReport, LayerSite
+from streambp.progress import progress_line
 from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_of
 from streambp.recurrent.segments import arguments_that_tell, mixers_of
@@ -253,7 +254,8 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
         free_choices = replaced([site], "choices", [None])
         # Layers of a split sequence exchange keys and values with other ranks themselves.
         local = no_collectives(call.site.layer) if call.has_full_sequence else NULL_CONTEXT
-        with weights_on_device, nothing_compiled(), call.autocast.off(), free_choices, local:
+        shown = progress_line(_trying(site)) if has_data(call.hidden_states) else NULL_CONTEXT
+        with shown, weights_on_device, nothing_compiled(), call.autocast.off(), free_choices, local:
             results = call.attempt(lambda _: _looked(call))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
@@ -261,6 +263,13 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
         raise explained(error, site, call.plan) from error
     site.tests.tested_hooks |= call.look.hooks.places.keys()
     return results
+
+
+def _trying(site: LayerSite) -> str:
+    """Return the text about a layer's tests that is shown on a terminal."""
+    if site.saves_policy is None:
+        return f"trying layer {site.index + 1}"
+    return f"trying layer {site.index + 1} of {site.saves_policy.layers}"
 
 
 def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:

@@ -35,6 +35,7 @@ memory that another device has read or written.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import time
 import warnings
@@ -45,6 +46,7 @@ import torch
 from torch import Tensor
 
 from streambp.device import counted_bytes, forget_error, is_accelerator, memory_limit, tells_memory
+from streambp.progress import progress_line
 
 COMPUTE = "compute"
 OUT = "out"
@@ -52,6 +54,8 @@ BACK = "back"
 HOST = "host"  # the calling thread, which can wait like a queue
 STALL = "stall_"  # prefix of a queue's name: time for which compute waited
 SPENT = (OUT, BACK, STALL + OUT, STALL + BACK)
+PINNING = 0.3  # seconds to pin a GiB of host memory; measured on one machine
+SHOWN_PINNING = 2**30  # bytes whose pinning takes long enough to be shown on a terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +204,15 @@ class AcceleratorEngine(Engine):
         """Reserve `size` bytes [size], uint8, pinned for all devices; warn at the first failure to
         pin.
         """
+        gib = size / 2**30
+        shown: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if size >= SHOWN_PINNING and (self._first or self).pinned:
+            shown = progress_line(f"pinning {gib:.0f} GiB, about {max(1.0, PINNING * gib):.0f} s")
+        with shown:
+            return self._reserve(size)
+
+    def _reserve(self, size: int) -> Tensor:
+        """Reserve host memory as `host_buffer`, and show nothing."""
         host = self._first or self
         on_cuda = self.device.type == "cuda"
         error = ""
@@ -224,7 +237,7 @@ class AcceleratorEngine(Engine):
                 "Raise the limit on locked memory (ulimit -l) or lower host_memory: "
                 f"{size / 2**30:.1f} GiB of host memory could not be pinned ({error}), so that "
                 "copies are synchronous, and slow, from now on.",
-                stacklevel=2,
+                stacklevel=3,
             )
         return buffer
 

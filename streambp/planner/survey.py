@@ -44,6 +44,7 @@ from streambp.planner.splits import SplitCount, lines_of_keys, split_of, split_o
 from streambp.planner.step import Span, counted_head, fused_attention, run_step
 from streambp.planner.tree import module_tree
 from streambp.planner.work import Work
+from streambp.progress import progress_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +171,9 @@ def survey(
             continue
         if said is not None:
             said(recipe.name, sum(chunks[:number]) / sum(chunks))
+        shown = progress_line("counting a step") if said is None else contextlib.nullcontext()
         try:
-            with uncollected():
+            with uncollected(), shown:
                 methods.append(_count_method(counter, recipe, at, accumulating, timed))
         except Exception as error:  # any error of a model's own forward on tensors without data
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
