@@ -3,7 +3,8 @@
 [Note: cached profiles] A profile depends on the configuration, on the options of the count, and on
 code. Code means this package's sources, the versions of torch, transformers and peft, and the set
 of installed kernel packages for mixers. A digest of all these is the file's name, so a file is
-never stale. An unreadable file is ignored. `counted` always counts models that are already built,
+never stale. A file that cannot be read, or whose content is not what was written, is ignored with
+one line in the log, and the count is made again. `counted` always counts models that are already built,
 because no configuration describes their modules; a patched model's first step has files of its own
 ([Note: stored counts]).
 """
@@ -15,11 +16,12 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -33,10 +35,14 @@ from streambp.planner.mixers import KERNELS, Mixers, is_installed
 from streambp.planner.profile import Profile, from_json, to_json
 from streambp.planner.skeleton import Device, Skeleton, Source
 from streambp.planner.survey import STREAMED, SurveyRecipe, survey
+from streambp.reporting import reason
 
+logger = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parent.parent
 VERSIONS = ("torch", "transformers", "peft")
+DIGEST = "digest"  # entry of a file: a digest of the file's other entries
 Said = Callable[[str, float], None]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +122,9 @@ def counted(
             json.dumps(parts, sort_keys=True, default=str).encode()
         ).hexdigest()[:32]
         file = folder() / f"{digest}.json"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return from_json(json.loads(file.read_text("utf-8")))
+        stored = read_file(file, from_json)
+        if stored is not None:
+            return stored
     profile = survey(asked.skeleton(), recipes, asked.batch_size, None, asked.attention, said=said)
     if asked.device != "cpu" and any(recipe.name == STREAMED[0].name for recipe in recipes):
         profile = dataclasses.replace(
@@ -146,20 +153,47 @@ def code_in_use() -> list[Any]:
     return [list(versions.values()), installed, _source()]
 
 
-def write(file: Path, data: Any) -> None:
-    """Write data as a JSON file. Other processes see the complete file or none, because they may
-    read or write the same file.
+def read_file(file: Path, restore: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return the content of a file of `write`; None if there is no such file.
+
+    The result is also None if the file cannot be read, or if its content is not what `write` wrote.
+    One line in the log then names the file and the reason.
+
+    Args:
+        file: path of the file.
+        restore: function that makes the result from the file's entries.
+    """
+    try:
+        entries = json.loads(file.read_text("utf-8"))
+        if entries.pop(DIGEST) != _digest(entries):
+            raise ValueError("its content was changed")
+        return restore(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except Exception as error:  # whatever a damaged file leads to
+        logger.warning("%s is ignored, and the count is made again: %s", file, reason(error))
+        return None
+
+
+def _digest(entries: Any) -> str:
+    """Return a digest of JSON types."""
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+
+def write(file: Path, data: dict[str, Any]) -> None:
+    """Write data as a JSON file, with a digest by which `read_file` detects a damaged file. Other
+    processes see the complete file or none, because they may read or write the same file.
 
     Args:
         file: path of the file, whose folder is created.
-        data: the data, as JSON types.
+        data: the entries, as JSON types.
 
     Raises:
         OSError: the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
-        made.write(json.dumps(data))
+        made.write(json.dumps({**data, DIGEST: _digest(data)}))
     try:
         Path(made.name).replace(file)
     except OSError:

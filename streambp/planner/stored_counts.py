@@ -13,9 +13,9 @@ file, and the next process of the same model reads this file:
     surroundings  settings of `patch`, autocast's dtype, versions of libraries, installed kernels
 
 A digest cannot cover all code that a forward may reach. An outdated count costs memory or seconds,
-but changes no number: the policy measures each step, and corrects its predictions ([Note: saves
-that fit]). A damaged file, or a file of another model, is ignored with one line in the log of this
-module.
+but changes no number: the policy measures each step, and corrects its predictions
+([Note: saves that fit]). A damaged file, or a file of another model, is ignored with one line in
+the log (`read_file`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import functools
 import hashlib
 import itertools
 import json
-import logging
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -49,12 +48,10 @@ from streambp.known_names import (
 )
 from streambp.model.deferring import own_heads
 from streambp.offload.costs import LayerCost
-from streambp.planner.counted import code_in_use, folder, write
+from streambp.planner.counted import code_in_use, folder, read_file, write
 from streambp.planner.layer_costs import costs_as_json, costs_from_json
 from streambp.planner.profile import Method, method_as_json, method_from_json
-from streambp.reporting import reason
 
-logger = logging.getLogger(__name__)
 DEPTH = 4  # levels of containers and configurations inside an attribute
 MOST_FILES = 256  # files in the folder; older ones are deleted
 # attributes of modules that are described apart, or that a step changes
@@ -115,38 +112,29 @@ def read(key: str | None) -> StoredCount | None:
     if key is None:
         return None
     try:
-        text = _file(key).read_text("utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+        file = _file(key)
+    except Exception:  # the user has no home, for example
         return None
-    except Exception as error:
-        _report(key, error)
-        return None
-    try:
-        entry = json.loads(text, parse_constant=_refuse)
-        if entry["key"] != key:
-            raise ValueError("the file is another model's")
-        costs = {}
-        for place, cost in costs_from_json(entry["saves"]).items():
-            costs[entry["indices"][place]] = cost
-        method = method_from_json(entry["method"])
-        if not method.first or not entry["factor"] > 0 or not entry["casts"] >= 0:
-            raise ValueError("numbers are missing")
-        return StoredCount(method, entry["factor"], entry["casts"], costs)
-    except Exception as error:  # whatever a damaged file leads to
-        _report(key, error)
-        return None
+    return read_file(file, functools.partial(_restore, key))
 
 
-def _report(key: str, error: Exception) -> None:
-    """Log that the file of a stored count is ignored, and why.
+def _restore(key: str, entries: Mapping[str, Any]) -> StoredCount:
+    """Return the count in the entries of a file.
 
     Args:
         key: the file's key.
-        error: the cause.
+        entries: the entries.
+
+    Raises:
+        ValueError: the entries have another key.
     """
-    logger.warning(
-        "The stored count %s is ignored, and the step is counted: %s", key, reason(error)
-    )
+    if entries["key"] != key:
+        raise ValueError("it is another model's")
+    costs = {}
+    for place, cost in costs_from_json(entries["saves"]).items():
+        costs[entries["indices"][place]] = cost
+    method = method_from_json(entries["method"])
+    return StoredCount(method, entries["factor"], entries["casts"], costs)
 
 
 def store(key: str | None, count: StoredCount) -> None:
@@ -178,11 +166,6 @@ def store(key: str | None, count: StoredCount) -> None:
 def _file(key: str) -> Path:
     """Return the path of the file of the count with this key."""
     return folder().with_name("counts") / f"{key}.json"
-
-
-def _refuse(constant: str) -> float:
-    """Raise ValueError: a count contains neither NaN nor infinities."""
-    raise ValueError(f"{constant} is no count")
 
 
 def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:

@@ -7,6 +7,7 @@ covers: planner/counted.py, planner/report.py, planner/routing.py, planner/surve
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_a_second_plan_of_a_model_counts_nothing(surveys, tmp_path):
     "change",
     ["options", "configuration", "recipes", "source", "torch", "a broken file", "no cache"],
 )
-def test_another_plan_is_counted_anew(change, surveys, monkeypatch):
+def test_another_plan_is_counted_anew(change, surveys, monkeypatch, caplog):
     counted(Asked(SMALL), [streamed()], cache=True)
     asked, recipes, cache = Asked(SMALL), [streamed()], True
     if change == "options":
@@ -67,12 +68,34 @@ def test_another_plan_is_counted_anew(change, surveys, monkeypatch):
     if change == "torch":
         monkeypatch.setattr(module.importlib.metadata, "version", lambda package: "0.0")
     if change == "a broken file":
-        for path in folder().iterdir():
-            path.write_text("{")
+        (path,) = folder().iterdir()
+        path.write_text("{")
     if change == "no cache":
         cache = False
     assert counted(asked, recipes, cache=cache) == two_methods()
     assert len(surveys) == 2
+    if change == "a broken file":
+        (line,) = caplog.messages
+        assert line.startswith(f"{path} is ignored, and the count is made again: JSONDecodeError")
+    else:
+        assert caplog.messages == []
+
+
+@pytest.mark.parametrize("damage", ["number", "list", "text"])
+def test_a_plan_file_whose_content_changed_is_ignored_with_one_line(damage, surveys, caplog):
+    """Whatever the content is now: nothing of it is taken."""
+    counted(Asked(SMALL), [streamed()], cache=True)
+    (path,) = folder().iterdir()
+    data = json.loads(path.read_text())
+    if damage == "number":
+        data["methods"][0]["first"][0]["law"][0] += 1.0
+    if damage == "text":
+        data["groups"] = "none"
+    path.write_text(json.dumps([data] if damage == "list" else data))
+    assert counted(Asked(SMALL), [streamed()], cache=True) == two_methods()
+    assert len(surveys) == 2
+    (line,) = caplog.messages
+    assert line.startswith(f"{path} is ignored, and the count is made again: ")
 
 
 def test_a_model_that_is_built_is_always_counted(surveys):

@@ -1,7 +1,7 @@
 """The count of a patched model is stored, and read by the next process of the same model. A file
 that is damaged or wrong costs memory or a count, and changes no number.
 
-covers: planner/stored_counts.py
+covers: planner/counted.py, planner/stored_counts.py
 """
 
 from __future__ import annotations
@@ -247,63 +247,130 @@ def test_two_processes_find_the_same_key():
     assert len(found[0]) == 32
 
 
+def signed(data):
+    """The text of a file with these entries, as it is written."""
+    entries = {name: value for name, value in data.items() if name != counted.DIGEST}
+    return json.dumps({**entries, counted.DIGEST: counted._digest(entries)})
+
+
 def cut(data):
     return json.dumps(data)[:-50]
 
 
+def empty(data):
+    return ""
+
+
 def older(data):
+    """Another version's, which had no such entry."""
     del data["method"]["work"]
+    return signed(data)
+
+
+def unsigned(data):
+    del data[counted.DIGEST]
     return json.dumps(data)
 
 
 def foreign(data):
-    return json.dumps({**data, "key": "0" * 32})
+    return signed({**data, "key": "0" * 32})
 
 
-def not_finite(data):
-    return json.dumps({**data, "factor": float("nan")})
-
-
-def negative(data):
-    return json.dumps({**data, "factor": -1.0})
+def another_librarys(data):
+    return json.dumps({"version": 2, "results": {"key": data["key"]}})
 
 
 def no_object(data):
     return json.dumps([data])
 
 
-def fewer_kinds(data):
-    return json.dumps({**data, "saves": {**data["saves"], "kinds": []}})
+def no_text(data):
+    return "\udcff\udcfe"
 
 
-DAMAGES = (cut, older, foreign, not_finite, negative, no_object, fewer_kinds)
+def deep(data):
+    return "[" * 100_000
 
 
-@pytest.mark.fast("cut", "foreign")
+def another_number(data):
+    return json.dumps({**data, "factor": 1.5})
+
+
+def no_number(data):
+    data["method"]["first"][0]["law"][1] = None
+    return json.dumps(data)
+
+
+DAMAGES = (
+    cut, empty, older, unsigned, foreign, another_librarys, no_object, no_text, deep, another_number, no_number,
+)  # fmt: skip
+
+
+@pytest.mark.fast("cut", "foreign", "another_librarys", "no_number")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_file_that_is_no_count_is_ignored_with_one_line(damage, counts, cache, caplog):
     expected = figures_of(tiny())
     (file,) = cache.iterdir()
     text = file.read_text()
-    file.write_text(damage(json.loads(text)))
+    file.write_text(damage(json.loads(text)), "utf-8", "surrogateescape")
     with caplog.at_level(logging.WARNING, "streambp"):
         assert_alike(figures_of(tiny()), expected)
-    (line,) = caplog.messages
-    assert file.stem in line
-    assert "\n" not in line
+    assert_one_line(file, caplog)
     assert len(counts) == 2
     assert json.loads(file.read_text()) == json.loads(text)
 
 
-def test_a_file_that_cannot_be_read_is_ignored(counts, cache, caplog):
+def assert_one_line(file, caplog):
+    (line,) = caplog.messages
+    assert line.startswith(f"{file} is ignored, and the count is made again: ")
+    assert "\n" not in line
+    assert len(line) < 600
+
+
+def test_a_file_that_is_a_folder_is_ignored(counts, cache, caplog):
     figures_of(tiny())
     (file,) = cache.iterdir()
     file.unlink()
     file.mkdir()
     figures_of(tiny())
-    assert len(caplog.messages) == 1
+    assert_one_line(file, caplog)
     assert len(counts) == 2
     assert [path.name for path in cache.iterdir()] == [file.name]  # nothing is left beside it
+
+
+def without_rights(folder):
+    folder.chmod(0)
+
+
+def points_to_itself(folder):
+    """Nobody can read it, not even a superuser."""
+    folder.rename(folder.with_name("moved"))
+    folder.symlink_to(folder)
+
+
+@pytest.mark.parametrize("damage", [without_rights, points_to_itself])
+def test_a_folder_that_cannot_be_read_is_ignored(damage, counts, cache, caplog):
+    if damage is without_rights and os.geteuid() == 0:
+        pytest.skip("a superuser may read every folder")
+    figures_of(tiny())
+    (file,) = cache.iterdir()
+    damage(cache)
+    try:
+        figures_of(tiny())
+    finally:
+        if damage is without_rights:
+            cache.chmod(0o700)
+    assert_one_line(file, caplog)
+    assert len(counts) == 2
+
+
+def test_a_file_in_place_of_the_folder_is_not_worth_a_line(counts, cache, caplog):
+    """With XDG_CACHE_HOME=/dev/null a user says that nothing is to be stored."""
+    cache.write_text("")
+    for _ in range(2):
+        figures_of(tiny())
+    assert caplog.messages == []
+    assert len(counts) == 2
 
 
 @pytest.mark.parametrize("broken", ["key_of", "read", "store"])
@@ -362,7 +429,7 @@ def test_a_wrong_count_changes_no_number(factor, cache, counts, float64_oracle):
     figures_of(model, **settings)
     right = step(model, **batch)
     (file,) = cache.iterdir()
-    file.write_text(json.dumps({**json.loads(file.read_text()), "factor": factor}))
+    file.write_text(signed({**json.loads(file.read_text()), "factor": factor}))
     known = figures_of(tiny(dtype=torch.float64), **settings)
     assert known.need.factor == factor
     other = tiny(dtype=torch.float64)
@@ -387,6 +454,12 @@ def test_mutant_of_the_key_turns_a_test_red(mutant, monkeypatch, counts):
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         test_another_model_is_counted(counts)
+
+
+def test_mutant_that_believes_every_file_turns_a_test_red(monkeypatch, counts, cache, caplog):
+    monkeypatch.setattr(counted, "_digest", lambda entries: "")
+    with pytest.raises((AssertionError, TypeError)):
+        test_a_file_that_is_no_count_is_ignored_with_one_line(no_number, counts, cache, caplog)
 
 
 def test_mutant_that_stores_nothing_turns_a_test_red(monkeypatch, counts, cache):
