@@ -6,15 +6,17 @@ The file has no external references and no script.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 
 from streambp.planner.measure import Compared
 
 MIB = 2**20
+GIB = 2**30
 WIDTH = 1000  # units of the picture, which is stretched to the window
 HEIGHT = 320
-LINES = 4  # horizontal lines above zero
-LABELLED = 0.1  # part of the width from which a run of phases has a label
+MOST_LINES = 5  # horizontal lines above zero, at most
+ROUND = (1.0, 2.0, 5.0, 10.0)  # steps of the scale, times a power of ten
 PARTS = ("forward", "backward")  # phases of layers, whose names have a number
 
 STYLE = """
@@ -31,8 +33,8 @@ p { margin: 0 0 12px; color: var(--soft); overflow-wrap: anywhere; }
   vertical-align: middle; border-top: 3px solid var(--measured); }
 .legend i.predicted { border-top: 3px dashed var(--predicted); }
 .chart { display: grid; grid-template-columns: auto minmax(0, 1fr); column-gap: 8px; }
-.scale { display: flex; flex-direction: column; justify-content: space-between; height: 320px;
-  font-size: 12px; color: var(--soft); text-align: right; line-height: 1; }
+.scale { display: flex; flex-direction: column; justify-content: space-between; height: 332px;
+  margin: -6px 0; font-size: 12px; color: var(--soft); text-align: right; line-height: 12px; }
 svg { width: 100%; height: 320px; display: block; }
 svg line { stroke: var(--line); vector-effect: non-scaling-stroke; }
 svg path { fill: none; stroke-width: 2.5; vector-effect: non-scaling-stroke; }
@@ -42,7 +44,10 @@ svg path { fill: none; stroke-width: 2.5; vector-effect: non-scaling-stroke; }
 .hit { fill: transparent; }
 .parts { grid-column: 2; display: flex; font-size: 12px; color: var(--soft); }
 .parts div { overflow: hidden; text-align: center; border-left: 1px solid var(--line);
-  min-width: 0; text-overflow: ellipsis; white-space: nowrap; }
+  min-width: 0; height: 1.5em; }
+/* A label that has no room moves to a second line, which is hidden. */
+.parts div::before { content: ""; display: inline-block; width: 1px; }
+.parts span { display: inline-block; white-space: nowrap; }
 .wide { overflow-x: auto; margin-top: 16px; }
 table { border-collapse: collapse; }
 th, td { padding: 2px 12px 2px 0; text-align: right; white-space: nowrap; }
@@ -60,12 +65,13 @@ def profile_page(rows: Sequence[Compared], name: str, seq_len: int, chunk_size: 
         chunk_size: tokens of a chunk.
     """
     peak = max(max(row.predicted, row.measured) for row in rows)
-    top = peak * 1.05 or 1.0
+    step, lines, unit = _axis(peak)
     measured = max(rows, key=lambda row: row.measured)
     predicted = max(rows, key=lambda row: row.predicted)
+    size = {"GiB": GIB, "MiB": MIB}[unit]
     scale = []
-    for step in range(LINES, -1, -1):
-        scale.append(f"<div>{top * step / LINES / MIB:,.1f} MiB</div>")
+    for line in range(lines, -1, -1):
+        scale.append(f"<div>{step * line / size:,.6g} {unit}</div>")
     title = html.escape(f"Memory of a step: {name}")
     return "\n".join(
         [
@@ -81,7 +87,7 @@ def profile_page(rows: Sequence[Compared], name: str, seq_len: int, chunk_size: 
             '<p class="legend"><span><i></i>measured</span>'
             '<span><i class="predicted"></i>predicted</span></p>',
             f'<div class="chart"><div class="scale">{"".join(scale)}</div>',
-            _picture(rows, top),
+            _picture(rows, step * lines, lines),
             f'<div class="parts">{_parts(rows)}</div></div>',
             f'<div class="wide">{_table(rows)}</div>',
             "</body></html>",
@@ -90,19 +96,43 @@ def profile_page(rows: Sequence[Compared], name: str, seq_len: int, chunk_size: 
     )
 
 
-def _picture(rows: Sequence[Compared], top: float) -> str:
+def _axis(peak: float) -> tuple[float, int, str]:
+    """Return the bytes between two horizontal lines, the number of lines above zero, and the unit.
+
+    The bytes are a round number of units.
+
+    Args:
+        peak: the most bytes of any phase.
+    """
+    if peak >= GIB:
+        size, unit = GIB, "GiB"
+    else:
+        size, unit = MIB, "MiB"
+    least = max(peak / size, 1e-6) / MOST_LINES
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(size * power * times for times in ROUND if power * times >= least)
+    return step, max(1, math.ceil(peak / step)), unit
+
+
+def _picture(rows: Sequence[Compared], top: float, lines: int) -> str:
     """Return an SVG picture of the bytes of each phase, with a line for measured and a line for
-    predicted bytes."""
+    predicted bytes.
+
+    Args:
+        rows: the phases.
+        top: bytes at the upper edge.
+        lines: number of horizontal lines above zero.
+    """
     step = WIDTH / len(rows)
     parts = []
-    for number, row in enumerate(rows):
-        if row.phase.partition(" ")[0] == PARTS[1]:
-            parts.append(
-                f'<rect class="band" x="{number * step:.2f}" y="0" width="{step:.2f}" '
-                f'height="{HEIGHT}"/>'
-            )
-    for line in range(LINES + 1):
-        y = HEIGHT * line / LINES
+    backward = [n for n, row in enumerate(rows) if row.phase.partition(" ")[0] == PARTS[1]]
+    if backward:  # one rectangle, because the edges of neighbours would be visible
+        parts.append(
+            f'<rect class="band" x="{backward[0] * step:.2f}" y="0" '
+            f'width="{len(backward) * step:.2f}" height="{HEIGHT}"/>'
+        )
+    for line in range(lines + 1):
+        y = HEIGHT * line / lines
         parts.append(f'<line x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
     for kind in ("measured", "predicted"):
         points = []
@@ -136,8 +166,9 @@ def _parts(rows: Sequence[Compared]) -> str:
             runs.append([label])
     cells = []
     for run in runs:
-        label = run[0] if len(run) >= len(rows) * LABELLED else ""
-        cells.append(f'<div style="flex: {len(run)} 1 0" title="{run[0]}">{label}</div>')
+        cells.append(
+            f'<div style="flex: {len(run)} 1 0" title="{run[0]}"><span>{run[0]}</span></div>'
+        )
     return "".join(cells)
 
 

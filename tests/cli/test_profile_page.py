@@ -5,6 +5,7 @@ covers: cli/profile_page.py, cli/runs.py, cli/checks.py
 
 from __future__ import annotations
 
+import itertools
 import re
 from xml.etree import ElementTree
 
@@ -13,13 +14,23 @@ import torch
 
 from streambp import cli
 from streambp.cli import profile_page as module
-from streambp.cli.profile_page import HEIGHT, LINES, MIB, WIDTH, profile_page
+from streambp.cli.profile_page import GIB, HEIGHT, MIB, MOST_LINES, WIDTH, profile_page
 from streambp.planner.measure import Compared
 from tests.families import build
 from tests.planner.browser import BROWSER, DRIVER, opened
 from tests.seeds import seeded
 
 LAYERS = 36
+
+
+# Of each label: whether its text is within its cell, and whether it is below the cell and hidden.
+LABELS = """
+return [...document.querySelectorAll(".parts span")].map(span => {
+  const text = span.getBoundingClientRect(), cell = span.parentElement.getBoundingClientRect();
+  const below = text.top >= cell.bottom - 1;
+  return [span.textContent, !below && text.left >= cell.left && text.right <= cell.right, below];
+});
+"""
 
 
 def rows(layers=LAYERS):
@@ -37,10 +48,17 @@ def heights(path):
     return [float(y) for y in re.findall(r" (\S+) H", path.get("d"))]
 
 
+def scale(text):
+    """The bytes beside each horizontal line, from the top."""
+    sizes = {"GiB": GIB, "MiB": MIB}
+    found = re.findall(r"<div>([\d,.e-]+) (GiB|MiB)</div>", text)
+    return [float(number.replace(",", "")) * sizes[unit] for number, unit in found]
+
+
 def check(text, given):
     """The lines have the bytes of each phase, in order and to scale."""
     paths = {path.get("class"): path for path in picture(text).iter("path")}
-    top = max(max(row.predicted, row.measured) for row in given) * 1.05
+    top = scale(text)[0]
     for kind in ("measured", "predicted"):
         expected = [HEIGHT * (1 - getattr(row, kind) / top) for row in given]
         assert heights(paths[kind]) == pytest.approx(expected, abs=0.01)
@@ -66,15 +84,37 @@ def test_scale_legend_and_table():
     text = profile_page(given, "a <model>", 4096, 512)
     assert "a &lt;model&gt;" in text
     assert "<model>" not in text
-    top = max(max(row.predicted, row.measured) for row in given) * 1.05
-    scale = re.findall(r"<div>([\d,.]+) MiB</div>", text)
-    assert len(scale) == LINES + 1
-    assert scale[0] == f"{top / MIB:,.1f}"
+    assert len(list(picture(text).iter("line"))) == len(scale(text))
     legend = re.search(r'<p class="legend">.*?</p>', text)[0]
     assert "measured" in legend
     assert "predicted" in legend
     assert text.count("<tr>") == len(given) + 1
     assert not re.search(r"https?://|<script", text)
+
+
+@pytest.mark.parametrize("peak", [0.0, 3e4, 0.37 * MIB, 5 * MIB, 77.4 * MIB, 1.01 * GIB, 5e11])
+def test_the_scale_is_round_and_has_room_for_the_peak(peak):
+    text = profile_page([Compared("head", peak, peak / 2)], "a model", 64, 16)
+    values = scale(text)
+    assert 2 <= len(values) <= MOST_LINES + 2
+    assert values[0] >= peak
+    assert values[-1] == 0.0
+    assert peak == 0.0 or values[1] < peak
+    unit = GIB if peak >= GIB else MIB
+    assert f"{values[-2] / unit:e}"[0] in "125"
+    steps = [above - below for above, below in itertools.pairwise(values)]
+    assert steps == pytest.approx([steps[0]] * len(steps))
+
+
+def test_backward_has_one_band_behind_its_phases():
+    (band,) = [
+        r
+        for r in picture(profile_page(rows(), "m", 64, 16)).iter("rect")
+        if r.get("class") == "band"
+    ]
+    step = WIDTH / len(rows())
+    assert float(band.get("x")) == pytest.approx((LAYERS + 3) * step, abs=0.01)
+    assert float(band.get("width")) == pytest.approx(LAYERS * step, abs=0.01)
 
 
 def test_the_command_writes_the_page(tmp_path, capsys):
@@ -103,3 +143,23 @@ def test_nothing_is_wider_than_the_window(width, tmp_path):
         assert window.run("return document.documentElement.scrollWidth") <= width
         assert window.run("return document.querySelector('svg').clientWidth") > width / 2
         assert window.console() == []
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not (BROWSER and DRIVER), reason="no Chromium with chromedriver was found")
+@pytest.mark.parametrize(
+    ("layers", "width", "shown", "hidden"),
+    [
+        (2, 400, {"forward", "backward"}, {"head backward", "embedding backward"}),
+        (2, 1280, {"embedding", "forward", "head", "head backward", "backward"}, set()),
+        (LAYERS, 400, {"forward", "backward"}, {"embedding", "head", "embedding backward"}),
+    ],
+)
+def test_labels_are_whole_or_hidden(layers, width, shown, hidden, tmp_path):
+    file = tmp_path / "step.html"
+    file.write_text(module.profile_page(rows(layers), "n", 2048, 256), "utf-8")
+    with opened(file.as_uri(), width) as window:
+        labels = window.run(LABELS)
+    assert all(whole != below for _, whole, below in labels)
+    assert shown <= {label for label, whole, _ in labels if whole}
+    assert hidden <= {label for label, _, below in labels if below}
