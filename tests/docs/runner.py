@@ -56,7 +56,7 @@ class Runner:
             PageError: one of them failed.
         """
         namespace: dict[str, Any] = {"__name__": "page"}
-        with self._inside():
+        with self.inside():
             for block in blocks(self.page):
                 how = self._block(block, namespace)
                 self.counts[f"{block.language} blocks, {how}"] += 1
@@ -117,7 +117,7 @@ class Runner:
             self._script(found[1:], block)
             return EXECUTED
         how = RANKS if "torchrun" in found else EXECUTED
-        self._process(found, environment, block)
+        self.process(found, environment, block)
         return how
 
     def _ours(self, arguments: list[str], expected: int, block: Block) -> None:
@@ -149,7 +149,8 @@ class Runner:
             sys.argv = before
             forget_engines()
 
-    def _process(self, found: list[str], environment: dict[str, str], block: Block) -> None:
+    def process(self, found: list[str], environment: dict[str, str], block: Block) -> str:
+        """A command of another program, in a process of its own; what it printed."""
         at = found.index("--") + 1 if "--" in found else 0
         if found[at] == "torchrun":
             found[at : at + 1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -191,9 +192,10 @@ class Runner:
                 f"{block}: {' '.join(found)} ended with "
                 f"{result.returncode}\n{result.stderr[-4000:]}"
             )
+        return result.stdout
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
+    def inside(self) -> Iterator[None]:
         before = Path.cwd()
         os.chdir(self.folder)
         try:

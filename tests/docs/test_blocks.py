@@ -8,13 +8,14 @@ integrations/trl/__init__.py
 
 from __future__ import annotations
 
-import json
+import logging
 from collections import Counter
 
 import pytest
 
 from tests.conftest import SHARING
 from tests.docs import runner, stand_ins
+from tests.docs.expectations import CHECKS, OWN_RUN, Outcome, sentence
 from tests.docs.pages import USERS, Block, blocks, commands
 from tests.docs.runner import NOT_RUN, PARSED, PageError, Runner, count
 
@@ -23,48 +24,7 @@ LIGHT = (
     "docs/how-to/out-of-memory.md",
     "docs/reference/errors.md",
 )
-EIGHT = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
-    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False,
-}  # fmt: skip
-SEVENTY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
-    "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-    "max_position_embeddings": 131072, "tie_word_embeddings": False,
-}  # fmt: skip
 WITH_CODE = tuple(page for page in USERS if blocks(page))
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory):
-    """Small checkpoints and data under the names that pages use, and configurations of an 8B and a
-    70B model for plans."""
-    folder = tmp_path_factory.mktemp("made")
-    stand_ins.make(folder)
-    for size, config in (("8B", EIGHT), ("70B", SEVENTY)):
-        (folder / size).mkdir()
-        (folder / size / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.fixture
-def inside(made, tmp_path, tmp_path_factory, monkeypatch):
-    """A folder with what earlier pages leave behind: the first program's model, texts, an
-    adapter."""
-    text = made / stand_ins.CHECKPOINTS[0]
-    (tmp_path / "first-model").symlink_to(text)
-    (tmp_path / "train.jsonl").write_text(
-        "\n".join(json.dumps({"text": stand_ins.said(i, 30)}) for i in range(8))
-    )
-    (tmp_path / "lengths.txt").write_text(
-        "\n".join(map(str, [100, 3000, 200, 400, 800, 100, 90, 1200]))
-    )
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "plans"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return tmp_path
 
 
 def run(page, inside, made):
@@ -81,13 +41,16 @@ def run(page, inside, made):
     "page",
     [page if page in LIGHT else pytest.param(page, marks=pytest.mark.full) for page in WITH_CODE],
 )
-def test_a_page_runs(page, inside, made, monkeypatch):
+def test_a_page_runs(page, inside, made, monkeypatch, capsys, caplog):
     if page == "docs/how-to/vlm.md":
         monkeypatch.setattr("transformers.AutoProcessor", stand_ins.Processor)
         pytest.importorskip("PIL", reason="Pillow is not installed")
     if "continue.py" in [block.title for block in blocks(page)]:
         adapter(inside, made)
-    run(page, inside, made)
+    with caplog.at_level(logging.INFO, "streambp"):
+        run(page, inside, made)
+    if page in CHECKS and page not in OWN_RUN:
+        CHECKS[page](sentence(page), Outcome(capsys.readouterr().out, caplog.text, inside))
 
 
 def adapter(folder, made):
