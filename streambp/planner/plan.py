@@ -14,12 +14,12 @@ import torch
 from streambp.chunks import in_one_pass
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, UnsupportedModelError
-from streambp.fields import check_fields, parse_bytes
+from streambp.fields import check_fields, parse_bytes, parse_tokens
 from streambp.offload.free_memory import HOST_PART, LEFT
 from streambp.planner.both_rooms import BothRooms, with_both_rooms
 from streambp.planner.counted import Asked, Said, counted
 from streambp.planner.default import ByDefault, by_default
-from streambp.planner.estimate import UNPATCHED, check_length
+from streambp.planner.estimate import UNPATCHED
 from streambp.planner.exchanges import link_bytes
 from streambp.planner.fused_layers import Kernels
 from streambp.planner.host_weights import OnHost, fewest, first
@@ -254,7 +254,7 @@ class Plan:
 
 def plan(
     model_or_config: Source,
-    seq_len: int | Literal["max"] = "max",
+    seq_len: int | str = "max",
     *,
     gpu_memory: int | str,
     host_memory: int | str | None = None,
@@ -281,8 +281,8 @@ def plan(
     a GPU.
 
     Args:
-        seq_len: positions of a full sequence, also if ranks share it (`setting.ulysses`,
-            `setting.context_parallel`); "max": the longest that fits.
+        seq_len: positions of a full sequence, as a number or "64k", also if ranks share it
+            (`setting.ulysses`, `setting.context_parallel`); "max": the longest that fits.
         gpu_memory: bytes of each GPU, as a number or "80GiB".
         reserve: fraction of the GPU memory that stays free.
         host_memory: bytes of host memory for all ranks together; None: no limit.
@@ -311,11 +311,12 @@ def plan(
         model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention,
         tuple(lora_targets), with_liger, encoder_len,
     )  # fmt: skip
+    length: int | Literal["max"] = "max"
     if seq_len != "max":
-        check_length("seq_len", seq_len)
-        if seq_len % setting.ranks:
+        length = parse_tokens("seq_len", seq_len)
+        if length % setting.ranks:
             raise ConfigError(
-                f"seq_len is {seq_len}, and {setting.ranks} ranks share a sequence. Shards must "
+                f"seq_len is {length}, and {setting.ranks} ranks share a sequence. Shards must "
                 "have the same shape: the number of ranks must divide the number of tokens."
             )
     if host_memory is None:
@@ -329,7 +330,7 @@ def plan(
     if methods:
         recipes = tuple(recipe for recipe in recipes if recipe.name in methods)
     profile = counted(request, recipes, cache, said)
-    return plan_profile(profile, seq_len, memory, setting, device_rates)
+    return plan_profile(profile, length, memory, setting, device_rates)
 
 
 def plan_profile(

@@ -324,6 +324,7 @@ def test_the_module_tree_has_no_empty_rows():
     [
         ({"gpu_memory": "much"}, "gpu_memory is 'much'"),
         ({"gpu_memory": "1GiB", "seq_len": -1}, "seq_len is -1"),
+        ({"gpu_memory": "1GiB", "seq_len": "64x"}, "seq_len is '64x'; .* such as 65536, 64k or 1M"),
         ({"gpu_memory": "1GiB", "reserve": 1.5}, "reserve is 1.5"),
         ({"gpu_memory": "1GiB", "batch_size": 0}, "batch_size is 0"),
         ({"gpu_memory": "1GiB", "lora": 0}, "lora is 0"),
@@ -397,6 +398,12 @@ def test_profiles_that_cannot_run(arguments, words, tmp_path, capsys, monkeypatc
     build("llama").save_pretrained(tmp_path)
     assert cli.main(["profile", str(tmp_path), "--seq-len", "16", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_length_may_be_text_in_python(monkeypatch):
+    """As `--seq-len` and StreamConfig's chunk_size."""
+    monkeypatch.setattr(planning, "counted", lambda *given: made_up())
+    assert plan(SMALL, "2k", gpu_memory="1GiB").seq_len == 2048
 
 
 @pytest.mark.parametrize(
