@@ -5,6 +5,7 @@ The file has no external references and no script.
 
 from __future__ import annotations
 
+import bisect
 import html
 import math
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from streambp.planner.measure import Compared
 
 MIB = 2**20
 GIB = 2**30
+UNITS = {"GiB": GIB, "MiB": MIB}
 WIDTH = 1000  # units of the picture, which is stretched to the window
 HEIGHT = 320
 MOST_LINES = 5  # horizontal lines above zero, at most
@@ -68,10 +70,9 @@ def profile_page(rows: Sequence[Compared], name: str, seq_len: int, chunk_size: 
     step, lines, unit = _axis(peak)
     measured = max(rows, key=lambda row: row.measured)
     predicted = max(rows, key=lambda row: row.predicted)
-    size = {"GiB": GIB, "MiB": MIB}[unit]
     scale = []
     for line in range(lines, -1, -1):
-        scale.append(f"<div>{step * line / size:,.6g} {unit}</div>")
+        scale.append(f"<div>{step * line / UNITS[unit]:,.6g} {unit}</div>")
     title = html.escape(f"Memory of a step: {name}")
     return "\n".join(
         [
@@ -104,13 +105,11 @@ def _axis(peak: float) -> tuple[float, int, str]:
     Args:
         peak: the most bytes of any phase.
     """
-    if peak >= GIB:
-        size, unit = GIB, "GiB"
-    else:
-        size, unit = MIB, "MiB"
-    least = max(peak / size, 1e-6) / MOST_LINES
+    unit = "GiB" if peak >= GIB else "MiB"
+    least = max(peak / UNITS[unit], 1e-6) / MOST_LINES
     power = 10.0 ** math.floor(math.log10(least))
-    step = next(size * power * times for times in ROUND if power * times >= least)
+    times = ROUND[bisect.bisect_left(ROUND, least / power)]
+    step = UNITS[unit] * power * times
     return step, max(1, math.ceil(peak / step)), unit
 
 
@@ -125,7 +124,10 @@ def _picture(rows: Sequence[Compared], top: float, lines: int) -> str:
     """
     step = WIDTH / len(rows)
     parts = []
-    backward = [n for n, row in enumerate(rows) if row.phase.partition(" ")[0] == PARTS[1]]
+    backward = []
+    for number, row in enumerate(rows):
+        if row.phase.partition(" ")[0] == PARTS[1]:
+            backward.append(number)
     if backward:  # one rectangle, because the edges of neighbours would be visible
         parts.append(
             f'<rect class="band" x="{backward[0] * step:.2f}" y="0" '

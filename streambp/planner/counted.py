@@ -3,9 +3,9 @@
 [Note: cached profiles] A profile depends on the configuration, on the options of the count, and on
 code. Code means this package's sources, the versions of torch, transformers and peft, and the set
 of installed kernel packages for mixers. A digest of all these is the file's name, so a file is
-never stale. A file that cannot be read, or whose content is not what was written, is ignored with
-one line in the log, and the count is made again. `counted` always counts models that are already built,
-because no configuration describes their modules; a patched model's first step has files of its own
+never stale. A file that cannot be read, or whose content was changed, is ignored with one line in
+the log, and the count is made again. `counted` always counts models that are already built, because
+no configuration describes their modules; a patched model's first step has files of its own
 ([Note: stored counts]).
 """
 

@@ -169,8 +169,8 @@ def _file(key: str) -> Path:
 
 
 def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:
-    """Yield the class, tensors, attributes and hooks of one module as JSON types. Modules inside the
-    module are left out.
+    """Yield the class, tensors, attributes and hooks of one module as JSON types, without modules
+    inside the module.
 
     Args:
         module: the module.

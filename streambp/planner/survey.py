@@ -119,6 +119,13 @@ SPLIT = {
 }
 
 
+def _chunks_to_count(recipe: SurveyRecipe) -> int:
+    """Return roughly how many chunks the count of a recipe runs, to show its progress."""
+    if recipe.config is None:
+        return 2
+    return 15 if recipe.config.gpu_memory is None else 30
+
+
 def survey(
     skeleton: Skeleton,
     recipes: Sequence[SurveyRecipe],
@@ -157,15 +164,7 @@ def survey(
     methods = []
     left_out = []
     refused = set[str]()
-    # approximate numbers of chunks
-    chunks = []
-    for counted_recipe in recipes:
-        if counted_recipe.config is None:
-            chunks.append(2)
-        elif counted_recipe.config.gpu_memory is None:
-            chunks.append(15)
-        else:
-            chunks.append(30)
+    chunks = [_chunks_to_count(recipe) for recipe in recipes]
     for number, recipe in enumerate(recipes):
         if recipe.split in refused or (recipe.fused_head and skeleton.head is None):
             continue
