@@ -47,6 +47,12 @@ from streambp.layer.adapted import (
     factor_of,
     joined_factor,
 )
+from streambp.layer.expert_adapters import (
+    ExpertReading,
+    FactoredExperts,
+    expert_kinds,
+    read_experts,
+)
 from streambp.layer.products import (
     ADAPTED,
     TENSOR_TYPES,
@@ -113,25 +119,37 @@ class Reading:
         return self.why is None and self.why_in_call is None
 
 
-def readings(layer: nn.Module) -> dict[str, Reading]:
-    """Return the LoRA Linears of peft inside a layer, by name. Linears with merged, disabled or no
-    active adapters are left out."""
+Readings = dict[str, Reading | ExpertReading]
+
+
+def readings(layer: nn.Module) -> Readings:
+    """Return the LoRA Linears of peft inside a layer, and its adapted parameters of experts, by
+    name. Modules with merged, disabled or no active adapters are left out."""
     kinds = _kinds()
     if not kinds:
         return {}
+    of_experts = expert_kinds()
     compiled = {id(inner) for module in compiled_inside(layer) for inner in module.modules()}
-    by_name = {}
+    by_name: Readings = {}
     for name, module in layer.named_modules():
-        if type(module) in kinds and not (module.disable_adapters or module.merged_adapters):
-            reading = (
-                Reading(module, why="it is compiled") if id(module) in compiled else _read(module)
-            )
-            if reading.why is not None or reading.adapters:
-                by_name[name] = reading
+        if type(module) not in (*kinds, *of_experts):
+            continue
+        if module.disable_adapters or module.merged_adapters:
+            continue
+        if type(module) in of_experts:
+            of_parameter = read_experts(module)
+            if of_parameter is not None:
+                by_name[name] = of_parameter
+                if id(module) in compiled:
+                    of_parameter.why = "it is compiled"
+            continue
+        reading = Reading(module, why="it is compiled") if id(module) in compiled else _read(module)
+        if reading.why is not None or reading.adapters:
+            by_name[name] = reading
     return by_name
 
 
-def keep_reasons(previous: dict[str, Reading], current: dict[str, Reading]) -> None:
+def keep_reasons(previous: Readings, current: Readings) -> None:
     """Copy the reasons why peft's forward ran in the last call from earlier readings to new
     readings of the same modules.
 
@@ -594,24 +612,29 @@ def _tensors(adapter: Adapter) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 @contextlib.contextmanager
-def adapted(
-    readings: dict[str, Reading], factors: dict[str, Factors] | None = None
-) -> Iterator[None]:
-    """Context manager in which peft's LoRA Linears compute as one operation (`AdaptedLinear`).
-    Nothing changes while hooks for all modules are registered.
+def adapted(readings: Readings, factors: dict[str, Factors] | None = None) -> Iterator[None]:
+    """Context manager in which peft's LoRA Linears compute as one operation (`AdaptedLinear`), and
+    experts read factored weights (`FactoredExperts`). Nothing changes while hooks for all modules
+    are registered.
 
     Args:
-        readings: the LoRA Linears by name.
+        readings: the LoRA Linears and adapted parameters by name.
         factors: cached LoRA matrices by name, read and written; None: a new cache, dropped at the
             end of the context.
     """
     factors = {} if factors is None else factors
     changed_modules: list[dict[str, Any]] = []
+    changed_experts: list[dict[str, Any]] = []
     groups: dict[tuple[str, int], Siblings] = {}
     try:
         for name, reading in readings.items() if not hooked_everywhere() else ():
             attributes = vars(reading.module)
             if reading.why is not None or ADAPTED in attributes:
+                continue
+            if isinstance(reading, ExpertReading):
+                if FORWARD not in attributes:  # a context outside of this one has replaced it
+                    changed_experts.append(attributes)
+                    attributes[FORWARD] = FactoredExperts(reading, type(reading.module).forward)
                 continue
             cache = factors.setdefault(name, {})
             adaptation = Adaptation(reading, type(reading.module).forward, cache)
@@ -630,6 +653,8 @@ def adapted(
         for attributes in changed_modules:
             del attributes[FORWARD]
             attributes.pop(ADAPTED).factors = {}
+        for attributes in changed_experts:
+            del attributes[FORWARD]
         for siblings in groups.values():
             siblings.members.clear()
             siblings.held = siblings.joined = None

@@ -22,7 +22,7 @@ from streambp.fingerprint.hooks import HookKey, described
 from streambp.fingerprint.snapshots import Fingerprint, LayerSnapshot
 from streambp.foreign import has_compiled_parts
 from streambp.instance_forward import StepOwner
-from streambp.layer.adapters import Reading, keep_reasons, readings
+from streambp.layer.adapters import Readings, keep_reasons, readings
 from streambp.layer.choices import ReplayedChoices
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.recompute import NULL_CONTEXT, Autocast
@@ -198,14 +198,14 @@ class LastCall:
         sdpa: the kernels that torch's scaled_dot_product_attention would use, for the last call
             with a backward.
         error_has_advice: True if an error of this step already tells what to do about memory.
-        adapters: the layer's Linears with LoRA adapters, by name, as last read.
+        adapters: the layer's Linears and experts with LoRA adapters, by name, as last read.
     """
 
     report: CallReport = CallReport()
     kernels: frozenset[Used] = frozenset()
     sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
     error_has_advice: bool = False
-    adapters: dict[str, Reading] = dataclasses.field(default_factory=dict)
+    adapters: Readings = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -455,8 +455,9 @@ class LayerSite:
         return self.of(functools.partial(plain_linears, adapted=names), ("linears", names))
 
     @property
-    def adapters(self) -> dict[str, Reading]:
-        """Return the layer's LoRA Linears by name; {} if the setting `kernels` is not "auto"."""
+    def adapters(self) -> Readings:
+        """Return the layer's LoRA Linears and adapted experts by name; {} if the setting `kernels`
+        is not "auto"."""
         if self.config.kernels != "auto":
             return {}
         readings_by_name = self.of(readings)

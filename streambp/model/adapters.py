@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable
 
+from streambp.layer.expert_adapters import ExpertReading
 from streambp.layer.site import LayerSite
 
 
@@ -16,12 +17,19 @@ def adapter_notes(sites: Iterable[LayerSite]) -> list[str]:
         sites: the records of the decoder layers. Layers that were not called yet are left out.
     """
     number_of_fused = 0
+    number_of_factored = 0
     reasons_of = collections.Counter[str]()
+    reasons_of_experts = collections.Counter[str]()
     for site in sites:
         by_name = {} if site.fingerprint.last is None else site.adapters
         for name, reading in by_name.items():
             why = reading.why or reading.why_in_call
-            if why is None:
+            if isinstance(reading, ExpertReading):
+                if why is None:
+                    number_of_factored += 1
+                else:
+                    reasons_of_experts[f"{reading.module.parameter_name}: {why}"] += 1
+            elif why is None:
                 number_of_fused += 1
             else:
                 reasons_of[f"{name.rpartition('.')[2]}: {why}"] += 1
@@ -35,5 +43,18 @@ def adapter_notes(sites: Iterable[LayerSite]) -> list[str]:
         notes.append(
             f"{reasons_of.total()} Linears with adapters are computed by peft's code, which takes "
             f"longer ({reasons})"
+        )
+    if number_of_factored:
+        notes.append(
+            f"{number_of_factored} weights of experts are added to their adapters once for each "
+            "pass through a layer"
+        )
+    if reasons_of_experts:
+        reasons = "; ".join(
+            f"{number} x {why}" for why, number in sorted(reasons_of_experts.items())
+        )
+        notes.append(
+            f"{reasons_of_experts.total()} weights of experts get their adapters by peft's code, "
+            f"which makes a gradient of the whole weight in each chunk ({reasons})"
         )
     return notes

@@ -1,0 +1,492 @@
+"""peft's adapters of experts inside a layer, added to the weight once for each pass.
+
+[Note: factored weights] transformers stores the weights of a layer's experts as one parameter
+[E, n, m]. peft adapts the parameter by a parametrization. The experts build a new weight W + s B A
+in each call, and backward builds a gradient of the same size. A streamed layer calls its experts
+once for each chunk.
+
+While a streamed layer runs, a `FactoredWeight` takes the weight's place. The object contains the
+factors, and the sum that peft would compute. The sum is made once for all chunks of a pass. The
+experts' own code reads the object, selects experts and multiplies. Outputs and gradients of inputs
+are therefore those of peft, to the bit. Gradients of the factors are skinny products, so no
+gradient of the sum is made. One class serves all families, because the experts' code is unchanged.
+An operation that is no product makes the sum's gradient, and `describe` prints the operation.
+
+Products with W and with the factors one by one would need no sum. Such products round three times
+in bfloat16 where peft rounds twice: the error is up to 1.4 times peft's. Adding two outputs for
+each chunk also takes longer than one sum for each pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor
+
+from streambp.device import autocast_dtype, without_autocast
+from streambp.errors import UnsupportedModelError
+from streambp.foreign import home_of
+from streambp.known_names import EXPERTS_IMPLEMENTATION, LORA_LAYERS
+from streambp.layer.products import TENSOR_TYPES
+from streambp.offload.decoded import FORWARD
+
+# float16 is left out: products with A may underflow
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+# The experts' implementations whose operations Python code calls. Other ones pass the weight's
+# memory to a kernel. None stands for experts without a choice of implementations.
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm", None)
+# grouped_mm reads rows and columns that are so many bytes long, or a multiple
+ROW_BYTES = 16
+PRODUCTS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm)
+OPERATOR = "__matmul__"  # read at each call, because tests replace Tensor's
+GROUPED = tuple(
+    vars(home)[name]
+    for home, name in ((F, "grouped_mm"), (torch, "_grouped_mm"))
+    if name in vars(home)
+)
+METADATA = (
+    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "requires_grad",
+    "is_sparse", "is_quantized", "is_nested",
+)  # fmt: skip
+READS_METADATA = (
+    *(vars(torch._C.TensorBase)[name].__get__ for name in METADATA),
+    *(Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_floating_point),
+    *(Tensor.element_size, Tensor.is_contiguous),
+)
+TRANSPOSES = (Tensor.transpose, torch.transpose)
+MATRIX_TRANSPOSE, FULL_TRANSPOSE = (vars(torch._C.TensorBase)[name].__get__ for name in ("mT", "T"))
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+class FactoredWeight(Tensor):
+    """A weight folded = base + sum of scale * left @ right over adapters, [E, n, m] of all experts
+    or [n, m] of one expert. Gradients go to the factors.
+
+    Attributes:
+        folded: the sum, [E, n, m], without a graph.
+        left: [E, n, r], all adapters beside each other.
+        right: [E, r, m], all adapters below each other.
+        scales: rank and scale of each adapter.
+        tell: gets the name of an operation for which the sum's gradient has to be made.
+    """
+
+    folded: Tensor
+    left: Tensor
+    right: Tensor
+    scales: list[tuple[int, float]]
+    tell: Callable[[str], None]
+    _experts: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None
+    _plain: Tensor | None
+
+    @staticmethod
+    def of(
+        folded: Tensor,
+        left: Tensor,
+        right: Tensor,
+        scales: list[tuple[int, float]],
+        tell: Callable[[str], None],
+    ) -> FactoredWeight:
+        """Return a weight [E, n, m] or [n, m]. The arguments are the attributes of the class."""
+        weight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            FactoredWeight,
+            folded.shape,
+            strides=folded.stride(),
+            dtype=folded.dtype,
+            layout=folded.layout,
+            device=folded.device,
+        )
+        weight.folded = folded
+        weight.left = left
+        weight.right = right
+        weight.scales = scales
+        weight.tell = tell
+        weight._experts = None
+        weight._plain = None
+        return weight  # type: ignore[no-any-return]
+
+    def part(self, folded: Tensor, left: Tensor, right: Tensor) -> FactoredWeight:
+        """Return a weight [..., n, m] of other tensors with the same scales."""
+        return FactoredWeight.of(folded, left, right, self.scales, self.tell)
+
+    def plain(self) -> Tensor:
+        """Return the weight as a plain tensor, [E, n, m] or [n, m], with a graph."""
+        if self._plain is None:
+            product = Product(self.folded, self.scales, torch.matmul, torch.matmul)
+            self._plain = Unfactored.apply(product, self.left, self.right)  # type: ignore[no-untyped-call]
+        return self._plain  # type: ignore[return-value]
+
+    def expert(self, index: int) -> FactoredWeight:
+        """Return the weight [n, m] of one expert. The factors are split once for all experts,
+        because the backward of an index writes a gradient of all experts."""
+        if self._experts is None:
+            self._experts = (self.left.unbind(0), self.right.unbind(0))
+        lefts, rights = self._experts
+        return self.part(self.folded[index], lefts[index], rights[index])
+
+    def transposed(self) -> FactoredWeight:
+        """Return the weight with its last two dimensions swapped."""
+        return self.part(self.folded.mT, self.right.mT, self.left.mT)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return func(*args, **kwargs), computed by `ExpertProduct` if `func` is a product, as a
+        `FactoredWeight` if it is an index or a transposition, else with plain weights."""
+        kwargs = kwargs or {}
+        if func in READS_METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        result = _computed(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        name = getattr(func, "__name__", str(func))
+        return func(*_with_plain(args, name), **_with_plain(kwargs, name))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Raise UnsupportedModelError. An operation that bypasses `__torch_function__` has no
+        gradient of the factors here. A trial of the layer finds such an operation."""
+        raise UnsupportedModelError(
+            f"The experts call {func} in a way that hides it from torch functions, so their "
+            "adapters cannot be computed from factors. "
+            'Pass kernels="own" to use the adapter library\'s code.'
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Product:
+    """A product of a tensor and a weight of experts.
+
+    Attributes:
+        folded: the weight, [..., n, m].
+        scales: rank and scale of each adapter.
+        multiply: multiplies a tensor by a weight.
+        gather: multiplies two tensors of tokens into a gradient of a factor.
+        weight_first: True if the weight is the left operand.
+        pads: True if the rank must be padded to `ROW_BYTES`.
+    """
+
+    folded: Tensor
+    scales: list[tuple[int, float]]
+    multiply: Multiply
+    gather: Multiply
+    weight_first: bool = False
+    pads: bool = False
+
+    def scaled(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gradients of the factors, [..., n, r] and [..., r, m], multiplied in place by the
+        scales."""
+        start = 0
+        for rank, scale in self.scales:
+            left.narrow(-1, start, rank).mul_(scale)
+            right.narrow(-2, start, rank).mul_(scale)
+            start += rank
+        return left, right
+
+
+class ExpertProduct(torch.autograd.Function):
+    """Autograd function of a product with the weight of experts: x [..., n, in] -> [..., n, out].
+    Backward computes the gradients of x and of the factors."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Product, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Return the product [..., n, out] of x [..., n, in] and the whole weight."""
+        ctx.product = product
+        ctx.save_for_backward(x, left, right)
+        with without_autocast(x.device.type):
+            return product.multiply(x, product.folded)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor
+    ) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of x [..., n, in] and of the factors from the product's gradient
+        [..., n, out]."""
+        product = ctx.product
+        x, left, right = ctx.saved_tensors
+        rank = left.shape[-1]
+        of_x = of_left = of_right = None
+        with without_autocast(x.device.type):
+            if ctx.needs_input_grad[1]:
+                of_x = product.multiply(grad, product.folded.mT)
+            if not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
+                return None, of_x, None, None
+            if product.pads:
+                left, right = _padded(left, right)
+            if product.weight_first:
+                of_left = product.gather(grad, product.multiply(x, right).mT)
+                of_right = product.gather(product.multiply(grad, left.mT), x.mT)
+            else:
+                of_left = product.gather(x.mT, product.multiply(grad, right.mT))
+                of_right = product.gather(product.multiply(x, left).mT, grad)
+            of_left, of_right = of_left.narrow(-1, 0, rank), of_right.narrow(-2, 0, rank)
+            return None, of_x, *product.scaled(of_left, of_right)
+
+
+class Unfactored(torch.autograd.Function):
+    """Autograd function whose output is a whole weight [..., n, m], with gradients for its
+    factors."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Product, left: Tensor, right: Tensor) -> Tensor:
+        """Return a view of the whole weight [..., n, m]."""
+        ctx.product = product
+        ctx.save_for_backward(left, right)
+        return product.folded.view_as(product.folded)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:  # type: ignore[override]
+        """Return the gradients of the factors from the whole weight's gradient [..., n, m]."""
+        product = ctx.product
+        left, right = ctx.saved_tensors
+        with without_autocast(grad.device.type):
+            return None, *product.scaled(grad @ right.mT, left.mT @ grad)
+
+
+def _with_plain(value: Any, operation: str) -> Any:
+    """Return an operation's arguments with plain tensors in the place of factored weights."""
+    if isinstance(value, FactoredWeight):
+        value.tell(operation)
+        return value.plain()
+    if type(value) is dict:
+        return {key: _with_plain(item, operation) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_plain(item, operation) for item in value)
+    return value
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return an operation's result from the factors; NotImplemented for an unknown operation."""
+    if func is F.linear:
+        return _linear(*args, **kwargs)
+    if func in GROUPED and len(args) == 2:
+        return _grouped(func, args[0], args[1], kwargs)
+    if (func in PRODUCTS or func is getattr(Tensor, OPERATOR)) and len(args) == 2:
+        return NotImplemented if kwargs else _product(args[0], args[1])
+    weight = args[0] if args else None
+    if not isinstance(weight, FactoredWeight):
+        return NotImplemented
+    if func is Tensor.__getitem__:
+        return _indexed(weight, args[1])
+    last = {weight.dim() - 2, weight.dim() - 1}
+    swaps = func is MATRIX_TRANSPOSE or (func is FULL_TRANSPOSE and weight.dim() == 2)
+    if func in TRANSPOSES and len(args) == 3:
+        swaps = {dim % weight.dim() for dim in args[1:]} == last
+    return weight.transposed() if swaps else NotImplemented
+
+
+def _indexed(weight: FactoredWeight, index: Any) -> Any:
+    """Return the weights of one expert or of several experts, by number."""
+    if weight.dim() != 3:
+        return NotImplemented
+    if type(index) is int:
+        return weight.expert(index)
+    if type(index) is not Tensor or index.dtype not in INTEGERS:
+        return NotImplemented
+    if index.dim() == 0:
+        return weight.expert(int(index))
+    if index.dim() == 1:
+        return weight.part(weight.folded[index], weight.left[index], weight.right[index])
+    return NotImplemented
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    if not isinstance(weight, FactoredWeight) or weight.dim() != 2 or bias is not None:
+        return NotImplemented
+    return _product(x, weight.transposed())
+
+
+def _product(a: Any, b: Any) -> Any:
+    """Return a @ b for a weight and a tensor, in either order."""
+    weight_first = isinstance(a, FactoredWeight)
+    weight, x = (a, b) if weight_first else (b, a)
+    if isinstance(x, FactoredWeight) or x.dim() < 2:
+        return NotImplemented
+    if x.dim() != weight.dim() and (weight_first or weight.dim() == 3):
+        return NotImplemented
+    dtype = autocast_dtype(x.device.type)
+    if dtype is not None and torch.float64 not in (x.dtype, weight.dtype):
+        x = x.to(dtype)
+        weight = weight.part(*(one.to(dtype) for one in (weight.folded, weight.left, weight.right)))
+    multiply = _multiplied_first if weight_first else torch.matmul
+    gather = torch.matmul if x.dim() == weight.dim() else _gathered
+    product = Product(weight.folded, weight.scales, multiply, gather, weight_first)
+    return ExpertProduct.apply(product, x, weight.left, weight.right)  # type: ignore[no-untyped-call]
+
+
+def _multiplied_first(x: Tensor, weight: Tensor) -> Tensor:
+    """Return weight [..., n, m] @ x [..., m, k]."""
+    return torch.matmul(weight, x)
+
+
+def _gathered(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum of a [..., m, tokens] @ b [..., tokens, n] over the leading dimensions."""
+    return a.mT.flatten(0, -2).mT @ b.flatten(0, -2)
+
+
+def _grouped(func: Any, x: Any, weight: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the products of each expert's rows of x [n, in] with its weight."""
+    given = {name for name, value in kwargs.items() if value is not None}
+    if isinstance(x, FactoredWeight) or weight.dim() != 3 or given != {"offs"}:
+        return NotImplemented
+    multiply = functools.partial(func, **kwargs)
+    product = Product(weight.folded, weight.scales, multiply, multiply, pads=True)
+    return ExpertProduct.apply(product, x, weight.left, weight.right)  # type: ignore[no-untyped-call]
+
+
+@dataclasses.dataclass(eq=False)
+class ExpertReading:
+    """An adapted parameter of experts, and the decision whether a `FactoredWeight` may replace it.
+
+    Attributes:
+        module: peft's module around the experts, or around another such module.
+        why: the reason to call peft's own forward in every call; None: there is none.
+        why_in_call: the reason why peft's forward ran, or why the weight's whole gradient was
+            made, in the last call; None: neither.
+    """
+
+    module: Any
+    why: str | None = None
+    why_in_call: str | None = None
+
+    @property
+    def is_one(self) -> bool:
+        """Return False: the module is no Linear, so its output is neither saved nor skipped."""
+        return False
+
+    def tell(self, operation: str) -> None:
+        """Note an operation for which the whole weight's gradient has to be made."""
+        self.why_in_call = f"{operation} needs the weight's whole gradient"
+
+
+def expert_kinds() -> tuple[Any, ...]:
+    """Return peft's class of adapted parameters in a tuple; () if peft is not imported."""
+    library = sys.modules.get(LORA_LAYERS)
+    kind = getattr(library, "ParamWrapper", None)
+    return () if kind is None else (kind,)
+
+
+def read_experts(module: Any) -> ExpertReading | None:
+    """Return the reading of one of peft's adapted parameters; None if no adapter is active."""
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if not names:
+        return None
+    return ExpertReading(module, why=_why_not(module, names))
+
+
+def _why_not(module: Any, names: list[str]) -> str | None:
+    """Return the reason, as text for `describe`, to call peft's own forward; None: there is none.
+
+    Args:
+        module: peft's module.
+        names: names of the active adapters.
+    """
+    if home_of(type(module).forward) != LORA_LAYERS or FORWARD in vars(module):
+        return "its forward is another's"
+    if not hasattr(module, "get_delta_factors"):
+        return "this version of peft multiplies its factors"
+    if module.num_experts == 1:
+        return "it is a single matrix"
+    experts = module.get_base_layer()
+    name = module.parameter_name
+    weight = experts._parameters.get(name)
+    if weight is None or name in vars(experts):
+        return "its weight is parametrized"
+    if FORWARD in vars(experts):
+        return "the experts' forward is another's"
+    if type(weight) not in TENSOR_TYPES:
+        return f"its weight is a {type(weight).__name__}"
+    if weight.dtype not in DTYPES:
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+    if not all(isinstance(module.scaling[name], int | float) for name in names):
+        return "its scale is no number"
+    return None
+
+
+@dataclasses.dataclass(eq=False)
+class FactoredExperts:
+    """Replacement for the forward of one of peft's adapted parameters while its decoder layer runs.
+    The experts read a `FactoredWeight`. [Note: factored weights]
+
+    Attributes:
+        reading: the parameter.
+        own: peft's forward, called with (module, x, ...).
+        folded: the sum of the weight and its adapters, [E, n, m]; None before the first call.
+    """
+
+    reading: ExpertReading
+    own: Callable[..., Any]
+    folded: Tensor | None = None
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the experts' output for x [..., in] and the further arguments of the experts."""
+        module = self.reading.module
+        experts = module.get_base_layer()
+        name = module.parameter_name
+        base = experts._parameters[name]
+        implementation = getattr(getattr(experts, "config", None), EXPERTS_IMPLEMENTATION, None)
+        self.reading.why_in_call = None
+        if implementation not in IMPLEMENTATIONS:
+            self.reading.why_in_call = f"the experts run {implementation}"
+        elif base.requires_grad:
+            self.reading.why_in_call = "its weight is trained"
+        elif autocast_dtype(base.device.type) == torch.float16:
+            self.reading.why_in_call = "it is computed in float16"
+        if self.reading.why_in_call is not None or kwargs.get("adapter_names"):
+            return self.own(module, x, *args, **kwargs)
+        adapters = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
+        factors = [module.get_delta_factors(adapter) for adapter in adapters]
+        folded = self.folded
+        if folded is None:
+            with torch.no_grad():
+                folded = _folded(module, base, adapters, factors)
+            self.folded = folded
+        left = torch.cat([one[0] for one in factors], -1)
+        right = torch.cat([one[1] for one in factors], -2)
+        scales = [(one[0].shape[-1], float(one[2])) for one in factors]
+        attributes = vars(experts)
+        attributes[name] = FactoredWeight.of(folded, left, right, scales, self.reading.tell)
+        try:
+            return module.base_layer(x, *args, **kwargs)
+        finally:
+            del attributes[name]
+
+
+def _folded(module: Any, base: Tensor, adapters: list[str], factors: list[Any]) -> Tensor:
+    """Return the sum of a weight and its adapters [E, n, m], with the operations of peft.
+
+    Args:
+        module: peft's module.
+        base: the frozen weight, [E, n, m].
+        adapters: names of the active adapters.
+        factors: [E, n, r], [E, r, m] and the scale of each adapter.
+    """
+    if len(adapters) == 1:
+        left, right, scale = factors[0]
+        with without_autocast(base.device.type):
+            return torch.baddbmm(base, left, right, alpha=scale)
+    delta = module.get_delta_weight(adapters[0])
+    for adapter in adapters[1:]:
+        delta = delta + module.get_delta_weight(adapter)
+    return base + delta
+
+
+def _padded(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return contiguous factors [E, n, r'] and [E, r', m] with rows of zeros up to the rank that
+    grouped_mm reads. The product of left [E, n, r] and right [E, r, m] is unchanged."""
+    ranks = ROW_BYTES // left.element_size()
+    missing = -left.shape[-1] % ranks
+    if missing:
+        left = F.pad(left, (0, missing))
+        right = F.pad(right, (0, 0, 0, missing))
+    return left.contiguous(), right.contiguous()
