@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from streambp.device import counted_bytes, has_data
 from streambp.planner.routing import LOOKED_AT, TOP_K, answer
-from streambp.planner.work import BACKWARDS, Work, aten, tensors, work_of, workspace
+from streambp.planner.work import BACKWARDS, GROUPED, Work, aten, tensors, work_of, workspace
 
 
 class LiveBytes(TorchDispatchMode):
@@ -142,6 +142,8 @@ VIEW = Known(None, False, Work(dispatches=1))
 TENSOR_TYPES = frozenset((Tensor, torch.nn.Parameter))
 SIMPLE = frozenset((int, bool, type(None), torch.dtype))
 META = torch.device("meta")
+# dtypes that grouped products have on a GPU and on a CPU, but not on meta
+GROUPED_DTYPES = (torch.float32, torch.float16)
 
 
 class Shapes:
@@ -426,11 +428,33 @@ class StepCount(LiveBytes):
                 return output
         if func in BACKWARDS:
             self._workspace(func, args)
-        result = super().__torch_dispatch__(func, (), args, kwargs)
+        if func is GROUPED and not has_data(args[0]) and args[0].dtype in GROUPED_DTYPES:
+            result = self._grouped(*args, **kwargs)
+        else:
+            result = super().__torch_dispatch__(func, (), args, kwargs)
         self._count(Known(None, False, self.shapes.remember(key, func, args, kwargs, result)))
         if func is TOP_K:
             self.routed = result[1].numel()
         return result
+
+    def _grouped(self, a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
+        """Return the output of a grouped product without data. torch infers this output's shape for
+        bfloat16 alone.
+
+        Args:
+            a: rows of all groups, [tokens, in], or one matrix for each group.
+            b: one matrix for each group, [groups, in, out], or [tokens, out] beside an `a` of
+                [in, tokens].
+            offs: index behind the last token of each group, [groups].
+        """
+        shape = torch.Size((a.shape[-2], b.shape[-1]))
+        if a.dim() == b.dim():
+            groups = a.shape[0] if a.dim() == 3 or offs is None else offs.shape[0]
+            shape = torch.Size((groups, *shape))
+        strides = torch.empty(shape, device=META).stride()
+        (output,) = self.shapes.make(Known([(shape, strides, a.dtype)], False, VIEW.work))
+        self._track(output.untyped_storage())
+        return output  # type: ignore[no-any-return]
 
     def _count(self, operation: Known) -> None:
         """Add the cost of one call of an operation. Inside `one_kernel` only FLOPs are added."""
