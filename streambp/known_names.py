@@ -352,6 +352,7 @@ NOT_OF_LAYERS = ("rope", "cross_entropy", "fused_linear_cross_entropy")
 # ---- bitsandbytes, which the tests' environments need not have
 
 BITSANDBYTES = "bitsandbytes"
+PACKED_PARAMETERS = "bitsandbytes.nn.parametrize"  # 4-bit weights that are not a Linear's
 # attribute of a Linear with a 4-bit weight: dtype to which it casts its input
 COMPUTE_DTYPE = "compute_dtype"
 QUANT_STATE = "quant_state"  # attribute of a 4-bit weight: its shape, dtype and statistics

@@ -50,6 +50,7 @@ from streambp.layer.adapters import Factors, adapted, bytes_of
 from streambp.layer.arguments import Arguments
 from streambp.layer.chunk_states import Carried
 from streambp.layer.oom import RUN_ONCE, with_memory
+from streambp.layer.packed_experts import decoded_once
 from streambp.layer.packing import ONE_DOCUMENT, Packing
 from streambp.layer.products import See, tapped
 from streambp.layer.recompute import NULL_CONTEXT, Autocast, Parameters, computed_as_written
@@ -531,6 +532,7 @@ class LayerCall:
             computed_as_written(modules) if modules or parametrize._cache_enabled else NULL_CONTEXT,
             engine_hooks_silenced(hooks) if hooks else NULL_CONTEXT,
             recorded as self.form.collected,
+            decoded_once(self.site.packed_weights) if self.site.packed_weights else NULL_CONTEXT,
             adapted(self.site.adapters, self.backward.factors)
             if self.site.adapters
             else NULL_CONTEXT,

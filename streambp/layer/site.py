@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from streambp.attention.backend import AsSdpa, Used
 from streambp.attention.interface import NoAttention, ThroughInterface
@@ -24,6 +25,7 @@ from streambp.foreign import has_compiled_parts
 from streambp.instance_forward import StepOwner
 from streambp.layer.adapters import Readings, keep_reasons, readings
 from streambp.layer.choices import ReplayedChoices
+from streambp.layer.packed_experts import packed_weights
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.recompute import NULL_CONTEXT, Autocast
 from streambp.layer.witness import (
@@ -453,6 +455,11 @@ class LayerSite:
         # float32.
         names = tuple(name for name, reading in self.adapters.items() if reading.is_one)
         return self.of(functools.partial(plain_linears, adapted=names), ("linears", names))
+
+    @property
+    def packed_weights(self) -> list[ParametrizationList]:
+        """Return the parametrizations of the layer's experts in 4 bits."""
+        return self.of(packed_weights)
 
     @property
     def adapters(self) -> Readings:

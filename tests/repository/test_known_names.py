@@ -134,6 +134,11 @@ def modules():
     return {name for name in names if importlib.util.find_spec(name)}
 
 
+def packing():
+    name = "bitsandbytes.nn.parametrize"
+    return {name} if importlib.util.find_spec(name) else set()
+
+
 def namespaces():
     """Return the namespaces of torch's operations."""
     return {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
@@ -191,6 +196,7 @@ CHECKED = {
     ("swift", None): "SWIFTS_PLUGIN",
     ("unsloth", None): "UNSLOTH",
     ("opacus", None): "OPACUS OPACUS_MODULE",
+    ("bitsandbytes", packing): "PACKED_PARAMETERS",
     ("bitsandbytes", None): "BITSANDBYTES COMPUTE_DTYPE QUANT_STATE STATISTICS_8BIT",
     (
         "torchao",

@@ -1,0 +1,88 @@
+"""Experts in 4 bits inside a layer, decoded once for each pass instead of once for each chunk.
+
+[Note: packed experts] bitsandbytes stores the weights [E, n, m] of a layer's experts in 4 bits by a
+parametrization, which decodes the weight in each call of the experts. A streamed layer calls its
+experts once for each chunk. While a streamed layer runs, a `DecodedOnce` replaces the forward of
+the parametrization. The first read decodes the weight, and later reads return the same tensor until
+the pass ends. Only one layer's decoded experts therefore exist at a time. The numbers are those of
+bitsandbytes, because its own code decodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from streambp.known_names import PACKED_PARAMETERS
+from streambp.offload.decoded import FORWARD
+
+
+class CountedPackedWeight(nn.Module):
+    """Base class of parametrizations that take the place of bitsandbytes' when memory and FLOPs are
+    counted on meta or fake tensors."""
+
+
+@dataclasses.dataclass(eq=False)
+class DecodedOnce:
+    """Replacement for the forward of a parametrized 4-bit weight while its decoder layer runs.
+
+    Attributes:
+        weights: the parametrization of the weight.
+        decoded: the decoded weight [E, n, m]; None before the first read.
+    """
+
+    weights: ParametrizationList
+    decoded: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        """Return the decoded weight [E, n, m]."""
+        if self.decoded is None:
+            with torch.no_grad():
+                self.decoded = type(self.weights).forward(self.weights)
+        return self.decoded
+
+
+def packed_weights(layer: nn.Module) -> list[ParametrizationList]:
+    """Return the parametrizations of a layer's 4-bit weights. A parametrization with a forward of
+    its own, or with another parametrization behind the decoding one, is left out."""
+    kinds = _kinds()
+    found = []
+    for module in layer.modules():
+        if not isinstance(module, ParametrizationList) or FORWARD in vars(module):
+            continue
+        if len(module) == 1 and isinstance(module[0], kinds):
+            found.append(module)
+    return found
+
+
+def _kinds() -> tuple[Any, ...]:
+    """Return the classes of parametrizations that decode a weight."""
+    library = sys.modules.get(PACKED_PARAMETERS)
+    kind = getattr(library, "Bnb4bitParametrization", None)
+    return (CountedPackedWeight,) if kind is None else (CountedPackedWeight, kind)
+
+
+@contextlib.contextmanager
+def decoded_once(weights: Sequence[ParametrizationList]) -> Iterator[None]:
+    """Context manager in which 4-bit weights are decoded at their first read alone.
+
+    Args:
+        weights: the weights' parametrizations, from `packed_weights`.
+    """
+    changed = []
+    try:
+        for one in weights:
+            if FORWARD not in vars(one):  # a context outside of this one has replaced it
+                changed.append(one)
+                vars(one)[FORWARD] = DecodedOnce(one)
+        yield
+    finally:
+        for one in changed:
+            vars(one).pop(FORWARD, None)
