@@ -322,7 +322,11 @@ class SavedForBackward:
                     linear.out_features
                     * tokens
                     * (cast_to(linear.weight) or _computes_in(linear, hidden_chunk)).itemsize,
-                    2.0 * linear.out_features * linear.in_features * tokens,
+                    self.times_recomputed(name)
+                    * 2.0
+                    * linear.out_features
+                    * linear.in_features
+                    * tokens,
                 )
                 for name, linear in self.site.linears.items()
                 if name not in overwritten.products and not is_factor(name)
@@ -338,6 +342,10 @@ class SavedForBackward:
             overwritten=overwritten.products | ({"attn_out"} if overwritten.attended else set()),
         )
         self.watch.mark(cost)
+
+    def times_recomputed(self, name: str) -> int:
+        """Return how many times backward computes a Linear's output if it is not saved."""
+        return 1
 
     def keep_products(self, chunk: Chunk) -> None:
         """Save the Linear outputs collected since the last call.

@@ -207,6 +207,21 @@ class ObservedCosts:
     costs: list[Cost] = dataclasses.field(default_factory=list)
     graph: float = 0.0  # bytes saved by the graphs of all chunks
     marks: list[Any] = dataclasses.field(default_factory=list)
+    # device times at which a chunk's attention began and ended, if attention is timed by itself
+    attention: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+
+    def clock(self) -> Any:
+        """Return the device time; None if chunks are not timed."""
+        return None if self.engine is None else self.engine.clock()
+
+    def mark_attention(self, began: Any) -> None:
+        """Record that a chunk's attention ends.
+
+        Args:
+            began: result of `clock` when the attention began.
+        """
+        if self.engine is not None:
+            self.attention.append((began, self.engine.clock()))
 
     def mark(self, cost: Cost | None = None) -> None:
         """Record the device time at the start of forward, or at the end of a chunk together with
@@ -240,16 +255,28 @@ class ObservedCosts:
             return []
         return [self.engine.seconds(before, after) for before, after in pairs]
 
+    def attending(self) -> float:
+        """Return the seconds of attention in all chunks; 0 if attention was not timed by itself."""
+        if self.engine is None:
+            return 0.0
+        return sum(self.engine.seconds(began, ended) for began, ended in self.attention)
+
 
 def attention_rate(layers: Iterable[ObservedCosts]) -> float:
     """Return the FLOP/s of attention, estimated from the times of a layer's chunks.
 
-    Chunks differ only in the number of keys that they attend to, so the increase of their times is
-    attention's.
+    Causal chunks differ only in the number of keys that they attend to, so the increase of their
+    times is attention's. A layer whose chunks all read the same keys has timed its attention by
+    itself.
 
     Returns:
         The rate; infinity if later chunks take no longer.
     """
+    layers = list(layers)
+    seconds = sum(layer.attending() for layer in layers)
+    if seconds > 0:
+        timed = [cost for layer in layers if layer.attention for cost in layer.costs]
+        return sum(cost.attention_flops for cost in timed) / seconds
     above = below = 0.0
     for layer in layers:
         chunks = zip(layer.costs, layer.times(), strict=True)

@@ -25,7 +25,7 @@ from streambp.layer.chunk_states import Carried
 from streambp.layer.function import BackwardPass, Strategy
 from streambp.layer.site import LayerSite
 from streambp.recurrent.documents import PackedRows
-from streambp.sharded.call import ShardedCall
+from streambp.sharded.call import ShardedCall, ShardedKept
 from streambp.sharded.layer import run_backward_in_halves, run_forward_in_halves
 from streambp.sharded.shards import Keys, Shards
 
@@ -70,6 +70,19 @@ class OneRank(Shards):
         return [sums.pop(0).to(dtype).transpose(1, 2) for _ in range(2)]
 
 
+class BidirectionalKept(ShardedKept):
+    """The tensors that a layer call saves for backward if its queries read later keys. One rank
+    has all tokens, so the policy for `saves="auto"` may choose what is saved."""
+
+    chosen_here = True
+    attends_by_chunk = True
+
+    @property
+    def moves_kv(self) -> bool:
+        """Return False: K and V are saved for all tokens at once, not chunk by chunk."""
+        return False
+
+
 class BidirectionalCall(ShardedCall):
     """One call of a decoder layer whose queries read later keys, in several chunks on one rank. The
     layer is cut in two at its attention, like a layer on several ranks.
@@ -79,6 +92,7 @@ class BidirectionalCall(ShardedCall):
     """
 
     has_full_sequence = True
+    kept_class = BidirectionalKept
 
     def __init__(self, site: LayerSite, arguments: Arguments, layout: Layout) -> None:
         self.mask_layout = layout
@@ -93,6 +107,7 @@ class BidirectionalCall(ShardedCall):
             spans = spans.over_all_keys(self.hidden_states.device)
         layout = Layout(spans, (), self.mask_layout.told)
         prefix = Prefix(spans, self.plan.length, self.site.config.attention)
+        prefix.calls = 1  # the half before attention ends at the first call
         return Carried(layout, prefix, self.site.kind.attention.in_tiles)
 
 

@@ -25,7 +25,7 @@ from streambp.layer.arguments import Arguments
 from streambp.layer.call import TRIAL_TOKENS, LayerCall
 from streambp.layer.chunk_states import Carried
 from streambp.layer.data_flow import trace
-from streambp.layer.products import Labels, UnreadInHalves, computed, left_out
+from streambp.layer.products import Labels, UnreadInHalves, UnreadProducts, computed, left_out
 from streambp.layer.recompute import Parameters
 from streambp.layer.saved import SavedForBackward, linear_of
 from streambp.layer.site import LayerSite, remember
@@ -60,15 +60,18 @@ class ShardedKept(SavedForBackward):
         gathers: True if K and V are gathered from other ranks (context parallelism).
         products_before: the saved Linears that run before attention.
         products_after: the saved Linears that run after attention.
+        unread: the Linears that each half of the layer can skip.
     """
 
     pieces: list[HeadGroup]
     gathers: bool
     products_before: list[str]
     products_after: list[str]
+    unread: UnreadInHalves
     lends_attended = False
     # ranks could choose differently by their own memory, and exchanges must be equal
     chosen_here = False
+    attends_by_chunk = False  # True: each chunk's attention output is read with the chunk
 
     @property
     def keeps_kv(self) -> bool:
@@ -82,19 +85,32 @@ class ShardedKept(SavedForBackward):
 
         1. Inputs of the shard's chunks, with outputs of Linears before attention.
         2. K and V of the full sequences, if saved.
-        3. Attention outputs.
+        3. Attention outputs, unless each is read with its chunk.
         4. Inputs of the half after attention, last chunk first, with outputs of its Linears.
         5. Inputs of the half before attention, last chunk first, with outputs of its Linears.
         """
         names_before = self.products_before
-        names_after = self.products_after
         order = [self.half_reads(chunk.index, names_before) for chunk in self.plan]
         if self.keeps_kv:
             order += map(self.key_reads, self.pieces)
-        order += [self.attended_reads(piece.here.index) for piece in self.pieces]
-        for linears in (names_after, names_before):
-            order += [self.half_reads(chunk.index, linears) for chunk in self.plan.backward]
+        if not self.attends_by_chunk:
+            order += [self.attended_reads(piece.here.index) for piece in self.pieces]
+        order += [self.after_reads(chunk.index) for chunk in self.plan.backward]
+        order += [self.half_reads(chunk.index, names_before) for chunk in self.plan.backward]
         return order
+
+    def after_reads(self, index: int) -> list[Access]:
+        """Return (name, chunk index) of the saved tensors from which the half after attention is
+        recomputed on a chunk."""
+        reads = self.half_reads(index, self.products_after)
+        return reads + self.attended_reads(index) if self.attends_by_chunk else reads
+
+    def times_recomputed(self, name: str) -> int:
+        """Return how many times backward computes a Linear's output if the output is not saved. A
+        Linear before attention is computed for q, k and v of all tokens, and again if gradients of
+        the first half read the output."""
+        is_before = name in self.unread.for_output
+        return 2 if is_before and name not in self.unread.to_differentiate_before else 1
 
     def half_reads(self, index: int, linears: list[str]) -> list[Access]:
         """Return (name, chunk index) of the saved tensors from which one half of the layer (before
@@ -148,6 +164,7 @@ class ShardedCall(LayerCall):
 
     kept: ShardedKept
     has_full_sequence = False
+    kept_class: type[ShardedKept] = ShardedKept
 
     def __init__(self, site: LayerSite, arguments: Arguments, shards: Shards) -> None:
         self.shards = shards
@@ -187,11 +204,12 @@ class ShardedCall(LayerCall):
         return Carried(layout, prefix, self.site.kind.attention.in_tiles)
 
     def _keep(self) -> ShardedKept:
-        saved = ShardedKept(self.site, self.plan, self.carried, self.device, self.autocast)
+        saved = self.kept_class(self.site, self.plan, self.carried, self.device, self.autocast)
         self.pieces = saved.pieces = self.shards.pieces(self.rows, self.plan.size)
         saved.gathers = self.shards.gathers_keys
         saved.products_before = []
         saved.products_after = []
+        saved.unread = UnreadInHalves()
         return saved
 
     def look_into_halves(self) -> None:
@@ -237,6 +255,14 @@ class ShardedCall(LayerCall):
                     )
                 remember(self.site.tests.unread_in_halves, key, unread)
         self.unread = self.site.tests.unread_in_halves.get(key, UnreadInHalves())
+        self.kept.unread = self.unread
+        situation = ("halves", *key)
+        is_known = key in self.site.tests.unread_in_halves
+        if is_known and self.kept.chosen_here and situation not in self.site.tests.unread:
+            # The policy for saves="auto" chooses no output that backward never reads.
+            never_read = self.unread.to_differentiate_after - self.unread.for_output
+            products = UnreadProducts(recompute=never_read, states=False)
+            remember(self.site.tests.unread, situation, products)
 
 
 def _unread_in_halves(

@@ -43,8 +43,8 @@ import torch
 from torch import Tensor
 
 from streambp.admission.entry import backward_in_chunks, stream_layer
-from streambp.attention.attend import Attended, Params, PrefixAttention, attend_blocks
-from streambp.attention.backend import Use, choose_backend
+from streambp.attention.attend import Attended, Params
+from streambp.attention.backend import choose_backend
 from streambp.attention.kv import KVBuffer
 from streambp.attention.prefix import AttentionCall
 from streambp.chunks import Chunk
@@ -52,14 +52,18 @@ from streambp.device import RandomState
 from streambp.errors import UnsupportedModelError
 from streambp.layer.call import LayerCall, Whole, put
 from streambp.layer.function import BackwardPass, Strategy, outputs_of, run_forward
-from streambp.layer.gradients import refuse_other_leaves
+from streambp.layer.gradients import counting, refuse_other_leaves
 from streambp.layer.products import Labels, See, left_out, summed, tapped
 from streambp.layer.recompute import NULL_CONTEXT
 from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
-from streambp.sharded.call import ShardedCall, keeps
+from streambp.sharded.attended import AttendedAtOnce, AttendedByChunk, part_of
+from streambp.sharded.call import ShardedCall
 from streambp.sharded.halves import SplitAtAttention
 from streambp.sharded.shards import Keys, Shards
+
+# gradients of the layer's input and arguments, of attention's leaves, and of the parameters
+Gradients = tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]
 
 
 def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any:
@@ -101,11 +105,6 @@ def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
     )
 
 
-def _part(chunk: Chunk) -> tuple[slice, slice, slice]:
-    """Return the index (a tuple of slices) of a chunk's positions in a tensor [B, H, T / P, D]."""
-    return slice(None), slice(None), slice(chunk.start, chunk.stop)
-
-
 def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
     """Compute a decoder layer's outputs for this rank's tokens, without a graph. The parts of the
     layer before and behind attention run in chunks, and attention runs over full sequences. Return
@@ -123,6 +122,8 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         call.look_into_halves()
         if keep:
             call.kept.find_products()
+            if call.kept.watch is not None:
+                call.kept.watch.mark()
             call.backward.witness = call.site.witness(call.hidden_states, call.autocast)
         random_state = RandomState.capture(call.device)
         parts = _project(call, keep)
@@ -140,13 +141,9 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         if call.params.dropout > 0.0:
             seed = int(torch.randint(2**31, (), device="cpu"))
             call.params = call.params._replace(seed=seed)
-        o, lse = _attend(call, q, keys, last=not (keep and call.kept.keeps_kv))
-        call.site.last_call.kernels = call.carried.prefix.used
-        call.backward_bytes += 2 * o.nbytes + q.nbytes
-        if keep:
-            _keep_attention(call, keys, o, lse)
-        del q, keys, lse
-        o = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
+        attention = _attention_of(call, q, keys)
+        del q, keys
+        attention.forward(keep)
         names: list[str] = []
         for name in call.kept.products.names:
             if name not in call.kept.products_before and name not in call.unread.for_output:
@@ -167,20 +164,65 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
                 if keep:
                     call.kept.random.append(RandomState.capture(call.device))
-                see = call.seeing(chunk, in_backward=False, half="after")
-                with call.kept.products.capture_outputs(names, see) if keep else NULL_CONTEXT:
-                    point = _second_half(call, chunk, o[_part(chunk)])
-                    output = call.run(hidden_chunk, chunk, point)
-                assert output is not None
-                if call.backward.witness is not None:
-                    call.backward.witness.see_output(hidden_chunk, output.hidden_states)
+                compute = functools.partial(
+                    _forward_after, call, outputs, hidden_chunk, chunk, attention, keep
+                )
+                attended = call.attempt(compute) if keep else compute(False)
                 if keep:
-                    call.kept.keep(chunk, hidden_chunk, [])
-                put(outputs, output, chunk, call.plan.length)
-                del output
+                    call.kept.keep(chunk, hidden_chunk, attended)
+                del attended
+        call.site.last_call.kernels = call.carried.prefix.used
     if keep:
         call.kept.seal(call.backward_bytes)
     return outputs_of(call, outputs)
+
+
+def _attention_of(call: ShardedCall, q: Tensor, keys: Keys) -> AttendedAtOnce | AttendedByChunk:
+    """Return the object that computes attention between the halves.
+
+    Args:
+        call: the call of the layer.
+        q: the queries that this rank attends, [B, H', n, D].
+        keys: K and V of full sequences.
+    """
+    attends = AttendedAtOnce if call.shards.splits else AttendedByChunk
+    return attends(call, q, keys)
+
+
+def _forward_after(
+    call: ShardedCall,
+    outputs: Whole,
+    hidden_chunk: Tensor,
+    chunk: Chunk,
+    attention: AttendedAtOnce | AttendedByChunk,
+    keep: bool,
+    is_retry: bool,
+) -> list[Attended]:
+    """Compute the half after attention on one chunk, without a graph, and copy its results into
+    `outputs`. Return the attention output that is to be saved with the chunk: a list with one
+    output, or [].
+
+    Args:
+        call: the call of the layer.
+        outputs: the outputs of all this rank's tokens.
+        hidden_chunk: the chunk's input [..., B, C, h].
+        chunk: the chunk's range of positions.
+        attention: computes attention.
+        keep: True: save outputs of Linears for backward.
+        is_retry: True if the chunk is computed a second time, after running out of memory.
+    """
+    if is_retry:
+        call.kept.random[-1].restore()
+    o, attended = attention.output(chunk)
+    see = call.seeing(chunk, in_backward=False, half="after")
+    names = [name for name in call.kept.products_after if name in call.kept.products.names]
+    with call.kept.products.capture_outputs(names, see) if keep else NULL_CONTEXT:
+        output = call.run(hidden_chunk, chunk, _second_half(call, chunk, o))
+    assert output is not None
+    if call.backward.witness is not None:
+        call.backward.witness.see_output(hidden_chunk, output.hidden_states)
+    put(outputs, output, chunk, call.plan.length)
+    return attended
 
 
 def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
@@ -194,15 +236,36 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     projected: list[Tensor] = []
     for chunk in call.plan:
         call.random_before.append(RandomState.capture(call.device))
-        hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
-        see = call.seeing(chunk, in_backward=False, half="before")
-        with call.kept.products.capture_outputs(see=see) if keep else NULL_CONTEXT:
-            projected_chunk = _collect(call, hidden_chunk, chunk, projected, 3)
-        _see_projected(see, projected_chunk)
+        compute = functools.partial(_project_chunk, call, chunk, projected, keep)
         if keep:
+            call.attempt(compute)
             call.kept.keep_products(chunk)
+        else:
+            compute(False)
     call.kept.products_before = list(dict.fromkeys(map(linear_of, call.kept.products.keys)))
     return projected
+
+
+def _project_chunk(
+    call: ShardedCall, chunk: Chunk, projected: list[Tensor], keep: bool, is_retry: bool
+) -> None:
+    """Run the layer's half before attention on one chunk, without a graph, and copy its q, k and v
+    into `projected`.
+
+    Args:
+        call: the call of the layer.
+        chunk: the chunk's range of positions.
+        projected: q, k and v of all this rank's tokens.
+        keep: True: save outputs of Linears for backward.
+        is_retry: True if the chunk is computed a second time, after running out of memory.
+    """
+    if is_retry:
+        call.random_before[-1].restore()
+    hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
+    see = call.seeing(chunk, in_backward=False, half="before")
+    with call.kept.products.capture_outputs(see=see) if keep else NULL_CONTEXT:
+        projected_chunk = _collect(call, hidden_chunk, chunk, projected, 3)
+    _see_projected(see, projected_chunk)
 
 
 def _see_projected(see: See | None, projected: AttentionCall) -> None:
@@ -253,12 +316,17 @@ def _collect(
     call.sinks = None if arguments.sink is None else call.shards.sinks(arguments.sink.detach())
     parts = (arguments.q, arguments.k, arguments.v)[:count]
     if not projected:
-        projected += [
-            part.new_empty((*part.shape[:2], call.plan.length, part.shape[3])) for part in parts
-        ]
+        projected += [_for_all_tokens(part, call.plan.length) for part in parts]
     for target, part in zip(projected, parts, strict=True):
-        target[_part(chunk)] = part
+        target[part_of(chunk)] = part
     return arguments
+
+
+def _for_all_tokens(part: Tensor, length: int) -> Tensor:
+    """Return an uninitialized tensor [B, H, length, D] for a tensor like a chunk's q, k or v
+    [B, H, C, D], with tokens before heads in memory."""
+    rows, heads, _, size = part.shape
+    return part.new_empty((rows, length, heads, size)).transpose(1, 2)
 
 
 def _second_half(call: ShardedCall, chunk: Chunk, o: Tensor) -> SplitAtAttention:
@@ -274,6 +342,8 @@ def _second_half(call: ShardedCall, chunk: Chunk, o: Tensor) -> SplitAtAttention
         chunk: the chunk's range of positions.
         o: attention's output for the chunk, [B, H, C, D_v].
     """
+    if call.site.tests.overwritten.attended:
+        o = o.clone()  # the layer writes to a copy, because the output may be saved
     if not call.random_before:
         return SplitAtAttention(o)
     random_state = RandomState.capture(call.device)
@@ -289,91 +359,6 @@ def _as_before(call: ShardedCall, chunk: Chunk) -> contextlib.AbstractContextMan
     return call.random_before[chunk.index].replayed()
 
 
-def _params_of(call: ShardedCall, chunk: Chunk) -> Params:
-    """Return attention's parameters for one chunk of queries. The chunks differ in the seed of
-    attention dropout."""
-    assert call.params is not None
-    if call.params.dropout == 0.0:
-        return call.params
-    return call.params._replace(seed=call.params.seed + (chunk.index << 32))
-
-
-def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tensor, Tensor]:
-    """Return attention's output o [B, H', n, D_v] and logsumexp lse [B, H', n] for the H' heads and
-    n queries q [B, H', n, D] of this rank. Saved outputs are read instead of being computed.
-
-    Args:
-        call: the call of the layer.
-        q: the queries.
-        keys: K and V of full sequences.
-        last: True if `keys` are not read again.
-    """
-    assert call.params is not None
-    batch, heads, length, _ = q.shape
-    o = q.new_empty((batch, length, heads, call.value_size))
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    unsaved = []
-    for piece in call.pieces:
-        queries = piece.here
-        index = piece.here.index
-        saved = [call.kept.store.take(*access) for access in call.kept.attended_reads(index)]
-        call.kept.store.read_ahead()
-        if saved:
-            o[:, queries.start : queries.stop], lse[_part(queries)] = saved
-        else:
-            unsaved.append(piece)
-        del saved
-    if not unsaved and call.kept.gathers and keeps(call.site.config, "attn_out"):
-        # saved on every rank, so no keys are gathered for another attention
-        return o.transpose(1, 2), lse
-    prefix = call.carried.prefix
-    call.backward_bytes = 0
-    for group in keys.groups(last):
-        sinks = None if call.sinks is None else call.sinks[group.heads]
-        site = KVBuffer.of(group.k, group.v, call.params.backend.width)
-        wide = torch.promote_types(group.k.dtype, torch.float32).itemsize
-        size = (group.k.numel() + group.v.numel()) * (group.k.element_size() + wide)
-        call.backward_bytes = max(call.backward_bytes, size)
-        for piece in unsaved:
-            queries = piece.here
-            q_of_group = q[:, group.heads, queries.start : queries.stop]
-            params = _params_of(call, piece.whole)
-            attended = attend_blocks(q_of_group, site, prefix.layout, piece.whole, params, sinks)
-            prefix.note(call.params.backend.plan(prefix.layout, piece.whole, batch, Use.FORWARD))
-            o[:, queries.start : queries.stop, group.heads] = attended.o
-            lse[:, group.heads, queries.start : queries.stop] = attended.lse
-        del group, site
-    return o.transpose(1, 2), lse
-
-
-def _keep_attention(call: ShardedCall, keys: Keys, o: Tensor, lse: Tensor) -> None:
-    """Save attention's output and logsumexp, and K and V, for backward, if the settings name them.
-    A rank with little host memory may save less than other ranks; no exchange depends on this.
-
-    Args:
-        call: the call of the layer.
-        keys: K and V of full sequences.
-        o: attention's output, [B, H', n, D_v].
-        lse: logsumexp of attention, [B, H', n].
-    """
-    if "attn_out" in call.kept.saves:
-        for piece in call.pieces:
-            call.kept.store.put(
-                "attn_out.0", piece.here.index, o[_part(piece.here)].transpose(1, 2)
-            )
-            call.kept.store.put("lse.0", piece.here.index, lse[_part(piece.here)])
-    if not call.kept.keeps_kv:
-        return
-    if not call.kept.store.copies:
-        call.keys = keys
-        return
-    for group in keys.groups(last=True):
-        for piece in call.pieces:
-            positions = slice(piece.whole.start, piece.whole.stop)
-            call.kept.store.put("k.0", piece.here.index, group.k[:, positions])
-            call.kept.store.put("v.0", piece.here.index, group.v[:, positions])
-
-
 def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
     """Compute a layer's gradients and add them to `work`, in this order: the half after attention,
     attention, the half before attention. The gradient of hidden_states is [..., B, T / P, h].
@@ -382,18 +367,11 @@ def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
         call: the call of the layer.
         work: receives the gradients.
     """
-    q, keys = _exchanged_again(call)
-    o, lse = _attend(call, q, keys, last=False)
-    at_tokens = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
-    if at_tokens is o:
-        at_tokens = at_tokens.clone()
-    _differentiate_after(call, work, at_tokens)
-    d_o = call.shards.queries(at_tokens)
-    del at_tokens
-    gradients = _differentiate_attention(call, q, keys, Attended(o, lse), d_o)
-    del o, lse, d_o, keys
-    gradients.insert(0, call.shards.tokens(q, call.heads[0]))
-    del q
+    attention = _attention_of(call, *_exchanged_again(call))
+    attention.backward()
+    _differentiate_after(call, work, attention)
+    gradients = attention.gradients()
+    del attention
     _differentiate_before(call, work, gradients)
 
 
@@ -412,11 +390,7 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
         for chunk in call.plan:
             reads = saved.half_reads(chunk.index, saved.products_before)
             saved.bring(chunk, reads, again=dict(reads))
-            with (
-                _as_before(call, chunk),
-                saved.products.use_outputs(saved.brought, saved.products_before),
-            ):
-                _collect(call, saved.brought["x"], chunk, projected, count)
+            call.attempt(functools.partial(_project_again, call, chunk, projected, count))
     q = call.shards.queries(projected.pop(0))
     keys = call.shards.start_keys(projected, call.heads[0]) if projected else call.keys
     call.keys = None
@@ -431,129 +405,142 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
     return q, Keys(site.k, site.v)
 
 
-def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
+def _project_again(
+    call: ShardedCall, chunk: Chunk, projected: list[Tensor], count: int, is_retry: bool
+) -> None:
+    """Run the layer's half before attention on one chunk again, in backward, and copy its first
+    `count` tensors of q, k and v into `projected`.
+
+    Args:
+        call: the call of the layer.
+        chunk: the chunk's range of positions.
+        projected: the tensors of all this rank's tokens.
+        count: number of tensors.
+        is_retry: True if the chunk is computed a second time, after running out of memory.
+    """
+    saved = call.kept
+    with (
+        _as_before(call, chunk),
+        saved.products.use_outputs(saved.brought, saved.products_before),
+    ):
+        _collect(call, saved.brought["x"], chunk, projected, count)
+
+
+def _differentiate_after(
+    call: ShardedCall, work: BackwardPass, attention: AttendedAtOnce | AttendedByChunk
+) -> None:
     """Recompute and differentiate the layer's second half, behind its attention, chunk by chunk.
-    The gradient of attention's output overwrites o [B, H, T / P, D_v].
 
     Args:
         call: the call of the layer.
         work: receives the gradients.
-        o: attention's output for this rank's tokens.
+        attention: computes attention, and receives the gradients of its leaves.
     """
     saved = call.kept
     linears = call.site.linears
     unread = call.unread.to_differentiate_after.difference(saved.products_after)
     with summed(linears, work.sums, unread, call.backward.witness):
         for chunk in call.plan.backward:
-            see = call.seeing(chunk, in_backward=True, half="after")
-            saved.bring(chunk, saved.half_reads(chunk.index, saved.products_after), again=("x",))
-            hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
-            leaves = call.arguments.leaves(chunk, work.wanted)
-            o_chunk = o[_part(chunk)].detach().requires_grad_()
-            with (
-                torch.enable_grad(),
-                call.kept.random[chunk.index].replayed(),
-                saved.products.use_outputs(
-                    saved.brought, saved.products_after, sums=work.sums, see=see
-                ),
-            ):
-                point = _second_half(call, chunk, o_chunk)
-                output = call.run(hidden_chunk, chunk, point, leaves)
-            assert output is not None
-            if call.backward.witness is not None:
-                call.backward.witness.see_output(hidden_chunk, output.hidden_states)
-            outputs, upstream = work.upstream(output, chunk)
-            targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
-            d_o = _add(call, work, chunk, targets, outputs, upstream, extra=o_chunk)
-            o[_part(chunk)] = torch.zeros_like(o_chunk) if d_o is None else d_o
-            del output, outputs, upstream
+            saved.bring(chunk, saved.after_reads(chunk.index), again=("x",))
+            of_inputs, of_leaves, of_parameters = call.attempt(
+                functools.partial(_chunk_after, call, work, chunk, attention)
+            )
+            attention.put(chunk, of_leaves)
+            work.add(chunk, of_inputs)
+            call.attempt(functools.partial(_add_to_sums, work, of_parameters))
 
 
-def _add(
+def _chunk_after(
+    call: ShardedCall,
+    work: BackwardPass,
+    chunk: Chunk,
+    attention: AttendedAtOnce | AttendedByChunk,
+    is_retry: bool,
+) -> Gradients:
+    """Recompute and differentiate the layer's second half on one chunk. Return the gradients of the
+    layer's input and arguments, of attention's leaves and of the parameters.
+
+    Args:
+        call: the call of the layer.
+        work: contains the gradients of the layer's outputs.
+        chunk: the chunk's range of positions.
+        attention: computes attention.
+        is_retry: True in a retry after running out of memory. [Note: once for each chunk]
+    """
+    saved = call.kept
+    work.sums.begin(is_retry)
+    attention.begin_backward(is_retry)
+    see = call.seeing(chunk, in_backward=True, half="after")
+    hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
+    leaves = call.arguments.leaves(chunk, work.wanted)
+    with (
+        torch.enable_grad(),
+        saved.random[chunk.index].replayed(),
+        saved.products.use_outputs(saved.brought, saved.products_after, sums=work.sums, see=see),
+        _counting(call, saved.brought["x"], work),
+    ):
+        o_chunk, of_attention = attention.leaf(chunk)
+        output = call.run(hidden_chunk, chunk, _second_half(call, chunk, o_chunk), leaves)
+    assert output is not None
+    if call.backward.witness is not None:
+        call.backward.witness.see_output(hidden_chunk, output.hidden_states)
+    outputs, upstream = work.upstream(output, chunk)
+    del output, o_chunk
+    targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
+    return _differentiated(call, work, chunk, targets, of_attention, outputs, upstream)
+
+
+def _counting(
+    call: ShardedCall, x: Tensor, work: BackwardPass
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that counts the bytes of a half's graph on one chunk, if the policy
+    for `saves="auto"` observes this call.
+
+    Args:
+        call: the call of the layer.
+        x: the chunk's input [..., B, C, h].
+        work: contains the aliases of the parameters.
+    """
+    watch = call.kept.watch
+    return NULL_CONTEXT if watch is None else counting(call, watch, (x, *work.shadows))
+
+
+def _add_to_sums(work: BackwardPass, gradients: list[Tensor | None], is_retry: bool) -> None:
+    """Add a chunk's gradients of parameters to their sums. `is_retry` has no effect: the list has
+    only gradients that are not added yet."""
+    work.sums.add(gradients)
+
+
+def _differentiated(
     call: ShardedCall,
     work: BackwardPass,
     chunk: Chunk,
     targets: list[Tensor],
+    of_attention: list[Tensor],
     outputs: list[Tensor],
     upstream: list[Tensor],
-    extra: Tensor | None = None,
-) -> Tensor | None:
-    """Differentiate one half of the layer (before or after attention) on one chunk, and add the
-    gradients to `work`. Return the gradient of `extra`.
+) -> Gradients:
+    """Differentiate one half of the layer (before or after attention) on one chunk. Return the
+    gradients of `targets`, of `of_attention` and of the parameters.
 
     Args:
         call: the call of the layer.
-        work: receives the gradients.
+        work: contains the aliases of the parameters.
         chunk: the chunk's range of positions.
         targets: the leaves for the layer's input and arguments.
+        of_attention: the leaves of attention, for the half after attention.
         outputs: the half's outputs.
         upstream: gradients of the outputs.
-        extra: attention's output, an input of the half after attention; None for the half before
-            attention.
     """
-    sources = [*targets, *work.shadows, *(() if extra is None else (extra,))]
+    sources = [*targets, *of_attention, *work.shadows]
     gradients: list[Tensor | None] = [None] * len(sources)
     if chunk.stop == call.plan.length:
         refuse_other_leaves(call.site.layer, outputs, sources)
     if outputs and sources:
         gradients = list(torch.autograd.grad(outputs, sources, upstream, allow_unused=True))
-    d_extra = None if extra is None else gradients.pop()
-    work.add(chunk, gradients[: len(targets)], again=extra is None)
-    work.sums.add(gradients[len(targets) :])
-    return d_extra
-
-
-def _differentiate_attention(
-    call: ShardedCall, q: Tensor, keys: Keys, attended: Attended, d_o: Tensor
-) -> list[Tensor]:
-    """Compute the gradients of attention. Return dk and dv [B, H_kv, T / P, D] of this rank's
-    tokens. The gradients of q and of attention sinks overwrite q and `call.sinks`.
-
-    Args:
-        call: the call of the layer.
-        q: the queries, [B, H', n, D].
-        keys: K and V of full sequences.
-        attended: attention's output and logsumexp.
-        d_o: gradient of the output, [B, H', n, D_v].
-    """
-    assert call.params is not None
-    by_tensor: list[list[Tensor]] = [[], []]
-    d_sinks = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=attended.lse.dtype)
-    for group in keys.groups(last=True):
-        site = KVBuffer.of(group.k, group.v, call.params.backend.width)
-        for piece in reversed(call.pieces):
-            part = slice(None), group.heads, slice(piece.here.start, piece.here.stop)
-            leaf = q[part].detach().requires_grad_()
-            leaves = [leaf]
-            sinks = None
-            if call.sinks is not None:
-                sinks = call.sinks[group.heads].detach().requires_grad_()
-                leaves.append(sinks)
-            saved = Attended(attended.o[part].transpose(1, 2), attended.lse[part])
-            with torch.enable_grad():
-                out = PrefixAttention.apply(
-                    leaf,
-                    group.k,
-                    group.v,
-                    sinks,
-                    site,
-                    call.carried.prefix.layout,
-                    piece.whole,
-                    _params_of(call, piece.whole),
-                    saved,
-                )
-            q[part], *d_sink = torch.autograd.grad(out, leaves, d_o[part].transpose(1, 2))
-            if d_sinks is not None:
-                d_sinks[group.heads] += d_sink[0]
-        sums = list(site.grow_accumulators())
-        dtype = group.k.dtype
-        del out, site, group
-        for parts, gradient in zip(
-            by_tensor, call.shards.own_gradient(sums, dtype, call.heads[1]), strict=True
-        ):
-            parts.append(gradient)
-    call.sinks = d_sinks
-    return [parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in by_tensor]
+    first = len(targets)
+    second = first + len(of_attention)
+    return gradients[:first], gradients[first:second], gradients[second:]
 
 
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
@@ -570,35 +557,58 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
     with summed(linears, work.sums, unread):
         for chunk in call.plan.backward:
             saved.bring(chunk, saved.half_reads(chunk.index, saved.products_before))
-            hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
-            leaves = call.arguments.leaves(chunk, work.wanted)
-            point = SplitAtAttention()
-            see = call.seeing(chunk, in_backward=True, half="before")
-            with (
-                torch.enable_grad(),
-                _as_before(call, chunk),
-                saved.products.use_outputs(
-                    saved.brought, saved.products_before, sums=work.sums, see=see
-                ),
-            ):
-                call.run(hidden_chunk, chunk, point, leaves)
-            projected = point.projected
-            assert projected is not None
-            _see_projected(see, projected)
-            outputs: list[Tensor] = []
-            upstream: list[Tensor] = []
-            for x, gradient in zip((projected.q, projected.k, projected.v), gradients, strict=True):
-                if x.requires_grad:
-                    outputs.append(x)
-                    upstream.append(gradient[_part(chunk)])
-            is_last = chunk.stop == call.plan.length
-            if is_last and projected.sink is not None and projected.sink.requires_grad:
-                assert call.sinks is not None
-                d_sinks = torch.zeros_like(projected.sink)
-                call.shards.sinks(d_sinks).copy_(call.sinks)
-                with torch.enable_grad():  # the sink is a parameter or a view of one
-                    outputs.append(projected.sink.view_as(projected.sink))
-                upstream.append(d_sinks)
-            targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
-            _add(call, work, chunk, targets, outputs, upstream)
-            del outputs, upstream
+            of_inputs, _, of_parameters = call.attempt(
+                functools.partial(_chunk_before, call, work, chunk, gradients)
+            )
+            saved.brought.clear()
+            work.add(chunk, of_inputs, again=True)
+            call.attempt(functools.partial(_add_to_sums, work, of_parameters))
+
+
+def _chunk_before(
+    call: ShardedCall, work: BackwardPass, chunk: Chunk, gradients: list[Tensor], is_retry: bool
+) -> Gradients:
+    """Recompute and differentiate the layer's first half on one chunk. Return the gradients of the
+    layer's input and arguments, [] and the gradients of the parameters.
+
+    Args:
+        call: the call of the layer.
+        work: contains the aliases of the parameters.
+        chunk: the chunk's range of positions.
+        gradients: of q, k and v, [B, H, T / P, D].
+        is_retry: True in a retry after running out of memory. [Note: once for each chunk]
+    """
+    saved = call.kept
+    work.sums.begin(is_retry)
+    hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
+    leaves = call.arguments.leaves(chunk, work.wanted)
+    point = SplitAtAttention()
+    see = call.seeing(chunk, in_backward=True, half="before")
+    with (
+        torch.enable_grad(),
+        _as_before(call, chunk),
+        saved.products.use_outputs(saved.brought, saved.products_before, sums=work.sums, see=see),
+        _counting(call, saved.brought["x"], work),
+    ):
+        call.run(hidden_chunk, chunk, point, leaves)
+    projected = point.projected
+    assert projected is not None
+    _see_projected(see, projected)
+    if saved.watch is not None and saved.watch.graph:  # a kept graph has keys and values as well
+        saved.watch.graph += projected.k.nbytes + projected.v.nbytes
+    outputs: list[Tensor] = []
+    upstream: list[Tensor] = []
+    for x, gradient in zip((projected.q, projected.k, projected.v), gradients, strict=True):
+        if x.requires_grad:
+            outputs.append(x)
+            upstream.append(gradient[part_of(chunk)])
+    is_last = chunk.stop == call.plan.length
+    if is_last and projected.sink is not None and projected.sink.requires_grad:
+        assert call.sinks is not None
+        d_sinks = torch.zeros_like(projected.sink)
+        call.shards.sinks(d_sinks).copy_(call.sinks)
+        with torch.enable_grad():  # the sink is a parameter or a view of one
+            outputs.append(projected.sink.view_as(projected.sink))
+        upstream.append(d_sinks)
+    targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
+    return _differentiated(call, work, chunk, targets, [], outputs, upstream)

@@ -1,20 +1,31 @@
-"""Layers whose attention reads ahead, on an emulated accelerator: patched on the CPU and moved.
+"""Layers whose attention reads ahead, on an emulated accelerator: patched on the CPU and moved;
+saves that are chosen by free memory; memory that runs out.
 
-covers: sharded/bidirectional.py
+covers: sharded/attended.py, sharded/bidirectional.py, sharded/layer.py
 """
 
 from __future__ import annotations
 
+import collections
 import copy
+import gc
 
 import pytest
 import torch
 
 import streambp
+from streambp.accumulate import GradientSum
+from streambp.attention import attend
+from streambp.layer.saved import InMemory
+from streambp.sharded import bidirectional
 from tests import device as tested
+from tests.emulated import backend
+from tests.emulated.test_memory import ADVISED, BEFORE, ENDED, WARNED, Steps, outcome, same
+from tests.families import build, make_batch
 from tests.oracle import relative_l2
 from tests.seeds import seed_torch
 from tests.sharded.test_bidirectional import CHUNK, LENGTH, MAKE, in_halves, padding
+from tests.tiers import thinned
 
 __all__ = ["in_halves"]  # a fixture
 
@@ -49,3 +60,131 @@ def test_gradients_are_the_cpus(name, settings, in_halves):
         assert found.keys() == expected.keys()
         assert relative_l2(found, expected) <= 1e-5
     assert in_halves
+
+
+TOKENS = 40
+CHUNK_OF_CHOSEN = 21
+
+
+class ChosenSteps(Steps):
+    """A model whose layers run in halves, and whose saves are chosen by free memory."""
+
+    def __init__(self, device, **settings):
+        self.batch = make_batch("plain", length=TOKENS, rows=1)
+        model = build("qwen3", device="cpu", num_hidden_layers=3, is_causal=False)
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+        config = streambp.StreamConfig(chunk_size=CHUNK_OF_CHOSEN, **settings)
+        self.model = streambp.patch(model, config).to(device)
+        self.before_backward = None
+        for _ in range(3):
+            self.expected = [self()]
+        before = self.count()
+        self()
+        self.allocations = self.count() - before
+
+    @property
+    def chosen(self):
+        return self.chooser.latest
+
+    def with_room_for(self, saves):
+        """Let the device have room for nothing, for a part of what the layers can save, or for all
+        of it."""
+        need = self.chooser.known.need(TOKENS, CHUNK_OF_CHOSEN, self.chooser.present)
+        free = {"nothing": need / 2, "a part": need + 100, "all": 2 * need}[saves]
+        self.chooser.free = lambda device: free
+
+
+@pytest.fixture(scope="module")
+def chosen_steps(device):
+    return ChosenSteps(device)
+
+
+def attended_in_backward(steps, monkeypatch):
+    """Run a step. Return its gradients, and how many chunks attended again in backward."""
+    calls = []
+    real = attend.attend_blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            attend,
+            "attend_blocks",
+            lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs),
+        )
+        return steps(), len(calls)
+
+
+@pytest.mark.parametrize("saves", ["nothing", "a part", "all"])
+def test_what_was_chosen_is_kept_and_the_rest_is_computed_again(saves, device, monkeypatch):
+    steps = ChosenSteps(device)
+    steps.with_room_for(saves)
+    kept = []
+    put = InMemory.put
+
+    def noted(self, name, chunk, tensor):
+        kept.append((name.split(".")[0], tensor.nbytes))
+        put(self, name, chunk, tensor)
+
+    monkeypatch.setattr(InMemory, "put", noted)
+    found, attended = attended_in_backward(steps, monkeypatch)
+    assert same(found, steps.expected[0])
+    saved = sum(size for name, size in kept if name in ("attn_out", "lse", "product"))
+    assert saved == sum(steps.chosen.bytes.values())
+    chunks = -(-TOKENS // CHUNK_OF_CHOSEN)
+    saved_by = steps.chosen.layers
+    assert attended == chunks * (3 - saved_by.get("attn_out", 0))
+    expected = {"nothing": {0}, "a part": {1, 2}, "all": {3}}[saves]
+    for name in ("attn_out", "self_attn.q_proj"):
+        assert saved_by.get(name, 0) in expected
+    assert "mlp.down_proj" not in saved_by  # backward never reads it
+    products = steps.chooser.known.costs[0].cost.products
+    # norms of queries and keys: gradients read these products too
+    assert products["self_attn.k_proj"].flops == 2 * products["self_attn.v_proj"].flops
+
+
+def test_the_mutant_that_chooses_nothing_in_halves_is_noticed(device, monkeypatch):
+    monkeypatch.setattr(bidirectional.BidirectionalKept, "chosen_here", False)
+    with pytest.raises((AssertionError, KeyError, AttributeError)):
+        test_what_was_chosen_is_kept_and_the_rest_is_computed_again("all", device, monkeypatch)
+
+
+def test_chosen_attention_outputs_leave_for_the_host(device):
+    """Chunks that read all keys take equal times, so attention is timed by itself."""
+    steps = ChosenSteps(device, offload="cpu")
+    link = steps.chooser.link
+    link.measure(list(steps.chooser._seen.values()))
+    [measured] = link.measured.values()
+    assert 0 < measured.attention < float("inf")
+    assert same(steps(), steps.expected[0])
+
+
+@pytest.mark.parametrize(
+    ("first", "stride"), thinned([(5, 61), (0, 7)], lambda first, stride: stride > 7)
+)
+def test_each_allocation_in_turn_fails(first, stride, chosen_steps):
+    """A step ends with the same gradients, or with one error that has advice, and the next one is
+    exact."""
+    steps = chosen_steps.started()
+    found = collections.Counter()
+    gc.disable()
+    try:
+        for number in range(first, steps.allocations, stride):
+            backend.extension().fail_after(0, number)
+            found[outcome(steps)] += 1
+            backend.extension().fail_after(0, -1)
+            gc.collect()
+            assert outcome(steps) == ENDED, number
+            steps.forget()
+    finally:
+        backend.extension().fail_after(0, -1)
+        gc.enable()
+    print(f"allocations {first}, {first + stride}, ... of {steps.allocations}: {dict(found)}")
+    assert found.keys() <= {ENDED, ADVISED, WARNED, BEFORE}
+    assert found[ENDED] >= 0.5 * found.total()
+
+
+@pytest.mark.full
+def test_the_mutant_whose_retry_adds_products_twice_is_noticed(chosen_steps, monkeypatch):
+    real = GradientSum.begin
+    monkeypatch.setattr(GradientSum, "begin", lambda self, again=False: real(self))
+    with pytest.raises(AssertionError):
+        test_each_allocation_in_turn_fails(0, 29, chosen_steps)

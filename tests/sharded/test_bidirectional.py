@@ -1,6 +1,6 @@
 """Layers whose attention reads ahead: encoders, decoders made bidirectional, prefixes.
 
-covers: sharded/bidirectional.py, attention/kinds.py
+covers: sharded/attended.py, sharded/bidirectional.py, attention/kinds.py
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from streambp.attention import mask_scan, masks
 from streambp.attention.prefix import Prefix
 from streambp.attention.spans import Run, Spans
 from streambp.layer.recompute import NULL_CONTEXT
-from streambp.sharded import bidirectional
+from streambp.sharded import attended, bidirectional
 from streambp.sharded import layer as halves
 from tests.oracle import EXACT, worst_error
 from tests.seeds import seed_torch
@@ -389,7 +389,7 @@ MUTANTS = {
         lambda: fails_differences(True),
     ),
     "another mask of attention's dropout in backward": (
-        halves, "_params_of", same_seed_everywhere,
+        attended, "params_of", same_seed_everywhere,
         lambda: fails_differences(False),
     ),
     "a first half that is not differentiated": (
@@ -413,6 +413,35 @@ def test_mutants(mutant, monkeypatch):
     monkeypatch.setattr(module, name, changed)
     with pytest.raises((AssertionError, streambp.StreamBPError)):
         run()
+
+
+class WritesInPlace(torch.nn.Module):
+    """A projection that scales its input in place."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.mul_(0.5))
+
+
+@pytest.mark.parametrize("saves", [(), ("kv",)], ids=str)
+def test_a_layer_that_writes_to_its_attentions_output(saves, in_halves):
+    """With one row of tokens, the layer gets attention's output without a copy."""
+    seed_torch(13)
+    stock = llama().train()
+    stock.set_attn_implementation("eager")  # sdpa's own backward reads what the layer overwrites
+    for layer in stock.layers:
+        layer.self_attn.o_proj = WritesInPlace(layer.self_attn.o_proj)
+    batch = {"input_ids": torch.randint(3, 60, (1, LENGTH))}
+    weights = torch.randn(1, LENGTH, 32)
+    _, expected = gradients(stock, batch, weights)
+    config = streambp.StreamConfig(chunk_size=CHUNK, saves=saves)
+    ours = streambp.patch(copy.deepcopy(stock), config)
+    for _ in range(2):
+        assert worst_error(gradients(ours, batch, weights)[1], expected) <= EXACT
+    assert in_halves
 
 
 def add_hooks(model, hook):

@@ -1,0 +1,378 @@
+"""Attention between the two halves of a layer: its output for a chunk of the second half, and its
+gradients.
+
+`layer.py` uses two classes in the same way:
+
+    AttendedAtOnce   the queries of all tokens attend before the second half begins, because ranks
+                     exchange tensors in between; the output and its gradient exist for all tokens
+    AttendedByChunk  each chunk's queries attend when the second half reaches the chunk, because
+                     nothing is exchanged; the output and its gradient exist for one chunk
+
+Both classes write the gradient of q over q.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streambp.attention.attend import Attended, Params, PrefixAttention, attend_blocks
+from streambp.attention.backend import Use
+from streambp.attention.kv import KVBuffer
+from streambp.chunks import Chunk
+from streambp.sharded.call import ShardedCall, keeps
+from streambp.sharded.shards import Keys
+
+
+def part_of(chunk: Chunk) -> tuple[slice, slice, slice]:
+    """Return the index (a tuple of slices) of a chunk's positions in a tensor [B, H, T / P, D]."""
+    return slice(None), slice(None), slice(chunk.start, chunk.stop)
+
+
+def params_of(call: ShardedCall, chunk: Chunk) -> Params:
+    """Return the parameters of attention for a chunk of queries, which has its own seed for
+    attention dropout."""
+    assert call.params is not None
+    if call.params.dropout == 0.0:
+        return call.params
+    return call.params._replace(seed=call.params.seed + (chunk.index << 32))
+
+
+class AttendedAtOnce:
+    """Attention of all queries of this rank, computed before the second half of the layer begins.
+
+    Args:
+        call: the call of the layer.
+        q: the queries [B, H', n, D] that this rank attends.
+        keys: K and V of full sequences.
+
+    Attributes:
+        o: attention's output for this rank's tokens, [B, H, T / P, D_v]. The output's gradient
+            replaces the output in backward, chunk by chunk.
+    """
+
+    def __init__(self, call: ShardedCall, q: Tensor, keys: Keys) -> None:
+        self.call = call
+        self.q = q
+        self.keys: Keys | None = keys
+        self.attended: Attended
+        self.o: Tensor
+
+    def forward(self, keep: bool) -> None:
+        """Compute attention in forward. Must be called on every rank.
+
+        Args:
+            keep: True: save the tensors that backward needs.
+        """
+        call = self.call
+        keys = self.keys
+        assert keys is not None
+        self.keys = None
+        o, lse = self._attend(keys, last=not (keep and call.kept.keeps_kv))
+        call.backward_bytes += 2 * o.nbytes + self.q.nbytes
+        del self.q
+        if keep:
+            self._keep(keys, o, lse)
+        del keys, lse
+        self.o = call.shards.tokens(o, call.heads[0])
+
+    def output(self, chunk: Chunk) -> tuple[Tensor, list[Attended]]:
+        """Return attention's output [B, H, C, D_v] for a chunk of this rank's tokens in forward,
+        and [], because the output was saved before."""
+        return self.o[part_of(chunk)], []
+
+    def backward(self) -> None:
+        """Compute attention in backward, unless its output was saved. Must be called on every
+        rank."""
+        call = self.call
+        assert self.keys is not None
+        o, lse = self._attend(self.keys, last=False)
+        self.attended = Attended(o, lse)
+        self.o = call.shards.tokens(o, call.heads[0])
+        if self.o is o:
+            self.o = o.clone()
+
+    def leaf(self, chunk: Chunk) -> tuple[Tensor, list[Tensor]]:
+        """Return attention's output [B, H, C, D_v] for a chunk of this rank's tokens in backward,
+        and the leaves of its graph: the output itself."""
+        o = self.o[part_of(chunk)].detach().requires_grad_()
+        return o, [o]
+
+    def begin_backward(self, is_retry: bool) -> None:
+        """Ignore the call: a chunk adds nothing to the gradients of K and V."""
+
+    def put(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
+        """Store the gradient [B, H, C, D_v] of a chunk's leaf, which `leaf` has returned."""
+        (d_o,) = gradients
+        self.o[part_of(chunk)] = 0.0 if d_o is None else d_o
+
+    def gradients(self) -> list[Tensor]:
+        """Compute the gradients of attention. Return dq [B, H, T / P, D], dk [B, H_kv, T / P, D]
+        and dv of this rank's tokens. Must be called on every rank."""
+        call = self.call
+        d_o = call.shards.queries(self.o)
+        del self.o
+        gradients = self._differentiate(d_o)
+        del d_o, self.attended
+        gradients.insert(0, call.shards.tokens(self.q, call.heads[0]))
+        return gradients
+
+    def _attend(self, keys: Keys, last: bool) -> tuple[Tensor, Tensor]:
+        """Return attention's output o [B, H', n, D_v] and logsumexp lse [B, H', n] for the H' heads
+        and n queries of this rank. Saved outputs are read instead of being computed.
+
+        Args:
+            keys: K and V of full sequences.
+            last: True if `keys` are not read again.
+        """
+        call = self.call
+        q = self.q
+        assert call.params is not None
+        batch, heads, length, _ = q.shape
+        o = q.new_empty((batch, length, heads, call.value_size))
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        unsaved = []
+        for piece in call.pieces:
+            queries = piece.here
+            index = piece.here.index
+            saved = [call.kept.store.take(*access) for access in call.kept.attended_reads(index)]
+            call.kept.store.read_ahead()
+            if saved:
+                o[:, queries.start : queries.stop], lse[part_of(queries)] = saved
+            else:
+                unsaved.append(piece)
+            del saved
+        if not unsaved and call.kept.gathers and keeps(call.site.config, "attn_out"):
+            # saved on every rank, so no keys are gathered for another attention
+            return o.transpose(1, 2), lse
+        prefix = call.carried.prefix
+        call.backward_bytes = 0
+        for group in keys.groups(last):
+            sinks = None if call.sinks is None else call.sinks[group.heads]
+            site = KVBuffer.of(group.k, group.v, call.params.backend.width)
+            call.backward_bytes = max(call.backward_bytes, bytes_of(group.k, group.v))
+            for piece in unsaved:
+                queries = piece.here
+                q_of_group = q[:, group.heads, queries.start : queries.stop]
+                params = params_of(call, piece.whole)
+                attended = attend_blocks(
+                    q_of_group, site, prefix.layout, piece.whole, params, sinks
+                )
+                prefix.note(
+                    call.params.backend.plan(prefix.layout, piece.whole, batch, Use.FORWARD)
+                )
+                o[:, queries.start : queries.stop, group.heads] = attended.o
+                lse[:, group.heads, queries.start : queries.stop] = attended.lse
+            del group, site
+        return o.transpose(1, 2), lse
+
+    def _keep(self, keys: Keys, o: Tensor, lse: Tensor) -> None:
+        """Save for backward what the settings name: attention's output and logsumexp, and K and V.
+        A rank with little host memory may save less than other ranks; no exchange depends on this.
+
+        Args:
+            keys: K and V of full sequences.
+            o: attention's output, [B, H', n, D_v].
+            lse: logsumexp of attention, [B, H', n].
+        """
+        call = self.call
+        if "attn_out" in call.kept.saves:
+            for piece in call.pieces:
+                part = part_of(piece.here)
+                call.kept.store.put("attn_out.0", piece.here.index, o[part].transpose(1, 2))
+                call.kept.store.put("lse.0", piece.here.index, lse[part])
+        if call.kept.keeps_kv:
+            keep_keys(call, keys)
+
+    def _differentiate(self, d_o: Tensor) -> list[Tensor]:
+        """Compute the gradients of attention. Return dk and dv [B, H_kv, T / P, D] of this rank's
+        tokens. The gradients of q and of attention sinks overwrite q and `call.sinks`.
+
+        Args:
+            d_o: gradient of the output, [B, H', n, D_v].
+        """
+        call = self.call
+        q = self.q
+        attended = self.attended
+        keys = self.keys
+        assert call.params is not None
+        assert keys is not None
+        by_tensor: list[list[Tensor]] = [[], []]
+        d_sinks = None
+        if call.sinks is not None:
+            d_sinks = torch.zeros_like(call.sinks, dtype=attended.lse.dtype)
+        for group in keys.groups(last=True):
+            site = KVBuffer.of(group.k, group.v, call.params.backend.width)
+            for piece in reversed(call.pieces):
+                part = slice(None), group.heads, slice(piece.here.start, piece.here.stop)
+                saved = Attended(attended.o[part].transpose(1, 2), attended.lse[part])
+                sinks = None if call.sinks is None else call.sinks[group.heads]
+                out, leaves = differentiable(call, q[part], site, sinks, piece.whole, saved)
+                q[part], *d_sink = torch.autograd.grad(out, leaves, d_o[part].transpose(1, 2))
+                if d_sinks is not None:
+                    d_sinks[group.heads] += d_sink[0]
+            sums = list(site.grow_accumulators())
+            dtype = group.k.dtype
+            del out, site, group
+            for parts, gradient in zip(
+                by_tensor, call.shards.own_gradient(sums, dtype, call.heads[1]), strict=True
+            ):
+                parts.append(gradient)
+        call.sinks = d_sinks
+        return [parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in by_tensor]
+
+
+class AttendedByChunk:
+    """Attention of one chunk's queries after the other, on a rank that has all tokens and heads.
+
+    Args:
+        call: the call of the layer.
+        q: the queries [B, H, T, D] of all tokens.
+        keys: K and V of all tokens.
+    """
+
+    def __init__(self, call: ShardedCall, q: Tensor, keys: Keys) -> None:
+        self.call = call
+        self.q = q
+        self.keys = keys
+        assert call.params is not None
+        group = keys.both[0]
+        width = call.params.backend.width
+        self.site = call.attempt(lambda _: KVBuffer.of(group.k, group.v, width))
+        self.dtype = group.k.dtype
+        self.d_sinks: Tensor | None = None
+        call.backward_bytes = bytes_of(group.k, group.v) + q.nbytes
+
+    def forward(self, keep: bool) -> None:
+        """Save K and V for backward, if the settings name them.
+
+        Args:
+            keep: True: save the tensors that backward needs.
+        """
+        if keep and self.call.kept.keeps_kv:
+            keep_keys(self.call, self.keys)
+        del self.keys
+
+    def output(self, chunk: Chunk) -> tuple[Tensor, list[Attended]]:
+        """Return attention's output [B, H, C, D_v] for a chunk in forward, and a list with the same
+        output and its logsumexp."""
+        call = self.call
+        prefix = call.carried.prefix
+        params = params_of(call, chunk)
+        plan = params.backend.plan(prefix.layout, chunk, call.rows, Use.FORWARD)
+        q = self.q[part_of(chunk)]
+        watch = call.kept.watch
+        began = None if watch is None else watch.clock()
+        attended = attend_blocks(q, self.site, prefix.layout, chunk, params, call.sinks, plan=plan)
+        if watch is not None:
+            watch.mark_attention(began)
+        prefix.note(plan)
+        return attended.o.transpose(1, 2), [attended]
+
+    def backward(self) -> None:
+        """Prepare the sum of the gradient of attention sinks."""
+        del self.keys
+        if self.call.sinks is not None:
+            wide = torch.promote_types(self.dtype, torch.float32)
+            self.d_sinks = torch.zeros_like(self.call.sinks, dtype=wide)
+
+    def leaf(self, chunk: Chunk) -> tuple[Tensor, list[Tensor]]:
+        """Return attention's output [B, H, C, D_v] for a chunk in backward, and the leaves of its
+        graph: the chunk's queries, and attention sinks. A saved output is not computed again. Must
+        be called with gradients enabled."""
+        call = self.call
+        attended = call.kept.attended()
+        saved = attended[0] if attended else None
+        out, leaves = differentiable(
+            call, self.q[part_of(chunk)], self.site, call.sinks, chunk, saved
+        )
+        return out.transpose(1, 2), leaves
+
+    def begin_backward(self, is_retry: bool) -> None:
+        """Start the backward of a chunk, which adds to the gradients of K and V.
+
+        Args:
+            is_retry: True in a retry after running out of memory. [Note: once for each chunk]
+        """
+        self.site.begin_backward(is_retry)
+
+    def put(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
+        """Store the gradients of a chunk's leaves, which `leaf` has returned: of the queries
+        [B, H, C, D], and of attention sinks [H]."""
+        d_q, *d_sinks = gradients
+        self.q[part_of(chunk)] = 0.0 if d_q is None else d_q
+        for d_sink in d_sinks:
+            assert self.d_sinks is not None
+            if d_sink is not None:
+                self.d_sinks += d_sink
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of attention: dq [B, H, T, D], dk [B, H_kv, T, D] and dv."""
+        call = self.call
+        sums = list(self.site.grow_accumulators())
+        del self.site
+        call.sinks = self.d_sinks
+        return [self.q, *call.shards.own_gradient(sums, self.dtype, call.heads[1])]
+
+
+def bytes_of(k: Tensor, v: Tensor) -> int:
+    """Return the device memory that K [B, T, G, D], V and their gradients take in backward, in
+    bytes."""
+    wide = torch.promote_types(k.dtype, torch.float32).itemsize
+    return (k.numel() + v.numel()) * (k.element_size() + wide)
+
+
+def keep_keys(call: ShardedCall, keys: Keys) -> None:
+    """Save K and V of full sequences for backward.
+
+    Args:
+        call: the call of the layer.
+        keys: K and V.
+    """
+    if not call.kept.store.copies:
+        call.keys = keys
+        return
+    for group in keys.groups(last=True):
+        for piece in call.pieces:
+            positions = slice(piece.whole.start, piece.whole.stop)
+            call.kept.store.put("k.0", piece.here.index, group.k[:, positions])
+            call.kept.store.put("v.0", piece.here.index, group.v[:, positions])
+
+
+def differentiable(
+    call: ShardedCall,
+    q: Tensor,
+    site: KVBuffer,
+    sinks: Tensor | None,
+    chunk: Chunk,
+    saved: Attended | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return attention's output [B, C, H, D_v] for a chunk of queries with an autograd graph, and
+    the leaves of the graph: the queries, and the attention sinks.
+
+    Args:
+        call: the call of the layer.
+        q: the queries, [B, H, C, D].
+        site: K and V of full sequences, and the sums of their gradients.
+        sinks: the attention sinks [H]; None: there are none.
+        chunk: the chunk's range of positions.
+        saved: output that forward saved for the chunk; None: compute attention again.
+    """
+    leaf = q.detach().requires_grad_()
+    leaves = [leaf]
+    if sinks is not None:
+        sinks = sinks.detach().requires_grad_()
+        leaves.append(sinks)
+    with torch.enable_grad():
+        out: Tensor = PrefixAttention.apply(
+            leaf,
+            site.k,
+            site.v,
+            sinks,
+            site,
+            call.carried.prefix.layout,
+            chunk,
+            params_of(call, chunk),
+            saved,
+        )
+    return out, leaves
