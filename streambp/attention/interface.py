@@ -62,6 +62,7 @@ from streambp.known_names import (
     POSITION_BIAS,
     SINKS,
 )
+from streambp.source import written_forward
 
 NAME = "streambp"
 NOTHING_CAST = contextlib.nullcontext()
@@ -124,7 +125,11 @@ def stream_attention(
         return _attend_elsewhere(
             module, (query, key, value), attention_mask, softcap, foreign, is_causal, kwargs
         )
-    if not is_causal and not getattr(attention_mask, "bidirectional", False):
+    if not (
+        is_causal
+        or getattr(attention_mask, "bidirectional", False)
+        or _is_causal_without_a_mask(module)
+    ):
         foreign.append("is_causal=False")
     bias = kwargs.get(POSITION_BIAS)
     if bias is not None:
@@ -166,6 +171,16 @@ def _distance_bias(module: nn.Module, bias: Any, mask: Any) -> Tensor | None:
     if is_by_distance(bias):
         return bias
     return by_distance(module, mask.chunk.stop, bias.device) if has_table(module) else None
+
+
+def _is_causal_without_a_mask(module: nn.Module) -> bool:
+    """True if an attention module is causal, and passes is_causal=False with any mask (Moonshine).
+
+    The mask then says which keys are read. A streamed layer has a mask in every call.
+    """
+    code = getattr(written_forward(module), "__code__", None)
+    names = () if code is None else code.co_names
+    return getattr(module, "is_causal", False) is True and "is_causal" in names
 
 
 def _own_function(module: nn.Module) -> Any:
