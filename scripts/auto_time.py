@@ -7,6 +7,7 @@ saves=()         patched, layers recompute everything
 saves="auto"     patched, what fits is kept; a short step runs as unpatched, with --streamed it streams too
 
     OMP_NUM_THREADS=1 python scripts/auto_time.py --lengths 256 4096
+    OMP_NUM_THREADS=1 python scripts/auto_time.py --lengths 256 4096 --cases plain 'saves="auto"'
 
 One thread, one process, the cases take turns; printed are milliseconds of processor time, the
 minimum over all steps, and the ratios to plain and to checkpointing. `describe` tells what "auto"
@@ -78,23 +79,26 @@ def main() -> None:
         "--seconds", type=float, default=20.0, help="processor time for each length"
     )
     parser.add_argument("--streamed", action="store_true", help="with unpatched_runs=False")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    models = {case: build(case, arguments) for case in CASES}
+    models = {case: build(case, arguments) for case in arguments.cases}
+    peers = [peer for peer in CASES[:2] if peer in models]
     for length in arguments.lengths:
         steps = {case: stepper(model, length) for case, model in models.items()}
         for step in steps.values():
             step()
             step()
-        found = dict.fromkeys(CASES, float("inf"))
+        found = dict.fromkeys(models, float("inf"))
         end = time.process_time() + arguments.seconds
         while time.process_time() < end:
             for case, step in steps.items():
                 found[case] = min(found[case], step())
-        for case in CASES:
-            ratios = "   ".join(f"{found[case] / found[peer]:.3f} of {peer}" for peer in CASES[:2])
+        for case in models:
+            ratios = "   ".join(f"{found[case] / found[peer]:.3f} of {peer}" for peer in peers)
             print(f"T = {length:<6} {case:<14} {found[case]:9.1f} ms   {ratios}", flush=True)
-        print(streambp.last_step(models[CASES[3]]), flush=True)
+        if CASES[3] in models:
+            print(streambp.last_step(models[CASES[3]]), flush=True)
 
 
 if __name__ == "__main__":

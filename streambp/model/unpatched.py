@@ -1,18 +1,21 @@
-"""Run a micro-batch unpatched if the memory that the unpatched model keeps fits several times.
+"""Run a micro-batch unpatched if the memory that the unpatched model keeps fits.
 
 [Note: micro-batches as unpatched] Streaming saves memory and costs some milliseconds of Python for
 each layer. A long sequence hides this time and a short sequence does not. If saves="auto", a
 micro-batch of one chunk runs through the unpatched model's own forward and torch's own autograd.
-The condition is: the graphs of all layers and the logits take at most a quarter of the memory that
-a step without saves leaves free. Loss and gradients equal the unpatched model's bit for bit. Hooks,
-autocast and other changes between forward and backward act as unpatched.
+The condition is: the graphs of all layers and the logits take at most four fifths of the memory
+that a step without saves leaves free. Loss and gradients equal the unpatched model's bit for bit.
+Hooks, autocast and other changes between forward and backward act as unpatched.
 
-The limit is a quarter because such a graph cannot be freed early. [Note: saves that fit] If a
-quarter is not enough:
+The chunk size of a CPU follows a rule that does not know the free memory. There a micro-batch of
+several chunks may run unpatched too, unless the program has chosen the chunk size.
+
+A fifth stays free as a guard, because such a graph cannot be freed early. [Note: saves that fit] If
+the guard is not enough:
 
     forward runs out of memory         the micro-batch is streamed instead, from the same random numbers
     a layer is in a checkpoint         the same, and so are all that follow
-    forward keeps twice the quarter    the same (on devices that report free memory)
+    forward takes half of the guard    the same (on devices that report free memory)
     backward runs out of memory        the error goes to the caller, with a warning; from then on only
                                        micro-batches of half the tokens run unpatched
                                        [Note: bare errors]
@@ -33,11 +36,11 @@ warnings and outputs of streaming are unchanged: the warning about documents, a 
 valid label, outputs without logits.
 
 [Note: draws without gradients] GradCache (CachedMultipleNegativesRankingLoss) computes embeddings
-without gradients, and once more with gradients from the same random state. Its gradient is right if
-both forwards draw the same dropout masks. A forward without gradients streams, and streamed
+without gradients, and once more with gradients from the same random state. The gradient is right
+if both forwards draw the same dropout masks. A forward without gradients streams, and streamed
 attention draws other masks than torch's. So no micro-batch runs unpatched after a forward without
-gradients has drawn random numbers. In training mode such a forward also streams if the config asks
-for a cache.
+gradients has drawn random numbers. A forward in training mode and without gradients streams even if
+the config asks for a cache.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ from streambp.model.steps import Steps
 from streambp.offload.costs import AsUnpatched
 from streambp.offload.policy import IGNORED_SHARE_OF_FREE_MEMORY, SavesPolicy
 
-MAX_SHARE_OF_FREE_MEMORY = 0.25  # fraction of the memory that a step without saves leaves free
+MAX_SHARE_OF_FREE_MEMORY = 0.8  # fraction of the memory that a step without saves leaves free
 SCORES, MASK = 16, 4  # bytes for each query and key: scores of one head with softmax; a mask
 LOGITS = 16  # bytes of a logit and its gradient, in the model's dtype and float32, and 4 more
 # Used with map over all layers, because each step of a generator is a call.
@@ -120,7 +123,7 @@ class UnpatchedRuns:
         packs: Callable[[], bool],
     ) -> T | None:
         """Call `run` and return its result, if the memory that the micro-batch's graph needs is
-        free several times over. Return None if the micro-batch must be computed chunk by chunk.
+        free, with a guard. Return None if the micro-batch must be computed chunk by chunk.
 
         Args:
             run: the unpatched model's forward.
@@ -169,7 +172,7 @@ class UnpatchedRuns:
         took = 0.0 if before is None or after is None else before - after
         if before is not None and took > found.bytes + IGNORED_SHARE_OF_FREE_MEMORY * before:
             self.factor *= took / found.bytes
-        if result is None or took > 2 * MAX_SHARE_OF_FREE_MEMORY * found.room:
+        if result is None or took > (1 + MAX_SHARE_OF_FREE_MEMORY) / 2 * found.room:
             result = None
             self.most = tokens // 2
             self.steps.forget_since(last)
@@ -229,8 +232,8 @@ class UnpatchedRuns:
         )
 
     def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:
-        """True if the micro-batch is a single chunk, and the unpatched forward gives the same
-        numbers with memory linear in the row length T.
+        """True if nothing but the free memory says that the micro-batch must be streamed, and the
+        unpatched forward gives the same numbers.
 
         Args:
             given: input_ids [B, T] or inputs_embeds [B, T, h].
@@ -253,6 +256,8 @@ class UnpatchedRuns:
                 return False
         size = self.config.chunk_size
         if self.saves_policy.sizes:
+            if self.saves_policy.known.seconds is None:  # chunks have the size of a rule
+                return True
             size = self.saves_policy.size(batch_size, length, given.device)
         return len(plan_chunks(length, batch_size, size)) == 1
 

@@ -1,4 +1,4 @@
-"""Micro-batches of one chunk that fit many times over run as the unpatched model. [Note:
+"""Micro-batches whose graphs fit into the free memory run as the unpatched model. [Note:
 micro-batches as unpatched]
 
 covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/state.py,
@@ -8,6 +8,7 @@ covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/stat
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import warnings
@@ -22,6 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 import streambp
+from streambp.chunks import plan_chunks
 from streambp.device import RandomState
 from streambp.layer.gradients import nodes_behind
 from streambp.model import empty_batches, state, unpatched
@@ -37,12 +39,13 @@ from tests.seeds import seed_torch
 from tests.versions import CACHE_FIELD
 
 DROPS = {"attention_dropout": 0.3}
+SHARE = unpatched.MAX_SHARE_OF_FREE_MEMORY  # which conftest.py takes to 0
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def shared(monkeypatch):
-    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
+    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", SHARE)
 
 
 def patched(model=None, warm=True, room=PLENTY, **settings):
@@ -129,11 +132,13 @@ def test_a_run_with_dropout_is_the_unpatched_one_from_a_warm_up_on():
     assert not any(map(torch.equal, cold[:4], expected[:4]))
 
 
+@pytest.mark.parametrize("chunks", [LENGTH, "auto"])
 @pytest.mark.parametrize("rate", [0.3, 0.0], ids=["dropout", "no dropout"])
-def test_a_forward_without_gradients_draws_as_the_step(rate):
+def test_a_forward_without_gradients_draws_as_the_step(rate, chunks, monkeypatch):
     """GradCache computes embeddings without gradients, and again with gradients from the same
-    random state."""
-    model = patched(build("qwen3", attention_dropout=rate))
+    random state. A step of several chunks may run unpatched too."""
+    monkeypatch.setattr("streambp.chunks.AUTO_MIN_TOKENS", 1)
+    model = patched(build("qwen3", attention_dropout=rate), chunk_size=chunks)
     ids = make_batch("plain")["input_ids"]
     seed_torch(4)
     with torch.no_grad():
@@ -261,14 +266,31 @@ def test_auto_packs_what_saves_tokens_and_else_runs_as_unpatched(lazy_logits, mo
         assert len(looks) == 1
 
 
-@pytest.mark.parametrize("share", [3, 5])
-def test_it_has_to_fit_four_times(share):
+@pytest.mark.parametrize("rooms", [1.2, 1.3])
+def test_it_has_to_fit_once_with_a_guard(rooms):
+    """A fifth of what a step without saves leaves free stays free."""
     model = patched()
+    model.zero_grad(set_to_none=True)
     runs, chooser = model._streambp.unpatched, chooser_of(model)
     kept = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
     need = chooser.known.need(2 * LENGTH, 2 * LENGTH)
-    chooser.free = lambda _: need + share * kept
-    assert streams(model(**make_batch("plain")).loss) == (share < 4)
+    chooser.free = lambda _: need + rooms * kept
+    assert streams(model(**make_batch("plain")).loss) == (rooms < 1.25)
+
+
+@pytest.mark.parametrize("chunks", ["auto", LENGTH])
+def test_chunks_that_know_no_memory_are_no_reason_to_stream(chunks, monkeypatch):
+    """On a CPU chunks have 2,048 tokens and more, however much memory is free. Chunks of the
+    program's own are kept to."""
+    monkeypatch.setattr("streambp.chunks.AUTO_MIN_TOKENS", LENGTH)
+    plain = build("qwen3")
+    model = patched(plain, chunk_size=chunks)
+    assert chooser_of(model).known.seconds is None
+    batch = make_batch("plain")
+    assert (len(plan_chunks(LENGTH, 2, chunks)) > 1) == (chunks == "auto")
+    assert_same(step(model, **batch), step(plain, **batch))
+    long = make_batch("plain", length=2 * LENGTH)
+    assert streams(model(**long).loss) == (chunks != "auto")
 
 
 def test_a_tuple_is_that_of_a_streamed_step():
@@ -340,9 +362,10 @@ def test_out_of_memory_in_backward_streams_later_steps():
     assert isinstance(chooser_of(model).latest, AsUnpatched)
 
 
-def shrinking(share, places=8, **settings):
-    """The places of a step's operations at which it fails, if others take memory there: all but a
-    share of what a step without saves leaves free.
+def shrinking(left, places=8, **settings):
+    """The places of a step's operations at which it fails, if others take memory there.
+
+    left: what a step without saves still leaves free, in graphs.
     """
     plain = build("qwen3", num_hidden_layers=3)
     model, reference, device = patched(plain, **settings), patched(plain, saves=()), Device()
@@ -352,7 +375,7 @@ def shrinking(share, places=8, **settings):
     kept = patched(plain)._streambp.unpatched.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
     chooser_of(model).known.need = Need()
     chooser_of(model).known.need.bytes = need
-    free, failed = need + 4.1 * kept, []
+    free, failed = need + 1.01 * kept / SHARE, []
     for number in range(places):
         at = 1 + (2 * number + 1) * 400 // (2 * places)
         chooser_of(model).free = lambda _: free
@@ -360,21 +383,21 @@ def shrinking(share, places=8, **settings):
         chooser_of(model)._batch.shortage = None
         if runs is not None:
             runs.most = math.inf
-        with Device(free, shrinks_at=at, then=need + share * 4.1 * kept) as device:
+        with Device(free, shrinks_at=at, then=need + left * kept) as device:
             try:
                 found = step(model)
             except torch.OutOfMemoryError:
                 failed.append(at)
                 continue
         assert device.operations > at
-        assert share == 0.0 or isinstance(chooser_of(model).latest, AsUnpatched)
+        assert left == 0.0 or isinstance(chooser_of(model).latest, AsUnpatched)
         assert runs is not None or torch.equal(found[0], expected[0])
         torch.testing.assert_close(found[1], expected[1])
     return failed
 
 
-def test_half_of_the_room_may_go_within_a_step():
-    assert shrinking(0.5) == []
+def test_the_guard_may_go_within_a_step():
+    assert shrinking(1.0) == []
 
 
 def test_a_step_that_loses_all_room_fails():
@@ -599,16 +622,44 @@ def test_layers_that_attend_by_themselves_stream(family):
     assert streams(patched(zoo.build(family, torch.float32))(**make_batch("plain")).loss)
 
 
-@pytest.mark.parametrize("kind", ["latent", "dropout", "window", "padding"])
-def test_the_prediction_grows_with_scores_and_masks(kind):
-    """No fused kernel of a CPU takes values narrower than keys, or drops out."""
-    built = {
-        "latent": lambda: zoo.build("deepseek_v2", torch.float32),
-        "dropout": lambda: build("qwen3", **DROPS),
-    }
+KINDS = ("latent", "dropout", "window", "padding")
+
+
+def built(kind):
+    """A model for which torch builds scores or masks: no fused kernel of a CPU takes values
+    narrower than keys, or drops out."""
+    if kind == "latent":
+        return zoo.build("deepseek_v2", torch.float32)
     window = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
-    plain = built.get(kind, lambda: build("qwen3", **(window if kind == "window" else {})))()
-    model = patched(plain, chunk_size=300)
+    return build("qwen3", **{"dropout": DROPS, "window": window}.get(kind, {}))
+
+
+@pytest.mark.parametrize("kind", ["plain", *KINDS])
+@pytest.mark.parametrize("length", [40, 300])
+def test_a_step_that_just_fits_is_finished(kind, length):
+    """Its graphs take all they may of the memory, and backward finds the rest of it."""
+    plain = built(kind)
+    batch = make_batch("right-padded" if kind == "padding" else "plain", length=length)
+    model = patched(plain, chunk_size=length)
+    reference = patched(plain, chunk_size=length, saves=())
+    with Device() as device:
+        seeded_step(reference, **batch)
+    chooser = chooser_of(model)
+    chooser.known.need = Need()
+    chooser.known.need.bytes = device.peak
+    kept = model._streambp.unpatched.predicted(2 * length, length, CPU, model.config).bytes
+    limit = device.peak + 1.001 * kept / SHARE
+    chooser.free = lambda _: limit
+    with Device(limit) as device:
+        found = seeded_step(model, **batch)
+    assert isinstance(chooser.latest, AsUnpatched)
+    assert_same(found, seeded_step(plain, **batch))
+    print(f"{kind} {length}: {device.peak / limit:.2f} of the memory")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_prediction_grows_with_scores_and_masks(kind):
+    model = patched(built(kind), chunk_size=300)
     device = Device()
     with device:
         loss = model(
@@ -637,7 +688,7 @@ def test_a_forward_that_keeps_too_much_is_streamed_instead(monkeypatch):
     model, reference = patched(plain), patched(plain, saves=())
     monkeypatch.setattr(unpatched, "tells_memory", lambda device: True)
     chooser, device = chooser_of(model), Device()
-    chooser.free = lambda _: PLENTY - 2000 * device.live
+    chooser.free = lambda _: PLENTY - 4000 * device.live
     model.zero_grad(set_to_none=True)
     seed_torch(3)
     with device:
@@ -683,7 +734,7 @@ MUTANTS = {
     "random numbers": (RandomState, "restore", lambda self: None, test_out_of_memory_in_forward_streams_instead),
     "logits": (unpatched, "LOGITS", 0, test_the_prediction_holds_what_forward_keeps),
     "graphs": (SavesPolicy, "graphs", no_graphs, test_the_prediction_holds_what_forward_keeps),
-    "share": (unpatched, "MAX_SHARE_OF_FREE_MEMORY", math.inf, lambda: test_it_has_to_fit_four_times(3)),
+    "share": (unpatched, "MAX_SHARE_OF_FREE_MEMORY", 1.0, lambda: test_it_has_to_fit_once_with_a_guard(1.2)),
     "eager": (unpatched, "is_plain", lambda _: True, lambda: test_else_it_streams("eager")),
     "backward": (
         unpatched.UnpatchedRuns, "_heed_backward", lambda _: None, test_out_of_memory_in_backward_streams_later_steps,
@@ -696,7 +747,7 @@ MUTANTS = {
     "documents": (state, "finds_other_documents", lambda *_: False, test_documents_that_unpatched_attention_does_not_read),
     "draws": (
         unpatched.UnpatchedRuns, "watch_draws", lambda self, run, device: run(),
-        lambda: test_a_forward_without_gradients_draws_as_the_step(0.3),
+        lambda: _with_a_patch(functools.partial(test_a_forward_without_gradients_draws_as_the_step, 0.3, LENGTH)),
     ),
     "noise": (
         unpatched, "IGNORED_SHARE_OF_FREE_MEMORY", 0.0,
