@@ -76,24 +76,22 @@ def _accelerator() -> str | None:
 
 
 def _device(asked: str) -> str:
-    """Return the device type to run on: the requested type, by default this machine's GPU, and
-    "cpu" if the machine has no GPU.
-
-    Args:
-        asked: the value of --device; "": not given.
+    """Return the requested device, such as "cuda:1"; by default this machine's GPU, or the host.
 
     Raises:
-        StreamBPError: torch finds no device of the requested type.
+        StreamBPError: torch finds no such device here; the message has those that it finds.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     if not asked:
         return _accelerator() or "cpu"
-    if asked != "cpu" and (found is None or found.type != asked):
-        there = "none" if found is None else found.type
+    there = ["cpu"]
+    if found is not None:
+        there.append(found.type)
+        there += [f"{found.type}:{number}" for number in range(torch.accelerator.device_count())]
+    if asked not in there:
         raise StreamBPError(
-            f"--device {shown(asked)} was asked for, but torch finds no {asked.upper()} device "
-            f"here; beside cpu it finds {there}. Pass --device "
-            f"{'cpu' if found is None else found.type}."
+            f"--device {shown(asked)} was asked for, but torch finds no such device here. Pass "
+            f"--device {' or '.join(there)}."
         )
     return asked
 
@@ -235,6 +233,7 @@ def _notes(
     warning = beyond_positions(config, found.seq_len)
     if warning is not None:
         lines.append(f"Warning: {warning}")
+    lines += _in_decimal_units(arguments.gpu_memory)
     missing = arguments.kernels == "auto" and fusion("auto", "cuda") is None
     if found.choice is None or arguments.json or not missing:
         return lines
@@ -251,6 +250,18 @@ def _notes(
                 "step, if Liger supports the model (pip install liger-kernel)"
             )
     return lines
+
+
+def _in_decimal_units(gpu_memory: int) -> list[str]:
+    """Return a line about a GPU's memory in GB (10^9 bytes), which is less than a GPU of that name
+    has; no line if it has another unit."""
+    number, rest = divmod(gpu_memory, 10**9)
+    if rest or not number:
+        return []
+    return [
+        f"Note: {number}GB are {gpu_memory / 2**30:.1f} GiB. A GPU that is sold with {number} GB has "
+        f"about {number}GiB: --gpu-memory {number}GiB"
+    ]
 
 
 def _print_what_fits(

@@ -37,6 +37,8 @@ PARTS = re.compile(r"(num|n)_")
 SIZES = re.compile(r"_(embd|embeddings|embeds|inner|ctx|positions|vocab|tokens|buckets|parameters)")
 TRUST = "If you trust the Python code that comes with the model, pass --trust-remote-code."
 NAMED = 4  # maximal number of fields in a message
+# transformers then names every class that it has
+EVERY_CLASS = " Model type should be one of"
 
 
 def needs_trust(error: BaseException) -> bool:
@@ -116,8 +118,9 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
             if k not in ("model_type", "transformers_version"):
                 fields_of_config[k] = v
         named = _fields_of(error, fields_of_config, lambda fields: make(kind(**fields)))
+        because = reason(error).partition(EVERY_CLASS)[0]
         raise StreamBPError(
-            f"No causal language model for {kind.__name__} ({named}{reason(error)}). Pass the "
+            f"No causal language model for {kind.__name__} ({named}{because}). Pass the "
             "configuration of one, or the model itself."
         ) from error
 

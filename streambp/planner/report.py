@@ -171,7 +171,8 @@ def headline(profile: Profile, setting: Setting) -> str:
     else:
         where = ""
     parts += [f"{setting.optimizer:g} optimizer bytes a parameter{where}"]
-    parts += [f"ZeRO-{setting.zero} over {setting.gpus} GPUs"] if setting.zero else []
+    gpus = "1 GPU" if setting.gpus == 1 else f"{setting.gpus} GPUs"
+    parts += [f"ZeRO-{setting.zero} over {gpus}"] if setting.zero else []
     parts += (
         [f"each sequence over {setting.ranks} ranks by {setting.split}"] if setting.split else []
     )
@@ -403,11 +404,14 @@ def device_text(rates: Rates) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a number of seconds as text with a unit; below a hundred it has three digits."""
+    """Return a number of seconds as text with a unit, such as "12.3 s" or "4.56 ms"; below a
+    hundred seconds it has three digits."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
     if seconds >= 10:
         return f"{seconds:.1f} s"
+    if 0.0 < seconds < 0.1:
+        return f"{1000 * seconds:.3g} ms"
     return f"{seconds:.2f} s"
 
 

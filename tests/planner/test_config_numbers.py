@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    AutoModelForCausalLM,
     BartConfig,
+    CLIPConfig,
     Gemma3nConfig,
     Gemma3nTextConfig,
     Gemma4Config,
@@ -22,7 +24,7 @@ from transformers import (
 
 from streambp.errors import StreamBPError
 from streambp.planner import configuration, skeleton
-from streambp.planner.configuration import read_config
+from streambp.planner.configuration import build, read_config
 from streambp.planner.skeleton import Skeleton, reduced_layers
 from streambp.planner.survey import STREAMED, survey
 
@@ -136,3 +138,12 @@ def test_an_encoder_decoder_is_not_taken_for_its_decoder():
     config = BartConfig(encoder_layers=1, decoder_layers=1)
     model = Skeleton(config, torch.bfloat16, None, 16, "cuda").model
     assert type(model).__name__ == "BartForConditionalGeneration"
+
+
+def test_a_model_of_another_kind_is_refused_in_few_words():
+    """transformers' own message names all classes that it has."""
+    with pytest.raises(StreamBPError) as found:
+        build(CLIPConfig(), AutoModelForCausalLM.from_config)
+    text = str(found.value)
+    assert "for this kind of AutoModel: AutoModelForCausalLM.). Pass the configuration" in text
+    assert "GPT2Config" not in text

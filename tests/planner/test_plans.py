@@ -20,6 +20,7 @@ import torch
 
 import streambp
 from streambp import cli
+from streambp.cli import runs
 from streambp.fields import parse_bytes, parse_tokens
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.launch.settings import from_flags
@@ -255,6 +256,22 @@ def test_the_safest_is_at_most_two_per_cent_slower_and_takes_the_least():
     assert (tight.choice.method, tight.safest.method) == ("slower", "slower")
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.00 s"),
+        (0.000123, "0.123 ms"),
+        (0.0456, "45.6 ms"),
+        (0.456, "0.46 s"),
+        (12.34, "12.3 s"),
+        (1234.5, "1,234 s"),
+    ],
+)
+def test_durations(seconds, text):
+    """A small model's step of a few milliseconds is no "0.00 s"."""
+    assert duration(seconds) == text
+
+
 @pytest.mark.parametrize("bar", [0.0, 0.031, math.inf])
 def test_another_bar_for_the_safest_is_seen(bar, monkeypatch):
     monkeypatch.setattr(planning, "SLOWER", bar)
@@ -388,7 +405,7 @@ def test_a_failed_plan_leaves_no_page(tmp_path):
     ("arguments", "words"),
     [
         (["--chunk-size", "0"], "--chunk-size is '0'"),
-        (["--device", "cuda"], "torch finds no CUDA device"),
+        (["--device", "cuda"], "torch finds no such device here. Pass --device cpu."),
     ],
 )
 def test_profiles_that_cannot_run(arguments, words, tmp_path, capsys, monkeypatch):
@@ -398,6 +415,18 @@ def test_profiles_that_cannot_run(arguments, words, tmp_path, capsys, monkeypatc
     build("llama").save_pretrained(tmp_path)
     assert cli.main(["profile", str(tmp_path), "--seq-len", "16", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_gpu_may_be_named_by_its_number(monkeypatch):
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for name in ("cpu", "cuda", "cuda:0", "cuda:1"):
+        assert runs._device(name) == name
+    for name in ("cuda:2", "cuda:", "xpu"):
+        with pytest.raises(streambp.StreamBPError, match="cpu or cuda or cuda:0 or cuda:1"):
+            runs._device(name)
 
 
 def test_a_length_may_be_text_in_python(monkeypatch):

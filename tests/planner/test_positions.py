@@ -106,3 +106,12 @@ def test_installed_kernels_are_not_offered(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runs, "fusion", lambda *_: "liger")
     assert planned(tmp_path, monkeypatch, "--seq-len", "64") == 0
     assert "liger-kernel" not in capsys.readouterr().out
+
+
+def test_gpu_memory_in_decimal_units_is_told_in_gib(tmp_path, monkeypatch, capsys):
+    """24GB are 22.4 GiB, and a card of that name has 24."""
+    monkeypatch.setattr(runs, "fusion", lambda *_: "liger")
+    assert planned(tmp_path, monkeypatch, "--seq-len", "64", "--gpu-memory", "24GB") == 0
+    assert "24GB are 22.4 GiB. A GPU that is sold with 24 GB" in capsys.readouterr().out
+    assert planned(tmp_path, monkeypatch, "--seq-len", "64", "--gpu-memory", "24GiB") == 0
+    assert "is sold with" not in capsys.readouterr().out
