@@ -57,6 +57,11 @@ def command(line: str, says: str) -> None:
     assert says in result.stdout, result.stdout
 
 
+def commands_of(text: str) -> list[str]:
+    """The commands of a block, each in one line: long ones go on behind a backslash."""
+    return re.sub(r"\\\n\s*", "", text).splitlines()
+
+
 def copy_the_page(page: str) -> list[str]:
     """Write its files and run its commands, down to the adapter; those that ran."""
     ran = []
@@ -65,9 +70,10 @@ def copy_the_page(page: str) -> list[str]:
             assert title != "train.py" or ON_CPU in text
             text = re.sub(r"(StreamSFTConfig\([^()]*)\)", rf"\1, {ON_CPU})", text)
             Path(title or FIRST).write_text(text, "utf-8")
-        for line in (
-            text.splitlines() if language == "bash" else [] if title else [f"python {FIRST}"]
-        ):
+        lines = [] if title else [f"python {FIRST}"]
+        if language == "bash":
+            lines = commands_of(text)
+        for line in lines:
             if line.startswith("pip install"):
                 print(f"$ {line}\n(done by install.py)")
             elif "train.py" in line and importlib.util.find_spec("trl") is None:

@@ -6,8 +6,10 @@ covers: __init__.py, cli/runs.py
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -182,6 +184,29 @@ def test_the_wheel_alone_runs(archives, tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.startswith(str(tmp_path))
     assert "Usage: streambp" in result.stdout
+
+
+def check_commands(first_day, page):
+    """Each command of a page is whole, and first_day.py knows what it prints."""
+    lines = []
+    for language, _, text in first_day.FENCE.findall(page.partition(first_day.LAST)[0]):
+        if language == "bash":
+            lines += first_day.commands_of(text)
+    assert len(lines) > len(first_day.SAYS) - 2
+    for line in lines:
+        assert shlex.split(line)
+        assert line.startswith(("pip install", *first_day.SAYS)), line
+
+
+def test_the_first_day_knows_the_pages_commands(monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # the program sets variables
+    first_day = importlib.import_module("tests.packaging.first_day")
+    page = (ROOT / "README.md").read_text("utf-8")
+    assert "\\\n" in page
+    check_commands(first_day, page)
+    monkeypatch.setattr(first_day, "commands_of", str.splitlines)
+    with pytest.raises(ValueError, match="No escaped character"):
+        check_commands(first_day, page)
 
 
 @pytest.mark.full
