@@ -326,7 +326,7 @@ def test_quantised_base_with_lora(quantise):
     lora = peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
     )
-    batch = make_batch("left-padded", length=128)
+    batch = make_batch("left-padded", length=257)
 
     def run(model):
         return model(**batch, use_cache=False).loss
@@ -334,7 +334,7 @@ def test_quantised_base_with_lora(quantise):
     def errors():
         for seed in itertools.count():
             base = zoo.build(
-                "llama", torch.bfloat16, seed=seed, hidden_size=64, intermediate_size=64
+                "llama", torch.bfloat16, seed=seed, hidden_size=128, intermediate_size=128
             )
             quantise(base)
             model = peft.get_peft_model(base, lora).train()
