@@ -311,6 +311,7 @@ def small_ones(parameters: list[Tensor]) -> list[Tensor]:
 
 def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
     """Return the gradients of `leaves` [...]; zeros for leaves that the output does not depend on.
+    A layer's test compares the gradients of two runs, in chunks and unchunked.
 
     Args:
         output: [..., B, t, h].

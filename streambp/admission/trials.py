@@ -209,7 +209,8 @@ def _turned(call: LayerCall, length: int) -> dict[str, Any]:
 
 
 def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Tensor | None]:
-    """Return gradients of the leaves [...], for random gradients of the outputs [...].
+    """Return gradients of the leaves [...], for random gradients of the outputs [...]. A layer's
+    test compares the gradients of two runs, with and without the outputs of some Linears.
 
     A leaf without effect on the outputs gets None. Outputs and leaves that do not require a
     gradient are left out. The list is empty without any outputs or without any leaves.

@@ -81,7 +81,8 @@ class LatePadding:
 
     def completed(self) -> Tensor:
         """Return the hidden states of the packed row, followed by those of the batch with padding:
-        [N + B * T, h].
+        [N + B * T, h]. The head reads tokens by indices below N, and padding by indices from N on,
+        in one selection.
 
         The result is differentiable in grad mode if the packed row's hidden states are.
         """

@@ -164,7 +164,10 @@ class Arguments:
 
     def renamed(self, state: tuple[Any, ...]) -> None:
         """Replace the key of the layer's modules, hooks and requires_grad flags inside `kind`, the
-        key under which the layer's test results are stored.
+        key under which the layer's test results are stored. Called after a run of the layer,
+        because values that the layer's own forward changes are left out of the key from then on.
+        The caller then stores the test's result under the new `kind`, where later calls of this
+        kind find it.
 
         Args:
             state: the new key, as in `Arguments`.

@@ -360,8 +360,9 @@ class SavedForBackward:
         self.products.captured.clear()
 
     def find_products(self) -> None:
-        """Find the Linears that `saves` names. Outputs that the layer overwrites in place are not
-        saved, nor are outputs that backward never reads.
+        """Find the Linears that `saves` names, and set `products.names` to those whose outputs this
+        forward will save. Outputs that the layer overwrites in place are not saved, nor are outputs
+        that backward never reads.
 
         Must be called inside `LayerCall.streaming`, where hooks of DeepSpeed and accelerate are
         disabled.

@@ -66,10 +66,13 @@ class StatisticsTerm:
         self.further: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, gradient: StatisticsGradient) -> None:
-        """Add the gradients of one result, for example of each token's log-probability.
+        """Add the gradients of one result of the logits, for example of each token's
+        log-probability, to this term's sums `pick`, `lse` and `mean`. Backward calls this method
+        once for each result, before `sweep`.
 
-        Labels are stored in `further` if a position is repeated, or has a label from an earlier
-        result.
+        A position's label is stored in `labels` and its gradient in `pick`, one label for each
+        position. Gradients of a position that occurs twice in the result, or has a label from an
+        earlier result, are appended to `further`.
         """
         positions = gradient.positions
         if gradient.pick is not None:
@@ -146,9 +149,11 @@ class StatisticsTerm:
 @dataclasses.dataclass(frozen=True)
 class StatisticsGradient:
     """Gradients that autograd passed to the softmax statistics of N tokens, [N] each; None: no
-    gradient.
+    gradient. `LazyResult` stores this record in backward, and `StatisticsTerm` adds it to the
+    gradient of the logits.
 
     Attributes:
+        projection: the map from matrix products to logits.
         positions: [N], the tokens.
         unique: True if all positions differ.
         labels: [N].
@@ -166,7 +171,9 @@ class StatisticsGradient:
     mean: Tensor | None = None
 
     def times(self, factor: Tensor) -> StatisticsGradient:
-        """Return a copy with its gradients [N] multiplied by a factor [1]."""
+        """Return a copy with all gradients [N], one for each of the N tokens, multiplied by
+        `factor` [1]. The factor is an engine's loss scale, which a hook on the logits applies in
+        backward before the gradients of hidden states are computed."""
         pick, lse, mean = (
             None if g is None else g * factor for g in (self.pick, self.lse, self.mean)
         )
@@ -196,8 +203,10 @@ class NodeTerm:
     blocks: int = 0
 
     def times(self, factor: Tensor) -> NodeTerm:
-        """Return a copy with its gradients [N, ...] multiplied by a factor [1], rounded to each
-        gradient's dtype."""
+        """Return a copy with the gradients [N, ...] of the function's results, for N tokens,
+        multiplied by `factor` [1] and rounded to each gradient's dtype. The factor is an engine's
+        loss scale, which a hook on the logits applies in backward before the gradients of hidden
+        states are computed."""
         scaled = [None if g is None else g * factor.to(g.dtype) for g in self.gradients]
         return NodeTerm(self.node, self.reading, scaled)
 

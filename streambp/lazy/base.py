@@ -55,8 +55,8 @@ class SharedMemory:
     writes: int = 0
 
     def watch(self, tensor: Tensor) -> None:
-        """Record the version counter of a tensor [...], without keeping the tensor's values
-        alive."""
+        """Record the version counter of a tensor [...], so that `check` finds later in-place writes
+        to the tensor's memory. The tensor's values are not kept alive."""
         if type(tensor) is Tensor and not tensor.is_inference():
             # The detached tensor shares the version counter; assigning `data` drops its values.
             counter = torch_own.detach(tensor)

@@ -65,8 +65,12 @@ class HeadHandle(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states [M, h], weights and norm, computed from the
-        gradients of all results in this backward call; None without results.
+        """Return the gradients of hidden states [M, h], weights and norm; None if no gradient has
+        arrived at a result.
+
+        A result is a tensor computed from the logits, such as log-probabilities. Each result's node
+        runs before this one and stores its gradients in the hub. `upstream`, the gradient of the
+        handle [1], is therefore not used.
 
         Raises:
             StreamBPError: weights or hidden states were changed in place since forward.

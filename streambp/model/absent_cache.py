@@ -58,7 +58,12 @@ def refuse() -> NoReturn:
 
 def with_absent_cache(output: Any) -> Any:
     """Return a model's output with an `AbsentCache` placeholder if its cache field, for example
-    `past_key_values`, is None. Other outputs are returned unchanged."""
+    `past_key_values`, is None. Other outputs are returned unchanged.
+
+    Called for streamed training steps whose config requests a cache (use_cache). A program that
+    passes None to the next call would start a new sequence unnoticed; the placeholder raises
+    instead.
+    """
     kind: Any = type(output)
     name = _cache_field(kind)
     if name and getattr(output, name, None) is None:

@@ -92,8 +92,9 @@ class Holding:
 
     @property
     def layer_bytes(self) -> int:
-        """Return the largest number of bytes that one layer has stored so far; 0 before the first
-        layer."""
+        """Return the largest number of bytes of saved tensors, on host and device, that one layer
+        of this micro-batch has stored so far; 0 before the first layer. The manager estimates by
+        this number how much the remaining layers will store."""
         return max((store.bytes for store in self.alive()), default=0)
 
 

@@ -249,8 +249,9 @@ class HostWeights:
             slot.inside = False
 
     def _loaded(self, index: int, direction: str) -> Slot:
-        """Return the device buffer with a layer's weights. The copy from the host is started if the
-        buffer must be filled first."""
+        """Return the device buffer with the weights of layer `index`. The copy from the host is
+        started if no buffer has these weights. `direction` ("forward", "backward" or "trial") is
+        the layer's next use, under which the copy is counted in `loads`."""
         assert self._engine is not None
         weights = self._current(index)
         for slot in self._slots:

@@ -106,8 +106,9 @@ gate_kernel = functools.partial(Replayed.apply, _gate_kernel, _gate_kernel_backw
 
 
 def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, Tensor]:
-    """Allocate the tensors of a fused rotary embedding of q [B, H, T, D] and k [B, H_kv, T, D]
-    without computing them. Return both. Nothing is saved for backward."""
+    """Return tensors with the shapes of q [B, H, T, D] and k [B, H_kv, T, D] after a fused kernel's
+    rotary embedding. Nothing is computed, because the planner only counts the memory and the bytes
+    moved. Nothing is saved for backward."""
     ctx.moved = 2 * (q.nbytes + k.nbytes)
     ctx.by = by
     with one_kernel(ctx.moved):

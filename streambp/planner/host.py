@@ -16,15 +16,17 @@ from streambp.planner.skeleton import Skeleton
 
 
 class UncountedHost(Engine):
-    """Offload engine for a step whose device memory is counted. Copies are synchronous, and the
-    host memory is hidden from the count of device memory."""
+    """Offload engine for a run in which the planner counts a step's device memory. The run has a
+    single device, the CPU or meta, so memory allocated for the host would otherwise be counted as
+    device memory. Copies are synchronous."""
 
     def __init__(self, device: torch.device, skeleton: Skeleton | None = None) -> None:
         super().__init__(device)
         self._skeleton = skeleton
 
     def host_buffer(self, size: int) -> Tensor:
-        """Return host memory [size], uint8, that is not counted as device memory."""
+        """Return host memory [size], uint8, allocated outside of the mode that counts tensors. The
+        run has a single device, so the mode would count this memory as device memory."""
         with (
             _disable_current_modes(),
             self._skeleton.active() if self._skeleton is not None else contextlib.nullcontext(),

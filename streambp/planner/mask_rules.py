@@ -37,7 +37,8 @@ def masks_from_positions() -> contextlib.AbstractContextManager[None]:
 def _from_positions(
     mask: LazyMask, batch_size: int, length: int, device: torch.device
 ) -> Spans | DenseMask:
-    """Return the keys that each query reads, like `masks.rectangles` for a batch with data.
+    """Return the keys that each query reads, for a planned batch whose tensors have no data.
+    Replaces `masks.rectangles`, which evaluates the mask on the batch's values.
 
     Args:
         mask: the mask's description.

@@ -213,13 +213,13 @@ def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextM
 
 
 def is_counted(package: str, mixers: Mixers) -> bool:
-    """True if a package's kernels are assumed for recurrent and convolutional layers, in place of
-    transformers' plain torch code.
+    """True if memory and FLOPs of recurrent and convolutional layers are counted as if the layers
+    used this package's kernels. False: transformers' plain torch code is counted.
 
     Args:
         package: the package, such as "fla".
-        mixers: the packages whose kernels are assumed. All packages ("kernels"), packages that can
-            be imported ("installed") or none ("torch").
+        mixers: the packages to count. All packages ("kernels"), packages that can be imported
+            ("installed") or none ("torch").
     """
     return mixers == "kernels" or (mixers == "installed" and is_installed(package))
 

@@ -64,9 +64,9 @@ def _selective_scan(
 
 
 def _selective_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Allocate the tensors of the backward of mamba_ssm's selective scan without computing them,
-    for grad [B, D, T]. Return the gradients of forward's tensors; those of b and c are in float32.
-    """
+    """Return empty tensors in place of the gradients of forward's tensors, for the backward of
+    mamba_ssm's selective scan with grad [B, D, T]. Nothing is computed, because the planner only
+    counts the memory. The gradients of b and c are in float32."""
     u, dt, a, b, c, d, z, bias, _, _ = ctx.saved_tensors
     grad = _rows(grad)
     if z is None:

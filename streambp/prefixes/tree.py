@@ -227,12 +227,13 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """The tokens of one batch row, without padding.
+    """Place of one batch row's tokens, without padding, from which `find_tree` compares rows and
+    packs their tokens.
 
     Attributes:
         column: the column of the first token, behind left padding.
         length: number of tokens.
-        position: position of the first token.
+        position: position_id of the first token. Rows share tokens only at equal positions.
     """
 
     column: int

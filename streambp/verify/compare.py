@@ -280,12 +280,14 @@ class Judged(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Results of one batch.
+    """Results for one batch of random tokens. `compare_methods` draws another batch if the streamed
+    run fails on this one and chose other experts than the unpatched run.
 
     Attributes:
         verification: the verdict on streaming.
-        runs: the streamed run, the unpatched run, and the run of each other method.
-        judged: the errors of each other method.
+        runs: the streamed run, the unpatched run, and the run of each method in `against`.
+        judged: the errors of each method in `against`, such as "checkpointing": distances of its
+            gradients from the truth's.
     """
 
     verification: Verification
