@@ -35,8 +35,9 @@ def block_size(
     vocabulary entries.
 
     The result depends on shapes only, so that runs are bitwise reproducible. Each block of tokens
-    reads and writes dW, 4 V h bytes each, so blocks need many tokens. Blocks of 2,048 tokens, less
-    if BYTES_PER_BLOCK requires it, read and write dW in less time than the matrix products take.
+    reads and writes the weight's gradient dW, 4 V h bytes each, so blocks need many tokens. Blocks
+    of 2,048 tokens, less if BYTES_PER_BLOCK requires it, read and write dW in less time than the
+    matrix products take.
 
     Args:
         vocabulary: V.
@@ -294,7 +295,8 @@ def fold_vocabulary(
 
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     """Return a mask [n] of the labels that are in a block of vocabulary entries, and the labels'
-    columns in the block [n] (0 outside of the mask)."""
+    columns in the block [n] (0 outside of the mask). Only this block has the logits of these
+    labels."""
     in_block = (labels >= block.start) & (labels < block.stop)
     return in_block, torch_own.where(in_block, labels - block.start, 0)
 

@@ -291,7 +291,8 @@ def make_inputs(
 
 
 def refuse_second_derivatives() -> None:
-    """Raise `BackwardError` if backward runs with create_graph=True."""
+    """Raise `BackwardError` if backward runs with create_graph=True. Called first in the backward
+    of autograd Functions whose gradients have no graph."""
     if torch.is_grad_enabled():
         raise BackwardError(
             "The blockwise head has no second derivatives; call backward without create_graph."
@@ -533,7 +534,8 @@ class HeadGradients:
 
     def places(self) -> tuple[Tensor | None, ...]:
         """Return the tensors into which `results` will write the gradients of hidden [N, h], weight
-        [V, h] and bias [V]; None for a gradient that is not computed.
+        [V, h] and bias [V]; None for a gradient that is not computed. Allocated before `results`,
+        which works in place and cannot be repeated after running out of memory.
 
         A sum of gradients that has its parameter's dtype is used itself, so `results` writes in
         place. Other sums get a new tensor.

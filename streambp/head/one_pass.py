@@ -77,7 +77,7 @@ class Pending:
 
 def _usual(scale: Tensor) -> Tensor:
     """Return the scalar `scale` if its absolute value is between 2^-64 and 2^64; otherwise return
-    1."""
+    1. Gradients computed at an expected scale outside of this range would overflow or underflow."""
     size = scale.abs()
     return torch_own.where((size > SMALLEST) & (size < 1 / SMALLEST), scale, 1.0)
 

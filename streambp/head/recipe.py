@@ -143,7 +143,8 @@ class LogitsExpression:
 
     def inputs(self) -> list[Tensor]:
         """Return the tensors used for the result besides the hidden states: weight [V, h], bias [V]
-        and the norm's parameters. A weight or bias of None is left out."""
+        and the norm's parameters. A weight or bias of None is left out. Backward returns gradients
+        of these tensors, and raises if one has changed since forward."""
         norm = [] if self.norm is None else list(self.norm.parameters())
         return [tensor for tensor in (self.weight, self.bias, *norm) if tensor is not None]
 

@@ -26,7 +26,8 @@ ROWS = 4096
 
 
 class AtPlaces(torch.autograd.Function):
-    """Autograd function that selects rows by index: source [N, h] and indices [M] -> [M, h]."""
+    """Autograd function that selects rows by index: source [N, h] and indices [M] -> [M, h]. Unlike
+    torch's `index_select`, backward adds the gradients of a repeated row in float32 or wider."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, places: Tensor) -> Tensor:
@@ -50,7 +51,8 @@ class AtPlaces(torch.autograd.Function):
 
 
 def taken(source: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of source [N, h] at indices `places` [...], as [..., h] in source's dtype."""
+    """Return the rows of source [N, h] at indices `places` [...], as [..., h] in source's dtype,
+    with the gradient of `AtPlaces`."""
     flat: Tensor = AtPlaces.apply(source, places.reshape(-1))
     return flat.view(*places.shape, source.shape[-1])
 

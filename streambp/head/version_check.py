@@ -51,7 +51,8 @@ class VersionCheck:
 
 
 def _entries(tensor: Tensor) -> Tensor:
-    """Return at most SAMPLE entries of a tensor, spread evenly, as a 1-D tensor [SAMPLE]."""
+    """Return at most SAMPLE entries of a tensor, spread evenly, as a 1-D tensor [SAMPLE], which a
+    later check compares with the same entries."""
     with torch.no_grad():
         count = min(SAMPLE, tensor.numel())
         # [count]

@@ -35,7 +35,8 @@ from streambp.lazy.expression import Node, Operand, Reading, evaluate, leaves, r
 
 def rows_at_once(vocabulary: int) -> int:
     """Return the number of tokens whose logits [n, V] are built at a time, if torch's own
-    operations compute a result from the logits."""
+    operations compute a result from the logits. Larger vocabularies get fewer tokens, so that a
+    block's memory stays the same."""
     return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary))
 
 
@@ -45,7 +46,8 @@ class StatisticsTerm:
 
         d loss / d logits = onehot(label) pick + p lse + mean / V
 
-    pick, lse and mean [M] are gradients of the label's logit, the logsumexp and the logits' mean.
+    p is the softmax of the logits. pick, lse and mean [M] are gradients of the label's logit, the
+    logsumexp and the logits' mean.
 
     Args:
         projection: the map from matrix products to logits.
@@ -92,7 +94,8 @@ class StatisticsTerm:
 
     def touched(self, count: int) -> Tensor:
         """Return a bool tensor [M]: True for positions whose logits have a gradient other than
-        zero. `count` is M, the number of positions."""
+        zero. Backward recomputes the logits of these positions alone. `count` is M, the number of
+        positions."""
         mask = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
         for positions, _, gradient in self.further:
             mask[positions[gradient != 0]] = True
@@ -112,10 +115,11 @@ class StatisticsTerm:
             ]
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
-        """Add this gradient for one block of tokens to `total` [n, V].
+        """Add the gradient of one block's matrix products to `total` [n, V]. Backward calls this
+        method of every term for a block, before the sum reaches hidden states and weights.
 
         Args:
-            total: sum of the gradients of the block's logits.
+            total: sum of the gradients of the block's matrix products, over all terms.
             product: [n, V], matrix products of the output projection.
             positions: [n], positions of the block's tokens.
             block: the block's range of rows.
@@ -182,16 +186,16 @@ class StatisticsGradient:
 
 @dataclasses.dataclass
 class NodeTerm:
-    """Gradient of logits from any recorded function of the logits. Backward reruns the function
-    under autograd, block by block.
+    """Gradient of logits from any recorded function of the logits without a formula, such as topk.
+    Backward reruns the function under autograd, block by block.
 
     Attributes:
         node: the recorded function of N tokens; its inputs are flat, [N] or [N, k].
         reading: the logits to differentiate, one of the function's inputs.
         gradients: gradient [N, ...] of each result of the function; None: no gradient.
         entries: indices into the N tokens, one tensor for each block of rows.
-        row_of: [M], the index of each position of the logits among the rows that backward
-            computes; None: backward computes all positions.
+        row_of: [M], the index of each position of the logits among the rows that backward computes;
+            None: backward computes all positions.
         blocks: number of blocks added so far.
     """
 
@@ -212,7 +216,8 @@ class NodeTerm:
 
     def touched(self, count: int) -> Tensor:
         """Return a bool tensor [M]: True for positions whose logits the function reads, even if
-        their gradients are zero. `count` is M, the number of positions."""
+        their gradients are zero. Backward recomputes the logits of these positions alone. `count`
+        is M, the number of positions."""
         mask = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)  # [M]
         mask[self.reading.positions] = True
         return mask
@@ -238,11 +243,11 @@ class NodeTerm:
         self.blocks = 0
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
-        """Rerun the function for the next block of tokens, and add the gradient of its logits to
-        `total` [n, V].
+        """Rerun the function for the next block of tokens, and add the gradient of the block's
+        matrix products to `total` [n, V].
 
         Args:
-            total: sum of the gradients of the block's logits.
+            total: sum of the gradients of the block's matrix products, over all terms.
             product: [n, V], matrix products of the output projection.
             positions: [n], positions of the block's tokens.
             block: the block's range of rows.

@@ -65,8 +65,9 @@ class SharedMemory:
 
 
 class GradientSink(torch.autograd.Function):
-    """Autograd function whose output is a lazy tensor (without storage). Backward gets the gradient
-    of the complete tensor.
+    """Autograd function whose output is a lazy tensor (without storage). If a user's
+    autograd.Function or a kernel takes the lazy tensor as input, its gradient arrives here, in the
+    shape of the complete tensor.
 
     See `lazy/deferred.py` and `lazy/tensor.py`.
     """
@@ -198,7 +199,8 @@ class LazyTensor(Tensor):
         raise NotImplementedError
 
     def with_classes(self, classes: int | None) -> Any:
-        """Return a lazy view whose W entries are in dimension `classes` (None: the last).
+        """Return a lazy view whose W entries are in dimension `classes` (None: the last), for
+        losses that expect [B, W, T].
 
         Returns NotImplemented if the class has no such view.
         """
@@ -206,7 +208,8 @@ class LazyTensor(Tensor):
 
     def check(self, operation: str) -> None:
         """Raise `StreamBPError` if the tensor can no longer be computed, because its inputs were
-        changed in place, or if its memory was written to."""
+        changed in place, or if its memory was written to. Every operation on the tensor calls this
+        method first, with its name."""
         for counter, version in () if self.written is not None else self.memory.watched:
             if counter._version != version:
                 raise StreamBPError(
@@ -217,7 +220,7 @@ class LazyTensor(Tensor):
 
     def latest(self, operation: str) -> LazyTensor:
         """Return the lazy tensor that holds this tensor's current values, after in-place
-        operations."""
+        operations. Every operation reads the result in place of its argument."""
         return self
 
     @classmethod
@@ -384,5 +387,6 @@ def note_use(stand_ins: Sequence[Any], result: Any) -> None:
 
 def scales(hook: Any) -> bool:
     """True if a tensor hook is DeepSpeed's hook that scales gradients and signals the start of
-    backward."""
+    backward. Such a hook may be registered after results were computed; any other hook raises then.
+    """
     return SCALING_HOOK in getattr(hook, "__qualname__", "")

@@ -160,7 +160,8 @@ class LazyHidden(LazyTensor):
         return real
 
     def known(self) -> bool:
-        """True if this tensor's `grad_fn` is the autograd node from `make`.
+        """True if this tensor's `grad_fn` is the autograd node from `make`. Rules may then compute
+        operations from `source`.
 
         A user's autograd.Function that returns the lazy tensor replaces the node, and has a
         backward of its own.
@@ -294,8 +295,9 @@ class LazyHidden(LazyTensor):
 
 
 def _scale(x: LazyHidden, other: Any, *, over: bool = False) -> Any:
-    """Return a lazy tensor multiplied by the number `other`, or divided by it if `over`.
-    NotImplemented if `other` is no number."""
+    """Return a lazy tensor multiplied by the number `other`, or divided by it if `over`. This is
+    the rule for multiplication and division in a model's forward. NotImplemented if `other` is no
+    number."""
     if not is_number(other):
         return NotImplemented
     projection = x.recipe.projection

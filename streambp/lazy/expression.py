@@ -96,7 +96,7 @@ Values = dict[Node, Any]  # values for n tokens
 
 def children(node: Node) -> list[Node]:
     """Return the recorded calls and inputs among a recorded call's arguments, including nested
-    lists and dicts. The list is empty for an input."""
+    lists and dicts, for walks over a recorded function. The list is empty for an input."""
     arguments = tree_leaves((node.args, node.kwargs)) if isinstance(node, Call) else []
     return [leaf for leaf in arguments if isinstance(leaf, Node)]
 
@@ -125,7 +125,7 @@ def readings(node: Node) -> list[Reading]:
 
 
 def names(node: Node) -> Iterator[str]:
-    """Yield the names of the operations of a recorded function, first to last."""
+    """Yield the names of the operations of a recorded function, first to last, for `describe`."""
     for child in children(node):
         yield from names(child)
     if isinstance(node, Call):
@@ -133,7 +133,8 @@ def names(node: Node) -> Iterator[str]:
 
 
 def inputs_of(node: Node) -> list[Tensor]:
-    """Return the tensors [1] that represent a recorded function's logits in the autograd graph."""
+    """Return the tensors [1] that represent a recorded function's logits in the autograd graph.
+    `LazyResult` has these tensors as inputs, so backward runs their nodes after its own."""
     handles = [
         tensor
         for reading in readings(node)
@@ -146,12 +147,14 @@ def inputs_of(node: Node) -> list[Tensor]:
 def rebuilt(
     node: Node, change: Callable[[Node], Node], changed_nodes: dict[Node, Node] | None = None
 ) -> Node:
-    """Return the recorded function with each of its inputs replaced by `change(input)`.
+    """Return the recorded function with each of its inputs replaced by `change(input)`, for example
+    by the same logits with an engine's hook.
 
     Args:
         node: the recorded function.
         change: function from an input (`Reading` or `Operand`) to its replacement.
-        changed_nodes: changed nodes so far, by original node.
+        changed_nodes: changed nodes so far, by original node, so that a node used twice is changed
+            once.
     """
     changed_nodes = {} if changed_nodes is None else changed_nodes
     if node not in changed_nodes and isinstance(node, Call):

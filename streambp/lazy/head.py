@@ -40,7 +40,8 @@ from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, reading
 
 class HeadHandle(torch.autograd.Function):
     """Autograd function from hidden states and output projection to a tensor [1], which represents
-    their logits in the graph.
+    their logits in the graph. All results of the logits have this tensor as an input, so backward
+    computes the gradients of hidden states and weights once for all results.
 
     Inputs are source [M, h], weight [V, h], bias [V] or None, and the norm's parameters.
     """
@@ -97,8 +98,8 @@ class HeadHandle(torch.autograd.Function):
 
 
 class RunInBackward(torch.autograd.Function):
-    """Autograd function from a tensor to a zero [1]. Backward calls the function `run`, and passes
-    no gradient to the tensor.
+    """Autograd function from a tensor to a zero [1]. Backward calls the function `run`, an engine's
+    hook for example, and passes no gradient to the tensor.
 
     autograd still runs the node that made the tensor.
     """
@@ -204,8 +205,9 @@ class LazyHead:
 
     def reached(self, reading: Reading) -> Reading:
         """Return `reading`, or a replacement if padding was left out of the hidden states and
-        `reading` includes positions of padding. The replacement reads the logits of a head with all
-        hidden states. [Note: padding that is read]"""
+        `reading` includes positions of padding. The replacement reads the logits of another
+        `LazyHead`, which has hidden states of all positions. Called before each calculation. [Note:
+        padding that is read]"""
         late = self.recipe.late
         graded = torch.is_grad_enabled()
         if late is None or not late.reads(reading.positions):
@@ -306,8 +308,9 @@ class LazyHead:
         return lse[positions], mean[positions]
 
     def leave(self, gradient: Any) -> None:
-        """Store the gradient of one result (`StatisticsGradient` or `NodeTerm`) until the end of
-        the current backward call."""
+        """Store the gradient of one result (`StatisticsGradient` or `NodeTerm`) for the backward of
+        `HeadHandle`, which runs later in the same backward call. The end of this call removes what
+        is left."""
         task = torch._C._current_graph_task_id()
         if task not in self._gradients:
             self._gradients[task] = []
@@ -317,7 +320,8 @@ class LazyHead:
 
     def scale_left(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         """Multiply the gradients that the current backward call has stored so far by an engine's
-        factor, such as a loss scale.
+        factor, such as a loss scale. The call comes from a graph node between the results and
+        `HeadHandle`, for a hook that the engine registered on the logits.
 
         Args:
             hook: an engine's tensor hook. The factor [1] is hook(torch.ones(1)), in float32 or
@@ -332,17 +336,20 @@ class LazyHead:
                 ]
 
     def take(self) -> list[Any]:
-        """Remove the gradients that the current backward call has stored, and return them."""
+        """Remove the gradients that the current backward call has stored, and return them to the
+        backward of `HeadHandle`."""
         return self._gradients.pop(torch._C._current_graph_task_id(), [])
 
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """Calculation of up to three softmax statistics from the logits of N tokens.
+    """Calculation of up to three softmax statistics from the logits of N tokens, to be run by
+    `LazyResult`.
 
     Attributes:
         reading: the logits.
-        labels: [N], the tokens whose logit is computed; None: no label's logit is computed.
+        labels: [N], the vocabulary entry of each token whose logit is computed; None: no label's
+            logit is computed.
         lse: True to compute the logsumexp.
         mean: True to compute the logits' mean.
     """
@@ -359,7 +366,8 @@ class Statistic:
         return dataclasses.replace(self, reading=self.reading.head.reached(self.reading))
 
     def inputs(self) -> list[Tensor]:
-        """Return the tensor [1] that represents the logits in the autograd graph."""
+        """Return the tensor [1] that represents the logits in the autograd graph, as the input of
+        `LazyResult`."""
         return inputs_of(self.reading)
 
     def run(self) -> tuple[Tensor, ...]:
@@ -378,8 +386,9 @@ class Statistic:
         return tuple(itertools.compress(values, requested))
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
-        """Store the gradients [N] of the results of `run`, in the same order, until the gradients
-        of the weights are computed."""
+        """Store the gradients [N] of the results of `run`, in the same order, until `HeadHandle`
+        computes the gradients of hidden states and weights. Called by the backward of `LazyResult`.
+        """
         gradients = iter(grads)
         reading = self.reading
         requested = self.labels is not None, self.lse, self.mean
@@ -394,7 +403,8 @@ class Statistic:
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """Calculation of a recorded function of logits, with [N, ...] results for logits [N, V].
+    """Calculation of a recorded function of logits, with [N, ...] results for logits [N, V], to be
+    run by `LazyResult`.
 
     Attributes:
         node: the recorded function; its inputs are flat, [N] or [N, k].
@@ -413,7 +423,8 @@ class Function:
         )
 
     def inputs(self) -> list[Tensor]:
-        """Return the tensors [1] that represent the logits in the autograd graph."""
+        """Return the tensors [1] that represent the logits in the autograd graph, as inputs of
+        `LazyResult`."""
         return inputs_of(self.node)
 
     def run(self) -> tuple[Tensor, ...]:
@@ -439,8 +450,8 @@ class Function:
         )
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
-        """Store the gradients [N, ...] of the results of `run` until the gradients of the weights
-        are computed."""
+        """Store the gradients [N, ...] of the results of `run` until `HeadHandle` computes the
+        gradients of hidden states and weights. Called by the backward of `LazyResult`."""
         for reading in readings(self.node):
             if reading.handle.requires_grad:
                 reading.head.leave(NodeTerm(self.node, reading, grads))

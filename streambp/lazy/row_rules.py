@@ -245,7 +245,8 @@ def note(x: LazyLogits, name: str) -> None:
 
 def log_softmaxed(node: Node) -> tuple[Reading, float] | None:
     """Return the logits and a sign if a recorded function is log_softmax of the logits (sign 1) or
-    its negative (sign -1); None for other functions."""
+    its negative (sign -1); None for other functions. Entries of log_softmax are computed from
+    softmax statistics, without rerunning the function."""
     if (
         isinstance(node, Call)
         and node.name in ("neg", "negative", "__neg__")
@@ -287,7 +288,7 @@ def gather(x: LazyLogits, index: Any) -> Any:
 
 def picked(x: LazyLogits, index: Tensor) -> Tensor:
     """Return the entries [*tokens, K] of lazy logits at vocabulary indices `index`, in
-    promote_types(dtype, float32)."""
+    promote_types(dtype, float32). Callers have checked the indices."""
     labels = index.reshape(-1).clone()  # the program may write to `index`
     reading_and_sign = log_softmaxed(x.node)
     if index.shape[-1] == 1 and reading_and_sign is not None:

@@ -53,13 +53,15 @@ ANY_SHAPE = (
 
 
 def flat(node: Node) -> Node:
-    """Return a recorded function with its N tokens in one dimension: [*tokens, W] -> [N, W]."""
+    """Return a recorded function with its N tokens in one dimension, [*tokens, W] -> [N, W], which
+    a `Function` computes block by block."""
     return over_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
 
 
 def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
     """Return a recorded function and the gradient [N, W] of its result without the tokens that are
-    padding. The hidden states of padding were not computed, so its gradient must be zero.
+    padding. The hidden states of padding were not computed, so its gradient must be zero. Called
+    for gradients that arrive from other code, such as a user's autograd.Function.
 
     Raises:
         BackwardError: the gradient at padding is not zero.
