@@ -48,7 +48,8 @@ class StreamPlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not typed
     """axolotl plugin that patches the model and the reference model of a trainer."""
 
     def get_input_args(self) -> str:
-        """Return the import path of the section's schema (`StreamSection`)."""
+        """Return the import path of the section's schema (`StreamSection`). axolotl calls this
+        method to merge the schema into that of its config file."""
         return f"{__name__}.{StreamSection.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:

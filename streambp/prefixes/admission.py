@@ -113,7 +113,8 @@ def draws_noise(module: nn.Module) -> bool:
 
 
 def _embeddings(module: nn.Module) -> nn.Module | None:
-    """Return a backbone's input embeddings; None if transformers finds none."""
+    """Return a backbone's input embeddings; None if transformers finds none. Callers look there for
+    added noise (NEFTune) and for the number of token ids."""
     with contextlib.suppress(NotImplementedError, AttributeError):
         embeddings: nn.Module | None = module.get_input_embeddings()  # type: ignore[operator]
         return embeddings
@@ -146,7 +147,8 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
 
 def check_streamed(site: LayerSite) -> None:
     """Raise UnsharedError unless the layer's last call ran in chunks, with streambp's attention.
-    The layer's own attention would let a token of a packed row read another row's tokens.
+    The layer's own attention would let a token of a packed row read another row's tokens. Called
+    after each layer of a packed row.
 
     Raises:
         UnsharedError: the layer ran unchunked.
@@ -302,7 +304,8 @@ class Trials:
 
 def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
     """Return recorded router scores or choices for the tokens of the packed row, [1, N, ...],
-    selected from the records for the rows' tokens, [B, T, ...].
+    selected from the records for the rows' tokens, [B, T, ...]. A trial runs the rows first, and
+    then sends each token of the packed row to the same experts.
 
     A packed row may end with an additional token, for which nothing was recorded. This token gets
     the last token's integers, and NaN for floats.

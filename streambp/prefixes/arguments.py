@@ -42,7 +42,8 @@ def mask_and_positions(kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _without_labels(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments without labels."""
+    """Return the arguments without labels, which do not fit the packed row. The loss is computed
+    from outputs of the batch's rows."""
     return {name: value for name, value in kwargs.items() if name not in LABELS}
 
 
@@ -88,8 +89,9 @@ def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
 
 def known_by(kwargs: Mapping[str, Any]) -> Tensor:
     """Return integers [B, T] that are equal for two tokens if and only if the tokens' ids and
-    per-token arguments are equal. Text positions are not compared. Tokens passed as embeddings all
-    get different integers."""
+    per-token arguments are equal. `find_tree` looks for common beginnings of rows in these
+    integers. Text positions are not compared. Tokens passed as embeddings all get different
+    integers."""
     tokens = tokens_of(kwargs)
     positions = kwargs.get(SHARED_INPUTS[2])
     shape = tokens.shape[:2]
@@ -106,8 +108,8 @@ def known_by(kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _numbered(axis: Tensor) -> Tensor:
-    """Return integers [B, T] that are equal for equal positions `axis` [B, T]. Integer positions
-    are returned unchanged."""
+    """Return integers [B, T] that are equal for equal positions `axis` [B, T], for comparison with
+    other tokens. Integer positions are returned unchanged."""
     if axis.is_floating_point():
         return axis.unique(return_inverse=True)[1]
     return axis

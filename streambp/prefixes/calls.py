@@ -54,7 +54,7 @@ UNREMARKABLE = (AS_UNPATCHED, ONE_ROW, NOTHING_SHARED)
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Sizes of a batch computed as one packed row.
+    """Sizes of a batch computed as one packed row, for `describe`.
 
     Attributes:
         rows: number of rows B.
@@ -362,8 +362,9 @@ class SharedPrefixes:
         return reason
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
-        """Tell all ranks that this rank uses no packed row in this call. Other ranks may wait for
-        this exchange, which precedes each call (`_agreed`).
+        """Tell all ranks that this rank uses no packed row in this call, for example because the
+        call runs unpatched. Other ranks may wait for this exchange, which precedes each call
+        (`_agreed`).
 
         Args:
             kwargs: the backbone's arguments.
@@ -410,8 +411,9 @@ def _a_chunk(sites: list[LayerSite]) -> float:
 
 
 def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
-    """Return a bool tensor [B, T], True for tokens whose output has a label. If labels exist for
-    the last tokens alone (logits_to_keep), all tokens are True. None without labels.
+    """Return a bool tensor [B, T], True for tokens whose output has a label. `find_tree` packs no
+    batch in which padding predicts a label. If labels exist for the last tokens alone
+    (logits_to_keep), all tokens are True. None without labels.
 
     Args:
         plain: labels, to be shifted.

@@ -63,8 +63,9 @@ class Moment:
 
 
 def _flags(module: nn.Module) -> list[dict[str, Any]]:
-    """Return one dict for each module, from names to attributes that are numbers, strings or bools.
-    Lists of strings (peft's active adapters) are included."""
+    """Return one dict for each module, from names to attributes that are numbers, strings or bools,
+    for comparison with the same attributes later. Lists of strings (peft's active adapters) are
+    included."""
     flags_by_module = []
     for part in module.modules():
         flags: dict[str, Any] = {}

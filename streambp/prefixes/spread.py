@@ -62,7 +62,8 @@ class Spread(torch.autograd.Function):
 
 class Behind(torch.autograd.Function):
     """Autograd Function that appends one row to hidden states x [N, h], to stand for all padding
-    tokens. The row is a copy of the first row of x.
+    tokens. The row is a copy of the first row of x. Lazy hidden states of the batch refer to rows
+    by index, and their padding needs a row.
 
     Backward raises if a gradient arrives at the appended row.
     """

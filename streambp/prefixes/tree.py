@@ -126,7 +126,8 @@ class Tree:
     def forks(self) -> Forks:
         """Return a pair (start, continued) for each segment of the packed row. `start` is the index
         of the segment's first token. `continued` is the index behind the token that precedes the
-        segment in its batch row, or 0 if the segment begins its batch row."""
+        segment in its batch row, or 0 if the segment begins its batch row. A layer with recurrent
+        states starts the segment with the states that it had at `continued`."""
         pairs: list[tuple[int, int]] = []
         for segment in self.segments:
             continued = segment.before[-1].stop if segment.before else 0
@@ -193,7 +194,8 @@ class Tree:
 
     def _whole_pieces(self) -> Iterator[Run]:
         """Yield a `Run` for each range of keys in earlier segments and the queries that read the
-        keys. Neighbouring segments that read the same keys share one."""
+        keys, for attention without a sliding window. Neighbouring segments that read the same keys
+        share one."""
         edges: set[int] = set()
         for segment in self.segments:
             for piece in segment.before:
@@ -215,7 +217,7 @@ class Tree:
 
     def _pieces_within(self, window: int) -> Iterator[Run]:
         """Yield a `Run` for each range of keys in earlier segments and the queries that read the
-        keys. The sliding window of `window` tokens limits the queries."""
+        keys, for attention with a sliding window of `window` tokens."""
         for segment in self.segments:
             for piece in segment.before:
                 shift = (segment.own.start - segment.own.at) - (piece.start - piece.at)
@@ -291,8 +293,9 @@ def find_tree(
 def _look_at(
     ids: Tensor, mask: Tensor | None, positions: Tensor | None, labelled: Tensor | None
 ) -> tuple[list[_Known], float | None] | str:
-    """Return the place of each row's tokens in the batch. If a packed row is impossible, for
-    example because padding separates tokens, return the reason as text.
+    """Return the place of each row's tokens in the batch, from which `find_tree` builds the tree.
+    If a packed row is impossible, for example because padding separates tokens, return the reason
+    as text.
 
     The second value is the highest position in the batch if only padding has this position; None
     otherwise.
@@ -419,7 +422,7 @@ def _common(
     ids: Tensor, pivot: int, rows: list[int], depth: int, lengths: list[int], least: int
 ) -> dict[int, int]:
     """Return a dict from the index of each of `rows` to the number of its first tokens that equal
-    those of the row `pivot`.
+    those of the row `pivot`. The packed row has equal tokens once, in the pivot's segment.
 
     The first comparison covers a few tokens, and each later one more tokens of the rows that still
     match. Rows that differ early therefore cost little.

@@ -99,7 +99,8 @@ class Documents:
         return {DOCUMENT_ENDS: self._cut[chunk]}
 
     def goes_on(self, chunk: Chunk) -> bool:
-        """True if the chunk's first token is not the first of a document."""
+        """True if the chunk's first token is not the first of a document, so that this document
+        starts from the chunk's start state."""
         return chunk.start not in self.ends
 
 
@@ -149,7 +150,7 @@ class PackedRows:
 
     @property
     def number(self) -> int:
-        """Return the number of documents in all rows."""
+        """Return the number of documents in all rows, for `describe` and error messages."""
         return sum(len(row) - 1 for row in self.ends)
 
     def as_documents(self, names: tuple[str, ...], device: torch.device) -> Documents:
@@ -285,8 +286,8 @@ def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
 
 
 def parameters_of(function: Any) -> set[str]:
-    """Return the names of a function's parameters, or of a module's forward; an empty set for other
-    objects."""
+    """Return the names of a function's parameters, or of a module's forward, by which kernels are
+    recognized; an empty set for other objects."""
     if isinstance(function, nn.Module):
         function = function.forward
     if not callable(function) or isinstance(function, type):

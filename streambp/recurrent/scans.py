@@ -78,8 +78,9 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def in_torch(function: Any) -> bool:
-    """True if the function is transformers' own torch code. transformers uses this code if no
-    kernel package is installed."""
+    """True if the function is transformers' own torch code, which transformers uses if no kernel
+    package is installed. Such code takes no document boundaries, and rounds half-precision inputs
+    between its operations."""
     if isinstance(function, nn.Module):
         function = function.forward
     function = getattr(function, "__func__", function)
@@ -224,7 +225,8 @@ class SelectiveScan:
 
     Args:
         scan: the original scan: (u [B, D, T], dt [B, D, T], A [D, N], B [B, N, T], C [B, N, T],
-            ...) -> y [B, D, T], end state [B, D, N].
+            ...) -> y [B, D, T], end state [B, D, N]. N is the number of state components of each
+            channel.
         cache: contains the chunk's start state.
         layer: the module's layer_idx. Modules with several heads call the scan for each head in
             turn.
@@ -309,8 +311,8 @@ def _in_float32(x: Any) -> Any:
 
 
 def _filled(like: Tensor, value: float, tokens: int) -> Tensor:
-    """Return a tensor [..., tokens] filled with `value`, with the dtype, the device and the other
-    dimensions of `like` [..., T]."""
+    """Return a tensor [..., tokens] filled with `value`, as an input of the additional tokens, with
+    the dtype, the device and the other dimensions of `like` [..., T]."""
     return like.new_full((*like.shape[:-1], tokens), value)
 
 

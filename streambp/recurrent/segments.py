@@ -59,6 +59,7 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
 
 def _names(module: nn.Module) -> set[str]:
     """Return the names of all globals and attributes that the code of a module's methods mentions.
+    Names of cache methods and of scans show that the module has recurrent or convolution states.
     The methods are those of its class and of the base classes below nn.Module."""
     names: set[str] = set()
     for klass in type(module).__mro__:

@@ -187,7 +187,7 @@ def in_own_memory(state: Tensor) -> Tensor:
 
 def leaves_of(states: States) -> States:
     """Return the same states detached, as leaves of a new autograd graph. Floating-point states
-    require a gradient."""
+    require a gradient, which backward passes to the end states of the chunk before."""
     return {
         key: state.detach().requires_grad_(state.is_floating_point())
         for key, state in states.items()

@@ -178,7 +178,8 @@ def _say_nothing(what: str, done: float) -> None:
 
 
 def _untouched(model: nn.Module, runs: tuple[VerifyRun, ...]) -> list[str]:
-    """Return the names of trainable parameters that got no gradient in any run."""
+    """Return the names of trainable parameters that got no gradient in any run, which a note of the
+    verdict names."""
     touched = set()
     for run in runs:
         for name in run.gradients:
@@ -663,7 +664,8 @@ def _distance(truth: Tensor | None, other: Tensor | None) -> float:
 
 def _measure_streamed(model: nn.Module, config: StreamConfig, batch: Batch) -> tuple[int, float]:
     """Return the peak bytes beyond the weights, and the seconds, of a streamed forward and
-    backward. The first step, in which the layers are tested, is not measured."""
+    backward, for the table of methods. The first step, in which the layers are tested, is not
+    measured."""
     install(model, config)
     try:
         return _measure(model, model, batch)
@@ -672,8 +674,9 @@ def _measure_streamed(model: nn.Module, config: StreamConfig, batch: Batch) -> t
 
 
 def _measure(forward: Callable[..., Any], model: nn.Module, batch: Batch) -> tuple[int, float]:
-    """Return the peak bytes beyond the weights, and the seconds, of forward and backward. Several
-    steps run; the first is not measured, and the seconds are those of the fastest.
+    """Return the peak bytes beyond the weights, and the seconds, of another method's forward and
+    backward, for the table of methods. Several steps run; the first is not measured, and the
+    seconds are those of the fastest.
 
     Args:
         forward: the method's forward.
@@ -709,7 +712,8 @@ def _measure(forward: Callable[..., Any], model: nn.Module, batch: Batch) -> tup
 
 def _window(model: nn.Module) -> int | None:
     """Return the largest number of keys that a query reads in layers with sliding-window or chunked
-    attention; None if every layer reads all keys."""
+    attention; None if every layer reads all keys. A note of the verdict says if the test's row is
+    shorter."""
     config = _text_config(model)
     kinds = getattr(config, "layer_types", None)
     all_kinds = "sliding" if kinds is None else " ".join(kinds)
@@ -779,7 +783,8 @@ def _find_notes(
 
 
 def _text_config(model: nn.Module) -> Any:
-    """Return the config of the language model inside the model."""
+    """Return the config of the language model inside the model, which has the vocabulary, the
+    windows and the highest position."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         return config.get_text_config()

@@ -119,7 +119,8 @@ def prepared(model: nn.Module, method: Method) -> Iterator[Forward]:
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the modules with the same parameters and buffers."""
+    """Return a copy of the modules with the same parameters and buffers, so that a method's changes
+    leave the model's own modules as they are."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = tensor

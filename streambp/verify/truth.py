@@ -40,7 +40,8 @@ def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
     """Context manager in which casts to float32 give float64: `torch.float32` as an argument of a
-    torch function, and `Tensor.float()`.
+    torch function, and `Tensor.float()`. The truth of a float32 model runs inside, because
+    transformers' code casts to float32 in norms and softmax.
 
     The default dtype is float64 as well: without it, `torch.full((),
     torch.finfo(scores.dtype).min)` for float64 scores overflows float32. Only for unpatched models,
@@ -69,7 +70,8 @@ class _CastsLifted(TorchFunctionMode):
 
 
 def _widened(value: Any) -> Any:
-    """Return float64 for float32, and any other value unchanged."""
+    """Return float64 for float32, and any other value unchanged. Applied to each argument of a
+    torch function."""
     if value is torch.float32:
         return torch.float64
     return value
@@ -92,7 +94,8 @@ def float64_experts(model: nn.Module) -> Iterator[None]:
 
 
 def available_memory() -> int | None:
-    """Return the bytes of host memory that a process can still allocate; None if unknown."""
+    """Return the bytes of host memory that a process can still allocate, for the check that the
+    truth fits; None if unknown."""
     try:
         limits = [
             int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])

@@ -200,7 +200,8 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
 
 def _role(name: str) -> str:
     """Return a parameter's name with the layer index replaced, so that the same parameter has one
-    name in all layers."""
+    name in all layers. `rate` compares its error with the noise of this parameter in every layer.
+    """
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 

@@ -234,7 +234,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """Return the model's output for prompts and completions, reduced to the T completion
-        tokens: `log_probs`, `entropy` and `state_values`, [B, T] each.
+        tokens: `log_probs`, `entropy` and `state_values`, [B, T] each. Called once after
+        generation, for the old values, and in each step for the loss.
 
         `state_values` predicts the value of the state before each token.
 

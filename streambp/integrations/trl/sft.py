@@ -79,7 +79,8 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
             settings.even_batches = even
 
     def _lengths(self, dataset: Any) -> list[int]:
-        """Return the number of tokens of each row of the data set."""
+        """Return the number of tokens of each row of the data set, by which `TokenBatchSampler`
+        fills batches."""
         patched = patch_of(self.model)  # an earlier patch may have other settings
         if patched is not None and patched[1].config.rows == "as_given":
             raise ConfigError(
