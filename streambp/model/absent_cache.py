@@ -47,8 +47,8 @@ class AbsentCache:
 
 
 def refuse() -> NoReturn:
-    """Raise `NoCacheError`, because a program uses the KV cache of a streamed training step, which
-    has none."""
+    """Raise `NoCacheError`. `AbsentCache` calls this function whenever a program uses the KV cache
+    of a streamed training step, which has none."""
     raise NoCacheError(
         "The cache of a streamed training step was used. A streamed step makes no cache unless "
         "the call asks for one; use_cache in the config is not enough. Pass use_cache=True to the "

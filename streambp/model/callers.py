@@ -30,7 +30,8 @@ MAX_FRAMES = 24  # maximal number of frames between a model's forward and its ca
 
 def computes_its_own_loss() -> bool:
     """True if the running call of the model comes from code that computes its loss from the logits:
-    peft's CPT, or a `compute_loss` method that a user's Trainer subclass overrides.
+    peft's CPT, or a `compute_loss` method that a user's Trainer subclass overrides. Such a caller
+    gets logits even if labels are passed.
 
     The function inspects the running Python frames.
     """
@@ -49,7 +50,7 @@ def computes_its_own_loss() -> bool:
 
 def _overrides(frame: FrameType) -> bool:
     """True if the `compute_loss` method that this frame runs is defined by a Trainer subclass
-    outside of the known libraries."""
+    outside of the known libraries. Such a method may read the logits."""
     if str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES:
         return False
     for cls in type(frame.f_locals.get("self")).__mro__:
@@ -60,8 +61,8 @@ def _overrides(frame: FrameType) -> bool:
 
 def wants_predictions() -> bool:
     """True if the running call is an evaluation by a Trainer that collects the logits, for
-    `compute_metrics` or to return them as predictions. The function inspects the running Python
-    frames."""
+    `compute_metrics` or to return them as predictions. Such a call gets logits even if labels are
+    passed. The function inspects the running Python frames."""
     return any(
         frame.f_code.co_name == PREDICTION[0] and frame.f_locals.get(PREDICTION[1]) is False
         for frame in _running()

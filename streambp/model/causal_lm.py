@@ -348,8 +348,8 @@ class CausalLMForward(InstanceForward):
 
     @property
     def _steady_norms(self) -> tuple[nn.Module, ...]:
-        """Return the final norms without submodules. The result of these norms is the same if they
-        run after the model's forward.
+        """Return the final norms without submodules. The loss, or later use of lazy logits, may
+        compute such a norm after the model's forward with the same result.
 
         A norm with submodules (PEFT's wrapper) may compute something else by the time the logits
         are used, because adapters can be switched in between.
@@ -451,7 +451,8 @@ class CausalLMForward(InstanceForward):
 
 @functools.cache
 def _with_log_probs(kind: Any) -> Any:
-    """Return a subclass of a `ModelOutput` class with one more dataclass field, `log_probs`.
+    """Return a subclass of a `ModelOutput` class with one more dataclass field, `log_probs`, for
+    calls with `output_log_probs=True`.
 
     The field must be declared because FSDP2 and DDP look for tensors with gradients in declared
     fields alone.

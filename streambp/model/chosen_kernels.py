@@ -111,13 +111,14 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
 
 
 def accelerator() -> torch.device | None:
-    """Return the accelerator device of this process; None if the process has none."""
+    """Return the accelerator device of this process, for which kernels="auto" chooses kernels; None
+    if the process has none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def without_driver(kind: str) -> str | None:
-    """Return the reason why Triton cannot launch kernels on devices of this type; None if it
-    can."""
+    """Return the reason why Triton cannot launch Liger's kernels on devices of this type; None if
+    it can."""
     try:
         driver = importlib.import_module("triton.runtime").driver.active
         driver_kind = driver.get_active_torch_device().type
@@ -167,7 +168,7 @@ def by_device(
 
 def turns_halves(rotation: Callable[..., Any]) -> bool:
     """True if a modeling file's rotary embedding function pairs the same features as Liger's
-    kernel.
+    kernel. Only such a function is replaced by Liger's.
 
     Liger's kernel pairs the first half of a head's features with the second half. Some models pair
     neighbours, or rotate a part of the features.

@@ -135,8 +135,9 @@ class Region:
 
 
 def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -> Any:
-    """Return the norm of x [..., h], computed with the compiled function; NotImplemented if the
-    arguments are not x and, for some norms, gates [..., h].
+    """Return the norm of x [..., h], computed with the compiled function. Return NotImplemented, so
+    that the module's own forward runs, if the arguments are not x and, for some norms, gates [...,
+    h].
 
     Args:
         compiled: compiled function of (module, x [n, h], ...).
@@ -152,8 +153,8 @@ def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -
 
 
 def of_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> Any:
-    """Return the result [..., h] of a gated MLP for x [..., h]; NotImplemented if the arguments are
-    not one tensor x.
+    """Return the result [..., h] of a gated MLP for x [..., h]. Return NotImplemented, so that the
+    module's own forward runs, if the arguments are not one tensor x.
 
     The product of the activated gate with the up projection is compiled. The Linears are not.
 
@@ -327,7 +328,8 @@ def _what(module: nn.Module) -> Literal["MLP", "norm", "rotation"] | None:
 
 def treats_tokens_alike(module: nn.Module) -> bool:
     """True if a norm or an MLP returns the same result when its tokens are passed as [n, h] through
-    `of_norm` or `of_mlp`. The function compares both on random numbers on the host."""
+    `of_norm` or `of_mlp`. The function compares both on random numbers on the host.
+    `compile_regions` compiles only such modules."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:

@@ -33,8 +33,8 @@ TORCHS = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)
 
 
 def can_be_deferred(norm: nn.Module) -> bool:
-    """True if a model's final norm may be computed later, on blocks of tokens [n, h], and once more
-    in backward.
+    """True if a model's final norm may be computed after the model's forward, by the loss: on
+    blocks of tokens [n, h], and once more in backward.
 
     False for third-party code that may mix tokens, count calls, draw random numbers, or train a
     tensor that is not a registered parameter.
@@ -98,7 +98,7 @@ class DeferredForward(InstanceForward):
     @property
     def _engines(self) -> bool:
         """True if DeepSpeed has replaced torch's `F.linear` and the output projection runs
-        `nn.Linear`'s forward.
+        `nn.Linear`'s forward. `_projected` then runs instead of that forward.
 
         DeepSpeed's function computes the same, and stays in place once the process has created a
         ZeRO-3 engine.

@@ -290,7 +290,7 @@ def _saves(state: PatchState, record: StepRecord | None) -> tuple[str, ...]:
 
 
 def _names(record: StepRecord | None) -> tuple[str, ...]:
-    """Return the names of the tensors that the last step saved."""
+    """Return the names of the tensors that the last step saved; () before the first step."""
     return () if record is None else tuple(saved.name for saved in record.saved)
 
 

@@ -20,7 +20,7 @@ from streambp.prefixes.calls import IGNORED
 
 def any_label(labels: Tensor, shift_labels: Tensor | None) -> Tensor:
     """Return a scalar bool tensor on the labels' device: True if some token has a label, that is,
-    not -100 everywhere.
+    not -100 everywhere. If False, the model returns a loss of 0.
 
     Args:
         labels: [B, T], to be shifted by the model.

@@ -128,7 +128,8 @@ class InstalledKernels:
 
 def compilers_marks(module: nn.Module) -> dict[str, frozenset[str]]:
     """Return a dict from the names of a module's parameters to the names of the attributes
-    (`_dynamo_...`) that torch's compiler has set on the parameter."""
+    (`_dynamo_...`) that torch's compiler has set on the parameter. `take_off` removes the
+    attributes that were added since `patch`."""
     return {
         name: frozenset(key for key in vars(parameter) if key.startswith(COMPILERS_MARKS))
         for name, parameter in module.named_parameters()
@@ -345,7 +346,8 @@ class WithRotation(dict[str, Any]):
 
 def globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
     """Return the globals of the forward of a module's class if that forward calls
-    `apply_rotary_pos_emb`; None for other modules."""
+    `apply_rotary_pos_emb`, so that this function can be replaced for the module; None for other
+    modules."""
     forward = written_forward(module)
     if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
         return None
@@ -359,8 +361,8 @@ def takes(x: Tensor, kind: str) -> bool:
 
 
 def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
-    """Return the modules of a layer whose forward another library or the compiler replaced: a dict
-    from the library's name to the modules' names.
+    """Return the modules of a layer whose forward another library or the compiler replaced, for
+    `describe`: a dict from the library's name to the modules' names.
 
     Liger's forwards are found on the class and on the instance. Forwards of other libraries, such
     as hub kernels, are found on the instance alone. Liger's rotary embedding is included, even if

@@ -38,7 +38,7 @@ def is_patched(model: nn.Module) -> bool:
 def left_of_another(model: nn.Module) -> bool:
     """True if `patch` was called on a module around `model`, and `model` was later copied or taken
     out of that module. The forwards inside of `model` are still replaced, but no module around them
-    is patched."""
+    is patched. `patch` then removes these forwards first."""
     state = next(
         (f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS)),
         None,

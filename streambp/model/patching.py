@@ -66,7 +66,7 @@ class States(Protocol):
 
     def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
         """Return the bytes of `device` that remain for layer weights beside everything else in a
-        step.
+        step. Weights beyond these bytes are stored on the host.
 
         Args:
             device: the device.

@@ -50,8 +50,8 @@ def beyond_positions(config: PreTrainedConfig, seq_len: int) -> str | None:
 
 
 def angles_of(text: PreTrainedConfig) -> Mapping[str, Any]:
-    """Return the `rope_parameters` of the layers that read all earlier tokens; {} for a model
-    without rotary embeddings.
+    """Return the `rope_parameters` of a model's global attention layers (those without a sliding
+    window); {} for a model without rotary embeddings.
 
     Args:
         text: the configuration of the model's text part.
@@ -64,8 +64,8 @@ def angles_of(text: PreTrainedConfig) -> Mapping[str, Any]:
 
 
 def most_positions(text: PreTrainedConfig) -> int:
-    """Return the positions that a model was made for, `UNLIMITED` if its configuration has no
-    limit.
+    """Return the largest number of positions for which a model's position embeddings were made;
+    `UNLIMITED` if its configuration has no limit.
 
     Scaled rotary embeddings reach `factor` times the original positions, whatever
     `max_position_embeddings` says. The factor of "dynamic" grows with the row.
@@ -114,7 +114,7 @@ def warn_beyond_positions(
 
 def extension(angles: Mapping[str, Any], most: int, seq_len: int) -> dict[str, Any]:
     """Return the fields of `rope_parameters` that extend rotary embeddings to `seq_len` positions
-    by YaRN.
+    by YaRN, for the code that the warning prints.
 
     Args:
         angles: the model's present `rope_parameters`.

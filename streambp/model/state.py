@@ -254,7 +254,8 @@ class PatchState:
 
 
 def has_cache(kwargs: Mapping[str, Any]) -> bool:
-    """True if a call's keyword arguments contain a cache, or initial states of a recurrence."""
+    """True if a call's keyword arguments contain a cache, or initial states of a recurrence. Such a
+    call runs unpatched."""
     for name, value in kwargs.items():
         if value is None:
             continue
@@ -266,7 +267,7 @@ def has_cache(kwargs: Mapping[str, Any]) -> bool:
 
 def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """True if the caller of a model passes `use_cache=True` and the unpatched model would return a
-    cache.
+    cache. Such a call runs unpatched, also in training.
 
     Under gradient checkpointing, transformers returns no cache in training.
     """
@@ -280,7 +281,8 @@ def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 def fills_in_defaults(model: nn.Module) -> bool:
     """True if a decorator of transformers around a model's forward sets missing arguments, such as
-    `use_cache`, to the values in the model's config."""
+    `use_cache`, to the values in the model's config. The backbone inside then cannot see which
+    arguments the caller passed."""
     codes = (
         getattr(function, "__code__", None) for function in wrapped_functions(type(model).forward)
     )
@@ -288,7 +290,8 @@ def fills_in_defaults(model: nn.Module) -> bool:
 
 
 def models_around(part: nn.Module, root: nn.Module) -> list[nn.Module]:
-    """Return the transformers models in `root` that contain `part`, without `part` itself."""
+    """Return the transformers models in `root` that contain `part`, without `part` itself. Such a
+    model may change the caller's arguments before `part` is called."""
     models = [
         model
         for model in root.modules()
@@ -308,8 +311,8 @@ def finds_other_documents(
     kwargs: Mapping[str, Any], implementation: str | None, cached: bool
 ) -> bool:
     """True if patched layers split a row into packed documents, and the unpatched model attends
-    over the whole row instead. Position_ids may mark such documents, which the unpatched model
-    ignores.
+    over the whole row instead. The micro-batch then must not run unpatched, because its results
+    would differ. Position_ids may mark such documents, which the unpatched model ignores.
 
     Args:
         kwargs: arguments of a model's call.

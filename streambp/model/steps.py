@@ -122,8 +122,8 @@ class Steps:
 
     @contextlib.contextmanager
     def unnoted(self) -> Iterator[None]:
-        """Context manager for runs that are no training steps: steps inside are neither counted nor
-        logged, and the record of the last step is restored at the end."""
+        """Context manager for runs that are no training steps, such as a warm-up. Steps inside are
+        neither counted nor logged, and the record of the last step is restored at the end."""
         previous = self.last, self.unpatched, self.short, self.tell
         self.tell = None
         try:
@@ -170,8 +170,8 @@ class Steps:
         self.last = last
 
     def _choice(self) -> Choice | None:
-        """Return what was chosen for the newest micro-batch: the tensors to save, or a run of the
-        unpatched forward. None if nothing was chosen."""
+        """Return what the policy for saves="auto" chose for the newest micro-batch: the tensors to
+        save, or a run of the unpatched forward. None if nothing was chosen."""
         chooser = self.sites[0].saves_policy if self.sites else None
         return None if chooser is None else chooser.latest
 
@@ -227,7 +227,8 @@ class Steps:
 
     def settle(self) -> None:
         """Mark the last step as ended, and add it to the counts. Log a line if the step ran in a
-        way that was not logged before."""
+        way that was not logged before. Called when the step's backward ends, or else when the next
+        step begins."""
         step = self.last
         if step is None or step.over:
             return

@@ -129,7 +129,8 @@ def _last_step(model: Any) -> StepRecord | None:
 
 def _counts(record: StepRecord | None) -> tuple[float, float, float, float]:
     """Return four numbers of a record: all steps, unpatched steps, steps that freed saved tensors
-    early, and the seconds for which compute waited for copies."""
+    early, and the seconds for which compute waited for copies. `on_log` logs their growth since the
+    previous log."""
     if record is None:
         return 0.0, 0.0, 0.0, 0.0
     stalls = 0.0 if record.host is None else record.host.stalls

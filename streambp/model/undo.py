@@ -36,7 +36,7 @@ def undone_on_error(model: nn.Module) -> Iterator[None]:
 
 def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str, Any]]:
     """Yield the attribute dictionary (`__dict__`) of each module of the model, and of each object
-    of its patch that `unpatch` changes."""
+    of its patch that `unpatch` changes. `undone_on_error` copies these dictionaries."""
     modules = dict.fromkeys(model.modules())
     for state in states:
         if state.root is not None:  # a shallow copy of the model shares the patch

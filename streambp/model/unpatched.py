@@ -184,7 +184,8 @@ class UnpatchedRuns:
         return result
 
     def watch_draws(self, run: Callable[[], T], device: torch.device) -> T:
-        """Call `run`, and note if it drew random numbers. [Note: draws without gradients]
+        """Call `run`, and note if it drew random numbers; no later micro-batch then runs unpatched.
+        [Note: draws without gradients]
 
         Args:
             run: a streamed forward without gradients.
@@ -198,7 +199,7 @@ class UnpatchedRuns:
         return result
 
     def enter_layer(self) -> None:
-        """Check the call of a layer during an unpatched forward.
+        """Check the call of a layer during an unpatched forward. Called at the start of each layer.
 
         Raises:
             ComputedAgainError: a user's checkpoint surrounds the layer, so that grad mode is off or
@@ -301,7 +302,8 @@ def is_plain(site: LayerSite) -> bool:
     """True if the unpatched forward of a layer gives the same numbers as its chunked forward, and
     the layer's own code does not build attention scores [T, T].
 
-    A layer with an engine's hooks inside (DeepSpeed, FSDP) does not count as plain.
+    A micro-batch runs unpatched only if all layers are plain. A layer with an engine's hooks inside
+    (DeepSpeed, FSDP) is not.
     """
     if (
         site.last_call.report.because is not None

@@ -120,8 +120,8 @@ def _warm_up_of(layers: list[LayerForward]) -> WarmUp:
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """Return a scalar to differentiate: the output's loss, or else a value computed from its logits
-    [B, T, V] or from its other tensors. None if no tensor requires a gradient."""
+    """Return a scalar that `warm_up` differentiates: the output's loss, or else a value computed
+    from its logits [B, T, V] or from its other tensors. None if no tensor requires a gradient."""
     fields = output if isinstance(output, Mapping) else {"": output}
     values = [
         x

@@ -343,7 +343,8 @@ class BackboneForward(InstanceForward):
                     context.deferring = None
 
     def _note(self, tokens: Any) -> None:
-        """Record a call that was computed chunk by chunk, and warn of what its layers found.
+        """Record, for `describe`, a call that was computed chunk by chunk. Warn of packed documents
+        and of user hooks that its layers found.
 
         Args:
             tokens: input_ids [B, T], or inputs_embeds [B, T, h].
@@ -394,7 +395,7 @@ class BackboneForward(InstanceForward):
 
     def packs(self, kwargs: Mapping[str, Any], padding_unseen: Unseen) -> bool:
         """True if this call would be computed as one packed row without padding, in which common
-        prefixes of rows appear once.
+        prefixes of rows appear once. Such a micro-batch does not run unpatched.
 
         Args:
             kwargs: arguments of the backbone's forward.
@@ -527,7 +528,8 @@ class BackboneForward(InstanceForward):
 
     def _leaves_a_cache_out(self) -> bool:
         """True if the current call is in training and returns no cache, although the unpatched
-        model would return one. Called only for calls that request a cache."""
+        model would return one. The output then gets an `AbsentCache` placeholder. Called only for
+        calls that request a cache."""
         if not self.module.training:
             return False
         return not (getattr(self.module, CHECKPOINTING[0], False) or self.checkpointed)
@@ -535,7 +537,8 @@ class BackboneForward(InstanceForward):
     @functools.cached_property
     def _around_fill_in(self) -> bool:
         """True if a model around this backbone sets arguments that its caller left out, such as
-        `use_cache`, to the values in its config."""
+        `use_cache`, to the values in its config. `use_cache=True` then does not show that the
+        caller wants a cache."""
         root = self.state.root
         return root is not None and any(map(fills_in_defaults, models_around(self.module, root)))
 
