@@ -59,7 +59,7 @@ class Factor(NamedTuple):
     @property
     def wide(self) -> Tensor:
         """Return the part of `stack` in which each value occurs once: hi [rank, m], or hi and lo [2
-        * rank, m] if `stack` contains a lo."""
+        * rank, m] if `stack` contains a lo. `thin` multiplies x by this part."""
         first = self.rank if self.parts > 1 else 0
         return self.stack[first : self.parts * self.rank]
 
@@ -203,8 +203,8 @@ def spread(product: Tensor, factor: Factor) -> Tensor:
 
 
 def summed_parts(parts: Tensor, dim: int) -> Tensor:
-    """Return the sum of the two halves of a tensor [...] along `dim`. One half is a product with
-    rounded values, the other half the product with their rounding errors."""
+    """Return the sum of the two halves of a LoRA gradient [...] along `dim`: the product with a
+    factor's rounded values, and the product with the rounding errors."""
     first, second = parts.chunk(2, dim)
     return first.add_(second)
 

@@ -87,7 +87,7 @@ class Adapter(NamedTuple):
 
     @property
     def drops(self) -> float:
-        """Return the dropout probability; 0 if the dropout is inactive."""
+        """Return the probability of the dropout before A; 0 if the dropout is inactive."""
         if isinstance(self.dropout, nn.Dropout) and self.dropout.training:
             return float(self.dropout.p)
         return 0.0
@@ -151,7 +151,7 @@ def readings(layer: nn.Module) -> Readings:
 
 def keep_reasons(previous: Readings, current: Readings) -> None:
     """Copy the reasons why peft's forward ran in the last call from earlier readings to new
-    readings of the same modules.
+    readings of the same modules, so that `describe` still reports them.
 
     Args:
         previous: the earlier readings, by name.
@@ -256,7 +256,8 @@ Factors = dict[Any, Made]
 
 
 def bytes_of(factors: Iterable[Factors]) -> int:
-    """Return the bytes of the cached LoRA factors of several Linears."""
+    """Return the bytes of the cached LoRA factors of several Linears. Large factors are not cached
+    until backward."""
     total = 0
     for of_linear in factors:
         for cached in of_linear.values():
@@ -265,8 +266,9 @@ def bytes_of(factors: Iterable[Factors]) -> int:
 
 
 def _state(tensor: Tensor | None) -> tuple[Any, ...]:
-    """Return values that change if a tensor [...] gets other memory or is written to in place. A
-    parameter and a detached alias of it have the same values."""
+    """Return values that change if a tensor [...] gets other memory or is written to in place; a
+    factor that is computed from the tensor is cached until then. A parameter and a detached alias
+    of it have the same values."""
     if tensor is None:
         return ()
     version = None if tensor.is_inference() else tensor._version
@@ -276,14 +278,15 @@ def _state(tensor: Tensor | None) -> tuple[Any, ...]:
 
 def _decodes(base: Any, x: Tensor) -> bool:
     """True if the forward of a Linear with a 4-bit weight equals F.linear(x, dequantized weight)
-    for this x [..., in], without a cast of x or the weight."""
+    for this x [..., in], without a cast of x or the weight. `AdaptedLinear` may then use the
+    dequantized weight."""
     if isinstance(base, CountedPackedLinear):
         return x.dtype == base.compute_dtype
     return has_data(x) and DecodedLinear(base).decodes(x)
 
 
 def _word(dtype: torch.dtype | None) -> str:
-    """Return a dtype's name without "torch."."""
+    """Return a dtype's name without "torch.", for messages."""
     return str(dtype).removeprefix("torch.")
 
 

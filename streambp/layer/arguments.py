@@ -44,7 +44,8 @@ Seen = list[tuple[str, Tensor, int]]  # (name, argument of any shape, version), 
 
 
 def refuse_written(arguments: Seen) -> None:
-    """Raise BackwardError if one of the arguments of a layer call was written to since forward.
+    """Raise BackwardError if one of the arguments of a layer call was written to since forward, so
+    that a recomputation would read other values.
 
     Args:
         arguments: name, tensor [...] and version counter in forward, of each argument.
@@ -184,7 +185,8 @@ class Arguments:
     @property
     def documents(self) -> Documents | None:
         """Return the documents of packed rows if boundaries are among the arguments (`seq_idx` or
-        `cu_seq_lens_q`), else None. Reads the boundaries, which synchronizes with the device."""
+        `cu_seq_lens_q`), else None. No chunk may end where the documents forbid it. Reads the
+        boundaries, which synchronizes with the device."""
         if self._documents is None:
             ids, ends = self.named.get(DOCUMENT_IDS), self.named.get(DOCUMENT_ENDS)
             self._documents = None if ids is None and ends is None else Documents(ids, ends)
@@ -239,7 +241,7 @@ class Arguments:
         return cut.clamp(max=chunk.stop - 1) if name == PICKED else cut
 
     def cut(self, chunk: Chunk, leaves: list[Tensor] | None = None) -> dict[str, Any]:
-        """Return the arguments of the layer's forward for one chunk, by name. Tensors with a
+        """Return the arguments of the layer's own forward for one chunk, by name. Tensors with a
         dimension of tokens [..., T, ...] are sliced to [..., C, ...].
 
         Args:
@@ -286,7 +288,8 @@ class Arguments:
     def replaced(
         self, changes: dict[str, Any], packed_rows: PackedRows | None = None
     ) -> Iterator[None]:
-        """Context manager in which some arguments, and the documents of packed rows, are replaced.
+        """Context manager in which some arguments, and the documents of packed rows, are replaced,
+        for a test run of the layer.
 
         Args:
             changes: new values by argument name.
@@ -311,7 +314,7 @@ class Arguments:
 
 def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
     """Return the shape of one token's hidden states: (h,) in [B, T, h] and in [M, B, T, h] (Gemma
-    3n), and (M, h) in [B, T, M, h] (hyper-connections).
+    3n), and (M, h) in [B, T, M, h] (hyper-connections). M is the number of residual streams.
 
     [M, B, T, h] and [B, T, M, h] are distinguished by T, the number of positions. If T equals M,
     the result may be wrong. The layer's test run fails then, and the layer is not chunked.

@@ -87,7 +87,8 @@ class OutputSlot:
 
     @property
     def dim(self) -> int:
-        """Return the dimension that counts tokens: -2 for tensors in a dict argument, else 1."""
+        """Return the dimension of the output that counts tokens: -2 for tensors in a dict argument,
+        else 1."""
         return 1 if self.key is None else -2
 
 
@@ -439,9 +440,10 @@ class LayerCall:
             )
 
     def first_chunks(self, tokens: int) -> tuple[Chunk, ...]:
-        """Return the chunks on which the layer is tested: one chunk of at most `tokens` tokens from
-        position 0. If the layer has recurrent states and the sequence is long enough, a second
-        chunk follows, which starts from the end states of the first."""
+        """Return the chunks on which the layer is tested before its first call in chunks: one chunk
+        of at most `tokens` tokens from position 0. If the layer has recurrent states and the
+        sequence is long enough, a second chunk follows, which starts from the end states of the
+        first."""
         length = self.arguments.length
         if not self.site.kind.states.carries or len(self.plan.ends) == 1:
             return (Chunk(0, 0, min(tokens, length)),)
@@ -545,9 +547,9 @@ class LayerCall:
                     self.backward.factors.clear()
 
     def _can_keep_factors(self) -> bool:
-        """True if the cached LoRA matrices (`Factor`) may stay in memory from forward to backward.
-        The matrices must be small beside the layer's input. Parameters must neither be gathered by
-        ZeRO-3 or FSDP nor be stored on the host."""
+        """True if the cached LoRA matrices (`Factor`) may stay in memory from forward to backward,
+        which otherwise computes them again. The matrices must be small beside the layer's input.
+        Parameters must neither be gathered by ZeRO-3 or FSDP nor be stored on the host."""
         limit = self.hidden_states.nbytes // MIN_INPUT_TO_FACTORS
         managed = self.site.on_host or held(self.site.layer).weights
         return not managed and bytes_of(self.backward.factors.values()) <= limit
@@ -717,8 +719,8 @@ class LayerCall:
 
 
 def recorded_keys(collector: Iterable[str]) -> tuple[str, ...]:
-    """Return the keys that transformers' output collector records inside layers: all except
-    hidden_states and private keys."""
+    """Return the keys that transformers' output collector records inside layers, such as router
+    logits: all except hidden_states and private keys."""
     return tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
 
 

@@ -61,7 +61,8 @@ class ReplayedChoices(TorchFunctionMode):
 
     def rearranged(self, change: Callable[[Tensor], Tensor]) -> ReplayedChoices:
         """Return a copy of the recorded choices for another batch, which has the same tokens in
-        other rows and positions.
+        other rows and positions. A test compares separate rows with one packed row, whose routers
+        replay this copy.
 
         Args:
             change: moves the entries of a recorded tensor [B, T, ...] to their new rows and
@@ -77,12 +78,14 @@ class ReplayedChoices(TorchFunctionMode):
 
     def furthest(self) -> float:
         """Return the largest relative distance, over all tokens, of a token's router scores from
-        those of the first run; 0 if no choice was replayed."""
+        those of the first run; 0 if no choice was replayed. A test fails if the distance is larger
+        than roundings explain."""
         return max((float(far.max()) for far in self.far.values()), default=0.0) ** 0.5
 
     def typical(self) -> float:
         """Return the root mean square, over all tokens, of the relative distance of router scores
-        from those of the first run; 0 if no choice was replayed."""
+        from those of the first run; 0 if no choice was replayed. A test in half precision fails if
+        the result is larger than roundings explain."""
         if self.far:
             return float(torch.cat([far.flatten() for far in self.far.values()]).mean()) ** 0.5
         return 0.0
@@ -148,7 +151,7 @@ class ReplayedChoices(TorchFunctionMode):
         in_any_order: bool,
     ) -> None:
         """Add to `far` and `differing` how this run's scores and choices differ from the first
-        run's.
+        run's. Called for each router call that replays choices.
 
         Args:
             first_scores: scores of the first run, [B, C, ..., n].

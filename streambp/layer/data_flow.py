@@ -47,8 +47,9 @@ class DataFlow(TorchDispatchMode):
         return self._labels.get(tensor.untyped_storage()._cdata, frozenset())
 
     def add(self, tensor: Tensor, labels: Labels) -> None:
-        """Add names of Linears to the labels of a tensor [...]. The tensor's storage is kept alive,
-        so that no new tensor gets its address. Sparse tensors get no labels."""
+        """Add names of Linears to the labels of a tensor [...]: each operator's results get the
+        labels of its inputs. The tensor's storage is kept alive, so that no new tensor gets its
+        address. Sparse tensors get no labels."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -82,6 +83,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) -> DataFlow:
     """Run a few tokens through the layer. Return a `DataFlow` with the names of the Linears whose
     outputs influence the results, and of those whose outputs influence a tensor saved by autograd.
+    A recomputation can skip all other Linears.
 
     Args:
         linears: the layer's Linears by name, as returned by `plain_linears`.

@@ -230,7 +230,7 @@ def can_keep_graph(call: LayerCall) -> bool:
 @contextlib.contextmanager
 def counting(call: LayerCall, watch: ObservedCosts, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Context manager that counts the bytes of the tensors that autograd saves for one chunk, and
-    adds them to `watch.graph`.
+    adds them to `watch.graph`. A layer's graph is saved until backward if these bytes fit.
 
     Tensors that exist without the graph are not counted: `tensors`, frozen weights and the call's
     arguments, such as cosines and sines.
@@ -289,7 +289,7 @@ def refuse_other_leaves(
 
 
 def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
-    """Return all autograd nodes that computed these tensors [...], each node once."""
+    """Return all autograd nodes of the graph that computed these tensors [...], each node once."""
     nodes: list[Any] = list(
         dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
     )
@@ -303,8 +303,8 @@ def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
 
 
 def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
-    """Return a leaf [...] of these outputs' autograd graph that is not among `differentiated`; None
-    if all leaves are."""
+    """Return a leaf [...] of these outputs' autograd graph that is not among `differentiated`, so
+    that its gradient would be lost; None if all leaves are."""
     leaf_ids = {id(tensor) for tensor in differentiated}
     for node in nodes_behind(outputs):
         if type(node) is LEAF_NODE and id(node.variable) not in leaf_ids:
@@ -314,8 +314,9 @@ def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) ->
 
 
 def depends(leaf: Tensor) -> str:
-    """Return the error message for a layer whose output depends on a tensor [...] that is neither
-    its parameter nor its argument. The message includes the remedy for FSDP1's flat parameter."""
+    """Return text, for an error or as the reason to run unchunked, about a layer whose output
+    depends on a foreign tensor [...], neither its parameter nor its argument. Chunks would lose the
+    tensor's gradient. The text includes the remedy for FSDP1's flat parameter."""
     flat = (
         ": FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; fsdp_version: 2 in "
         "accelerate's config), DeepSpeed ZeRO or DDP."
@@ -362,8 +363,9 @@ UNKNOWN = 0
 
 
 def reference_counts(gradient: Tensor) -> Counts:
-    """Return three reference counts of a gradient: of the C++ tensor, of its Python object and of
-    its storage. Must be called directly in an autograd Function's `backward(ctx, gradient)`.
+    """Return three reference counts of a gradient, by which `may_overwrite` decides if another user
+    holds it: of the C++ tensor, of its Python object and of its storage. Must be called directly in
+    an autograd Function's `backward(ctx, gradient)`.
 
     Args:
         gradient: [..., B, T, h] in a layer's backward.
@@ -405,7 +407,8 @@ def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
 @functools.cache
 def counts_when_alone() -> Counts:
     """Return the `reference_counts` of a gradient that no code except autograd's engine holds. The
-    counts depend on the versions of torch and Python, and are measured once in a process."""
+    counts depend on the versions of torch and Python, and are measured once in a process.
+    `may_overwrite` compares a gradient's counts with these."""
     counts: list[Counts] = []
 
     class Probe(torch.autograd.Function):

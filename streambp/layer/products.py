@@ -115,7 +115,8 @@ def _is_plain(module: nn.Module) -> bool:
 
 def computes_plainly(module: nn.Module) -> TypeGuard[nn.Linear]:
     """True if the module is an nn.Linear, or of a subclass with the same forward, weight and bias.
-    Other subclasses, such as torchao's, have other gradients than x @ W^T + b."""
+    Other subclasses, such as torchao's, have other gradients than x @ W^T + b. No output of such a
+    module is saved or skipped."""
     kind = type(module)
     if kind is nn.Linear or not isinstance(module, nn.Linear):
         return kind is nn.Linear
@@ -128,7 +129,7 @@ def computes_plainly(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def hooked_everywhere() -> bool:
     """True if hooks are registered with torch's `register_module_forward_hook` and its like, which
-    apply to all modules."""
+    apply to all modules. Such hooks may need every Linear's true output."""
     return any(map(vars(torch.nn.modules.module).__getitem__, GLOBAL_HOOKS))
 
 
@@ -143,8 +144,8 @@ def is_factor(name: str) -> bool:
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """Return the names that one of the glob patterns matches, in order. The base layer of a LoRA
-    Linear is matched by the name of the LoRA Linear."""
+    """Return the names of Linears that one of the glob patterns in `StreamConfig.saves` matches, in
+    order. The base layer of a LoRA Linear is matched by the name of the LoRA Linear."""
     return [
         name
         for name in names

@@ -91,7 +91,7 @@ class Autocast(NamedTuple):
 
 def check_mode(layer: nn.Module, training: bool) -> None:
     """Raise BackwardError if the layer is in train mode and was in eval mode in forward, or the
-    reverse.
+    reverse, because the recomputation would differ.
 
     Args:
         layer: the layer.
@@ -140,8 +140,8 @@ ParameterSlot = tuple[nn.Module, str]  # a place that holds a parameter: `module
 
 def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
     """Return all parameters inside a module as (full name, (submodule, name in the submodule's
-    `_parameters`)). Entries that are None are left out.
-    """
+    `_parameters`)). Entries that are None are left out. `Parameters` reads and replaces parameters
+    in these places."""
     return [
         (f"{path}.{name}", (owner, name))
         for path, owner in module.named_modules()

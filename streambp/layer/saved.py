@@ -64,10 +64,11 @@ class InMemory:
         return (name, chunk) in self.tensors
 
     def reserve(self, size: int) -> None:
-        """Ignore the request: this store keeps references and needs no memory of its own."""
+        """Ignore the number of bytes: this store keeps references and needs no memory of its own.
+        Stores on the host allocate memory here."""
 
     def load(self, name: str, chunk: int) -> None:
-        """Ignore the request: the tensor never left the device."""
+        """Ignore the request to copy a tensor to the device: the tensor never left the device."""
 
     def peek(self, name: str, chunk: int) -> Tensor:
         """Return a chunk's tensor [...], which stays stored."""
@@ -76,7 +77,7 @@ class InMemory:
     borrow = peek  # in-place changes need no copy back
 
     def read_ahead(self) -> None:
-        """Ignore the request: no tensor has to be copied to the device."""
+        """Ignore the request to prefetch: no tensor has to be copied to the device."""
 
     def take(self, name: str, chunk: int) -> Tensor:
         """Remove a chunk's tensor [...] from the store and return it."""
@@ -221,7 +222,7 @@ class SavedForBackward:
                 self.named = False
 
     def give_up(self, at_work: bool) -> None:
-        """Free every saved tensor that backward can recompute.
+        """Free every saved tensor that backward can recompute, because device memory is short.
 
         Args:
             at_work: True if the layer is running, so that the buffers of keys and values must stay;
@@ -259,7 +260,7 @@ class SavedForBackward:
             self.store.seal(self.order(), backward_bytes)
 
     def keep_states(self, chunk: Chunk, states: States) -> None:
-        """Save the recurrent states that a chunk starts from."""
+        """Save the recurrent states that a chunk starts from, for its recomputation in backward."""
         self._state_keys = list(states) or self._state_keys
         if states and self._state_chunk(chunk.index) == chunk.index:
             for number, state in enumerate(states.values()):
@@ -415,7 +416,8 @@ class SavedForBackward:
 
     def order(self) -> list[list[Access]]:
         """Return the tensors that backward reads from the store, as (name, chunk index) in the
-        order of reading. The tensors of one inner list are read together. [Note: order of reads]"""
+        order of reading. `seal` gives the order to a store on the host, which prefetches. The
+        tensors of one inner list are read together. [Note: order of reads]"""
         prefix = self.carried.prefix
         order = list[list[Access]]()
         tiled: list[
@@ -528,13 +530,14 @@ class SavedForBackward:
 
 
 def _is_needed(name: str) -> bool:
-    """True if backward cannot recompute a saved tensor of this name."""
+    """True if backward cannot recompute a saved tensor of this name. Such a tensor is not freed
+    when memory is short."""
     return name.split(".")[0] in ("x", "state", "picks")
 
 
 def _computes_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
     """Return the dtype of a Linear's output for x [..., h]: the dtype of its weight, or that of x
-    if the weight is quantized."""
+    if the weight is quantized. The size of a saved output follows from the dtype."""
     return linear.weight.dtype if linear.weight.is_floating_point() else x.dtype
 
 

@@ -25,7 +25,7 @@ Buffers = dict[tuple[nn.Module, str], Tensor]
 
 def buffers_of(layer: nn.Module) -> Buffers:
     """Return the buffers inside a layer by (module, buffer name), without meta tensors and tensor
-    subclasses."""
+    subclasses. A test run of the layer must leave their values as they are."""
     return {
         (module, name): buffer
         for module in layer.modules()
@@ -36,9 +36,9 @@ def buffers_of(layer: nn.Module) -> Buffers:
 
 @contextlib.contextmanager
 def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
-    """Context manager that replaces these buffers in their modules by detached copies, and puts the
-    original tensors back at the end. The originals are never written to, because autograd graphs
-    may have saved them."""
+    """Context manager for a test run or a recomputation: replaces these buffers in their modules by
+    detached copies, and puts the original tensors back at the end. The originals are never written
+    to, because autograd graphs may have saved them."""
     originals = {(module, name): module._buffers[name] for module, name in buffers}
     try:
         for (module, name), buffer in buffers.items():
@@ -51,6 +51,7 @@ def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
 
 def written_since(copies: Buffers) -> Buffers:
     """Return those of the buffers `copies` whose values have changed, with their old values [...].
+    A layer that writes to its buffers runs unchunked.
 
     Args:
         copies: the buffers with a copy of their values.

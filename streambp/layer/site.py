@@ -58,7 +58,8 @@ DOUBTS_BEFORE_DECISION = (
 
 def remember(entries: dict[Key, T], key: Key, value: T) -> T:
     """Insert `value` under `key` as the newest entry of the dict `entries`, and return `value`. If
-    the dict then has more than `MAX_KINDS_OF_CALLS` entries, the oldest entry is dropped."""
+    the dict then has more than `MAX_KINDS_OF_CALLS` entries, the oldest entry is dropped. Used for
+    a layer's test results."""
     entries.pop(key, None)
     entries[key] = value
     if len(entries) > MAX_KINDS_OF_CALLS:
@@ -129,7 +130,8 @@ class TrialResult:
 
 class TrialResults(dict[frozenset[tuple[str, Any]], TrialResult]):
     """Test results of a layer by kind of call (`Arguments.kind`). Reading a kind without results
-    inserts new, empty results, as `collections.defaultdict` does."""
+    inserts new, empty results, as `collections.defaultdict` does. The oldest kind is then dropped
+    if there are too many."""
 
     def __missing__(self, kind: frozenset[tuple[str, Any]]) -> TrialResult:
         return remember(self, kind, TrialResult())
@@ -397,7 +399,8 @@ class LayerSite:
     def weights_here(
         self, direction: str, device: torch.device
     ) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which the layer's weights are on the device.
+        """Context manager in which the layer's weights are on the device, if they are stored on the
+        host between uses.
 
         Args:
             direction: "forward", "backward" or "trial" (a test of the layer).
@@ -477,9 +480,9 @@ class LayerSite:
 
     def coarsest(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
         """Return the dtype with the largest rounding error among `dtype`, the dtypes of the layer's
-        parameters and autocast's dtype. float32 is replaced by a dtype with TF32's precision
-        (`products_rounded_to`) if the device may use TF32, because kernels choose TF32 by the
-        number of rows.
+        parameters and autocast's dtype. Comparisons of this layer tolerate roundings of the result.
+        The dtype float32 is replaced by a dtype with TF32's precision (`products_rounded_to`) if
+        the device may use TF32, because kernels choose TF32 by the number of rows.
 
         Args:
             dtype: the dtype of the layer's input.
@@ -522,7 +525,7 @@ class LayerSite:
 
     def of(self, question: Callable[[nn.Module], T], known_as: Hashable = None) -> T:
         """Return `question(layer)`, cached until the layer's modules, hooks or attributes change.
-        [Note: fingerprint]
+        Calls of the layer thus inspect its modules once. [Note: fingerprint]
 
         Args:
             question: a function of the layer.

@@ -52,14 +52,16 @@ CHOOSING = frozenset(("topk", "argsort", "sort", "argmax", "multinomial"))
 
 
 def rows_of(length: int) -> slice:
-    """Return a slice of at most `ROWS` (8) of `length` rows, evenly spaced, with the last row."""
+    """Return a slice of at most `ROWS` (8) of `length` rows, evenly spaced, with the last row.
+    Backward compares only these rows with forward if an output is not fully recomputed."""
     step = max(1, length // ROWS)
     return slice(length - 1 - (min(ROWS, length) - 1) * step, None, step)
 
 
 def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
     """Return the dtypes that the layer's modules compute in: those of its float parameters, and
-    `compute_dtype` of bitsandbytes' 4-bit Linears, whose parameters are bytes."""
+    `compute_dtype` of bitsandbytes' 4-bit Linears, whose parameters are bytes. The tolerance of
+    comparisons follows from the dtypes."""
     compute_dtypes = (getattr(module, COMPUTE_DTYPE, None) for module in layer.modules())
     computed_in = {
         dtype
@@ -76,7 +78,7 @@ def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
 
 def chooses(layer: nn.Module) -> bool:
     """True if the code of a module inside the layer calls topk, sort or argmax, as routers of
-    experts and indexers of keys do."""
+    experts and indexers of keys do. A comparison then lets a fraction of the rows differ."""
     classes = {
         base
         for module in layer.modules()
@@ -378,8 +380,9 @@ def _changed(pairs: list[Compared]) -> list[Compared]:
 
 
 def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tensor:
-    """Return a bool tensor [len(group)]: True if a pair differs by more than the tolerance. Pairs
-    with NaN, which skipped Linears return, do not count as different.
+    """Return a bool tensor [len(group)]: True if a pair of values, from forward and backward,
+    differs by more than the tolerance. Pairs with NaN, which skipped Linears return, do not count
+    as different.
 
     Args:
         group: pairs of the same shape, dtype and device.
