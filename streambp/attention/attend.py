@@ -62,7 +62,8 @@ class Attended:
 
     @property
     def changed(self) -> bool:
-        """True if the layer has written to o in place since attention returned o."""
+        """True if the layer has written to o in place since attention returned o. Backward then
+        cannot use o."""
         return self.version is not None and self.o._version != self.version
 
 
@@ -143,8 +144,8 @@ class MergedOutput:
 def merge(
     o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False
 ) -> None:
-    """Merge two partial attention outputs, each over some of the keys, into the output over all
-    keys.
+    """Merge two partial attention outputs of the same queries, each over some of the keys, into the
+    output over all keys.
 
     Args:
         o: [b, t, H, D], not read where `lse` is -inf.

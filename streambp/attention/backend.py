@@ -60,7 +60,8 @@ class Use(enum.Enum):
 
 
 class Used(NamedTuple):
-    """Kernel that computed blocks (rectangles of queries and keys) of one kind, for `describe`.
+    """Kernel that computed blocks (rectangles of queries and keys) of one kind in a layer's last
+    call, for `describe`.
 
     Attributes:
         kernel: name of the kernel.
@@ -132,7 +133,7 @@ class Backend:
 
     def tiling(self, use: Use) -> Tiling:
         """Return the largest and smallest sizes of blocks for this use, as the preferred kernel
-        requires them.
+        requires them. `Spans.blocks` cuts a chunk's attention into blocks of these sizes.
 
         The field `tail` has the sizes for the next kernel, which computes blocks too short for the
         preferred kernel. The field `masked` has the sizes for the kernel that reads mask tensors.
@@ -218,8 +219,9 @@ class Backend:
 
 
 def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
-    """Return two numbers: the largest number of blocks that contain the same query, and the number
-    of queries, over all rows, that are in some block.
+    """Return two numbers about a chunk's blocks, rectangles of queries and keys. The first is the
+    largest number of blocks that contain the same query. The second is the number of queries, over
+    all rows, that are in some block. Merging the blocks' outputs depends on both.
 
     Groups of rows are counted one by one, because blocks of different groups never share a query.
     """
@@ -277,8 +279,9 @@ def platform_of(device: torch.device) -> Platform:
 
 @functools.lru_cache
 def _numbers(version: str) -> Version:
-    """Parse a version: (4, 0, 0, 18) for "4.0.0b18", (2, 13, 0) for "2.13.0+cu130". A pre-release
-    has one number more than its release."""
+    """Parse the version of torch or FlashAttention to a tuple of numbers. Examples are (4, 0, 0,
+    18) for "4.0.0b18" and (2, 13, 0) for "2.13.0+cu130". A pre-release has one number more than its
+    release."""
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
@@ -386,7 +389,8 @@ def _chosen(choice: str, call: AttentionShape, sink: bool, platform: Platform) -
 @dataclasses.dataclass(frozen=True)
 class AsSdpa:
     """Comparison of a layer's attention calls with transformers' "sdpa" implementation: whether
-    sdpa computes the same numbers, and whether sdpa builds the scores in memory.
+    sdpa computes the same numbers, and whether sdpa builds the scores in memory. Both decide if a
+    micro-batch may run unpatched.
 
     Attributes:
         same: True if sdpa computes the same numbers. False with a softcap or sinks, which sdpa does

@@ -145,7 +145,8 @@ def _part(
     start: int,
     stop: int,
 ) -> dict[str, Any]:
-    """Return the arguments of an indexer's call for queries [start, stop) of one row.
+    """Return the arguments of an indexer's call for queries [start, stop) of one row. The call
+    picks the keys for these few queries alone.
 
     Args:
         named: arguments for all queries of the chunk, by name.
@@ -167,8 +168,9 @@ def _part(
 
     def read(k: Tensor, nothing: Tensor) -> tuple[Tensor, Tensor]:
         """Store an indexer's keys k [1, 1, queries, D], and return the indexer's keys of all tokens
-        up to the last query, [1, 1, stop, D]. `nothing`, which takes the place of values in the
-        cache's interface, is returned unchanged."""
+        up to the last query, [1, 1, stop, D]. The indexer calls this function as its cache.
+        `nothing`, which takes the place of values in the cache's interface, is returned unchanged.
+        """
         keys = prefix.index_keys.get(number)
         if keys is None:
             # [B, T, D]
@@ -190,6 +192,6 @@ def _part(
 
 
 def _row(x: Tensor, row: int) -> Tensor:
-    """Return row number `row` of x [B, ...] as [1, ...]. An x [1, ...] that serves all rows is
-    returned unchanged."""
+    """Return row number `row` of x [B, ...] as [1, ...], for an indexer's call on one row. An x [1,
+    ...] that serves all rows is returned unchanged."""
     return x if len(x) == 1 else x[row : row + 1]

@@ -184,8 +184,9 @@ def _is_causal_without_a_mask(module: nn.Module) -> bool:
 
 
 def _own_function(module: nn.Module) -> Any:
-    """Return the attention function of the config's own implementation, "sdpa" for example. None if
-    the module must use `stream_attention` in the current thread."""
+    """Return the attention function of the config's own implementation, "sdpa" for example. The
+    function is needed if another thread has set the name of `stream_attention` in a shared config.
+    None if the module must use `stream_attention` in the current thread."""
     implementation = _met_by_chance(getattr(module, "config", None))
     if implementation is None:
         return None
@@ -238,8 +239,8 @@ def _attend_elsewhere(
 
 
 def _eager_function(module: nn.Module) -> Any:
-    """Return the eager attention function of the module's model if the model attends eagerly; else
-    None."""
+    """Return the eager attention function of the module's model, for cross-attention, if the model
+    attends eagerly; else None."""
     config = getattr(module, "config", None)
     if not isinstance(config, PreTrainedConfig) or own_implementation(config) != EAGER:
         return None
@@ -386,7 +387,8 @@ _plain = object.__getattribute__
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
     """Return a config's own attention implementation, "sdpa" for example, also inside the context
-    manager `routed`, which replaces it by streambp's."""
+    manager `routed`, which replaces it by streambp's. The unpatched model would attend with this
+    implementation."""
     name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
     return name.own if isinstance(name, Routed) else name
 
@@ -714,7 +716,7 @@ class ThroughInterface(NoAttention):
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
     """Return every distinct config from which the layer's modules read their attention
-    implementation."""
+    implementation. `routed` replaces the implementation in these configs."""
     by_id: dict[int, PreTrainedConfig] = {}
     for module in layer.modules():
         config = getattr(module, "config", None)

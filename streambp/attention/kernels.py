@@ -43,8 +43,8 @@ CUDNN_FEW = 256
 
 
 class Task(NamedTuple):
-    """Arguments of an attention kernel other than q, k and v, for one rectangle of queries and
-    keys. Only plain products read the two tensors of T5's bias."""
+    """Arguments of an attention kernel's forward and backward other than q, k and v, for one
+    rectangle of queries and keys. Only plain products read the two tensors of T5's bias."""
 
     block: Block
     scale: float
@@ -374,7 +374,8 @@ WINDOWLESS_FLASH = FlashKernel(packs=False)
 
 def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the document boundaries (cu_seqlens) of a VARLEN block's queries and keys as tensors
-    on `device`, [documents + 1] each in int32."""
+    on `device`, [documents + 1] each in int32. FlashAttention's packed kernel takes these tensors.
+    """
     cu_q = torch.tensor(block.cu_q, dtype=torch.int32, device=device)
     if block.cu_k == block.cu_q:
         return cu_q, cu_q
@@ -427,12 +428,14 @@ def _tile(task: Task, device: torch.device) -> Tensor | None:
 
 
 def _token_major(x: Tensor, kind: Kind) -> Tensor:
-    """Rearrange x [B, H, T, D] to [B, T, H, D], or to [T, H, D] for a packed row (kind VARLEN)."""
+    """Rearrange x [B, H, T, D] to [B, T, H, D], or to [T, H, D] for a packed row (kind VARLEN), as
+    FlashAttention's operators take it."""
     return x[0].transpose(0, 1) if kind is Kind.VARLEN else x.transpose(1, 2)
 
 
 def _head_major(x: Tensor, kind: Kind) -> Tensor:
-    """Rearrange x [B, T, H, D], or [T, H, D] of a packed row, to [B, H, T, D]."""
+    """Rearrange x [B, T, H, D], or [T, H, D] of a packed row, to [B, H, T, D], as `Kernel` returns
+    tensors."""
     return x.transpose(0, 1)[None] if kind is Kind.VARLEN else x.transpose(1, 2)
 
 

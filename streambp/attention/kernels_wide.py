@@ -127,13 +127,14 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 def _repeated(x: Tensor, groups: int) -> Tensor:
-    """Repeat each key head for its query heads: [B, H_kv, T, D] -> [B, H, T, D]."""
+    """Repeat each key head for its query heads, for a kernel without grouped queries: [B, H_kv, T,
+    D] -> [B, H, T, D]."""
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
 def _summed(x: Tensor, groups: int) -> Tensor:
-    """Sum over the query heads of each key head: [B, H, T, D] -> [B, H_kv, T, D], in float32 or
-    wider."""
+    """Sum a gradient over the query heads of each key head: [B, H, T, D] -> [B, H_kv, T, D], in
+    float32 or wider. The inverse of `_repeated` in backward."""
     if groups == 1:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)

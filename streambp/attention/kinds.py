@@ -67,7 +67,8 @@ def _with_own_masks(
 
 def _why_empty_queries(mask: Tensor) -> str | None:
     """Return why a bidirectional layer with an added mask [B or 1, H or 1, T, T] cannot be chunked;
-    None if each query reads a key, or if the mask is bool."""
+    None if each query reads a key, or if the mask is bool. Eager attention returns the mean over
+    all keys for a query that reads no key."""
     length = mask.shape[-1]
     if not mask.is_floating_point() or mask.shape[-2] != length or mask.is_meta:
         return None
@@ -166,8 +167,8 @@ class ForeignAttention(NoAttention):
 
 
 def _with_bias_of_pairs(named: dict[str, Any], length: int) -> dict[str, Any]:
-    """Return arguments of a layer, with the bias of all pairs [1, H, T, T] in place of the bias of
-    each distance.
+    """Return arguments of a layer for its own forward without chunks, with the bias of all pairs
+    [1, H, T, T] in place of the bias of each distance.
 
     Args:
         named: arguments of the layer by name.

@@ -76,7 +76,8 @@ class KVBuffer:
 
     @property
     def lent(self) -> bool:
-        """True if the buffers are the layer's own k and v tensors, without a copy."""
+        """True if the buffers are the layer's own k and v tensors, without a copy. A write to k or
+        v by the layer would then change what backward reads."""
         return self.versions is not None
 
     @classmethod
@@ -110,7 +111,8 @@ class KVBuffer:
         return cls(*buffers, versions=(k._version, v._version))
 
     def pack(self) -> None:
-        """Free the zero columns with which V is padded, until V is read again."""
+        """Free the zero columns with which V is padded, until V is read again. Called at the end of
+        forward."""
         if self.columns is not None and self.packed is None:
             self.v = narrowed(self.v, self.columns).contiguous()
             self.packed = self.width
@@ -125,8 +127,8 @@ class KVBuffer:
         return self.dk, self.dv
 
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views. Saved tensors have
-        the same layout: tokens before heads."""
+        """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views, to save them for
+        backward. Saved tensors have the same layout: tokens before heads."""
         positions = slice(chunk.start, chunk.stop)
         return self.k[:, positions], narrowed(self.v[:, positions], self.value_size)
 
@@ -149,8 +151,8 @@ class KVBuffer:
         target.copy_(v.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
-        """Return each block with its keys and values, as views of the buffers. A block is a
-        rectangle of queries and keys.
+        """Return each block of a chunk's attention with its keys and values, as views of the
+        buffers. A block is a rectangle of queries and keys.
 
         Args:
             blocks: the blocks.
@@ -382,7 +384,8 @@ class KVTiles:
 
     def _overlaps(self, block: Block) -> Iterator[tuple[int, slice, slice]]:
         """Yield the chunks that hold keys of a block: the chunk's index, the slice of these keys
-        within the chunk, and the slice of these keys within the block."""
+        within the chunk, and the slice of these keys within the block. `visit` and `add` access the
+        chunks' tiles by these slices."""
         for index in self._tiles(block):
             chunk = self.plan[index]
             k0 = max(block.k0, chunk.start)

@@ -29,7 +29,8 @@ ReadTile = Callable[[int, int, int, int], Tensor]
 
 
 def reads(tile: Tensor) -> Tensor:
-    """Return a bool tensor for a part of an attention mask, True where a query may read a key.
+    """Return a bool tensor for a part of an attention mask of either kind, True where a query may
+    read a key.
 
     A bool mask is returned unchanged. An additive mask excludes a key by the lowest number of its
     dtype, or by -inf.
@@ -55,7 +56,8 @@ def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Ba
     """Find the positions where no chunk may end, because in some row or head an earlier query reads
     a later key; () for a causal mask. [Note: chunk ends]
 
-    The scan costs T^2 / 2 mask elements, SCAN^2 at a time, and one synchronization with the device.
+    The scan costs T^2 / 2 mask elements, a tile of SCAN^2 (a constant) at a time, and one
+    synchronization with the device.
 
     Args:
         tile: function that returns a part of the mask.
@@ -79,8 +81,9 @@ def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Ba
 
 
 def find_reach(tile: ReadTile, length: int, device: torch.device) -> tuple[tuple[int, int], ...]:
-    """Find the keys that each SCAN queries of a mask read, in any row and head. The keys are an
-    interval (first key, last key + 1), or (0, 0) if the queries read no key.
+    """Find the keys that each SCAN (a constant) consecutive queries of a mask read, in any row and
+    head, so that attention can leave out all other keys. The keys are an interval (first key, last
+    key + 1), or (0, 0) if the queries read no key.
 
     The scan costs T^2 mask elements, SCAN^2 at a time, and one synchronization with the device.
 
@@ -128,6 +131,7 @@ def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
 
 def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tensor | None, bool]:
     """Find the queries that may read no key, [B or 1, T] in bool; None if every query reads a key.
+    Implementations of attention differ in the output of such queries.
 
     The second result is True if these queries have no effect on other tokens: all heads agree on
     the queries, and no query reads their keys. The scan costs T^2 mask elements and one

@@ -65,7 +65,7 @@ class LazyMask:
 
     @property
     def is_bidirectional(self) -> bool:
-        """True if each query reads all keys but padding."""
+        """True if each query reads all keys but padding, as in an encoder or in cross-attention."""
         return self.description.get("mask_function") is bidirectional_mask_function
 
     @property
@@ -78,8 +78,9 @@ class LazyMask:
         return self._has_empty_row
 
     def over_keys(self, is_added: bool) -> Tensor | None:
-        """Return a bidirectional mask as [B, 1, 1, S], because it is the same for all queries; None
-        if all keys are read. The result is cached, because all layers share the mask.
+        """Return the mask of cross-attention or of an encoder as [B, 1, 1, S], because it is the
+        same for all queries; None if all S keys are read. The result is cached, because all layers
+        share the mask.
 
         Args:
             is_added: True: the mask is added to the scores, as in eager attention: 0 for keys that
@@ -130,8 +131,9 @@ class DenseMask:
         source: the mask tensor, or the `LazyMask` from which parts are built.
         barriers: positions where no chunk may end, because an earlier query would read a later key.
             [Note: chunk ends]
-        reach: the interval of keys that each SCAN queries read, if attention has the keys of the
-            full sequence; (): attention has the keys up to the chunk's end.
+        reach: the interval of keys that each SCAN (a constant) consecutive queries read, if
+            attention has the keys of the full sequence; (): attention has the keys up to the
+            chunk's end.
     """
 
     batch_size: int
@@ -302,8 +304,9 @@ def rectangles(
 def _reads_all(
     mask: LazyMask, batch_size: int, length: int, padding: Tensor | None, device: torch.device
 ) -> bool:
-    """True if each query of a mask reads all keys but padding. Compares all T^2 elements of the
-    mask, SCAN^2 at a time, and stops at the first difference."""
+    """True if each query of a mask reads all keys but padding, so that one interval for each row
+    describes the mask. Compares all T^2 elements of the mask, SCAN^2 at a time, and stops at the
+    first difference."""
     dense = DenseMask(batch_size, length, mask)
     for q0 in range(0, length, SCAN):
         for k0 in range(0, length, SCAN):
@@ -420,8 +423,9 @@ def _from_description(
 def spans_of_tokens(
     batch_size: int, length: int, padding: Tensor | None, position_ids: Tensor
 ) -> Spans:
-    """Return the keys that each query reads in causal sequences without a window, from the padding
-    and the positions of the tokens.
+    """Return the keys that each query of full sequences reads, if attention is causal without a
+    window, from the padding and the positions of the tokens. Used where sequences are split over
+    ranks.
 
     Args:
         batch_size: rows of the batch.
@@ -538,7 +542,7 @@ def agrees(
 
 def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the first and the last key that each query reads, [B, T] each in int64. A query that
-    reads no key has last < first.
+    reads no key has last < first. Masks are built from, or compared with, these numbers.
 
     Args:
         spans: the keys that each query reads.
@@ -578,7 +582,7 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
 
 def masks_replaced(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
     """Return a layer's argument `value` with `mask(lazy_mask)` in place of each `LazyMask`, also
-    inside dicts."""
+    inside dicts. The layer's own forward then gets masks as in the unpatched model."""
     if isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
         return {key: masks_replaced(part, mask) for key, part in value.items()}
     return mask(value) if isinstance(value, LazyMask) else value

@@ -21,8 +21,9 @@ from streambp.chunks import Chunk
 def visible(
     layout: Spans | DenseMask, q0: int, q1: int, k0: int, k1: int, device: torch.device
 ) -> Tensor:
-    """Return the attention mask of queries [q0, q1) and keys [k0, k1), [B or 1, H or 1, q, k]. The
-    dtype is bool (True is read) or floating, to be added to the scores.
+    """Return the attention mask of queries [q0, q1) and keys [k0, k1) before an indexer's picks
+    restrict it, [B or 1, H or 1, q, k]. The dtype is bool (True is read) or floating, to be added
+    to the scores.
 
     Args:
         layout: the keys that each query may read.

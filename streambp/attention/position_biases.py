@@ -26,12 +26,14 @@ from streambp.known_names import BUCKETS, COMPUTE_BIAS, HAS_TABLE
 
 
 def biases_distances(attention: nn.Module) -> bool:
-    """True if an attention module has T5's functions for a bias by distance."""
+    """True if an attention module has T5's functions for a bias by distance, which `by_distance`
+    calls."""
     return all(hasattr(attention, name) for name in (COMPUTE_BIAS, BUCKETS, HAS_TABLE))
 
 
 def has_table(attention: nn.Module) -> bool:
-    """True if an attention module has the table from which T5's bias is computed."""
+    """True if an attention module has the table from which T5's bias is computed. Only T5's first
+    layer has one."""
     return biases_distances(attention) and bool(getattr(attention, HAS_TABLE))
 
 
@@ -57,7 +59,8 @@ def is_by_distance(bias: Any) -> TypeGuard[Tensor]:
 
 
 def of_pairs(bias: Tensor, q0: int, q1: int, k0: int, k1: int) -> Tensor:
-    """Return the bias of all pairs of queries [q0, q1) and keys [k0, k1), as [..., q, k].
+    """Return T5's bias of all pairs of queries [q0, q1) and keys [k0, k1), as [..., q, k], to be
+    added to scores.
 
     Args:
         bias: the bias of each distance, [..., 2 T - 1].
@@ -71,7 +74,8 @@ def of_pairs(bias: Tensor, q0: int, q1: int, k0: int, k1: int) -> Tensor:
 
 
 def add_of_block(sums: Tensor, gradient: Tensor, block: Block) -> None:
-    """Add the gradient of a block's scores to the gradient of the bias of each distance.
+    """Add the gradient of a block's scores to the gradient of T5's bias of each distance, in an
+    attention kernel's backward.
 
     Args:
         sums: [H, 2 T - 1], the gradient of the bias.

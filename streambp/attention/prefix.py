@@ -50,6 +50,7 @@ class RefillDone(Exception):  # noqa: N818 - control flow, never seen by users
 @dataclasses.dataclass(frozen=True)
 class SiteSize:
     """Bytes of one position, summed over the rows of the batch, in one attention call of a layer.
+    The number of chunks whose K and V stay on the device follows from these bytes.
 
     Attributes:
         keys: K and V.
@@ -192,12 +193,13 @@ class Prefix:
     @property
     def backward_bytes(self) -> int:
         """Return the device memory that K, V and their gradients need in backward, in bytes, over
-        all attention calls of the layer."""
+        all attention calls of the layer. Offloading counts these bytes against `gpu_memory`."""
         return self.length * sum(size.resident + size.sums for size in self.sizes_seen)
 
     def flops(self, chunk: Chunk, attended: Attended) -> float:
         """Return the FLOPs of a chunk's attention in forward: two products for each pair of a query
-        and a key that the query reads."""
+        and a key that the query reads. The policy for saves="auto" compares them with the bytes of
+        attention outputs."""
         _, _, heads, size = attended.o.shape
         pairs = sum(
             block.pairs * (block.b1 - block.b0) * (0.5 if block.kind is Kind.CAUSAL else 1.0)

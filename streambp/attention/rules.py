@@ -69,7 +69,7 @@ class Platform:
 
     @property
     def major(self) -> int:
-        """Return the major number of the compute capability; 0 if unknown."""
+        """Return the major number of the compute capability, such as 9 for Hopper; 0 if unknown."""
         return 0 if self.capability is None else self.capability[0]
 
 
@@ -101,7 +101,7 @@ class AttentionShape:
 
     @property
     def pair(self) -> tuple[int, int]:
-        """Return the head sizes (D, D_v)."""
+        """Return the head sizes (D, D_v), for rules of kernels that accept only some pairs."""
         return self.size, self.value_size
 
 

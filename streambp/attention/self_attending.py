@@ -56,7 +56,7 @@ class OwnMask:
 
     def read(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
         """Return a bool tensor [B or 1, H or 1, q, k] for queries [q0, q1) and keys [k0, k1), True
-        where a query reads a key."""
+        where a query reads a key. Scans of the mask call this method."""
         tile = self.mask[:, :, q0:q1, k0:k1]
         if tile.dtype == torch.bool:
             return tile != self.mask[:, :, :1, -1:]
@@ -87,14 +87,15 @@ class OwnMask:
         return part
 
     def values(self, v: Tensor, chunk: Chunk) -> Tensor:
-        """Return the chunk's v [B, H_kv, C, D], with zeros for tokens whose query reads no key."""
+        """Return the chunk's v [B, H_kv, C, D], with zeros for tokens whose query reads no key.
+        Such a query reads its own key alone, so its output is 0."""
         if self.empty is None:
             return v
         return v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
 
     def causal(self, length: int) -> OwnMask:
         """Return a causal mask without padding for the first `length` tokens, of the same dtype and
-        meaning of True as this mask."""
+        meaning of True as this mask. Test runs of the layer use it."""
         if self.mask.dim() == 2:
             return OwnMask(torch.ones_like(self.mask[:, :length]))
         if self.mask.dim() == 1:
@@ -218,7 +219,8 @@ def _attributes(module: nn.Module) -> tuple[str, ...]:
 
 def _parameters(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters of a module's forward; () if the forward is not a Python
-    function."""
+    function. An attention module with the argument `relative_distance` adds a bias for each pair of
+    positions."""
     code = getattr(written_forward(module), "__code__", None)
     if code is None:
         return ()

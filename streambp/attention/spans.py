@@ -77,7 +77,7 @@ class Run:
     shift: int = 0
 
     def within(self, start: int, stop: int) -> Run:
-        """Return the part of the run whose queries are in [start, stop)."""
+        """Return the part of the run whose queries are in [start, stop), a chunk's positions."""
         if start <= self.q0 and self.q1 <= stop:
             return self
         return dataclasses.replace(self, q0=max(self.q0, start), q1=min(self.q1, stop))
@@ -148,8 +148,8 @@ class Tiling:
 
 def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
     """Yield the lengths into which `length` tokens are cut, so that few different lengths occur.
-    Each length is at least `few` and at most `most` (a multiple of `GRID`). The lengths cover all
-    tokens but a remainder of less than `few`."""
+    cuDNN builds a graph for each new length. Each length is at least `few` and at most `most` (a
+    multiple of `GRID`). The lengths cover all tokens but a remainder of less than `few`."""
     while length >= few:
         piece = length - length % GRID or 1 << (length.bit_length() - 1)
         piece = min(piece, most or piece)
@@ -176,7 +176,7 @@ class Block:
     @property
     def pairs(self) -> int:
         """Return the number of (query, key) pairs that a kernel computes for each row, including
-        masked pairs."""
+        masked pairs, to count FLOPs."""
         if self.kind is Kind.VARLEN:
             steps = zip(self.cu_q, self.cu_q[1:], self.cu_k, self.cu_k[1:], strict=False)
             return sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in steps)
@@ -208,7 +208,7 @@ class Spans:
 
     @property
     def reads_ahead(self) -> bool:
-        """True if a query reads a key behind itself."""
+        """True if a query reads a key behind itself, as in bidirectional attention."""
         return any(run.k1 is not None and run.k1 > run.q0 + 1 for runs in self.rows for run in runs)
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
@@ -321,5 +321,6 @@ class Spans:
 
     def _first_key(self, run: Run) -> int:
         """Return the first key that the first query of a run reads: the run's first key, or the
-        first key of the sliding window if that is later."""
+        first key of the sliding window if that is later. A block of these queries begins at this
+        key."""
         return run.k0 if self.window is None else max(run.k0, run.q0 - self.window + 1)

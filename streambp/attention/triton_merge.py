@@ -63,7 +63,7 @@ if AVAILABLE:
 
 def fits_triton(*tensors: Tensor) -> bool:
     """True if `merge_in_triton` supports outputs like these, [b, t, H, D]: their device, dtypes and
-    layout."""
+    layout. Otherwise `merge_in_torch` merges."""
     if not AVAILABLE or not tensors[0].is_cuda:
         return False
     fit = all(x.is_cuda and x.dtype in DTYPES and x.stride(3) == 1 for x in tensors)
