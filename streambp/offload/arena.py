@@ -20,8 +20,8 @@ NO_HOST_MEMORY = re.compile(
 
 
 def padded(size: int) -> int:
-    """Return the bytes that a tensor of `size` bytes occupies in host memory: `size`, rounded up to
-    the alignment."""
+    """Return the bytes that a tensor of `size` bytes occupies in a stack of host memory: `size`,
+    rounded up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -49,7 +49,7 @@ class BufferStack:
 
     @property
     def left(self) -> int:
-        """Return the bytes of the stack that can still be allocated."""
+        """Return the bytes of the stack that can still be allocated without growing it."""
         if self._segment >= len(self.segments):
             return 0
         return sum(segment.numel() for segment in self.segments[self._segment :]) - self._top

@@ -27,8 +27,8 @@ ATTENTION_PACE = 1.12  # seconds of an attention FLOP / of a product FLOP, on an
 
 
 def saved_as(name: str) -> str:
-    """Return the name that `StreamConfig.saves` uses for a tensor in the layer's storage: "kv" for
-    "k.0", "mlp.up_proj" for "product.mlp.up_proj#0".
+    """Return the name that `StreamConfig.saves` uses for a tensor in the storage of what a layer
+    saves: "kv" for "k.0", "mlp.up_proj" for "product.mlp.up_proj#0".
 
     The result is "x" for tensors that backward cannot recompute: the layer's input, recurrent
     states, and the keys that an indexer picked.
@@ -138,7 +138,7 @@ class LayerCost(NamedTuple):
 
     def scaled_to(self, tokens: int) -> Cost:
         """Return the bytes and FLOPs (`Cost`) for a call of another number of tokens, in rows of
-        the same length."""
+        the same length, such as a batch of more rows."""
         cost = self.cost
         if tokens == self.tokens:
             return cost
@@ -263,7 +263,8 @@ class ObservedCosts:
 
 
 def attention_rate(layers: Iterable[ObservedCosts]) -> float:
-    """Return the FLOP/s of attention, estimated from the times of a layer's chunks.
+    """Return the FLOP/s of attention, estimated from the times of a layer's chunks. The rate
+    decides if attention outputs are copied to the host or computed again.
 
     Causal chunks differ only in the number of keys that they attend to, so the increase of their
     times is attention's. A layer whose chunks all read the same keys has timed its attention by
@@ -369,7 +370,8 @@ class Chosen:
 
     @property
     def leaving(self) -> float:
-        """Return the bytes that are copied to the host under offloading."""
+        """Return the bytes of inputs and saved tensors that are copied to the host under
+        offloading."""
         return self.inputs + sum(self.bytes.values()) - self.on_device
 
 
@@ -408,7 +410,7 @@ class Need:
 
     def at_work(self, chunk: int) -> float:
         """Return the bytes needed to compute one chunk of `chunk` tokens, beyond the bytes in use
-        before the chunk."""
+        before the chunk. Saved tensors are freed if less memory is free."""
         raise NotImplementedError
 
     def __call__(self, tokens: int, chunk: int, present: float = 0.0) -> float:
@@ -446,6 +448,7 @@ class Figures:
 
     def spared(self, plan: Mapping[int, list[Candidate]]) -> float:
         """Return the seconds of recomputation that backward need not do because tensors were saved.
+        The fastest chunk size is chosen with this number.
 
         Args:
             plan: tensors that each layer saves, by the layer's index.
@@ -484,8 +487,9 @@ class Shortage:
     back: float = BACK
 
     def learn(self, before: Shortage | None) -> None:
-        """Set `margin`: the margin of the previous similar micro-batch, raised if this micro-batch
-        lacked memory and lowered otherwise.
+        """Set `margin`, the memory that the next similar micro-batch leaves free: the margin of the
+        previous similar micro-batch, raised if this micro-batch lacked memory and lowered
+        otherwise.
 
         Args:
             before: the shortage of the previous similar micro-batch; None: there was none.

@@ -101,8 +101,8 @@ def _decoded(module: Any) -> Tensor:
 
 
 class CountedPackedLinear(nn.Module):
-    """Base class of Linears that take the place of a 4-bit Linear when memory and FLOPs are counted
-    on meta or fake tensors.
+    """Base class of Linears that take the place of a 4-bit Linear when the planner counts memory
+    and FLOPs on meta or fake tensors.
 
     Attributes:
         compute_dtype: dtype of the dequantized weight.
@@ -111,7 +111,8 @@ class CountedPackedLinear(nn.Module):
     compute_dtype: torch.dtype
 
     def decoded(self) -> Tensor:
-        """Return a dequantized weight [out, in], as a meta or fake tensor."""
+        """Return a dequantized weight [out, in] as a meta or fake tensor, so that its memory is
+        counted."""
         raise NotImplementedError
 
 
@@ -136,13 +137,14 @@ def is_packed(module: nn.Module) -> bool:
 
 def has_packed_weight(module: nn.Module) -> bool:
     """True if a module is a 4-bit Linear, or a `CountedPackedLinear` in the place of a 4-bit
-    Linear."""
+    Linear. The weight's parameter has packed bytes instead of [out, in]."""
     return isinstance(module, CountedPackedLinear) or is_packed(module)
 
 
 def packed_linears(layer: nn.Module) -> list[nn.Module]:
-    """Return the Linears with 4-bit weights inside a layer. A Linear with an instance attribute
-    `forward` is left out, because other code has replaced its forward."""
+    """Return the Linears with 4-bit weights inside a layer, whose forward a `DecodedLinear`
+    replaces while the layer runs. A Linear with an instance attribute `forward` is left out,
+    because other code has replaced its forward."""
     return [
         module for module in layer.modules() if is_packed(module) and FORWARD not in vars(module)
     ]

@@ -101,12 +101,12 @@ class Engine:
 
     def like(self, host: Tensor) -> Tensor:
         """Return an empty device tensor with the shape [...] and dtype of `host`, allocated on the
-        compute stream."""
+        compute stream, as the target of a copy from the host."""
         return torch.empty_like(host, device=self.device)
 
     def record(self, queue: str) -> Any:
-        """Return an event that completes after all work that is now in a queue; None if no work is
-        pending."""
+        """Return an event, for `wait`, that completes after all work that is now in a queue
+        (COMPUTE, OUT or BACK); None if no work is pending."""
         return None
 
     def wait(self, queue: str, event: Any) -> None:
@@ -137,8 +137,8 @@ class Engine:
         """
 
     def spent(self) -> dict[str, float]:
-        """Return the seconds by name: copies to the host, copies to the device, and waits of the
-        compute stream for each direction.
+        """Return the seconds by name, for `OffloadManager.stats`: copies to the host, copies to the
+        device, and waits of the compute stream for each direction.
 
         The call synchronizes with the device, so call it outside of a step.
         """
@@ -146,7 +146,7 @@ class Engine:
 
     def clock(self, queue: str = COMPUTE) -> Any:
         """Return a timestamp of the moment at which a queue reaches this point. `seconds` takes two
-        such timestamps."""
+        such timestamps, for example to time a layer's chunks."""
         return time.perf_counter()
 
     def seconds(self, start: Any, stop: Any) -> float:
@@ -242,7 +242,8 @@ class AcceleratorEngine(Engine):
         return buffer
 
     def record(self, queue: str) -> Any:
-        """Return a pair: the queue's name, and an event recorded in the queue's stream."""
+        """Return a pair, the event for `wait`: the queue's name, and a torch event recorded in the
+        queue's stream."""
         event = torch.Event(self.device)
         event.record(self._stream(queue))
         return queue, event

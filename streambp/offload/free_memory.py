@@ -80,8 +80,8 @@ class FreeMemory:
         return self._host
 
     def forget(self) -> None:
-        """Discard the driver's last answer, so that the next call queries the driver. Other
-        processes may use more or less memory now."""
+        """Discard the driver's last answer at the start of a forward, so that the next call queries
+        the driver. Other processes may use more or less memory now."""
         self._limits.clear()
 
     def sees_others(self, device: torch.device) -> bool:
@@ -93,7 +93,7 @@ class FreeMemory:
 
     def retries(self, device: torch.device) -> int:
         """Return how many times torch's allocator has freed its cache because an allocation failed
-        (`num_alloc_retries`)."""
+        (`num_alloc_retries`). An increase during a micro-batch shows that memory was short."""
         if self._limits.get(device) is None:
             return 0
         return allocator_count(device, "num_alloc_retries")
@@ -106,12 +106,13 @@ def _allocated(device: torch.device) -> int:
 
 def local_ranks() -> int:
     """Return the number of ranks on this machine, as reported by the launcher (torchrun's
-    LOCAL_WORLD_SIZE, for example)."""
+    LOCAL_WORLD_SIZE, for example). The ranks share the host memory."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
 def _text(path: Path) -> str:
-    """Return the content of a file; "" if the file does not exist or has disappeared."""
+    """Return the content of a file about memory, such as /proc/meminfo; "" if the file does not
+    exist or has disappeared."""
     try:
         return path.read_text()
     except OSError:

@@ -36,7 +36,7 @@ class LinkBudget:
         self._memory: dict[Engine, DeviceMemory] = {}  # at the first layer of each device
 
     def __reduce__(self) -> Any:
-        """Return a new object without measurements, for copy and pickle."""
+        """Return what copy and pickle need to make a new object without measurements."""
         return LinkBudget, (self.manager, self.on_device)
 
     def begin(self, length: int) -> Measured | None:
@@ -66,7 +66,8 @@ class LinkBudget:
         return max(0.0, manager.gpu_memory - min(prefix, manager.gpu_memory) - manager.kept)
 
     def watch(self, seen: ObservedCosts) -> ObservedCosts:
-        """Set the engine of a layer's measurements, so that the layer's chunks are timed.
+        """Set the engine of a layer's measurements, so that the layer's chunks are timed. Called in
+        a forward that `begin` wants measured.
 
         Args:
             seen: measurements of the layer's forward; changed and returned.

@@ -87,7 +87,8 @@ class OffloadManager:
         self._holdings: weakref.WeakSet[Holding] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
-        """Return an object with the same settings and without tensors, for copy and pickle."""
+        """Return what copy and pickle need to make an object with the same settings and without
+        tensors."""
         return OffloadManager, (
             self.host_memory,
             self.on_host_full,
@@ -440,8 +441,8 @@ class HostTensors:
             before.read_ahead()
 
     def _load_all(self, reads: list[Access]) -> int:
-        """Start the copies of the tensors in `reads` that are still stored, and return the number
-        of copies."""
+        """Start the copies to the device of the tensors in `reads` that are still stored, and
+        return the number of copies, for `read_ahead`."""
         there = [access for access in reads if access in self._entries]
         for access in there:
             self.load(*access)

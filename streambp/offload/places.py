@@ -66,7 +66,8 @@ class Places:
     @property
     def spared(self) -> float:
         """Return the computation that backward is spared by the saved tensors, in FLOPs of matrix
-        products; attention's FLOPs are converted by their time."""
+        products; attention's FLOPs are converted by their time. Choices are compared by this
+        number."""
         return sum(one.bytes * one.worth for found in self.saved.values() for one in found)
 
 

@@ -129,7 +129,7 @@ class SavesPolicy:
         self.margins: dict[tuple[int, int], Shortage] = {}
 
     def __reduce__(self) -> Any:
-        """Return a new object without measurements, for copy and pickle."""
+        """Return what copy and pickle need to make a new object without measurements."""
         return SavesPolicy, (self.layers, self.free, self.states, self.sizes, self.keeps, self.link)
 
     def __str__(self) -> str:
@@ -162,7 +162,8 @@ class SavesPolicy:
         self._begun = not with_layers
 
     def ended(self) -> None:
-        """Record that a forward of the model has ended, with or without an exception."""
+        """Record that a forward of the model has ended, with or without an exception. Called by the
+        backbone."""
         self._begun = False
 
     def chunk(self, index: int, batch_size: int, length: int, device: torch.device) -> int:
@@ -536,8 +537,8 @@ class SavesPolicy:
             self._drop(kept, "less memory was free than a chunk takes")
 
     def let_go(self, kept: Any | None = None) -> bool:
-        """Free all saved tensors after the device ran out of memory. Return True if any tensor was
-        saved.
+        """Free all saved tensors after the device ran out of memory, so that the failed computation
+        can be repeated. Return True if any tensor was saved.
 
         Args:
             kept: record of what the running layer's call saves; None: no layer runs.
@@ -546,16 +547,16 @@ class SavesPolicy:
         return self._drop(kept, f"{'the loss' if kept is None else 'a chunk'} ran out of memory")
 
     def failed(self) -> None:
-        """Record that a step ran out of memory. Similar steps then save at most half of the bytes
-        that were planned for this step."""
+        """Record that a step ran out of memory, even after saved tensors were freed. Similar steps
+        then save at most half of the bytes that were planned for this step."""
         lack = self._batch.shortage
         if lack is not None:
             lack.missing = max(lack.missing, lack.planned / 2)
             lack.failed = True
 
     def learn(self) -> Mapping[int, LayerCost]:
-        """Return bytes and FLOPs of the tensors that each layer may save, by layer index.
-        Predictions are replaced by measurements for layers whose backward has run."""
+        """Return bytes and FLOPs of the tensors that each layer may save, by layer index, for the
+        next choice. Predictions are replaced by measurements for layers whose backward has run."""
         costs = self.known.costs
         for index, seen in list(self._seen.items()):
             cost = seen.learnt()
@@ -569,7 +570,8 @@ class SavesPolicy:
 
     def graphs(self, tokens: int, device: torch.device) -> tuple[float, float] | None:
         """Return the bytes of all layers' autograd graphs for `tokens` tokens in one chunk, and the
-        bytes that a step without saved tensors in one chunk leaves free.
+        bytes that a step without saved tensors in one chunk leaves free. A micro-batch runs
+        unpatched only if the graphs take a small part of these bytes.
 
         None if either is unknown, or a layer is on another device.
         """

@@ -38,7 +38,7 @@ WANTS_GRADIENT = operator.attrgetter("requires_grad")
 @dataclasses.dataclass(eq=False)
 class OneLayer:
     """Stand-in for a `LayerSite` where a model is not patched: an object with the attribute
-    `layer`, a decoder layer."""
+    `layer`, a decoder layer. The planner uses it to compute the bytes of weights on the host."""
 
     layer: nn.Module
 
@@ -139,7 +139,7 @@ class HostRanges:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of host memory that all layers' weights take."""
+        """Return the bytes of host memory that all layers' weights take now."""
         return sum(one.memory.numel() for one in self.layers.values())
 
     def install(self, sites: Iterable[Any]) -> None:
@@ -366,7 +366,7 @@ class HostRanges:
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
     """Yield a module's own parameters [...], and the tensors [...] in attributes of these
-    parameters, such as bitsandbytes' statistics."""
+    parameters, such as bitsandbytes' statistics. All of them move between host and device."""
     for parameter in module._parameters.values():
         if parameter is None:
             continue
@@ -403,9 +403,9 @@ def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]
 def bytes_on_host(
     root: nn.Module, layers: Sequence[nn.Module]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return two tuples with one number for each layer. The first has the host bytes of the layer's
-    frozen weights. The second has the host bytes of its trained weights, or 0 if a weight is
-    frozen.
+    """Return two tuples with one number for each layer, for the memory prediction. The first has
+    the host bytes of the layer's frozen weights. The second has the host bytes of its trained
+    weights, or 0 if a weight is frozen.
 
     The weights may be meta tensors.
     """
@@ -432,7 +432,7 @@ def view_of(memory: Tensor, offset: int, like: Tensor) -> Tensor:
 
 def _dense(tensor: Tensor) -> bool:
     """True if the elements [...] of a tensor fill a range of memory without gaps or overlaps, in
-    any order."""
+    any order. Other tensors are made contiguous before they move to host memory."""
     expected = 1
     for stride, size in sorted(
         (s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1

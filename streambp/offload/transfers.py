@@ -87,7 +87,8 @@ class Holding:
         self.retire.atexit = False
 
     def alive(self) -> list[Any]:
-        """Return the stores of tensors (`HostTensors`) that other code still references."""
+        """Return the stores of tensors (`HostTensors`), one for each layer of a forward, that other
+        code still references."""
         return [store for store in (one() for one in self.stores) if store is not None]
 
     @property

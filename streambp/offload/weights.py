@@ -55,7 +55,8 @@ Access = tuple[str, int]
 
 
 def several_ranks() -> bool:
-    """True if torch.distributed is initialized with more than one rank."""
+    """True if torch.distributed is initialized with more than one rank. Weights on the host support
+    one rank alone."""
     return is_initialized() and get_world_size() > 1
 
 
@@ -135,7 +136,7 @@ class HostWeights:
 
     @property
     def device_bytes(self) -> int:
-        """Return the bytes of the device buffers for weights."""
+        """Return the bytes of the device buffers for weights. `describe` reports them."""
         return sum(slot.memory.numel() for slot in self._slots)
 
     @property
@@ -359,7 +360,7 @@ class HostWeights:
 
     def _let_go(self) -> None:
         """Free the device memory of the gradients that were copied to the host last, after these
-        copies."""
+        copies. Called when the next layer's gradients are copied, and at the next forward."""
         if self._leaving is not None:
             engine, event, gradients = self._leaving
             engine.wait(COMPUTE, event)  # 11
@@ -407,8 +408,8 @@ class HostWeights:
 
     @torch.inference_mode(False)
     def _current(self, index: int) -> LayerRange:
-        """Return a layer's weights in host memory. Weights that are not there yet, or were
-        replaced, are moved to the host first."""
+        """Return a layer's weights in host memory, before their copy to the device. Weights that
+        are not there yet, or were replaced, are moved to the host first."""
         if index in self._inside:
             return self.ranges.layers[index]
         known = self.ranges.known(index)
