@@ -26,7 +26,8 @@ from streambp.known_names import (
 
 def replaced_attention() -> Any:
     """Return a hashable key for the present `torch.nn.functional.scaled_dot_product_attention`, so
-    that a caller can detect by a changed key that the function was replaced.
+    that a caller can detect by a changed key that the function was replaced. A layer's attention is
+    then examined again.
 
     Context parallelism installs a new closure in each step; all its closures have the same key.
     """

@@ -81,13 +81,13 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 def full_bytes(parameter: Tensor) -> int:
     """Return the bytes of a parameter [...] with its full shape, even if the parameter is
-    partitioned over ranks."""
+    partitioned over ranks. The memory prediction counts gathered parameters by this size."""
     return int(math.prod(full_shape(parameter)) * parameter.itemsize)
 
 
 def gradient_bytes(parameter: Tensor) -> int:
     """Return the bytes that the gradient of a parameter [...] adds to a rank's memory in a step:
-    the bytes of the parameter, or of this rank's shard under FSDP2.
+    the bytes of the parameter, or of this rank's shard under FSDP2. Used to predict memory.
 
     0 under ZeRO-3, whose buffers for gradients also exist between steps.
     """
@@ -174,7 +174,7 @@ def engine_of_parameter(parameter: Tensor) -> str | None:
 def reduces_later(parameter: Tensor) -> str | None:
     """Return the name, for messages, of the engine that reduces the gradient of a parameter [...]
     over ranks only after the parameter's post-accumulate-grad hooks have run. None if no engine
-    does.
+    does. An optimizer step inside such a hook would read unreduced gradients.
 
     FSDP2 reduces before these hooks. DDP, pipelines and split sequences leave no mark on a
     parameter, so one of them is assumed for an unmarked parameter on several ranks.
@@ -194,9 +194,9 @@ def reduces_later(parameter: Tensor) -> str | None:
 
 
 def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Return two lists: a module with all inner modules, and their parameters. A module or
-    parameter that is used twice appears twice. This takes a third of the time of `modules()` and
-    `parameters()`."""
+    """Return two lists, in which marks of engines are searched: a module with all inner modules,
+    and their parameters. A module or parameter that is used twice appears twice. This takes a third
+    of the time of `modules()` and `parameters()`."""
     parameters_table, _, modules_table = MODULE_TABLES
     modules = [module]
     parameters: list[nn.Parameter] = []
@@ -227,7 +227,8 @@ def held(module: nn.Module) -> Hold:
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
     """Return the hook dicts (such as `_forward_pre_hooks`) of modules inside a layer that contain
-    hooks of DeepSpeed, or accelerate's hook for removing attention masks."""
+    hooks of DeepSpeed, or accelerate's hook for removing attention masks. The caller disables these
+    hooks while the layer runs chunk by chunk."""
     tables = []
     for module in layer.modules():
         if module is not layer:
@@ -333,7 +334,8 @@ def drops_masks(hook: Callable[..., Any]) -> bool:
 
 
 def belongs_to_engine(hook: Callable[..., Any]) -> bool:
-    """True if a module hook is DeepSpeed's, or accelerate's hook that removes attention masks."""
+    """True if a module hook is DeepSpeed's, or accelerate's hook that removes attention masks. Such
+    a hook does not run inside a layer in chunks."""
     owner = getattr(hook, "func", hook)
     return (
         drops_masks(hook)
@@ -342,8 +344,8 @@ def belongs_to_engine(hook: Callable[..., Any]) -> bool:
 
 
 def zeros_for_engines(parameter: Tensor) -> Tensor | None:
-    """Return a gradient for a parameter [...] on which the loss does not depend: zeros if
-    DeepSpeed's hooks wait for the gradient, else None."""
+    """Return the gradient that a layer's backward gives a parameter [...] on which the loss does
+    not depend: zeros if DeepSpeed's hooks wait for the gradient, else None."""
     managed = is_partitioned(parameter) or hasattr(parameter, GRADIENT_HOOKED)
     if managed:
         return torch.zeros_like(parameter)
@@ -352,7 +354,8 @@ def zeros_for_engines(parameter: Tensor) -> Tensor | None:
 
 def must_agree(module: nn.Module) -> bool:
     """True if the module's forward gathers parameters from several ranks (ZeRO-3, FSDP2), so that
-    all ranks must call the forward equally often."""
+    all ranks must call the forward equally often. One rank alone then may not decide to repeat a
+    forward."""
     return (
         dist.is_available()
         and dist.is_initialized()
@@ -364,8 +367,9 @@ def must_agree(module: nn.Module) -> bool:
 def everyones_numbers(
     module: nn.Module, numbers: Sequence[int], device: torch.device
 ) -> list[list[int]]:
-    """Gather a few ints from each rank, and return the ints of every rank as a list of lists. This
-    is a collective: every rank of the group must call the function equally often.
+    """Gather a few ints from each rank, so that all ranks can take the same decision, and return
+    the ints of every rank as a list of lists. This is a collective: every rank of the group must
+    call the function equally often.
 
     The group is the one over which ZeRO-3 or FSDP2 has partitioned the module's parameters,
     otherwise all ranks.

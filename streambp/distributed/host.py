@@ -41,7 +41,8 @@ class HostUse:
 
 def engine_host_use(model: nn.Module) -> HostUse:
     """Return the host memory on this rank that ZeRO-Offload or FSDP2's CPUOffloadPolicy uses and is
-    going to use. All numbers are 0 without CPU offloading.
+    going to use. All numbers are 0 without CPU offloading. The offloader of saved tensors leaves
+    these bytes free.
 
     DeepSpeed allocates everything when it is initialized. Under FSDP2 gradients are allocated in
     the first backward, and the optimizer's state in its first step: Adam's two states are assumed.
@@ -80,7 +81,8 @@ def _zero_optimizer(model: nn.Module) -> Any:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' distinct storages. A DTensor counts as this rank's shard."""
+    """Return the bytes of the tensors' distinct storages, for host memory in use. A DTensor counts
+    as this rank's shard."""
     storages = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):
