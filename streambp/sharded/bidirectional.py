@@ -47,11 +47,12 @@ class OneRank(Shards):
         return x
 
     def sinks(self, sinks: Tensor) -> Tensor:
-        """Return the attention sinks [H] themselves."""
+        """Return the attention sinks [H] themselves: the rank has all heads."""
         return sinks
 
     def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
-        """Return K and V of all heads, from k [B, H_kv, T, D] and v.
+        """Return K and V of all heads and tokens, from k [B, H_kv, T, D] and v; nothing is
+        exchanged.
 
         Args:
             parts: k and v; emptied.

@@ -282,7 +282,7 @@ def _unread_in_halves(
     leaves = call.arguments.leaves(chunk, [True] * len(call.arguments.differentiable))
 
     def before() -> list[Tensor]:
-        """Run the layer's forward up to its attention, and return q, k and v."""
+        """Run the layer's forward up to its attention, as in the first half, and return q, k and v."""
         point = SplitAtAttention()
         with random.replayed():
             call.run(x, chunk, point, leaves)

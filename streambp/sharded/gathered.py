@@ -29,7 +29,7 @@ ROOM = 2**30  # bytes for K, V and their gradients on a device without a known l
 
 def room_for_keys(device: torch.device) -> int:
     """Return the bytes of device memory that this rank can spend on gathered K and V and their
-    gradients."""
+    gradients. The ranks take the minimum, which limits the number of heads in a group."""
     if not tells_memory(device):
         return ROOM
     return (
@@ -39,7 +39,7 @@ def room_for_keys(device: torch.device) -> int:
 
 def collective(names: tuple[str, ...]) -> Callable[..., Any]:
     """Return the function of torch.distributed with the first of these names that this version of
-    torch has."""
+    torch has, because torch has renamed collectives."""
     function: Callable[..., Any] = next(
         getattr(dist, name) for name in names if hasattr(dist, name)
     )
@@ -48,7 +48,7 @@ def collective(names: tuple[str, ...]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class GatheredShards(Shards):
-    """Sequences that torch's context parallelism has split over ranks.
+    """Sequences that torch's context parallelism has split over P ranks.
 
     Attributes:
         balanced: True: a sequence has 2 P parts and rank r holds parts r and 2 P - 1 - r. False: a
@@ -63,14 +63,15 @@ class GatheredShards(Shards):
 
     @property
     def _starts(self) -> list[int]:
-        """Return the position in the full sequence at which each of this rank's parts begins."""
+        """Return the position in the full sequence at which each of this rank's one or two parts
+        begins."""
         if not self.balanced:
             return [self.rank * self.length]
         return [part * self.length // 2 for part in (self.rank, 2 * self.size - 1 - self.rank)]
 
     def pieces(self, batch_size: int, size: int) -> list[HeadGroup]:
-        """Return the chunks of this rank's queries, for all heads, in sequence order. Each chunk
-        has at most `size` positions.
+        """Return the chunks of this rank's queries, for all heads, in sequence order. Attention is
+        computed one chunk at a time. Each chunk has at most `size` positions.
 
         Args:
             batch_size: number of rows B.
@@ -91,12 +92,13 @@ class GatheredShards(Shards):
         return groups
 
     def queries(self, x: Tensor) -> Tensor:
-        """Return queries x [B, H, T / P, D] unchanged: they stay on their rank."""
+        """Return queries x [B, H, T / P, D] of one of P ranks unchanged: queries stay on their
+        rank."""
         return x
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
-        """Return attention outputs x [B, heads, T / P, D] unchanged: they are on their tokens'
-        rank."""
+        """Return attention outputs x [B, heads, T / P, D] of one of P ranks unchanged: they are on
+        their tokens' rank."""
         return x
 
     def sinks(self, sinks: Tensor) -> Tensor:
@@ -104,8 +106,8 @@ class GatheredShards(Shards):
         return sinks
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Return the parts of all ranks, [P, B, T / P, ...], in the order of the sequence: [B, T,
-        ...]."""
+        """Return the gathered parts of P ranks, [P, B, T / P, ...], in the order of the sequence:
+        [B, T, ...]."""
         parts = x.transpose(0, 1)  # [B, P, T / P, ...]
         if not self.balanced:
             return parts.flatten(1, 2)
@@ -117,8 +119,8 @@ class GatheredShards(Shards):
         )
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """Return the part of each rank, [P, B, T / P, ...], from full sequences [B, T, ...]. This
-        is the inverse of `in_order`."""
+        """Return the part of each of P ranks, [P, B, T / P, ...], from full sequences [B, T, ...],
+        as the input of a reduce-scatter. This is the inverse of `in_order`."""
         if self.balanced:
             inverse = self._order(x.device).argsort()
             x = x.unflatten(1, (2 * self.size, -1)).index_select(1, inverse).flatten(1, 2)
@@ -155,14 +157,14 @@ class GatheredShards(Shards):
             )
 
     def _order(self, device: torch.device) -> Tensor:
-        """Return the permutation [2 P] that sorts all ranks' parts by position. Entry i is the
-        index, in the order of the ranks, of part i of the sequence."""
+        """Return the permutation that sorts the parts of P ranks, two on each, by position: [2 P].
+        Entry i is the index, in the order of the ranks, of part i of the sequence."""
         part = torch.arange(2 * self.size, device=device)
         return torch.where(part < self.size, 2 * part, 4 * self.size - 1 - 2 * part)
 
     def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
-        """Start to gather K and V of full sequences from k [B, H_kv, T / P, D] and v of all ranks,
-        and return them as `GatheredKeys`.
+        """Start to gather K and V of full sequences from k [B, H_kv, T / P, D] and v of all P
+        ranks, and return them as `GatheredKeys`.
 
         Args:
             parts: k and v; emptied.
@@ -171,8 +173,8 @@ class GatheredShards(Shards):
         return GatheredKeys(self, parts.pop(0), parts.pop(0), heads)
 
     def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
-        """Sum dK [B, T, G, D] and dV of full sequences over ranks, and return dk and dv of this
-        rank's tokens, [B, G, T / P, D].
+        """Sum dK [B, T, G, D] and dV of full sequences, for G heads, over P ranks. Return dk and dv
+        of this rank's tokens, [B, G, T / P, D].
 
         Args:
             sums: dK and dV in float32 or wider; emptied.
@@ -190,7 +192,7 @@ class GatheredShards(Shards):
 
 def bytes_of_a_head(k: Tensor, v: Tensor, length: int) -> int:
     """Return the bytes of device memory for one head of gathered K and V in backward: values in
-    use, values in transfer, and gradients.
+    use, values in transfer, and gradients. The number of heads in a group follows from these bytes.
 
     Args:
         k: [B, H_kv, T / P, D].
@@ -203,7 +205,7 @@ def bytes_of_a_head(k: Tensor, v: Tensor, length: int) -> int:
 
 
 class GatheredKeys(Keys):
-    """K and V of full sequences, gathered from all ranks, some heads at a time.
+    """K and V of full sequences, gathered from all P ranks, some heads at a time.
 
     Args:
         shards: the split of the sequences.
@@ -254,7 +256,7 @@ class GatheredKeys(Keys):
 
         Returns:
             For K and for V: the running collective, its result [P, B, T / P, G, D], and this rank's
-            part.
+                part. P is the number of ranks, G that of the heads.
         """
         transfers = []
         for part in self.own:

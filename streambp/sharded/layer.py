@@ -108,7 +108,7 @@ def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
 def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
     """Compute a decoder layer's outputs for this rank's tokens, without a graph. The parts of the
     layer before and behind attention run in chunks, and attention runs over full sequences. Return
-    hidden_states [..., B, T / P, h], then the other outputs.
+    hidden_states [..., B, T / P, h] for P ranks, then the other outputs.
 
     Args:
         call: the call of the layer.
@@ -227,7 +227,7 @@ def _forward_after(
 
 def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     """Run the layer's half before attention in chunks, without a graph. Return q [B, H, T / P, D],
-    k and v [B, H_kv, T / P, D] of this rank's tokens.
+    k and v [B, H_kv, T / P, D] of this rank's tokens, for P ranks.
 
     Args:
         call: the call of the layer.
@@ -361,7 +361,8 @@ def _as_before(call: ShardedCall, chunk: Chunk) -> contextlib.AbstractContextMan
 
 def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
     """Compute a layer's gradients and add them to `work`, in this order: the half after attention,
-    attention, the half before attention. The gradient of hidden_states is [..., B, T / P, h].
+    attention, the half before attention. The gradient of hidden_states is [..., B, T / P, h], for P
+    ranks.
 
     Args:
         call: the call of the layer.
@@ -549,7 +550,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
     Args:
         call: the call of the layer.
         work: receives the gradients.
-        gradients: of q, k and v, [B, H, T / P, D].
+        gradients: gradients of q, k and v, [B, H, T / P, D] for P ranks.
     """
     saved = call.kept
     linears = call.site.linears

@@ -18,9 +18,10 @@ from streambp.errors import UnsupportedMaskError
 
 
 class Shown(enum.IntEnum):
-    """Result of reading one rank's attention mask for packed documents. NOTHING: this rank's tokens
-    have no packed documents. KNOWN: the mask separates documents. IGNORED: position_ids mark
-    documents, which the mask does not separate. REFUSED: the mask is not supported."""
+    """Result of reading one rank's attention mask for packed documents, from which all ranks derive
+    the keys of full sequences. NOTHING: this rank's tokens have no packed documents. KNOWN: the
+    mask separates documents. IGNORED: position_ids mark documents, which the mask does not
+    separate. REFUSED: the mask is not supported."""
 
     NOTHING = 0
     KNOWN = 1
@@ -97,8 +98,9 @@ def _shown(
     position_ids: Tensor | None,
     device: torch.device,
 ) -> tuple[int | None, bool, Shown]:
-    """Return what the mask of this rank's tokens shows: the sliding window (None: no window), True
-    if no other window is possible, and a `Shown` about packed documents.
+    """Return what the mask of this rank's tokens shows; `resolve_whole` compares it over ranks. The
+    three values are the sliding window (None: no window), True if no other window is possible, and
+    a `Shown` about packed documents.
 
     Args:
         mask: the model's mask.

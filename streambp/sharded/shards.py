@@ -134,8 +134,8 @@ class Shards:
 
     def queries(self, x: Tensor) -> Tensor:
         """Exchange this rank's tokens of all heads, [B, H, T / P, D], for all tokens of the rank's
-        heads, [B, H / P, T, D], with tokens before heads in memory. If there are fewer heads than
-        ranks, heads are repeated."""
+        heads, [B, H / P, T, D], with tokens before heads in memory. P is the number of ranks. If
+        there are fewer heads than ranks, heads are repeated."""
         batch, heads, length, width = x.shape
         if heads < self.size and self.size % heads == 0:
             x = x.repeat_interleave(self.size // heads, dim=1)
@@ -152,8 +152,8 @@ class Shards:
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
         """Exchange all tokens of this rank's heads, [B, H / P, T, D], for the rank's tokens of all
-        heads, [B, heads, T / P, D]. If `queries` has repeated heads, and x is a gradient, the
-        repeated heads are summed."""
+        heads, [B, heads, T / P, D], after attention over P ranks. If `queries` has repeated heads,
+        and x is a gradient, the repeated heads are summed."""
         batch, _, _, width = x.shape
         # [P, B, H / P, T / P, D]
         exchanged = self.exchange(x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0))
@@ -164,7 +164,8 @@ class Shards:
         return x.unflatten(1, (heads, -1)).sum(2, dtype=wide).to(x.dtype)
 
     def sinks(self, sinks: Tensor) -> Tensor:
-        """Return the attention sinks of this rank's query heads, a view [H / P] of `sinks` [H]."""
+        """Return the attention sinks of this rank's query heads, a view [H / P] of `sinks` [H] for
+        P ranks."""
         return sinks.chunk(self.size)[self.rank]
 
     def everyones(self, numbers: list[int]) -> list[list[int]]:
@@ -178,7 +179,7 @@ class Shards:
 
     def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
         """Exchange this rank's k [B, H_kv, T / P, D] and v for K and V of full sequences, of the
-        heads that this rank's queries read.
+        heads that this rank's queries read. P is the number of ranks.
 
         Args:
             parts: k and v; emptied.
@@ -187,8 +188,8 @@ class Shards:
         return Keys(*(self.queries(parts.pop(0)).transpose(1, 2).contiguous() for _ in range(2)))
 
     def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
-        """Exchange dK [B, T, G, D] and dV of full sequences for dk [B, heads, T / P, D] and dv of
-        this rank's tokens.
+        """Exchange dK [B, T, G, D] and dV of full sequences, for this rank's G heads, for dk [B,
+        heads, T / P, D] and dv of this rank's tokens. P is the number of ranks.
 
         Args:
             sums: dK and dV; emptied.
@@ -198,8 +199,8 @@ class Shards:
         return [self.tokens(sums.pop(0).to(dtype).transpose(1, 2), heads) for _ in range(2)]
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Return the parts of all ranks, [P, B, T / P, ...], in the order of the sequence: [B, T,
-        ...]."""
+        """Return the gathered parts of P ranks, [P, B, T / P, ...], in the order of the sequence:
+        [B, T, ...]."""
         return x.transpose(0, 1).flatten(1, 2)
 
     def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
@@ -212,8 +213,8 @@ class Shards:
         """
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """Send part i of `parts` [P, ...] to rank i, and return the parts that the ranks have sent,
-        [P, ...]."""
+        """Send part i of `parts` [P, ...] to rank i of P ranks, and return the parts that the ranks
+        have sent, [P, ...]."""
         sent = parts.contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
@@ -238,8 +239,8 @@ def gather_shards(
     agreed: int = 0,
     room: int = 0,
 ) -> Shards:
-    """Gather position_ids and padding masks of all ranks, and return the split of the full
-    sequences.
+    """Gather position_ids and padding masks of all P ranks, and return the split of the full
+    sequences. Called once for each forward of the backbone.
 
     Args:
         kind: class of the result, `Shards` or a subclass.
@@ -293,8 +294,9 @@ def gather_shards(
 
 
 def _agree(group: Any, numbers: Tensor) -> list[list[int]]:
-    """Gather the integers `numbers` [n] of each rank, and return one list for each rank. All ranks
-    raise unless all numbers but the last are equal on every rank.
+    """Gather the integers `numbers` [n] of each rank, and return one list for each rank. The
+    numbers describe the batch and the settings that decide exchanges. All ranks raise unless all
+    numbers but the last are equal on every rank.
 
     Args:
         group: process group of the ranks.
@@ -326,8 +328,8 @@ def _agree(group: Any, numbers: Tensor) -> list[list[int]]:
 
 
 def _kind(batch_size: int, length: int, position_ids: Tensor | None, attention_mask: Any) -> int:
-    """Return an integer that stands for the shapes of position_ids and mask, and must be equal on
-    all ranks: 2 * rows of position_ids, plus 1 with a mask.
+    """Return an integer that stands for the shapes of position_ids and mask. `_agree` checks that
+    it is equal on all ranks: 2 * rows of position_ids, plus 1 with a mask.
 
     -1 if position_ids do not fit the tokens; -2 if the mask does not fit.
     """
