@@ -22,7 +22,8 @@ EPS = 8  # eps of rounding, relative to the tensors themselves
 
 def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
     """Return the least precise dtype, by its eps, that a layer computes in: among the dtypes of x
-    [..., B, T, h], of the layer's parameters and of autocast.
+    [..., B, T, h], of the layer's parameters and of autocast. Comparisons of two runs tolerate its
+    roundings.
 
     Args:
         call: the call of the layer.
@@ -42,7 +43,8 @@ def gradient_tolerance(dtype: torch.dtype) -> float:
 
 
 def agree(unchunked: Tensor, pieces: Tensor, residual: Tensor, tolerance: float) -> bool:
-    """True if the results of two runs of a layer differ by no more than rounding.
+    """True if the results of two runs of a layer, such as with and without chunks, differ by no
+    more than rounding.
 
     Args:
         unchunked, pieces: [..., B, T, h], the results of the two runs: outputs, or gradients of the

@@ -71,10 +71,12 @@ def stream_biased(
 
 
 def _names_of_arguments(layer: nn.Module) -> tuple[str, ...]:
-    """Return the names of the arguments of the layer's forward, in order."""
+    """Return the names of the arguments of the layer's forward, in order, to find the bias among
+    positional arguments."""
     return tuple(inspect.signature(written_forward(layer)).parameters)[1:]
 
 
 def _with_table(layer: nn.Module) -> nn.Module | None:
-    """Return the layer's attention module with a table of biases; None if it has none."""
+    """Return the layer's attention module with a table of biases; None if it has none. This module
+    computes the bias of each distance."""
     return next(filter(has_table, layer.modules()), None)

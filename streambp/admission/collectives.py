@@ -20,7 +20,8 @@ from streambp.known_names import COLLECTIVES
 
 
 class Watched(TorchDispatchMode):
-    """Torch dispatch mode that raises before a collective of torch.distributed runs.
+    """Torch dispatch mode for a layer's test that raises before a collective of torch.distributed
+    runs.
 
     Attributes:
         layer: the decoder layer that is tested.

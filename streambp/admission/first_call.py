@@ -20,7 +20,8 @@ LOUDER = 64  # times larger than other tokens: what keeps a running value shows 
 
 def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     """Return the names of the values that a layer sets at its first call and never again, such as a
-    scale computed from the first batch. Chunks would compute the value from the first chunk.
+    scale computed from the first batch. Chunks would compute the value from the first chunk, so the
+    layer runs unchunked.
 
     If `state` shows that the layer has changed a value in the test so far, the layer runs again: on
     the same tokens, and on fewer tokens with larger values.
@@ -62,7 +63,7 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
 
 def _repeats(first: Tensor, repeated: Tensor) -> bool:
     """True if two outputs [..., B, t, h] for the same tokens are equal: to the bit on a CPU, up to
-    rounding on other devices."""
+    rounding on other devices. Otherwise `set_once` raises."""
     if torch.equal(first, repeated) or first.device.type == "cpu":
         return torch.equal(first, repeated)
     tolerance = 2 * torch.finfo(first.dtype).eps * first.float().norm()
@@ -70,8 +71,8 @@ def _repeats(first: Tensor, repeated: Tensor) -> bool:
 
 
 def _once(call: LayerCall, x: Tensor) -> Tensor:
-    """Return the layer's output for x [..., B, t, h] in one chunk, in the layer's train or eval
-    mode. All calls use the same random numbers."""
+    """Run the layer once for `set_once`, on x [..., B, t, h] in one chunk and in the layer's train
+    or eval mode, and return the output. All runs use the same random numbers."""
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     prefix = causal_prefix(call, x.shape[-2])
     prefix.overwritten = graph  # the layer may write to its attention's output

@@ -46,7 +46,8 @@ def why_scaled(module: nn.Module) -> str | None:
 
 
 def _is_float8(module: nn.Module) -> bool:
-    """True if the module is torchao's Linear for training in float8, or of a subclass."""
+    """True if the module is torchao's Linear for training in float8, or of a subclass, whose scales
+    may depend on all tokens."""
     return any(
         base.__name__ == FLOAT8_LINEAR and package_of(base) == TORCHAO
         for base in type(module).__mro__

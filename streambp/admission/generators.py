@@ -77,7 +77,7 @@ def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> No
 
 def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
     """True if random numbers were drawn since `generator_states` returned `states`: a generator's
-    state has changed."""
+    state has changed. A layer that draws from such a generator runs unchunked."""
     return not all(
         torch.equal(one, other)
         if isinstance(one, Tensor)
@@ -88,7 +88,8 @@ def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def generators_kept(generators: Sequence[Generator]) -> Iterator[None]:
-    """Context manager that restores the generators' states afterwards."""
+    """Context manager for a test run that restores the generators' states afterwards, so that the
+    call itself draws the same numbers."""
     states = generator_states(generators)
     try:
         yield
@@ -98,9 +99,10 @@ def generators_kept(generators: Sequence[Generator]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
-    """Context manager that restores a module's attributes, buffers and random generators
-    afterwards. Torch's default generators are not restored. Yields the `Restored` object, which can
-    also restore the attributes between two runs. [Note: a trial leaves nothing]"""
+    """Context manager for a test or warm-up that restores a module's attributes, buffers and random
+    generators afterwards. Torch's default generators are not restored. Yields the `Restored`
+    object, which can also restore the attributes between two runs. [Note: a trial leaves nothing]
+    """
     buffers, generators = buffers_of(module), (*ModuleSnapshot(module, set()).generators, *OF_ALL)
     with in_place_of_buffers(buffers), generators_kept(generators), Restored(module) as restored:
         yield restored

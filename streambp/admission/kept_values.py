@@ -160,7 +160,7 @@ def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
 
 def _code_of_others(layer: nn.Module) -> Roots:
     """Return third-party classes, functions and objects that the layer's forward may run, as (name,
-    object)."""
+    object). Such code may store values."""
     by_id: dict[int, tuple[str, Any]] = {}
     for path, module in layer.named_modules():
         for name, value in module.__dict__.items():
@@ -179,8 +179,8 @@ def _code_of_others(layer: nn.Module) -> Roots:
 
 
 def leaving_nothing(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager for a test run. Values that third-party code stores during the run
-    are removed afterwards."""
+    """Return a context manager for a test run of a layer on random tokens. Values that third-party
+    code stores during the run are removed afterwards."""
     roots = roots_of(call.site, call.look) if call.device.type != "meta" else []
     return undone(roots) if roots else contextlib.nullcontext()
 
@@ -198,8 +198,8 @@ def recomputed(site: LayerSite, look: LayerSnapshot) -> contextlib.AbstractConte
 
 
 def without_traces(find: Callable[..., T]) -> Callable[..., T]:
-    """Wrap `find`, a function whose first argument is a `LayerCall`: values that third-party code
-    in the layer stores during the function's run are removed afterwards."""
+    """Wrap `find`, a function that tests a layer and takes a `LayerCall` as first argument. Values
+    that third-party code in the layer stores during the function's run are removed afterwards."""
 
     def found(call: LayerCall, *args: Any) -> T:
         with leaving_nothing(call):
@@ -239,8 +239,8 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
 
 
 def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
-    """True if a tensor of this shape may have one entry for each token of a chunk: [B, C, ...] or
-    [B * C, ...]. False if the size may be a dimension of the layer's parameters."""
+    """True if a stored tensor of this shape may have one entry for each token of a chunk: [B, C,
+    ...] or [B * C, ...]. False if the size may be a dimension of the layer's parameters."""
     parameter_sizes = {size for parameter in call.look.body.parameters for size in parameter.shape}
     for length in {chunk.stop - chunk.start for chunk in call.plan}:
         rows = tuple(shape[:2]) == (call.rows, length) and (
@@ -457,7 +457,8 @@ class _Trial:
             UnpatchedRun(self.call, self.x, self.upstream, shadows)
 
     def twice(self, shadows: list[Tensor]) -> None:
-        """Run the layer as in `whole`, and again on tokens that are `LOUDER` times larger.
+        """Run the layer as in `whole`, and again on tokens that are `LOUDER` times larger, because
+        later calls may change a stored value too.
 
         Args:
             shadows: replacements of the layer's trainable parameters.
@@ -471,7 +472,8 @@ class _Trial:
             self.x = x
 
     def at_once(self, _: list[Tensor]) -> None:
-        """Run the layer once, unchunked, but with streambp's attention."""
+        """Run the layer once, unchunked, but with streambp's attention, to find stored values that
+        depend on the model's own attention, such as attention weights."""
         stage = Stage.RECOMPUTE if self.graph else Stage.FORWARD
         self._run(stage, [Chunk(0, 0, self.x.shape[-2])], lambda _: None)
 
@@ -542,7 +544,7 @@ def _differing(
 
 
 def _alike(first_value: Any, other_value: Any, tolerance: float) -> bool:
-    """True if two values are equal, numbers and tensors up to a relative `tolerance`."""
+    """True if two stored values are equal, numbers and tensors up to a relative `tolerance`."""
     if (
         isinstance(first_value, np.ndarray)
         and isinstance(other_value, np.ndarray)
@@ -585,8 +587,8 @@ def _alike(first_value: Any, other_value: Any, tolerance: float) -> bool:
 
 
 def _told(unchunked: Any, chunks: Any) -> str:
-    """Return the shapes of two tensors as text; "" if the shapes are equal or one value is no
-    tensor."""
+    """Return the shapes of two stored tensors as text for `describe`; "" if the shapes are equal or
+    one value is no tensor."""
     arrays = isinstance(unchunked, (Tensor, np.ndarray)) and isinstance(
         chunks, (Tensor, np.ndarray)
     )
@@ -597,8 +599,8 @@ def _told(unchunked: Any, chunks: Any) -> str:
 
 @contextlib.contextmanager
 def _plain_dropout(call: LayerCall) -> Iterator[None]:
-    """Context manager that sets the layer's dropout modules to eval mode. Other modules keep their
-    mode."""
+    """Context manager that sets the layer's dropout modules to eval mode, so that dropout does not
+    make two runs differ. Other modules keep their mode."""
     drops = [
         m
         for m in call.site.layer.modules()
@@ -615,8 +617,8 @@ def _plain_dropout(call: LayerCall) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_in_a_step(call: LayerCall) -> Iterator[None]:
-    """Context manager in which grad mode is on as in a training step, but no graph is built: the
-    layer's parameters are detached. Stored values are removed afterwards."""
+    """Context manager for a test in which grad mode is on as in a training step, but no graph is
+    built: the layer's parameters are detached. Stored values are removed afterwards."""
     parameters = Parameters(call.site.layer, call.device, call.site.of(slots_of))
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     grad_mode: contextlib.AbstractContextManager[Any] = torch.no_grad()

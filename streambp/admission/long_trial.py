@@ -114,5 +114,6 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
 
 
 def _squares(x: Tensor) -> Tensor:
-    """Return the sum of squares over the last dimension: [..., C, h] -> [..., C]."""
+    """Return the sum of squares over the last dimension, [..., C, h] -> [..., C], for the norm of a
+    difference."""
     return x.float().square().sum(-1)

@@ -246,8 +246,9 @@ def own_run(
 
 
 def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
-    """True if the unpatched layer runs on x [..., B, t, h] without an exception. A layer whose
-    sequence is split over ranks counts as true without a run.
+    """True if the unpatched layer runs on x [..., B, t, h] without an exception; an exception in
+    chunks then counts against chunks. A layer whose sequence is split over ranks counts as true
+    without a run.
 
     Args:
         call: the call of the layer.
@@ -323,7 +324,8 @@ def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list
 
 
 def zeros_for_missing(gradients: Sequence[Tensor | None], leaves: list[Tensor]) -> list[Tensor]:
-    """Return the gradients [...] of `leaves`, with zeros for gradients that are None."""
+    """Return the gradients [...] of `leaves`, with zeros for gradients that are None. Gradients of
+    two runs can then be compared."""
     return [
         torch.zeros_like(leaf) if grad is None else grad
         for leaf, grad in zip(leaves, gradients, strict=True)

@@ -455,8 +455,8 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Gra
 def _on_trial(
     call: LayerCall, x: Tensor, layout: Spans, origin: GraphMarker
 ) -> tuple[Tensor, Tensor]:
-    """Run the layer on a leaf with the values of x [..., B, t, h]. Return the leaf and the layer's
-    output, whose graph starts at a node that references `origin`.
+    """Run the layer for a test, on a leaf with the values of x [..., B, t, h]. Return the leaf and
+    the layer's output, whose graph starts at a node that references `origin`.
 
     Args:
         call: the call of the layer.
@@ -525,8 +525,8 @@ def broken(error: Exception) -> str:
 
 
 def _convolves(layer: nn.Module) -> bool:
-    """True if the layer has an nn.Conv1d that mixes neighbouring tokens. A test could miss its
-    effect in half precision."""
+    """True if the layer has an nn.Conv1d that mixes neighbouring tokens. Unless the layer passes on
+    states, it runs unchunked, because a test could miss the effect in half precision."""
     return any(
         isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in layer.modules()
     )

@@ -68,8 +68,8 @@ def rehearsed(
 
 
 def causal_prefix(call: LayerCall, length: int) -> Prefix:
-    """Return an empty store for keys and values of `length` tokens in each of the call's rows, with
-    causal attention."""
+    """Return an empty store for keys and values of a test's `length` tokens in each of the call's
+    rows, with causal attention."""
     return Prefix(Spans.causal(call.rows, length), length, call.carried.prefix.attention)
 
 
@@ -120,8 +120,8 @@ def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
 
 
 def _unmasked(mask: Any, length: int) -> Any:
-    """Return a causal mask without padding in place of `mask`; `mask` itself if its form is
-    unknown."""
+    """Return a causal mask without padding in place of `mask`, for a test on random tokens; `mask`
+    itself if its form is unknown."""
     if isinstance(mask, OwnMask):
         return mask.causal(length)
     if isinstance(mask, Mapping):
@@ -175,7 +175,8 @@ def _set_mode(module: nn.Module, training: bool) -> None:
 
 
 def _plain_modules(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules inside a layer whose parameters are all plain floating-point tensors."""
+    """Return the modules inside a layer whose parameters are all plain floating-point tensors. A
+    test sets these modules to eval mode."""
     return [
         module
         for module in layer.modules()
@@ -188,7 +189,7 @@ def _plain_modules(layer: nn.Module) -> list[nn.Module]:
 
 def may_have_graphs(call: LayerCall) -> bool:
     """True if autograd can record the layer's operations: inference mode is off, and no parameter
-    of the layer is an inference tensor."""
+    of the layer is an inference tensor. Otherwise a test compares outputs alone."""
     return not torch.is_inference_mode_enabled() and not any(
         p.is_inference() for p in call.look.body.parameters
     )
@@ -207,7 +208,8 @@ def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
 
 
 def with_random_zeros(parameter: Tensor) -> Tensor:
-    """Return a parameter's detached value [...] with zeros replaced by random numbers.
+    """Return a parameter's detached value [...] with zeros replaced by random numbers, for a test:
+    a gate that is zero would hide what the layer computes.
 
     Random numbers are added to all elements of vectors and scalars. A matrix of over `LARGE`
     elements is changed only if it is all zero. Integers, 8-bit floats and tensor subclasses do not

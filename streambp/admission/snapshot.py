@@ -138,7 +138,9 @@ class Snapshot:
             self._follow(*self._waiting.popleft())
 
     def iterators(self) -> list[str]:
-        """Return the names of the iterators and generators that hooks and forwards may advance.
+        """Return the names of the iterators and generators that hooks and forwards may advance. A
+        layer with such an iterator is not tested, because the iterator's position cannot be
+        restored.
 
         An iterator may be an attribute of an object with many methods, such as a training loop. The
         code of a hook or forward must then name the attribute.
@@ -153,7 +155,8 @@ class Snapshot:
         return names
 
     def _names_in_code(self) -> set[str]:
-        """Return all names in the code of hooks and forwards, and of methods that they name."""
+        """Return all names in the code of hooks and forwards, and of methods that they name.
+        `iterators` ignores other attributes."""
         names: set[str] = set()
         waiting = [*self._functions]
         for name in CALLED:
@@ -431,8 +434,8 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def is_foreign(code: Any) -> bool:
     """True if a class or a function is third-party: its package is none of those that streambp
-    knows (the standard library, torch, transformers and so on).
-    """
+    knows (the standard library, torch, transformers and so on). A snapshot follows references into
+    third-party classes and functions alone."""
     if isinstance(code, types.FunctionType):
         home = code.__globals__.get("__name__")
     else:
@@ -488,7 +491,8 @@ class Restored:
 
     def set_otherwise(self) -> list[str]:
         """Return the names of the values that the first run set, and that the latest run has set to
-        something else. Call `rewind` before the latest run, which gets other tokens."""
+        another value. Such a value depends on the tokens. Call `rewind` before the latest run,
+        which gets other tokens."""
         changes = self._snapshot.changes()
         return [
             name
@@ -510,7 +514,8 @@ def _copied(value: Any) -> Any:
 
 
 def _equal(value: Any, other_value: Any) -> bool:
-    """True if two values are the same number, or tensors and containers of the same numbers."""
+    """True if two values, which two runs of a test have stored, are the same number, or tensors and
+    containers of the same numbers."""
     if value is other_value:
         return True
     if type(value) is not type(other_value):

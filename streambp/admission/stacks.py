@@ -163,7 +163,8 @@ def _deeper_stacks(
     models: list[PreTrainedModel],
 ) -> list[tuple[PreTrainedModel, tuple[nn.Module, ...]]]:
     """Return (model, layers) pairs for lists of decoder layers that are not direct children of
-    their model, but inside another of its modules. Used if no list is a direct child."""
+    their model, but inside another of its modules. Used to find a model's layers if no list is a
+    direct child."""
     stacks: list[tuple[PreTrainedModel, tuple[nn.Module, ...]]] = []
     inner_ids: set[int] = set()
     for model in reversed(models):  # innermost model first
@@ -440,17 +441,19 @@ def is_bidirectional(layer: nn.Module) -> bool:
 
 
 def _reads_ahead(layers: tuple[nn.Module, ...]) -> bool:
-    """True if the attention of one of these layers is bidirectional."""
+    """True if the attention of one of these layers is bidirectional, as in an encoder."""
     return any(map(is_bidirectional, layers))
 
 
 def _reads_text(backbone: PreTrainedModel) -> bool:
-    """True if a stack's model gets token ids, and no pixels or audio."""
+    """True if a stack's model gets token ids, and no pixels or audio. A bidirectional stack is
+    chunked only then, and only in a model without causal stacks."""
     return backbone.main_input_name == "input_ids"
 
 
 def _takes(layer: nn.Module, argument: str) -> bool:
-    """True if the layer's forward has an argument of this name, or is no Python function."""
+    """True if the layer's forward has an argument of this name, or is no Python function, whose
+    arguments are unknown."""
     forward = written_forward(layer)
     if not hasattr(forward, "__code__"):
         return True
@@ -458,7 +461,8 @@ def _takes(layer: nn.Module, argument: str) -> bool:
 
 
 def _takes_states(layer: nn.Module) -> bool:
-    """True if the layer's forward has an argument for recurrent states."""
+    """True if the layer's forward has an argument for recurrent states. A layer that overwrites its
+    states in place cannot be chunked."""
     forward = written_forward(layer)
     return hasattr(forward, "__code__") and STATE in inspect.signature(forward).parameters
 
@@ -477,7 +481,8 @@ def _adds_biases(attention: nn.Module) -> bool:
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules inside the layer whose forward names ALL_ATTENTION_FUNCTIONS."""
+    """Return the modules inside the layer whose forward names ALL_ATTENTION_FUNCTIONS,
+    transformers' table of attention functions."""
     return [module for module in layer.modules() if ATTENTION_TABLE in _names(module)]
 
 
@@ -517,12 +522,14 @@ def _hands_picks(attention: nn.Module) -> bool:
 
 
 def _locals(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the arguments and local variables of a module's forward."""
+    """Return the names of the arguments and local variables of a module's forward, by which its
+    kind of attention or states is recognized."""
     forward = written_forward(module)
     return forward.__code__.co_varnames if hasattr(forward, "__code__") else ()
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of globals and attributes in the code of a module's forward."""
+    """Return the names of globals and attributes in the code of a module's forward, by which its
+    kind of attention or states is recognized."""
     forward = written_forward(module)
     return forward.__code__.co_names if hasattr(forward, "__code__") else ()

@@ -135,8 +135,8 @@ def _read_calls(holder: functools._lru_cache_wrapper[Any]) -> dict[str, bool]:
 
 
 def _refill_calls(holder: functools._lru_cache_wrapper[Any], content: dict[str, bool]) -> None:
-    """Clear an lru_cache that was empty when it was read. A cache with entries stays unchanged,
-    because single entries of a bounded cache cannot be removed.
+    """After a test, clear an lru_cache that was empty before it. A cache with entries stays
+    unchanged, because single entries of a bounded cache cannot be removed.
 
     Args:
         holder: the function with the cache.
@@ -192,14 +192,15 @@ def _refill_slots(holder: Any, content: dict[str, Any]) -> None:
 
 
 def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the named globals that exist in the dict `holder`."""
+    """Return those of the named globals that exist in the dict `holder`, for a snapshot before a
+    test."""
     return {name: holder[name] for name in names if name in holder}
 
 
 def refill_globals(
     names: tuple[str, ...], holder: dict[str, Any], saved_values: dict[str, Any]
 ) -> None:
-    """Restore the named globals in the dict `holder`, and remove those that are new.
+    """Restore the named globals in the dict `holder` after a test, and remove those that are new.
 
     Args:
         names: names of the globals.
@@ -246,7 +247,8 @@ CONTAINERS: tuple[tuple[type, Kind], ...] = (
 
 
 def same_entries(saved_entries: dict[Any, Any], entries: dict[Any, Any]) -> bool:
-    """True if two dicts have the same keys in the same order, with identical objects."""
+    """True if two dicts have the same keys in the same order, with identical objects: a container
+    has not changed since it was saved."""
     if len(saved_entries) != len(entries):
         return False
     return all(map(operator.is_, saved_entries, entries)) and all(

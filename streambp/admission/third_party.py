@@ -101,7 +101,7 @@ def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
 
 def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules in these layers that call transformers' attention functions, one of each
-    class and config."""
+    class and config. A check of these modules covers all layers."""
     by_config: dict[tuple[int, type], nn.Module] = {}
     for layer in layers:
         for module in layer.modules():
@@ -180,7 +180,7 @@ _inside = functools.lru_cache(undecorated)
 @functools.lru_cache
 def _eager_names(forward: Callable[..., Any]) -> list[str]:
     """Return the names of the eager attention functions in the code of an attention module's
-    forward."""
+    forward, which another library may have replaced."""
     return [name for name in forward.__code__.co_names if name.endswith(EAGER_FORWARD)]
 
 
@@ -237,7 +237,8 @@ def _why_foreign(
 
 
 def _is_softmax(function: Callable[..., Any], implementation: str | None) -> bool:
-    """True if this function of ALL_ATTENTION_FUNCTIONS is known to compute softmax attention."""
+    """True if this function of ALL_ATTENTION_FUNCTIONS is known to compute softmax attention.
+    Streamed attention then computes the same."""
     if isinstance(function, functools.partial):
         return False  # transformers registers no partial: its arguments would change the result
     home, name = home_of(function), getattr(getattr(function, "__code__", None), "co_name", "")
@@ -252,7 +253,8 @@ NAMED_AT_MOST = 3  # hooks in a message
 
 
 def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) -> list[str]:
-    """Return the names of third-party code inside a layer: modules, and forwards set on modules.
+    """Return the names of third-party code inside a layer: modules, and forwards set on modules. A
+    layer with such code is tested at its call's full length.
 
     Args:
         layer: the decoder layer.
@@ -280,7 +282,7 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) 
 
 def _harmless(forward: Any) -> bool:
     """True if the forward is from a library (torch, transformers, peft and others) whose modules
-    compute every token alike."""
+    compute every token alike. Such a forward does not count as third-party code."""
     return package_of(forward) in MODULES_ARE_HARMLESS
 
 
@@ -420,8 +422,9 @@ def _is_known(function: Any, home: set[str]) -> bool:
 
 @contextlib.contextmanager
 def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> Iterator[list[str]]:
-    """Context manager that yields a list of third-party hooks, by name, that modify values. A hook
-    is added when it modifies a value, or at once if a branch of its code could do so.
+    """Context manager for a test that yields a list of third-party hooks, by name, that modify
+    values. A hook is added when it modifies a value, or at once if a branch of its code could do
+    so.
 
     Args:
         layer: the layer; hooks on its inner modules and hooks for all modules are watched.
@@ -503,7 +506,8 @@ def _may_change(hook: Callable[..., Any]) -> bool:
 
 
 def _gives_back(code: CodeType) -> bool:
-    """True if the function's code can return anything but None."""
+    """True if the function's code can return anything but None: a hook with this code may replace a
+    value."""
     nothing = False  # the previous instruction loads None
     for step in dis.get_instructions(code):
         if (step.opname == "RETURN_CONST" and step.argval is not None) or (
@@ -515,7 +519,8 @@ def _gives_back(code: CodeType) -> bool:
 
 
 def _innermost(function: Any) -> Any:
-    """Return the plain function that a functools.partial or a callable object calls."""
+    """Return the plain function that a functools.partial or a callable object calls, whose code can
+    be inspected."""
     while isinstance(function, functools.partial):
         function = function.func
     if hasattr(function, "__code__"):

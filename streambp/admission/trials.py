@@ -116,8 +116,9 @@ def look_for_writes(call: LayerCall) -> Exception | None:
 
 
 def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
-    """Return the names for which `holds` is true. All names are tested together; if they fail, all
-    names that pass alone are tested together. The result is empty if both tests fail.
+    """Return the names of the Linears that can be skipped, those for which `holds` is true. All
+    names are tested together; if they fail, all names that pass alone are tested together. The
+    result is empty if both tests fail.
 
     Args:
         names: names of Linears that may be skipped.
@@ -225,8 +226,9 @@ def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Te
 def same_gradients(
     call: LayerCall, gradients: list[Tensor | None], expected: list[Tensor | None]
 ) -> bool:
-    """True if two lists of gradients [...] are equal: to the bit, or up to rounding on devices
-    whose kernels sum in varying order. A gradient of None equals only None.
+    """True if two lists of gradients [...], recomputed with and without some Linears, are equal: to
+    the bit, or up to rounding on devices whose kernels sum in varying order. A gradient of None
+    equals only None.
 
     Args:
         call: the call of the layer, which determines the tolerance.
@@ -307,7 +309,7 @@ def _changed(current: Tensor, copy: Tensor) -> bool:
 
 def _counts_no_writes(tensor: Tensor) -> bool:
     """True if inference mode inside the layer made the tensor [...], which then has no version
-    counter. Such tensors are not saved for backward."""
+    counter. Writes to such a tensor cannot be detected, so it is not saved for backward."""
     return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
@@ -500,8 +502,8 @@ def _refillable(proposed: UnreadProducts, trial: Trial, ran: Recomputed) -> Unre
 
 
 def _same(tensors: list[Tensor], expected: list[Tensor]) -> bool:
-    """True if two lists of K and V are equal to the bit. Lists of meta or fake tensors are compared
-    by shapes alone."""
+    """True if two lists of K and V, recomputed with and without some Linears, are equal to the bit.
+    Lists of meta or fake tensors are compared by shapes alone."""
     if any(x.shape != y.shape for x, y in zip(tensors, expected, strict=True)):
         return False
     return not has_data(tensors[0]) or all(

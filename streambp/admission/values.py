@@ -34,7 +34,8 @@ class Values(NamedTuple):
 
 
 def values_of(name: str, tensor: Tensor) -> Values:
-    """Return a copy of a tensor's values [...] with its version counter."""
+    """Return a copy of a tensor's values [...] with its version counter, from which `put_back`
+    restores them after a test."""
     with _disable_current_modes(), torch.no_grad():
         version = None if tensor.is_inference() else tensor._version
         return Values(name, tensor, tensor.detach().clone(), version)
@@ -100,8 +101,8 @@ class Writes(TorchDispatchMode):
 
 
 def written(snapshots: Iterable[Values]) -> list[Values]:
-    """Return the entries whose tensors or arrays differ now from their copies. Synchronizes once
-    with each device."""
+    """Return the entries whose tensors or arrays differ now from their copies, because a test run
+    has written to them. Synchronizes once with each device."""
     entries: list[Values] = []
     by_device: dict[torch.device, list[tuple[Values, Tensor]]] = {}
     with _disable_current_modes(), torch.no_grad():
@@ -126,13 +127,13 @@ def written(snapshots: Iterable[Values]) -> list[Values]:
 
 
 def bytes_of(numbers: np.ndarray[Any, Any] | array.array[Any] | bytearray) -> bytes:
-    """Return the content of an array as bytes."""
+    """Return the content of an array as bytes, to compare it with its copy."""
     return bytes(numbers) if isinstance(numbers, bytearray) else numbers.tobytes()
 
 
 def can_be_copied(tensor: Tensor) -> bool:
     """True if a tensor [...] has values that a copy can restore: plain, strided and with memory of
-    its own for each element."""
+    its own for each element. A test leaves other tensors out of its snapshot."""
     plain = (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
