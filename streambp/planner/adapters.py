@@ -58,7 +58,8 @@ def with_adapters(
 
 
 def _is_refused(model: nn.Module, name: str) -> bool:
-    """True if peft refuses to add LoRA adapters to Linears of this name in models of this type."""
+    """True if peft refuses to add LoRA adapters to Linears of this name in models of this type.
+    `with_adapters` then leaves these Linears out."""
     from peft import LoraConfig, inject_adapter_in_model
 
     probe = nn.Module()
@@ -75,7 +76,7 @@ def _is_refused(model: nn.Module, name: str) -> bool:
 
 def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Apply `fn` to a module's parameters and buffers like `nn.Module._apply`, but create new
-    parameters.
+    parameters. Replaces `_apply` while peft adds adapters to a model on fake tensors.
 
     `nn.Module._apply` swaps fake tensors in place, which fails because fake tensors have weak
     references.

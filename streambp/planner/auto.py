@@ -137,8 +137,9 @@ class StepNeed(Need):
 
 def waiting(phase: str) -> float:
     """Return the index of the last layer whose backward has not ended in a phase of a step: 35 in
-    "backward 35", in which layer 35's backward runs. Return -1 if every layer's backward has ended,
-    and infinity if none has begun."""
+    "backward 35", in which layer 35's backward runs. Saved tensors of this and all earlier layers
+    are then in memory. Return -1 if every layer's backward has ended, and infinity if none has
+    begun."""
     kind, _, number = phase.rpartition(" ")
     if phase == EMBEDDING_BACKWARD:
         return -1.0
@@ -365,6 +366,7 @@ class ModelStates:
 def sharing(model: nn.Module) -> tuple[float, float]:
     """Return the fraction of gradients that a step adds to this rank's memory, and the bytes of
     weights that an engine gathers at once. (1, 0) if no engine (ZeRO-3, FSDP2) shards parameters.
+    Both numbers correct a count, which has one rank.
 
     At most two layers are gathered at once, or the head, whose weight is held until its backward.
     [Note: a head that is held]
@@ -403,8 +405,8 @@ def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, in
 
 
 def in_a_thread(work: Callable[[], T]) -> T:
-    """Return `work()`, run in a new thread so that autograd, autocast and dispatch modes of the
-    current thread do not apply.
+    """Return `work()`, the count of a step, run in a new thread so that autograd, autocast and
+    dispatch modes of the current thread do not apply.
 
     The state of torch's default random generator is restored afterwards.
     """
@@ -417,8 +419,8 @@ def in_a_thread(work: Callable[[], T]) -> T:
 
 
 def rates_here(device: torch.device) -> Rates:
-    """Return a device's speeds (FLOP/s, bytes/s), found by its name; default values for an unknown
-    device."""
+    """Return a device's speeds (FLOP/s, bytes/s), found by its name, to predict the seconds of
+    steps; default values for an unknown device."""
     if device.type == "cuda" and torch.cuda.is_available():
         name = torch.cuda.get_device_name(device)
     else:

@@ -90,7 +90,8 @@ class Batch:
 
     @property
     def scored(self) -> int:
-        """Return the number of tokens with a loss: all tokens behind the prompt."""
+        """Return the number of tokens with a loss, which the head computes: all tokens behind the
+        prompt."""
         return sum(self.lengths) - self.prompt * len(self.lengths)
 
     def tokens(self, packed: bool) -> int:
@@ -102,7 +103,7 @@ class Batch:
 
     def reach(self, packed: bool) -> float:
         """Return the length of a causal row in which a query reads, on average, the same number of
-        keys as in this batch.
+        keys as in this batch. Costs of reading keys are those of a row of this length.
 
         Args:
             packed: True for the batch as one packed row; False for padded rows.

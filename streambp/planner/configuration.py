@@ -43,7 +43,7 @@ EVERY_CLASS = " Model type should be one of"
 
 def needs_trust(error: BaseException) -> bool:
     """True if transformers raised this error because a checkpoint's code may only run with
-    trust_remote_code=True."""
+    trust_remote_code=True. The error message then advises this option."""
     return "trust_remote_code" in str(error)
 
 

@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
         return False
 
     def reset_peak(self) -> None:
-        """Set the recorded peak to the bytes that exist now."""
+        """Set the recorded peak to the bytes that exist now, at the start of a phase."""
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
 
     def alive(self, first: int, stop: int) -> int:
         """Return the bytes of those storages that still exist, among storages number `first` to
-        `stop` (exclusive) in the order of creation."""
+        `stop` (exclusive) in the order of creation. A module's activations are counted this way."""
         return sum(size for number, size, _ in self._alive.values() if first <= number < stop)
 
     def _track(self, storage: torch.UntypedStorage) -> None:
@@ -102,7 +102,7 @@ class LiveBytes(TorchDispatchMode):
             self.largest = size
 
     def _gone(self, key: int, _: Any) -> None:
-        """Subtract the bytes of a storage that was freed."""
+        """Subtract the bytes of a storage from the count when the storage is freed."""
         self.live -= self._alive.pop(key)[1]
 
 
@@ -119,7 +119,7 @@ CHANGED_LISTS = frozenset({aten._foreach_add_.List})  # operations on lists that
 @dataclasses.dataclass(frozen=True, eq=False)
 class Known:
     """Cached facts about one call of a torch operation on meta or fake tensors: its results and its
-    cost.
+    cost. Equal calls are then counted without running the operation.
 
     Attributes:
         made: list with the shape, stride and dtype of each output, or the output itself if it is no
@@ -211,7 +211,7 @@ class Shapes:
 
     def _known_kind(self, tensor: Any) -> bool:
         """True if a tensor is a meta tensor or a fake tensor, depending on which of the two this
-        cache supports."""
+        cache supports. Operations on other tensors are not cached."""
         if self.mode is None:
             return tensor.is_meta and type(tensor) in TENSOR_TYPES
         return isinstance(tensor, FakeTensor) and tensor.constant is None
@@ -292,7 +292,8 @@ class Shapes:
 
 class AllocatedBytes(contextlib.nullcontext[None]):
     """Context manager with the attributes `live` and `peak` of `LiveBytes`, read from an
-    accelerator's allocator. Bytes are relative to those when this object was created."""
+    accelerator's allocator, to measure a real step like a counted one. Bytes are relative to those
+    when this object was created."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -347,7 +348,7 @@ class StepCount(LiveBytes):
 
     def add(self, work: Work) -> None:
         """Add the FLOPs, bytes and dispatches of a kernel that does not run here, because tensors
-        have no data."""
+        have no data. The replacement of the kernel calls this method."""
         self._work = self._work.plus(work)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -474,13 +475,14 @@ Count = TypeVar("Count", bound=StepCount)
 
 
 def running_counts(kind: type[Count]) -> list[Count]:
-    """Return the active dispatch modes of class `kind` (a `StepCount`)."""
+    """Return the active dispatch modes of class `kind`, such as `StepCount`. The replacement of a
+    kernel adds the kernel's cost to these counts."""
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, kind)]
 
 
 def add_flops(number: float, byte_count: float = 0.0) -> None:
-    """Add FLOPs and moved bytes to all active counts (`StepCount`), for matrix products inside a
-    kernel whose torch operations do not run in a count."""
+    """Add FLOPs and moved bytes to all active counts (`StepCount`), for matrix products of a kernel
+    that a replacement does not compute."""
     for count in running_counts(StepCount):
         count.add(Work(number, moved=byte_count))
 

@@ -143,7 +143,8 @@ def folder() -> Path:
 
 def code_in_use() -> list[Any]:
     """Return what a count depends on except for the model and the options: versions of libraries,
-    installed packages with kernels, and a digest of this package's sources."""
+    installed packages with kernels, and a digest of this package's sources. A cached count is used
+    only if all are unchanged."""
     packages = sorted({LIGER, *(kernel.package for kernel in KERNELS)})
     versions = dict.fromkeys(VERSIONS, "")
     for package in VERSIONS:

@@ -28,9 +28,9 @@ ACCUMULATION_DTYPE = torch.float32
 
 
 def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Allocate the tensors of a causal convolution kernel's forward without computing them. Return
-    the output [B, D, T]. Saved for backward is x [B, D, T], or a contiguous copy if neither its
-    tokens nor its channels are contiguous."""
+    """Allocate the tensors of a causal convolution kernel's forward without computing them, to
+    count memory. Return the output [B, D, T]. Saved for backward is x [B, D, T], or a contiguous
+    copy if neither its tokens nor its channels are contiguous."""
     if 1 not in x.stride()[1:]:
         x = x.contiguous()
     ctx.save_for_backward(x, weight, bias)
@@ -38,8 +38,8 @@ def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def _causal_conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Allocate the tensors of a causal convolution kernel's backward without computing them. Return
-    gradients of x [B, D, T], and of weight [D, k] and bias [D] in float32."""
+    """Allocate the tensors of a causal convolution kernel's backward without computing them, to
+    count memory. Return gradients of x [B, D, T], and of weight [D, k] and bias [D] in float32."""
     x, weight, bias = ctx.saved_tensors
     if 1 not in grad.stride()[1:]:
         grad = grad.contiguous()
@@ -64,8 +64,8 @@ def delta_rule(
     returns_end: bool,
     normalises: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Allocate the tensors of fla's delta-rule kernel without computing them. Return its output [B,
-    T, H_v, V], and its end state [B, H_v, K, V] or None.
+    """Allocate the tensors of fla's delta-rule kernel without computing them, to count memory.
+    Return its output [B, T, H_v, V], and its end state [B, H_v, K, V] or None.
 
     Args:
         q: queries, [B, T, H, K].
@@ -83,7 +83,7 @@ def delta_rule(
 
 class Blocks:
     """Sizes of one call of fla's delta-rule kernel, and methods that create empty tensors of its
-    usual shapes."""
+    usual shapes, by which the kernel's memory is counted."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.rows, self.tokens, self.heads, self.keys = k.shape
@@ -117,7 +117,7 @@ class Blocks:
 
     def flops(self, between: int, within: int) -> None:
         """Add the FLOPs of the kernel's products of tokens with states, and of tokens with the
-        tokens of their block.
+        tokens of their block, to the active counts.
 
         Args:
             between: number of products with a state.
@@ -137,8 +137,8 @@ def _chunk_delta_rule(
     start: Tensor | None,
     normalises: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Allocate the tensors of the forward of fla's chunked delta rule without computing them.
-    Return the output [B, T, H_v, V] and the end state [B, H_v, K, V].
+    """Allocate the tensors of the forward of fla's chunked delta rule without computing them, to
+    count memory. Return the output [B, T, H_v, V] and the end state [B, H_v, K, V].
 
     Shapes: q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v] or [B, T, H_v, K], beta [B, T, H_v],
     start [B, H_v, K, V] or None.
@@ -183,8 +183,8 @@ def _chunk_delta_rule(
 
 
 def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:
-    """Allocate the tensors of the backward of fla's chunked delta rule without computing them, for
-    d_out [B, T, H_v, V]. Return the gradients of forward's tensors.
+    """Allocate the tensors of the backward of fla's chunked delta rule without computing them, to
+    count its memory for d_out [B, T, H_v, V]. Return the gradients of forward's tensors.
 
     The start state's gradient is in float32, and so is g's if each head has one decay. Other
     gradients have their tensors' dtypes.

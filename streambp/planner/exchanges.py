@@ -53,8 +53,8 @@ def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, floa
 
 
 def link_bytes(method: Method, seq_len: int, setting: Setting) -> float:
-    """Return the bytes that a rank sends to other ranks in a step, for rows of `seq_len` positions;
-    0 without sequence sharding. Each rank receives equally many bytes."""
+    """Return the bytes that a rank sends to other ranks in a step, for rows of `seq_len` positions,
+    as reported in a plan; 0 without sequence sharding. Each rank receives equally many bytes."""
     if method.split is None:
         return 0.0
     waited, gathered, _, _ = exchanged(method.split, seq_len, setting)

@@ -55,8 +55,8 @@ def fusion(kernels: Kernels, device: str) -> Fusion | None:
 
 
 def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
-    """Allocate the tensors of a fused norm's forward without computing them. Return the output
-    [..., h]. Saved for backward are x [..., h] and one float32 for each row."""
+    """Allocate the tensors of a fused norm's forward without computing them, to count memory.
+    Return the output [..., h]. Saved for backward are x [..., h] and one float32 for each row."""
     with one_kernel(2 * x.nbytes):
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.weight = weight
@@ -65,8 +65,8 @@ def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
 
 
 def _norm_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-    """Return gradients of x and of the weight [h] without values, for grad [..., h]. Liger's kernel
-    overwrites grad, so the result is grad itself."""
+    """Return gradients of x and of the weight [h] without values, to count memory, for grad [...,
+    h]. Liger's kernel overwrites grad, so the result is grad itself."""
     (x, _) = ctx.saved_tensors
     if ctx.needs_input_grad[3]:
         d_weight = torch.empty_like(ctx.weight)
@@ -82,9 +82,9 @@ norm_kernel = functools.partial(Replayed.apply, _norm_kernel, _norm_kernel_backw
 
 
 def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
-    """Allocate the tensors of a fused gated activation's forward without computing them. Return
-    act(gate) * up [..., m] without values, for gate and up [..., m]. Both are saved for backward.
-    """
+    """Allocate the tensors of a fused gated activation's forward without computing them, to count
+    memory. Return act(gate) * up [..., m] without values, for gate and up [..., m]. Both are saved
+    for backward."""
     with one_kernel(3 * gate.nbytes):
         ctx.save_for_backward(gate, up)
         ctx.by = by
@@ -92,8 +92,8 @@ def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
 
 
 def _gate_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Return gradients of gate and up without values, for grad [..., m]. Liger's kernel overwrites
-    gate and up, so the results share their storages."""
+    """Return gradients of gate and up without values, to count memory, for grad [..., m]. Liger's
+    kernel overwrites gate and up, so the results share their storages."""
     gate, up = ctx.saved_tensors
     with one_kernel(5 * gate.nbytes):
         if ctx.by == "compiled":
@@ -118,8 +118,8 @@ def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, 
 
 
 def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Return gradients without values of q [B, H, T, D] and k [B, H_kv, T, D], for dq and dk.
-    Liger's kernel overwrites dq and dk, so the results are dq and dk themselves."""
+    """Return gradients without values of q [B, H, T, D] and k [B, H_kv, T, D], to count memory, for
+    dq and dk. Liger's kernel overwrites dq and dk, so the results are dq and dk themselves."""
     with one_kernel(ctx.moved):
         if ctx.by == "liger":
             return (dq, dk, None)
@@ -171,7 +171,8 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
 
 
 def is_ligers(function: Any) -> bool:
-    """True if a function or method is defined in a file of liger-kernel."""
+    """True if a function or method is defined in a file of liger-kernel; a count replaces it,
+    because its kernel needs data."""
     return str(getattr(function, "__module__", "")).partition(".")[0] == LIGER
 
 

@@ -55,7 +55,7 @@ class OnHost:
     @property
     def freed(self) -> int:
         """Return the device bytes that become free while the weights of these layers are in host
-        memory.
+        memory, to decide how many layers must move.
 
         The number is `bytes` minus device buffers for two layers and one layer's dequantized
         weights.

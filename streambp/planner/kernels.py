@@ -139,8 +139,8 @@ class CountedCalls:
 
 
 def _extent(x: Tensor) -> int:
-    """Return the distance in elements from the first element of x [...] in memory to the last one,
-    plus 1."""
+    """Return the number of elements in memory from the first element of x [...] to the last one,
+    which x's storage must have."""
     if x.numel() == 0:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))

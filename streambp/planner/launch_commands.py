@@ -92,7 +92,7 @@ def doors_of(fields: Mapping[str, Any], setting: Setting, on_host: bool) -> dict
 
 
 def quoted(value: Any) -> str:
-    """Return a value as a Python literal with double quotes."""
+    """Return a value as a Python literal with double quotes, for code to paste."""
     return repr(value).replace("'", '"')
 
 

@@ -34,8 +34,8 @@ LOOKED_AT = 2048
 
 
 class Law(NamedTuple):
-    """Coefficients of a linear function of a step's features: one number for each of 1, T, C, N,
-    keys, T N, T C, T^2, E and C E.
+    """Coefficients of a linear function of a step's features, which predicts the step's bytes or
+    FLOPs. There is one number for each of 1, T, C, N, keys, T N, T C, T^2, E and C E.
 
     T is the tokens of a row, C the tokens of a chunk, N the number of chunks. E is the number of
     key blocks that a chunk attends to, minus one, summed over the chunks. A step's `Features` have

@@ -64,8 +64,8 @@ def _from_positions(
 def _reach_and_barriers(
     function: Any, length: int
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Barrier, ...]] | None:
-    """Return two tuples: the interval of keys that each block of SCAN queries reads, and the
-    positions where no chunk may end. None if every query reads all keys.
+    """Return two tuples: the interval of keys that each block of SCAN (a constant) consecutive
+    queries reads, and the positions where no chunk may end. None if every query reads all keys.
 
     Each query is assumed to read an interval of keys that contains the query. The interval's ends
     are assumed not to fall from one query to the next.

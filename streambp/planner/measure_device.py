@@ -169,7 +169,7 @@ def seconds_of_run(run: Callable[[], object], device: torch.device, times: int) 
 
 
 def wait(device: torch.device) -> None:
-    """Wait until all work on a device has ended; return at once for the CPU."""
+    """Wait until all work on a device has ended, to time it; return at once for the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -201,6 +201,7 @@ def _attention(
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Return RMSNorm of x [n, h], in plain torch."""
+    """Return RMSNorm of x [n, h], in plain torch, whose time measures the device's memory
+    bandwidth."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)

@@ -121,8 +121,8 @@ def stand_in(
 
 
 def _plain(function: Any) -> Callable[..., Any]:
-    """Return the function whose parameters are compared: `function` itself, or the forward of a
-    module of the `kernels` package."""
+    """Return the function whose parameters are compared with those of a `MixerKernel`: `function`
+    itself, or the forward of a module of the `kernels` package."""
     plain: Callable[..., Any]
     if isinstance(function, nn.Module):
         plain = function.forward
@@ -153,7 +153,7 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]
 
 def globals_of(model: nn.Module) -> list[dict[str, Any]]:
     """Return the namespaces (`__globals__`) of the files that define the forwards of a model's
-    modules.
+    modules, in which a count replaces functions.
 
     Several classes of one file share a namespace, which is returned once. Namespaces of torch
     itself are left out.
@@ -168,7 +168,8 @@ def globals_of(model: nn.Module) -> list[dict[str, Any]]:
 
 def out_of_reach(model: nn.Module) -> list[str]:
     """Return the names of kernel packages that a model's files import, except for packages of
-    `mixers_of`. The kernels of the returned packages cannot be counted."""
+    `mixers_of`. The kernels of the returned packages cannot be counted, so plain torch is counted
+    instead."""
     counted_packages = {kernel.package for _, _, kernel in mixers_of(model)}
     imported = set()
     for space in globals_of(model):
@@ -225,8 +226,7 @@ def is_counted(package: str, mixers: Mixers) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """True if the package can be imported, which is the condition under which transformers uses its
-    kernels."""
+    """True if the package can be imported. Only then transformers uses the package's kernels."""
     try:
         importlib.import_module(package)
     except Exception:  # kernels built for another torch fail in many ways

@@ -72,13 +72,14 @@ def build_as(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
 
 
 def says_bidirectional(config: PreTrainedConfig) -> bool:
-    """True if a field of the configuration makes the attention of a decoder bidirectional."""
+    """True if a field of the configuration makes the attention of a decoder bidirectional. Such a
+    model may have no language-model head."""
     bidirectional = getattr(config, "use_bidirectional_attention", None)
     return getattr(config, "is_causal", True) is False or bidirectional in (True, "all")
 
 
 def _has_no_head(config: PreTrainedConfig) -> bool:
-    """True if `architectures` names a class that is no language model."""
+    """True if `architectures` names a class that is no language model, such as an embedding model."""
     names: Sequence[str] = getattr(config, "architectures", None) or ()
     return bool(names) and not names[0].endswith(LANGUAGE_MODELS)
 
@@ -186,7 +187,8 @@ def fixed_positions(model: nn.Module) -> int | None:
 
 
 def _has_prefix(model: nn.Module) -> bool:
-    """True if each row of the model has a bidirectional prefix, as PaliGemma's rows have."""
+    """True if each row of the model has a bidirectional prefix, as PaliGemma's rows have. The
+    model's forward then gets another argument."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(getattr(config, "model_type", "") == PREFIX_TYPE for config in configs)
 

@@ -93,7 +93,7 @@ def page(
 
 
 def part(file: str) -> str:
-    """Return the text of a file of the page, such as "plan.js"."""
+    """Return the text of a file that the HTML page contains, such as "plan.js"."""
     return (resources.files("streambp.planner") / "web" / file).read_text("utf-8")
 
 

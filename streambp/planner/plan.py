@@ -510,7 +510,7 @@ def _fastest(choices: Sequence[Choice]) -> Choice | None:
 
 def _safest(choices: Sequence[Choice]) -> Choice | None:
     """Return the step with the lowest peak among those at most 2 % slower than the fastest; None
-    for no steps."""
+    for no steps. A plan names this step as an alternative."""
     bar = (1 + SLOWER) * min((c.seconds.total for c in choices), default=0.0)
     return min(
         (c for c in choices if c.seconds.total <= bar),
@@ -652,8 +652,8 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
 
 
 def fits(at: Peak, memory: Memory) -> bool:
-    """True if a step's peak is at most the usable device memory, and its host bytes are within the
-    limit of host memory."""
+    """True if a step fits into memory: its peak is at most the usable device memory, and its host
+    bytes are within the limit of host memory."""
     return at.total <= memory.usable and (memory.host is None or at.host <= memory.host)
 
 

@@ -95,7 +95,7 @@ class Split:
 
     def repeats(self, ranks: int) -> float:
         """Return how many ranks get a copy of the same keys under Ulysses, if there are more ranks
-        than key/value heads; 1 otherwise."""
+        than key/value heads; 1 otherwise. The bytes of exchanged keys grow by this factor."""
         return max(1.0, max((ranks / heads.keys for heads in self.heads), default=1.0))
 
 
@@ -134,7 +134,7 @@ class Method:
     @property
     def counts_chunks(self) -> bool:
         """True if a step may take less memory with fewer and larger chunks, because layers save
-        bytes for each chunk."""
+        bytes for each chunk. The longest sequence is then searched with every chunk size."""
         if self.host.chunks > 0:
             return True
         return any(phase.law.chunks > 0 for phase in (*self.first, *self.accumulating))
@@ -238,7 +238,7 @@ Entry = TypeVar("Entry")
 
 
 def named(methods: Mapping[str, Entry], name: str) -> Entry:
-    """Return the value of `methods` for a method's name.
+    """Return the entry of one method in `methods`, a dict by method name.
 
     Raises:
         ConfigError: there is no such method; the message lists the names.

@@ -534,7 +534,7 @@ def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) ->
 
 
 def _count(number: int) -> str:
-    """Return a number as text with the suffix B (billions), M or k."""
+    """Return a number of parameters as text with the suffix B (billions), M or k."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:.2f}{letter}"

@@ -100,8 +100,8 @@ def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Second
 
 
 def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, float]:
-    """Return three numbers of seconds for a part of a step on one rank: matrix products, attention,
-    and all other kernels.
+    """Return the seconds of three kinds of kernels in a part of a step on one rank: matrix
+    products, attention, and all other kernels.
 
     Args:
         part: the FLOPs and bytes.

@@ -364,7 +364,8 @@ def _unsharded_classes(model: nn.Module) -> Iterator[None]:
 
 
 def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield each hook dictionary, such as `_forward_hooks`, of each module of a model."""
+    """Yield each hook dictionary, such as `_forward_hooks`, of each module of a model. The copy
+    that is counted gets hooks without effect."""
     for module in model.modules():
         for name in MODULE_HOOKS:
             yield getattr(module, name)
@@ -424,21 +425,22 @@ class FourBitLinear(QuantisedLinear, CountedPackedLinear):
 
 
 def parameters_of(parameter: Tensor) -> int:
-    """Return the number of model parameters in a tensor [...]. A quantised weight may store several
-    parameters in one element."""
+    """Return the number of model parameters in a tensor [...]. A plan reports these numbers. A
+    quantised weight may store several parameters in one element."""
     return int(getattr(parameter, "stands_for", parameter.numel()))
 
 
 def _dequantised(ctx: Any, x: Tensor, width: int) -> Tensor:
-    """Allocate the tensors of a quantised Linear's forward without computing them. Return the
-    output [..., width] for x [..., in]. Backward gets the number of x's columns, and no tensor."""
+    """Allocate the tensors of a quantised Linear's forward without computing them, to count memory.
+    Return the output [..., width] for x [..., in]. Backward gets the number of x's columns, and no
+    tensor."""
     ctx.inner = x.shape[-1]
     return x @ x.new_empty(width, x.shape[-1]).mT
 
 
 def _dequantised_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    """Allocate the tensors of a quantised Linear's backward without computing them. Return the
-    gradient of x [..., in] for grad [..., out]."""
+    """Allocate the tensors of a quantised Linear's backward without computing them, to count
+    memory. Return the gradient of x [..., in] for grad [..., out]."""
     return grad @ grad.new_empty(grad.shape[-1], ctx.inner), None
 
 
@@ -489,7 +491,7 @@ class ShrunkModel:
 
     def stand_in(self, index: int) -> int:
         """Return the position in `kept` of the layer that represents layer `index` of the full
-        model."""
+        model, and has the same costs."""
         if index in self.kept:
             return self.kept.index(index)
         inner = []

@@ -33,7 +33,8 @@ ACCUMULATION_DTYPE = torch.float32
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x [...]; a contiguous copy if its last dimension is not contiguous."""
+    """Return x [...]; a contiguous copy if its last dimension is not contiguous, because the kernel
+    makes such a copy."""
     if x.stride(-1) == 1:
         return x
     return x.contiguous()
@@ -43,8 +44,8 @@ def _selective_scan(
     ctx: Any, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Allocate the tensors of mamba_ssm's selective scan (Mamba 1) without computing them. Return y
-    [B, D, T] and the end state [B, D, N].
+    """Allocate the tensors of mamba_ssm's selective scan (Mamba 1) without computing them, to count
+    memory. Return y [B, D, T] and the end state [B, D, N].
 
     Shapes: u, dt, z [B, D, T], a [D, N], b, c [B, N, T], d and bias [D]; z, d and bias may be None.
     """
@@ -86,7 +87,8 @@ selective_scan = functools.partial(Replayed.apply, _selective_scan, _selective_s
 
 
 def _like(x: Tensor | None) -> Tensor | None:
-    """Return an uninitialized tensor with the shape and dtype of x [...]; None for None."""
+    """Return an uninitialized tensor with the shape and dtype of x [...], for x's gradient; None
+    for None."""
     if x is None:
         return None
     return torch.empty_like(x)
@@ -96,8 +98,8 @@ def _fused_mamba(
     ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor, out_proj: Tensor,
     out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, norm: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Allocate the tensors of mamba_ssm's fused Mamba layer without computing them. Return the
-    output [B, T, h] for xz [B, 2 D, T].
+    """Allocate the tensors of mamba_ssm's fused Mamba layer without computing them, to count
+    memory. Return the output [B, T, h] for xz [B, 2 D, T].
 
     Shapes: x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]; d and biases may be
     None.
@@ -122,8 +124,8 @@ def _fused_mamba(
 
 
 def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
-    """Allocate the tensors for a Mamba layer's step size without computing them. Return the step
-    size dt [D, B T] for `small` [B T, R + 2 N], the output of x_proj.
+    """Allocate the tensors for a Mamba layer's step size without computing them, to count memory.
+    Return the step size dt [D, B T] for `small` [B T, R + 2 N], the output of x_proj.
 
     A norm of dt allocates three tensors: a copy of its input, its output, a copy of its output.
     """
@@ -135,7 +137,8 @@ def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
 
 def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Allocate the tensors of the backward of mamba_ssm's fused Mamba layer without computing them,
-    for grad [B, T, h]. Return the gradients of forward's tensors; that of conv is in float32."""
+    to count its memory for grad [B, T, h]. Return the gradients of forward's tensors; that of conv
+    is in float32."""
     conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = (
         ctx.saved_tensors
     )
@@ -185,7 +188,7 @@ fused_mamba = functools.partial(Replayed.apply, _fused_mamba, _fused_mamba_backw
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Sizes of one call of mamba_ssm's Mamba 2 scan, and methods that create empty tensors of its
-    usual shapes.
+    usual shapes, by which the kernel's memory is counted.
 
     Attributes:
         like: tensor with the dtype and device of the call.
@@ -254,9 +257,9 @@ class Sizes:
 
 
 def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the tensors of the forward of Mamba 2's scan without computing them. Return the
-    output [B, T, H, P], the end state [B, H, P, N], and each token's decay [B, H, NB, 1, Q], which
-    backward needs.
+    """Allocate the tensors of the forward of Mamba 2's scan without computing them, to count
+    memory. Return the output [B, T, H, P], the end state [B, H, P, N], and each token's decay [B,
+    H, NB, 1, Q], which backward needs.
 
     Args:
         sizes: sizes of the call.
@@ -280,8 +283,8 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _scan_backward(
     sizes: Sizes, dt: Tensor, has_start: bool, are_allocated: bool
 ) -> tuple[Tensor | None, ...]:
-    """Allocate the tensors of the backward of Mamba 2's scan without computing them. Return the
-    gradients of x, dt, B, C and the start state.
+    """Allocate the tensors of the backward of Mamba 2's scan without computing them, to count
+    memory. Return the gradients of x, dt, B, C and the start state.
 
     Args:
         sizes: sizes of the call.
@@ -348,8 +351,8 @@ def _mamba2_scan(
     ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None,
     start: Tensor | None, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Allocate the tensors of mamba_ssm's Mamba 2 scan without computing them. Return the output
-    [B, T, H, P] and the end state [B, H, P, N].
+    """Allocate the tensors of mamba_ssm's Mamba 2 scan without computing them, to count memory.
+    Return the output [B, T, H, P] and the end state [B, H, P, N].
 
     Shapes: x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d
     and dt_bias [H] or None.
@@ -363,8 +366,9 @@ def _mamba2_scan(
 
 
 def _mamba2_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Allocate the tensors of the backward of `_mamba2_scan` without computing them, for grad [B,
-    T, H, P]. Return the gradients of forward's tensors, in x's dtype or their own."""
+    """Allocate the tensors of the backward of `_mamba2_scan` without computing them, to count its
+    memory for grad [B, T, H, P]. Return the gradients of forward's tensors, in x's dtype or their
+    own."""
     _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
     grad = _rows(grad)
     sizes = Sizes(x, ctx.block, *x.shape, *b.shape[2:])
@@ -381,8 +385,8 @@ def _fused_mamba2(
     ctx: Any, zxbcdt: Tensor, conv: Tensor, conv_bias: Tensor | None, dt_bias: Tensor, a: Tensor, d: Tensor,
     norm: Tensor | None, proj: Tensor, proj_bias: Tensor | None, width: int, groups: int, block: int,
 ) -> Tensor:  # fmt: skip
-    """Allocate the tensors of mamba_ssm's fused Mamba 2 layer without computing them. Return the
-    output [B, T, h] for zxbcdt [B, T, 2 H P + 2 G N + H].
+    """Allocate the tensors of mamba_ssm's fused Mamba 2 layer without computing them, to count
+    memory. Return the output [B, T, h] for zxbcdt [B, T, 2 H P + 2 G N + H].
 
     Shapes: conv [H P + 2 G N, k], dt_bias, a and d [H], norm [H P] or None, proj [h, H P]; biases
     may be None.
@@ -426,8 +430,9 @@ def _mamba2_sizes(
 
 
 def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Allocate the tensors of the backward of `_fused_mamba2` without computing them, for grad [B,
-    T, h]. Return the gradients of forward's tensors; that of conv is in float32."""
+    """Allocate the tensors of the backward of `_fused_mamba2` without computing them, to count its
+    memory for grad [B, T, h]. Return the gradients of forward's tensors; that of conv is in
+    float32."""
     zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
     recomputed = torch.empty_like(out)

@@ -283,7 +283,8 @@ def _flash(
 
 def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
     """Allocate the tensors of an output projection with a fused loss (logits exist one block at a
-    time). Return an uninitialized float32 scalar for hidden [N, h] and weight [V, h]."""
+    time), to count memory. Return an uninitialized float32 scalar for hidden [N, h], N tokens, and
+    weight [V, h]."""
     for rows in hidden.split(TILE[0]):
         for columns in weight.split(TILE[1]):
             add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads the tile
@@ -295,8 +296,9 @@ def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _counted_head_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Allocate the tensors of the backward of `_counted_head`. Return gradients of hidden [N, h]
-    and weight [V, h] without values, in their dtypes; None for a frozen weight."""
+    """Allocate the tensors of the backward of `_counted_head`, to count memory. Return gradients of
+    hidden [N, h], N tokens, and weight [V, h] without values, in their dtypes; None for a frozen
+    weight."""
     hidden, weight, _ = ctx.saved_tensors
     d_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # [N, h]
     if ctx.needs_input_grad[3]:

@@ -200,8 +200,8 @@ def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:
 
 
 def _tensor(tensor: Tensor) -> list[str]:
-    """Return the class, shape, strides, dtype and requires_grad of a tensor [...], as text. A
-    parameter that ZeRO-3 has divided has its full shape."""
+    """Return the class, shape, strides, dtype and requires_grad of a tensor [...], as text for the
+    key of a stored count. A parameter that ZeRO-3 has divided has its full shape."""
     if is_partitioned(tensor):
         layout = str(tuple(full_shape(tensor)))
     else:
@@ -211,7 +211,8 @@ def _tensor(tensor: Tensor) -> list[str]:
 
 def described(value: Any, depth: int = DEPTH) -> Any:
     """Return a value as JSON types that are equal in each process. Sets are sorted; objects of
-    unknown classes become the name of their class.
+    unknown classes become the name of their class. The key of a stored count is made from the
+    result.
 
     Args:
         value: the value.
@@ -247,7 +248,7 @@ def described(value: Any, depth: int = DEPTH) -> Any:
 
 
 def _name(kind: type) -> str:
-    """Return the module and the qualified name of a class."""
+    """Return the module and the qualified name of a class, for the key of a stored count."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -290,7 +291,8 @@ def _function(function: Any, depth: int) -> list[Any]:
 
 
 def _contents(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the values of a function's closure that are no functions."""
+    """Yield the values of a function's closure that are no functions, for the key of a stored
+    count."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # the variable has no value yet
             if not isinstance(cell.cell_contents, types.FunctionType):
@@ -298,7 +300,8 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _code(code: types.CodeType) -> str:
-    """Return a digest of compiled code, which does not depend on file name and line numbers."""
+    """Return a digest of compiled code, for the key of a stored count. The digest does not depend
+    on file name and line numbers."""
     digest = hashlib.sha256(code.co_code)
     for value in (*code.co_names, *code.co_varnames, *code.co_consts):
         if isinstance(value, types.CodeType):

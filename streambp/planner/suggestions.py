@@ -89,7 +89,7 @@ def settings_of(base: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
 
 def seconds_of(plan: Plan) -> float:
     """Return the seconds of a plan's fastest step (`choice`, or `patch` without settings if that is
-    faster); infinity if no step fits."""
+    faster); infinity if no step fits. Proposals are compared by these seconds."""
     if plan.choice is None:
         return math.inf
     if plan.default_wins and plan.by_default is not None:
@@ -260,7 +260,8 @@ def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator
 
 def _least_seconds(found: Plan) -> float:
     """Return the least seconds of a plan's fastest step on devices with 1.25 times the memory,
-    twice the memory, and enough memory for everything.
+    twice the memory, and enough memory for everything. If the seconds are not fewer than now, no
+    change is proposed.
 
     The first two count because `patch` without settings may be slower with more memory: on a device
     with enough memory for everything it runs the model unpatched.
@@ -312,7 +313,8 @@ def profile_of(training: Training, count: Callable[[Training], Profile]) -> Prof
 
 
 def on_device(remedy: Remedy) -> bool:
-    """True if all of the layers' weights are on the device in the step that a remedy's plan chose."""
+    """True if all of the layers' weights are on the device in the step that a remedy's plan chose.
+    Remedies with smaller training are then not sought."""
     choice = remedy.plan.choice
     return choice is not None and choice.on_host is None
 

@@ -502,7 +502,8 @@ class Counter:
 
 def _growth(phases: list[Counted], accumulating: list[Counted]) -> list[Counted]:
     """Return the additional bytes of each phase in a step that adds to existing gradients, and the
-    bytes of these gradients.
+    bytes of these gradients. `_grown` adds these bytes at other lengths, where only one step is
+    counted.
 
     Args:
         phases: the phases of a step that creates its gradients.

@@ -124,7 +124,8 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
 
 
 def _direct(module: nn.Module) -> list[nn.Module]:
-    """Return a module's children, with the entries of a `ModuleList` in place of the list."""
+    """Return a module's children, with the entries of a `ModuleList` in place of the list, for the
+    tree of modules."""
     direct: list[nn.Module] = []
     for child in module.children():
         direct += _direct(child) if isinstance(child, nn.ModuleList) else [child]

@@ -80,8 +80,8 @@ def whole_run(
 
 
 def rounded_up(length: int) -> int:
-    """Return the length rounded up to a power of 2 ** (1/8), at most a tenth longer, so that few
-    different lengths have to be predicted."""
+    """Return the length rounded up to a power of 2 ** (1/8), at most a tenth longer, so that steps
+    of few different lengths have to be predicted."""
     return math.ceil(2 ** (math.ceil(STEPS_OF_TWO * math.log2(length)) / STEPS_OF_TWO))
 
 

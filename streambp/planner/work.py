@@ -42,14 +42,15 @@ class Work(NamedTuple):
     back: float = 0.0
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
-        """Return the sum of this cost and `times` times the other, field by field."""
+        """Return the sum of this cost and `times` times the other, field by field; -1 subtracts."""
         return Work(
             *[value + times * other_value for value, other_value in zip(self, other, strict=True)]
         )
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return every tensor, of any shape, in nested tuples, lists and dicts."""
+    """Return every tensor, of any shape, in nested tuples, lists and dicts, such as an operation's
+    arguments."""
     if isinstance(value, Tensor):
         return [value]
     members: list[Tensor] = []
@@ -192,7 +193,8 @@ SELECTED_SOURCE = {  # index of the source that is written to selected elements
 
 
 def _size(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; dimensions with stride 0 (broadcast) count as size 1."""
+    """Return the bytes of a tensor that an operation reads or writes; dimensions with stride 0
+    (broadcast) count as size 1."""
     sizes = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0)
     return math.prod(sizes) * tensor.element_size()
 
