@@ -156,7 +156,7 @@ class Snapshot:
 
     def _names_in_code(self) -> set[str]:
         """Return all names in the code of hooks and forwards, and of methods that they name.
-        `iterators` ignores other attributes."""
+        `iterators` reports an attribute of an object with many methods only under such a name."""
         names: set[str] = set()
         waiting = [*self._functions]
         for name in CALLED:

@@ -336,7 +336,7 @@ class Recomputed:
 @dataclasses.dataclass(frozen=True)
 class Trial:
     """Test runs of a layer over x [..., B, t, h] in one or two chunks, with and without some of its
-    Linears. Each run starts from the same random state.
+    Linears, to find the Linears that can be skipped. Each run starts from the same random state.
 
     Attributes:
         call: the call of the layer.
@@ -424,7 +424,8 @@ class Trial:
 
 
 def _keys_and_values(prefix: Prefix) -> list[Tensor]:
-    """Return K and V [B, filled, H_kv, D] of each attention call, as a test run has stored them."""
+    """Return K and V [B, filled, H_kv, D] of each attention call, as a test run has stored them, to
+    be compared with another run's."""
     sites = [site for site in prefix.sites if isinstance(site, KVBuffer)]
     return [part[:, : prefix.filled_until] for site in sites for part in (site.k, site.v)]
 

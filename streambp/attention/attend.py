@@ -388,9 +388,9 @@ def with_sink(attended: Attended, sink: Tensor) -> Attended:
 
 
 class PrefixRead(torch.autograd.Function):
-    """Autograd function that receives one chunk's k and v, and returns the keys and values of all
-    tokens up to the chunk's end. Keys and values of earlier tokens are read from buffers that all
-    chunks of the layer share.
+    """Autograd function for a layer that computes its own attention over its cache. The function
+    receives one chunk's k and v, and returns the keys and values of all tokens up to the chunk's
+    end. Keys and values of earlier tokens are read from buffers that all chunks of the layer share.
 
     Backward adds the gradients of all these keys and values to shared sums, and returns the
     gradients of the chunk's own k and v.

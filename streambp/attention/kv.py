@@ -384,8 +384,8 @@ class KVTiles:
 
     def _overlaps(self, block: Block) -> Iterator[tuple[int, slice, slice]]:
         """Yield the chunks that hold keys of a block: the chunk's index, the slice of these keys
-        within the chunk, and the slice of these keys within the block. `visit` and `add` access the
-        chunks' tiles by these slices."""
+        within the chunk, and the slice of these keys within the block. The chunks' tiles are read
+        and written by these slices."""
         for index in self._tiles(block):
             chunk = self.plan[index]
             k0 = max(block.k0, chunk.start)

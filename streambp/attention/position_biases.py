@@ -32,8 +32,8 @@ def biases_distances(attention: nn.Module) -> bool:
 
 
 def has_table(attention: nn.Module) -> bool:
-    """True if an attention module has the table from which T5's bias is computed. Only T5's first
-    layer has one."""
+    """True if an attention module has the table from which T5's bias is computed. T5 has a table in
+    the first layer, and UMT5 in each layer."""
     return biases_distances(attention) and bool(getattr(attention, HAS_TABLE))
 
 

@@ -194,9 +194,9 @@ def reduces_later(parameter: Tensor) -> str | None:
 
 
 def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Return two lists, in which marks of engines are searched: a module with all inner modules,
-    and their parameters. A module or parameter that is used twice appears twice. This takes a third
-    of the time of `modules()` and `parameters()`."""
+    """Return two lists: a module with all inner modules, and their parameters. Marks of engines,
+    for example, are searched in both. A module or parameter that is used twice appears twice. This
+    takes a third of the time of `modules()` and `parameters()`."""
     parameters_table, _, modules_table = MODULE_TABLES
     modules = [module]
     parameters: list[nn.Parameter] = []

@@ -203,8 +203,8 @@ def spread(product: Tensor, factor: Factor) -> Tensor:
 
 
 def summed_parts(parts: Tensor, dim: int) -> Tensor:
-    """Return the sum of the two halves of a LoRA gradient [...] along `dim`: the product with a
-    factor's rounded values, and the product with the rounding errors."""
+    """Return the sum of the two halves of a LoRA gradient [...] along `dim`: the product with an
+    operand's rounded values, and the product with the operand's rounding errors."""
     first, second = parts.chunk(2, dim)
     return first.add_(second)
 

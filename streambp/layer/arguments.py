@@ -185,8 +185,8 @@ class Arguments:
     @property
     def documents(self) -> Documents | None:
         """Return the documents of packed rows if boundaries are among the arguments (`seq_idx` or
-        `cu_seq_lens_q`), else None. No chunk may end where the documents forbid it. Reads the
-        boundaries, which synchronizes with the device."""
+        `cu_seq_lens_q`), else None. `Packing` reads the documents, so that states start anew with
+        each of them. Reads the boundaries, which synchronizes with the device."""
         if self._documents is None:
             ids, ends = self.named.get(DOCUMENT_IDS), self.named.get(DOCUMENT_ENDS)
             self._documents = None if ids is None and ends is None else Documents(ids, ends)

@@ -27,7 +27,8 @@ CHOOSING = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "argmin": 1, "max":
 
 class ReplayedChoices(TorchFunctionMode):
     """Torch function mode that records the experts chosen by a layer's routers for each token in
-    the first run, and replays these choices in later runs. [Note: choices]
+    the first run, and replays these choices in later runs. The runs of a test are then comparable.
+    [Note: choices]
 
     Attributes:
         far: dict from a chunk's start position to a tensor [B, C]: the squared distance of each

@@ -24,7 +24,7 @@ from streambp.layer.products import Labels
 
 class DataFlow(TorchDispatchMode):
     """Torch dispatch mode that labels each storage with the names of the Linears on whose outputs
-    its content depends.
+    its content depends. The labels show the outputs that a recomputation can skip.
 
     Attributes:
         called: Linears that ran.

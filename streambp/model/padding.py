@@ -22,7 +22,7 @@ def hides_padding(
     model: nn.Module, state: PatchState, kwargs: Mapping[str, Any], handed_out: bool = False
 ) -> bool:
     """True if no code outside of patched layers can read values at padding positions in this call
-    of a language model.
+    of a language model. Rows may then be computed as one packed row without padding.
 
     False, for example, if the call returns hidden states, router logits or an evaluation's logits,
     or if third-party code runs between backbone and loss. Lazy logits count only if `handed_out`.

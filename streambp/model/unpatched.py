@@ -79,7 +79,8 @@ T = TypeVar("T")
 
 class ComputedAgainError(Exception):
     """Raised if a user's checkpoint surrounds a single layer of a model that runs unpatched: the
-    recomputation in backward would call the layer alone."""
+    recomputation in backward would call the layer alone. The micro-batch is then computed chunk by
+    chunk."""
 
 
 class UnpatchedRuns:

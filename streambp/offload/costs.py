@@ -395,11 +395,13 @@ Choice = Chosen | AsUnpatched
 
 
 class Need:
-    """Prediction of the memory that a step needs if no layer saves tensors beyond its input."""
+    """Prediction of the memory that a step needs if no layer saves tensors beyond its input. The
+    rest of the free memory may be used for saved tensors."""
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
         """Return pairs (index, bytes): the largest number of bytes that a step needs while the
-        layers 0 to `index` wait for their backward, that is after their forward.
+        layers 0 to `index` wait for their backward, that is after their forward. Saved tensors of
+        these layers must fit beside the bytes.
 
         Args:
             tokens: tokens over all rows.
@@ -414,7 +416,8 @@ class Need:
         raise NotImplementedError
 
     def __call__(self, tokens: int, chunk: int, present: float = 0.0) -> float:
-        """Return the largest number of bytes that a step needs at any time.
+        """Return the largest number of bytes that a step needs at any time, by which chunk sizes
+        are rejected.
 
         Args:
             tokens: tokens over all rows.

@@ -60,7 +60,7 @@ SHOWN_PINNING = 2**30  # bytes whose pinning takes long enough to be shown on a 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a device in bytes.
+    """Memory of a device in bytes, as torch's allocator reports it.
 
     Attributes:
         allocated: bytes allocated now.

@@ -547,8 +547,8 @@ class SavesPolicy:
         return self._drop(kept, f"{'the loss' if kept is None else 'a chunk'} ran out of memory")
 
     def failed(self) -> None:
-        """Record that a step ran out of memory, even after saved tensors were freed. Similar steps
-        then save at most half of the bytes that were planned for this step."""
+        """Record that a step ran out of device memory. Similar steps then save at most half of the
+        bytes that were planned for this step."""
         lack = self._batch.shortage
         if lack is not None:
             lack.missing = max(lack.missing, lack.planned / 2)

@@ -85,7 +85,7 @@ class StepNeed(Need):
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
         """Return pairs (index, bytes): the most bytes in use in the phases in which backward of the
-        layers 0 to `index` has not ended.
+        layers 0 to `index` has not ended. Saved tensors of these layers must fit beside the bytes.
 
         The index is infinity for forward and the head, because no layer's backward has begun. The
         index is -1 for backward of the embedding, because every layer's backward has ended.

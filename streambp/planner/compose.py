@@ -20,7 +20,8 @@ from streambp.planner.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """Memory of one phase of the full model's step, at one row length and chunk size.
+    """Memory of one phase of the full model's step, at one row length and chunk size, to which
+    functions of both are fitted.
 
     Attributes:
         name: the phase's name.

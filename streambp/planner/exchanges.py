@@ -19,7 +19,8 @@ from streambp.rates import Rates
 
 def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, float, int, float]:
     """Return the bytes that a rank exchanges in a step with the ranks that share its sequences. The
-    rank's own part, which is not sent, is included.
+    seconds of these exchanges lengthen the step. The rank's own part, which is not sent, is
+    included.
 
     Args:
         split: the kind of sequence sharding.

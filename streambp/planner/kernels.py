@@ -223,7 +223,7 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
 @contextlib.contextmanager
 def no_launches() -> Iterator[None]:
     """Context manager in which the launch of a Triton kernel on meta or fake tensors raises
-    `StreamBPError`.
+    `StreamBPError`. A step is counted inside.
 
     Triton would launch the kernel with null pointers. This is an illegal access on a GPU, after
     which the process cannot use its device.

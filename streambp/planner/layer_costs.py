@@ -84,8 +84,8 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
 
 
 def costs_as_json(costs: Iterable[LayerCost]) -> dict[str, Any]:
-    """Return bytes and FLOPs of the tensors that layers may save as JSON types. The dict has the
-    distinct kinds of layers with their costs, and the kind of each layer.
+    """Return costs of layers, the bytes and FLOPs of tensors for `saves`, as JSON types for a file.
+    The dict has the distinct kinds of layers with their costs, and the kind of each layer.
 
     Args:
         costs: the layers' costs, in order. Devices of the layers are left out.

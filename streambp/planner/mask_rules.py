@@ -100,7 +100,8 @@ def _reach_and_barriers(
 
 def _evaluated(function: Any, query: Tensor, key: Tensor) -> Tensor:
     """Return a bool tensor: True where the mask function lets a query read a key, in row 0 and head
-    0. Its shape is that of `query` [n] or [n, 1] broadcast with `key` [n] or [1, T].
+    0. The scan of a mask calls this function. The result's shape is that of `query` [n] or [n, 1]
+    broadcast with `key` [n] or [1, T].
 
     Args:
         function: the mask function.

@@ -346,8 +346,8 @@ class Peak:
 
 
 def static(profile: Profile, setting: Setting) -> Peak:
-    """Return the bytes on one rank between steps: weights, optimizer state and all gradients.
-    `phase` and `phases` of the result are empty.
+    """Return the bytes on one rank between steps: weights, optimizer state and all gradients. The
+    peak of a step is computed from these bytes. `phase` and `phases` of the result are empty.
 
     A bf16 parameter with Adam takes 2 bytes, 2 bytes of gradient, and 12 / R bytes of optimizer
     state if R replicas share the state (ZeRO).

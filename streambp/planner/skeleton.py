@@ -584,8 +584,8 @@ def values_by_layer(
     backbone: Any, depth: int
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return the lists that have one value for each layer, such as `layer_types`, by attribute
-    name. The three dicts are for attributes of the model's config, attributes of the backbone, and
-    properties of the config's class.
+    name. A model with fewer layers needs shorter lists. The three dicts are for attributes of the
+    model's config, attributes of the backbone, and properties of the config's class.
 
     Properties of `PreTrainedConfig` itself are skipped. Reading them may warn, and their values do
     not depend on layers.

@@ -108,8 +108,8 @@ def _keys_allocated() -> Iterator[None]:
 
 
 def _exchange(shards: Shards, parts: Tensor) -> Tensor:
-    """Count the bytes of an all-to-all between P ranks, in place of running it. Return a tensor
-    without data like the received parts [P, ...]."""
+    """Count the bytes of an all-to-all between P ranks, in place of running it, when a step with
+    sharded sequences is counted. Return a tensor without data like the received parts [P, ...]."""
     sent = parts.contiguous()
     for count in running_counts(SplitCount):
         count.links[TRADED_KEYS if count._marking else TRADED] += sent.nbytes
@@ -119,7 +119,7 @@ def _exchange(shards: Shards, parts: Tensor) -> Tensor:
 
 def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
     """Return a replacement for a collective of torch.distributed that counts bytes and exchanges
-    nothing."""
+    nothing, for a step with sharded sequences on one rank."""
 
     def run(
         received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False

@@ -36,8 +36,8 @@ TILE = (2048, 32768)  # rows and columns of a tile of logits in `counted_head`
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Memory and cost of one phase of a step: for example a layer's forward, or the head's
-    backward. Bytes are relative to those before the step.
+    """Memory and cost of one phase of a counted or measured step: for example a layer's forward, or
+    the head's backward. Bytes are relative to those before the step.
 
     Attributes:
         name: the phase's name.

@@ -231,7 +231,8 @@ def uncollected() -> Iterator[None]:
 
 def _gathered_at_once(skeleton: Skeleton) -> int:
     """Return the most bytes of full parameters that ZeRO-3 has on a rank at a time: those of two
-    layers (the current and the next), or those of the head."""
+    layers (the current and the next), or those of the head. The peak of a step under ZeRO-3
+    includes these bytes."""
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
     largest = max(_bytes_of([*layer.parameters()]) for layer in layers)
     head = skeleton.head
