@@ -135,7 +135,7 @@ def _read_calls(holder: functools._lru_cache_wrapper[Any]) -> dict[str, bool]:
 
 
 def _refill_calls(holder: functools._lru_cache_wrapper[Any], content: dict[str, bool]) -> None:
-    """After a test, clear an lru_cache that was empty before it. A cache with entries stays
+    """Clear an lru_cache after a test, if the cache was empty before. A cache with entries stays
     unchanged, because single entries of a bounded cache cannot be removed.
 
     Args:
