@@ -40,7 +40,8 @@ class Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def error(self) -> UnsupportedModelError:
-        """Return the error that names the layer and the collective."""
+        """Return the error that names the layer and the collective, for a layer that cannot be
+        chunked."""
         return UnsupportedModelError(
             f"{type(self.layer).__name__} makes collectives inside its forward ({self.seen}), as "
             "under tensor or expert parallelism (DeepSpeed's AutoTP). Each chunk would make them, "

@@ -78,5 +78,5 @@ def _scales(cast: Any) -> bool:
 
 
 def _is(member: Any, value: str) -> bool:
-    """True if the member of an enumeration has this value."""
+    """True if the member of an enumeration in torchao's configuration has this value."""
     return bool(member.value == value)

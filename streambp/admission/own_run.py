@@ -51,8 +51,8 @@ CUTS = (
 
 
 class StreamingMismatchError(UnsupportedModelError):
-    """The patched layer computes something else than the unpatched layer, in chunks or
-    unchunked."""
+    """Raised by a layer's test if the patched layer computes something else than the unpatched
+    layer, in chunks or unchunked."""
 
 
 class UnpatchedRun:

@@ -166,7 +166,7 @@ def evaluated(call: LayerCall) -> Iterator[None]:
 
 
 def _set_mode(module: nn.Module, training: bool) -> None:
-    """Set a module's training flag."""
+    """Set a module's training flag for a test, without the slow setter of nn.Module."""
     if "training" in module.__dict__:
         # nn.Module's own setter is slow for hundreds of modules
         module.__dict__["training"] = training

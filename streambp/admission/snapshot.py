@@ -274,7 +274,8 @@ class Snapshot:
         self._read_class(type(module))
 
     def _read_class(self, cls: type) -> None:
-        """Save the attributes of a class and its bases, and queue the values in them."""
+        """Save the attributes of a class and its bases, and queue the values in them to be saved
+        later."""
         for base in cls.__mro__:
             if base in self._classes or base in (object, nn.Module):
                 continue
@@ -293,7 +294,7 @@ class Snapshot:
             )
 
     def _follow(self, name: str, value: Any) -> None:
-        """Save one value of any type, or queue its parts."""
+        """Save one value of any type, or queue its parts to be saved later."""
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter):
                 self._copy(name, value)
@@ -334,7 +335,7 @@ class Snapshot:
 
     def _follow_object(self, name: str, value: Any) -> None:
         """Save the content of a container or the attributes of an object, and queue the values in
-        it."""
+        it to be saved later."""
         for container, kind in CONTAINERS:
             if isinstance(value, container):
                 parts = self._note(name, value, kind)
@@ -425,7 +426,8 @@ class Snapshot:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the globals and attributes that a function's code and its inner functions name."""
+    """Yield the globals and attributes that a function's code and its inner functions name, and
+    whose values a snapshot may have to save."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -542,7 +544,8 @@ def _equal(value: Any, other_value: Any) -> bool:
 
 
 def _touched(name: str, changed_names: Iterable[str]) -> bool:
-    """True if the value of this name, or a value inside it, is among the changed names."""
+    """True if the value of this name, or a value inside it, is among the values that a later run
+    changed."""
     return any(
         other == name or other.startswith((f"{name}.", f"{name}[")) for other in changed_names
     )

@@ -218,7 +218,8 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def _refuse_unsloth(*modules: nn.Module) -> None:
-    """Raise if Unsloth has replaced the forward of one of these modules."""
+    """Raise if Unsloth has replaced the forward of one of these modules, because its forward cannot
+    be cut into chunks."""
     for module in modules:
         for home in map(home_of, wrapped_functions(type(module).forward)):
             if home.startswith(UNSLOTH):

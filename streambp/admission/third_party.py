@@ -470,8 +470,8 @@ def may_edit_gradients(layer: nn.Module) -> bool:
 
 
 def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwargs: Any) -> Any:
-    """Run a hook, return its result, and add its name to `changing` if it modified or returned a
-    value."""
+    """Run a hook in place of its call by the module, return its result, and add its name to
+    `changing` if it modified or returned a value."""
     tensors = tensors_in((args[1:], kwargs), Tensor)
     # version counters miss writes through `.data` or NumPy
     copies = [x.detach().clone() for x in tensors]

@@ -132,7 +132,7 @@ def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
 
 def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
     """True if the test `holds(names)` returns true. False if the test raises anything but an
-    out-of-memory error."""
+    out-of-memory error, so that no Linear is skipped."""
     try:
         return holds(names)
     except Exception as error:  # the layer needs one of the products

@@ -138,8 +138,8 @@ def cut(bounds: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
 
 
 def widened(x: Tensor, width: int) -> Tensor:
-    """Pad x [..., D] with zeros to [..., width]; return x itself if D is `width`. [Note: padded
-    values]"""
+    """Pad x [..., D] with zeros to [..., width], for a kernel with one head size; return x itself
+    if D is `width`. [Note: padded values]"""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 

@@ -216,7 +216,7 @@ class KVBuffer:
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return the complete gradients dK and dV of a chunk's own tokens, as views [B, H_kv, C, D]
-        of the gradient buffers."""
+        of the gradient buffers. The chunk's backward passes them to autograd."""
         dk, dv = self.grow_accumulators()
         start = chunk.start
         length = chunk.stop - chunk.start
@@ -348,8 +348,9 @@ class KVTiles:
                 total[rows, in_tile].add_(part[:, :, of_block].transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return the complete gradients dK [B, H_kv, C, D] and dV of a chunk's own tokens, and
-        remove the chunk's K, V and gradients from the device."""
+        """Return the complete gradients dK [B, H_kv, C, D] and dV of a chunk's own tokens, which
+        the chunk's backward passes to autograd. Remove the chunk's K, V and gradients from the
+        device."""
         self._enter(chunk.index, gradients=True)
         return self._on_device.pop(chunk.index).take_gradients(chunk)
 

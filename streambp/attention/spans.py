@@ -112,7 +112,8 @@ class Tiling:
     native_varlen: bool = False
 
     def takes(self, length: int) -> bool:
-        """True if the kernel supports a block with `length` queries, or with `length` keys."""
+        """True if the kernel supports a block with `length` queries, or with `length` keys.
+        Otherwise the kernel of `tail` computes the block."""
         return self.few is None or next(few_lengths(length, self.few, None), None) == length
 
     def queries(self, q0: int, q1: int) -> list[tuple[int, int, Tiling]]:

@@ -164,7 +164,8 @@ def keep_reasons(previous: Readings, current: Readings) -> None:
 
 
 def _kinds() -> tuple[Any, ...]:
-    """Return the classes of peft's LoRA Linears; () if peft is not imported."""
+    """Return the classes of peft's LoRA Linears, by which `readings` finds them; () if peft is not
+    imported."""
     plain, packed = sys.modules.get(LORA_LAYERS), sys.modules.get(LORA_OF_PACKED)
     kinds = () if plain is None else (plain.Linear,)
     if packed is None or not hasattr(packed, "Linear4bit"):
@@ -603,7 +604,8 @@ def _joined(matrices: list[Tensor]) -> Tensor:
 
 
 def _slot(linear: nn.Linear) -> Tensor:
-    """Return a Linear's current weight [out, in], directly from `_parameters`."""
+    """Return a Linear's current weight [out, in], directly from `_parameters`, where a backward has
+    put its detached alias."""
     weight: Tensor = vars(linear)[PARAMETERS]["weight"]
     return weight
 

@@ -41,7 +41,7 @@ class DataFlow(TorchDispatchMode):
         self._alive: list[Any] = []  # the allocator would reuse a freed storage's address
 
     def of(self, tensor: Tensor) -> Labels:
-        """Return the names of the Linears that a tensor [...] depends on."""
+        """Return the labels of a tensor [...]: the names of the Linears that it depends on."""
         if tensor.layout != torch.strided:  # sparse adapters' weights have no storage and no label
             return frozenset()
         return self._labels.get(tensor.untyped_storage()._cdata, frozenset())
@@ -72,7 +72,7 @@ class DataFlow(TorchDispatchMode):
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among an operator's arguments or results, and inside their lists and
-    tuples."""
+    tuples, to read or set labels."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

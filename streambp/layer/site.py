@@ -393,7 +393,8 @@ class LayerSite:
 
     @property
     def on_host(self) -> bool:
-        """True if the layer's weights are stored on the host."""
+        """True if the layer's weights are stored on the host, and copied to the device when the
+        layer runs."""
         return self.weights is not None and self.index not in self.weights.ranges.staying
 
     def weights_here(

@@ -70,7 +70,8 @@ def wants_predictions() -> bool:
 
 
 def _running() -> Iterator[FrameType]:
-    """Yield the Python frames of the current call stack, innermost first."""
+    """Yield the Python frames of the current call stack, innermost first, among which the caller of
+    the model is searched."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -132,6 +133,6 @@ def _tell() -> None:
 
 @functools.cache
 def left_out(kind: type[Any]) -> type[Any]:
-    """Return a subclass of a `ModelOutput` class, under the same name. Reading the logits of its
-    instances warns."""
+    """Return a subclass of a `ModelOutput` class, under the same name, for the outputs of calls
+    with labels. Reading the logits of its instances warns."""
     return type(kind.__name__, (LeftOut, kind), {"__module__": kind.__module__})

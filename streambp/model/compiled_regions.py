@@ -173,9 +173,8 @@ def of_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> An
 
 
 def gated(act: Callable[[Tensor], Tensor], *products: Tensor) -> Tensor:
-    """Return act(gate) * up [n, m] from gate and up [n, m], or from one tensor [n, 2 m] with gate
-    before up.
-    """
+    """Return act(gate) * up [n, m], the compiled part of a gated MLP, from gate and up [n, m], or
+    from one tensor [n, 2 m] with gate before up."""
     gate, up = products if len(products) > 1 else products[0].chunk(2, -1)
     return act(gate) * up
 
@@ -220,7 +219,7 @@ class WithCompiledRotation(WithRotation):
 
 def runs(x: Any) -> bool:
     """True if compiled code can compute x [...]: x is a plain tensor with data, and the program
-    itself is not tracing with torch.compile."""
+    itself is not tracing with torch.compile. Otherwise the module's own forward runs."""
     return type(x) in TENSOR_TYPES and has_data(x) and not torch.compiler.is_compiling()
 
 
@@ -232,7 +231,7 @@ def by_token(x: Tensor) -> Tensor:
 
 def _several(x: Tensor) -> bool:
     """True if x [n, h] or [B, T, ..., h] has more than one token in each row. A single token would
-    need another compiled graph."""
+    need another compiled graph, so the module's own forward runs instead."""
     return x.dim() > 1 and x.shape[min(1, x.dim() - 2)] > 1
 
 

@@ -356,7 +356,7 @@ def globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
 
 def takes(x: Tensor, kind: str) -> bool:
     """True if Liger's kernels can compute x [..., h]: x is on a device of type `kind`, and its
-    dtype is supported."""
+    dtype is supported. Otherwise the module's own forward runs."""
     return x.device.type == kind and x.dtype != torch.float64
 
 

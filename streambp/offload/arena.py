@@ -55,8 +55,8 @@ class BufferStack:
         return sum(segment.numel() for segment in self.segments[self._segment :]) - self._top
 
     def push(self, size: int) -> Tensor | None:
-        """Reserve `size` bytes and return them as a uint8 tensor [size]; None if the stack is
-        full."""
+        """Reserve `size` bytes and return them as a uint8 tensor [size]; None if the stack is full,
+        and `Arena.grow` must add memory first."""
         wanted = padded(size)
         while self._segment < len(self.segments):
             segment = self.segments[self._segment]

@@ -130,7 +130,8 @@ def decoded_weight(module: Any) -> Tensor:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """True if a module is a Linear with a 4-bit weight and runs bitsandbytes' own forward."""
+    """True if a module is a Linear with a 4-bit weight and runs bitsandbytes' own forward, which a
+    `DecodedLinear` can replace."""
     library = sys.modules.get(BITSANDBYTES)
     return library is not None and type(module).forward is library.nn.Linear4bit.forward
 

@@ -145,7 +145,8 @@ class OffloadManager:
 
     @property
     def kept(self) -> int:
-        """Return the bytes of saved tensors that stay on the device."""
+        """Return the bytes of saved tensors that stay on the device, which count against
+        `gpu_memory`."""
         return sum(store.kept for holding in self._holdings for store in holding.alive())
 
     def has_room(self, size: int) -> bool:

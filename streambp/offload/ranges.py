@@ -390,8 +390,8 @@ def tensors_inside(layer: nn.Module) -> list[Tensor]:
 
 
 def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
-    """Return pairs (tensor, offset): the first byte of each tensor in a layer's contiguous host
-    memory, and the bytes of the whole memory."""
+    """Return pairs (tensor, offset) for a layer's contiguous range of host memory, the offset being
+    the tensor's first byte, and the bytes of the whole range."""
     places = list[tuple[Tensor, int]]()
     size = ALIGNMENT
     for tensor in tensors:

@@ -193,8 +193,8 @@ class Shapes:
             return None, None
 
     def make(self, operation: Known) -> list[Any]:
-        """Return new meta or fake tensors, with the shapes, strides and dtypes of a cached
-        operation's outputs."""
+        """Return the results of a cached operation, which does not run again: new meta or fake
+        tensors with the shapes, strides and dtypes of its outputs."""
         tensors_of_call: list[Any] = []
         for output in operation.made:
             if type(output) is not tuple:

@@ -181,7 +181,7 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
 
 def _step(model: nn.Module, ids: Tensor) -> StepRecord:
     """Run forward and backward of tokens `ids` [B, T], clear the gradients, and return the step's
-    record."""
+    record, for comparison with the prediction."""
     try:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         if is_accelerator(ids.device):

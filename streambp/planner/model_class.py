@@ -162,7 +162,8 @@ def refuse_biases(model: nn.Module) -> None:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """True if the model has a decoder that reads an encoder's output."""
+    """True if the model has a decoder that reads an encoder's output. A count then needs rows for
+    the encoder as well."""
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
 
 

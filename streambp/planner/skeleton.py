@@ -419,8 +419,8 @@ class FourBitLinear(QuantisedLinear, CountedPackedLinear):
         self.compute_dtype = linear.weight.dtype
 
     def decoded(self) -> Tensor:
-        """Return a meta or fake tensor [out, in] that represents the dequantized weight, in the
-        original weight's dtype."""
+        """Return a meta or fake tensor [out, in] in place of the dequantized weight, in the
+        original weight's dtype, so that its memory is counted."""
         return self.weight.new_empty(self.out_features, self.in_features, dtype=self.compute_dtype)
 
 

@@ -146,7 +146,7 @@ def split_over(
     by: str, ranks: int, rows: int, length: int, seen: set[Heads] | None = None
 ) -> Iterator[None]:
     """Context manager in which patched models treat their batch as the first rank's shard of longer
-    sequences, without other processes.
+    sequences, without other processes. A step with sharded sequences is counted inside.
 
     Keys are gathered one key/value head at a time.
 

@@ -169,8 +169,8 @@ def _file(key: str) -> Path:
 
 
 def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:
-    """Yield the class, tensors, attributes and hooks of one module as JSON types, without modules
-    inside the module.
+    """Yield the class, tensors, attributes and hooks of one module as JSON types, for the key of a
+    stored count. Modules inside the module are left out.
 
     Args:
         module: the module.
@@ -254,7 +254,7 @@ def _name(kind: type) -> str:
 
 def _code_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
     """Yield a description of the code of some modules' classes, and of the functions in the files
-    that define these classes.
+    that define these classes, for the key of a stored count.
 
     Args:
         kinds: the classes.
@@ -272,7 +272,7 @@ def _code_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
 
 def _function(function: Any, depth: int) -> list[Any]:
     """Return a description of a function's code, of the values in its defaults and closure, and of
-    the functions that it wraps.
+    wrapped functions, for the key of a stored count.
 
     Args:
         function: the function.

@@ -134,8 +134,8 @@ def best_change(
 def _changed(
     training: Training | None, options: tuple[str, ...]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Return texts that describe the changes of a remedy, and all command-line options of the
-    remedy.
+    """Return texts for the plan that describe the changes of a remedy, and all command-line options
+    of the remedy.
 
     Args:
         training: the training, if it differs from the plan's; None: the plan's own.
@@ -342,8 +342,8 @@ def too_large(plan: Plan) -> str | None:
 
 
 def with_options(command: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the words of a command line in which `options` replace the options of the same names.
-    `--lora` and `--full` replace each other."""
+    """Return the words of a command line in which `options` replace the options of the same names,
+    to print a remedy's command. `--lora` and `--full` replace each other."""
     names = {option for option in options if option.startswith("--")}
     names |= {"--lora", "--full"} if names & {"--lora", "--full"} else set()
     words, values = [], iter(command)

@@ -253,8 +253,9 @@ def _bytes_of(tensors: Sequence[Tensor]) -> int:
 
 
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
-    """Return the `Group`s of a model's parameters: the dense ones, and the experts' if there are
-    any. Tied parameters count once."""
+    """Return the `Group`s of a model's parameters, from which bytes of weights, gradients and
+    optimizer state follow: the dense ones, and the experts' if there are any. Tied parameters count
+    once."""
     groups = []
     for name in ("dense", "expert"):
         members = []

@@ -93,7 +93,8 @@ CAUSAL_AT = {  # index of is_causal among the arguments
 
 
 def _attention_shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, int, int]:
-    """Return the sizes of an attention operation's call: rows, H, H_kv, queries, keys, D, D_v.
+    """Return the sizes of an attention operation's call, from which its FLOPs and its workspace are
+    computed: rows, H, H_kv, queries, keys, D, D_v.
 
     Args:
         func: the operation, an overload of `torch.ops.aten`.
@@ -107,7 +108,8 @@ def _attention_shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, in
 
 
 def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
-    """Return the number of query-key pairs that attention computes.
+    """Return the number of query-key pairs that attention computes. The FLOPs of attention are
+    proportional to this number.
 
     Args:
         queries: number of queries.
