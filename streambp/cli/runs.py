@@ -76,10 +76,14 @@ def _accelerator() -> str | None:
 
 
 def _device(asked: str) -> str:
-    """Return the requested device, such as "cuda:1"; by default this machine's GPU, or the host.
+    """Return the device to run on, such as "cuda:1". The default is this machine's GPU, and "cpu"
+    without a GPU.
+
+    Args:
+        asked: the value of --device; "": not given.
 
     Raises:
-        StreamBPError: torch finds no such device here; the message has those that it finds.
+        StreamBPError: torch finds no device of this name. The message lists the devices.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     if not asked:
@@ -87,7 +91,8 @@ def _device(asked: str) -> str:
     there = ["cpu"]
     if found is not None:
         there.append(found.type)
-        there += [f"{found.type}:{number}" for number in range(torch.accelerator.device_count())]
+        for number in range(torch.accelerator.device_count()):
+            there.append(f"{found.type}:{number}")
     if asked not in there:
         raise StreamBPError(
             f"--device {shown(asked)} was asked for, but torch finds no such device here. Pass "
@@ -253,14 +258,14 @@ def _notes(
 
 
 def _in_decimal_units(gpu_memory: int) -> list[str]:
-    """Return a line about a GPU's memory in GB (10^9 bytes), which is less than a GPU of that name
-    has; no line if it has another unit."""
+    """Return a note if `gpu_memory` is a whole number of GB (10^9 bytes), else []. A GPU is sold by
+    the same number, and has more memory."""
     number, rest = divmod(gpu_memory, 10**9)
     if rest or not number:
         return []
     return [
-        f"Note: {number}GB are {gpu_memory / 2**30:.1f} GiB. A GPU that is sold with {number} GB has "
-        f"about {number}GiB: --gpu-memory {number}GiB"
+        f"Note: {number}GB are {gpu_memory / 2**30:.1f} GiB. A GPU that is sold with {number} GB "
+        f"has about {number}GiB: --gpu-memory {number}GiB"
     ]
 
 
