@@ -603,8 +603,9 @@ class HeadGradients:
 
 
 def _place(total: Tensor, like: Tensor) -> Tensor:
-    """Return `total` itself if it has the dtype of `like`; otherwise an empty tensor of its shape
-    in that dtype."""
+    """Return the tensor into which a gradient with the dtype of `like` will be written. `total`,
+    the sum of the gradients, is used itself if it has this dtype; otherwise an empty tensor of its
+    shape."""
     return total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
 
 

@@ -85,7 +85,8 @@ class HeadRequest:
 
 
 class Seen(NamedTuple):
-    """Snapshot of the tensors from which logits will be computed, to detect later changes.
+    """Snapshot of the tensors from which logits will be computed. Backward compares it with a later
+    snapshot to detect changes.
 
     Attributes:
         autocast: the autocast state.

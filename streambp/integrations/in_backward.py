@@ -150,7 +150,7 @@ def _refuse_engine(weight: Tensor) -> None:
 
 def _step(optimizer: Optimizer, on_host: bool, parameter: Tensor) -> None:
     """Run one optimizer step for a parameter [...] whose gradient is complete, and free the
-    gradient.
+    gradient. The parameter's hook calls this function during backward.
 
     Args:
         optimizer: the parameter's optimizer.

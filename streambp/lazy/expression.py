@@ -27,7 +27,7 @@ class Reading:
     Attributes:
         head: computes the logits (`streambp.lazy.head.LazyHead`).
         handle: [1], the tensor that represents the logits in the autograd graph.
-        positions: [*tokens] integers.
+        positions: [*tokens] integers, indices of hidden states of `head`.
         projection: the map from matrix products to logits.
         unique: True if all positions differ.
         anchor: input of the graph by which backward also runs an engine's autograd node (DDP,
@@ -192,8 +192,8 @@ def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = T
 
 
 def evaluate(node: Node, values: Values) -> Any:
-    """Compute a recorded function from the values of its inputs, which are in `values`.
-    Intermediate results are added to `values`."""
+    """Compute a recorded function from the values of its inputs, which are in `values`, for a block
+    of tokens in forward or backward. Intermediate results are added to `values`."""
     if node not in values:
         assert isinstance(node, Call)
         args, kwargs = tree_map_only(

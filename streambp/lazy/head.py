@@ -297,7 +297,8 @@ class LazyHead:
 
     def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
         """Return the cached logsumexp and mean of the logits of N tokens, [N] each; None unless
-        both were computed before for all of these tokens."""
+        both were computed before for all of these tokens. A program that asks for one after the
+        other computes the logits once."""
         positions = reading.positions.reshape(-1)
         if reading.projection not in self._statistics or not has_data(positions):
             return None

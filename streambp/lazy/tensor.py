@@ -188,7 +188,8 @@ class LazyLogits(LazyTensor):
         Function(node).leave([of_rows])
 
     def sharing(self, other: LazyLogits) -> LazyLogits:
-        """Mark this tensor as a view of `other`, and return it."""
+        """Mark this tensor, made by an operation whose result shares memory in torch, as a view of
+        `other`, and return it."""
         self.memory = other.memory
         self.seen = other.seen
         self.derived = True
@@ -358,7 +359,8 @@ class LazyLogits(LazyTensor):
 
     def known(self) -> bool:
         """True if this tensor's `grad_fn` is the autograd node from `make`, or an engine's node
-        inserted behind it."""
+        inserted behind it. Another node is that of a user's autograd.Function, so rules no longer
+        apply."""
         place = self.grad_fn
         return place is self.link or type(place).__name__ in (PRE_BACKWARD, DDP_SINK)
 

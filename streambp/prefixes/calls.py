@@ -188,7 +188,8 @@ class SharedPrefixes:
         padding_unseen: Unseen,
     ) -> bool:
         """True if this call would be computed on a packed row, or must first be tested and has a
-        packed row that saves tokens. Nothing is computed.
+        packed row that saves tokens. Nothing is computed. Asked before a small batch runs
+        unpatched, which would compute all tokens.
 
         Args:
             kwargs: see `call`.

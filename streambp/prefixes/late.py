@@ -29,7 +29,8 @@ VALUE_TYPES = (bool, int, float, str, type(None))
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """Snapshot of a model's parameters, buffers and flags, to detect later changes of the model.
+    """Snapshot of a model's parameters, buffers and flags. A second forward of a batch raises if
+    the model has changed since the first.
 
     Attributes:
         written: parameters and buffers, each with its version counter.

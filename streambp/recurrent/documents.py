@@ -266,7 +266,8 @@ Function = Callable[..., Any]
 
 def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return pairs (module, name) for each convolution, scan or delta rule in a layer that accepts
-    document boundaries. The module's forward calls the function through the global `name`."""
+    document boundaries. The module's forward calls the function through the global `name`.
+    `telling` returns a replacement that gets a chunk's boundaries."""
     readers = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -278,7 +279,8 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
     """Return a wrapper of a convolution, a scan or a delta rule that passes the document boundaries
-    of this chunk's tokens to every call."""
+    of this chunk's tokens to every call. The wrapper replaces the function during the chunk's
+    forward, because the layer's own boundaries are those of the full sequence."""
     tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[
         kind_of(function) or ""
     ]

@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 class CountedChoices(TorchFunctionMode):
     """Context manager that counts the indices returned by `torch.topk`, for example the experts of
-    each token.
+    each token. `verify` compares the counts of two runs: a run with other experts proves nothing
+    about gradients.
 
     The counts do not depend on chunks or on the order of rows.
 

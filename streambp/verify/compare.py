@@ -267,7 +267,8 @@ def _judge(
 
 
 class Judged(NamedTuple):
-    """Errors of one run's gradients, relative to the reference in a wider dtype, and the verdict.
+    """Errors of one run's gradients, relative to the truth (the unpatched model in a wider dtype),
+    and the verdict.
 
     Attributes:
         rated: the errors of each parameter, worst first.
@@ -647,7 +648,8 @@ def _run_truth(
 
 
 def _distance(truth: Tensor | None, other: Tensor | None) -> float:
-    """Return the norm of truth - other, for two gradients of any shape; None counts as zero.
+    """Return the norm of truth - other, for two gradients of one parameter, [...] each; None counts
+    as zero.
 
     Computed in blocks, because a float64 copy of an embedding is large.
     """
