@@ -445,7 +445,8 @@ class _Trial:
             return {**values, OUT_OF_SIGHT: unreachable} if unreachable else values
 
     def whole(self, shadows: list[Tensor]) -> None:
-        """Run the unpatched layer once, with backward if the call has one.
+        """Run the unpatched layer once, with backward if the call has one. `left` then collects
+        what the layer's code stored.
 
         Args:
             shadows: replacements of the layer's trainable parameters.

@@ -365,7 +365,8 @@ class ExpertReading:
         return False
 
     def tell(self, operation: str) -> None:
-        """Note an operation for which the whole weight's gradient has to be made."""
+        """Record, for `describe`, that the experts' code ran an operation that is no product. Its
+        backward computes the gradient of all experts' summed weight."""
         self.why_in_call = f"{operation} needs the weight's whole gradient"
 
 

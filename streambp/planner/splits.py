@@ -238,9 +238,9 @@ def split_of(
 def lines_of_keys(
     phases: Sequence[Sequence[Counted]], split: Split, lengths: Sequence[int], ranks: int
 ) -> list[list[Counted]]:
-    """Return the phases of each count, in which a phase occurs once for each amount of other ranks'
-    keys with which it may reach its peak. `per_key` of a `Counted` is this amount, and `peak` all
-    other bytes.
+    """Return each count's phases with their memory as lines: bytes = peak + per_key * (keys of other
+    ranks). A phase that holds different numbers of such keys over time has several lines, and occurs
+    once for each. The planner takes their maximum to predict other numbers of ranks.
 
     Args:
         phases: the phases of each count, in order.
