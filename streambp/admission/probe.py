@@ -98,7 +98,8 @@ def can_stream(call: LayerCall) -> Verdict:
     if the sequence has few tokens.
 
     The layer's code decides for tensors without data (meta, fake). A single token and an empty
-    batch are not tested: such calls run unchunked.
+    batch are not tested. An empty batch runs unchunked, and so does a single token, unless the
+    layer's weights are on the host: then the token is the only chunk.
 
     Args:
         call: the call of the layer.

@@ -440,9 +440,7 @@ class StreamedLayer(torch.autograd.Function):
             # One gradient for each parameter, in its dtype.
             values = parameters.current()
             summed = call.attempt(lambda _: work.sums.result(values))
-            if call.backward.send_gradients is None:
-                summed = summed
-            else:
+            if call.backward.send_gradients is not None:
                 summed = call.backward.send_gradients(values, summed)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
