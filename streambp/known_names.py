@@ -37,6 +37,7 @@ TOKEN_DIMS = {
     "block_states": -3,
     "messages": -3,
     "relative_distance": -2,
+    "sinusoidal_pos": -2,
 }
 # Caches are found by classes and methods (`cache_arguments.py`). Tuples of keys and values are
 # found by these names, which models outside of transformers use.

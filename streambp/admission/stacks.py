@@ -18,6 +18,7 @@ from streambp.attention.interface import NoAttention, ThroughInterface
 from streambp.attention.kinds import (
     Biased,
     Bidirectional,
+    BidirectionalOverCache,
     ForeignAttention,
     OverCache,
     Picking,
@@ -286,7 +287,8 @@ def kind_of(layer: nn.Module) -> LayerKind:
     cache, states = cache_argument(layer), states_argument(layer)
     replaced = replaced_attention(layer)
     if cache is not None:
-        attention: NoAttention = OverCache(cache)
+        ahead = attends_ahead_by_itself(layer)
+        attention: NoAttention = BidirectionalOverCache(cache) if ahead else OverCache(cache)
     elif is_bidirectional(layer):
         attention = Bidirectional()
     elif attends(layer) and adds_bias(layer):
@@ -352,7 +354,8 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
                 f"{type(unmasked).__name__} takes no attention_mask: its model makes a causal mask "
                 "only where it keeps no keys and values, and streambp turns use_cache off"
             )
-    if not ahead and (because := _why_config_differs(backbone)) is not None:
+    by_itself = all(map(attends_ahead_by_itself, layers))
+    if not (ahead or by_itself) and (because := _why_config_differs(backbone)) is not None:
         return because
     for layer in layers:
         if isinstance(layer, GradientCheckpointingLayer) != isinstance(
@@ -441,9 +444,18 @@ def is_bidirectional(layer: nn.Module) -> bool:
     )
 
 
+def attends_ahead_by_itself(layer: nn.Module) -> bool:
+    """True if a layer computes bidirectional attention itself: it has a cache argument, as a
+    decoder's, and its modules say that it is no decoder (is_decoder=False)."""
+    if cache_argument(layer) is None:
+        return False
+    says = [module.is_decoder for module in layer.modules() if hasattr(module, "is_decoder")]
+    return bool(says) and not any(says)
+
+
 def _reads_ahead(layers: tuple[nn.Module, ...]) -> bool:
-    """True if the attention of one of these layers is bidirectional, as in an encoder."""
-    return any(map(is_bidirectional, layers))
+    """True if the attention of one of these layers is bidirectional."""
+    return any(is_bidirectional(layer) or attends_ahead_by_itself(layer) for layer in layers)
 
 
 def _reads_text(backbone: PreTrainedModel) -> bool:

@@ -26,7 +26,7 @@ from streambp.attention.interface import (
 from streambp.attention.mask_scan import find_empty, reads
 from streambp.attention.masks import LazyMask, attention_mask_of, masks_replaced
 from streambp.attention.position_biases import is_by_distance, of_pairs
-from streambp.attention.prefix import ChunkAttention, PrefixChunkAttention
+from streambp.attention.prefix import ChunkAttention, KeysOfAll, PrefixChunkAttention
 from streambp.attention.self_attending import (
     OwnMask,
     biases_positions,
@@ -34,7 +34,8 @@ from streambp.attention.self_attending import (
     why_picked_blocks_stay_whole,
 )
 from streambp.cache import ChunkCache
-from streambp.chunks import Chunk
+from streambp.chunks import Barrier, Chunk
+from streambp.device import has_data
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import CROSS_BIAS, EAGER, PER_KEY, POSITION_BIAS
 
@@ -371,3 +372,65 @@ class OverCache(NoAttention):
             if isinstance(named.get(name), Tensor):
                 replacements[name] = named[name][..., :length]
         return {**named, **replacements}
+
+
+@dataclasses.dataclass(frozen=True)
+class BidirectionalOverCache(OverCache):
+    """Adapter for a bidirectional layer that computes attention itself (an encoder of BERT's kind).
+    The layer gets a cache, whose `update` returns keys and values of all tokens."""
+
+    costs = (
+        "its own attention: the model builds its [T, T] mask, and a chunk's scores against all "
+        "keys exist"
+    )
+    reads_ahead = True
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """Check the arguments of a layer's call, and replace its mask in `named` by an `OwnMask`.
+        Return the reason why the layer cannot be chunked, or None. Accepted is an added mask [B or
+        1, H or 1, T or 1, T], or None in eager attention.
+
+        Args:
+            layer: the layer.
+            named: the layer's arguments by name.
+            x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark; not read here.
+        """
+        mask = attention_mask_of(named)
+        length = x.shape[-2]
+        implementations = {config._attn_implementation for config in attention_configs(layer)}
+        if mask is None and implementations <= {EAGER}:
+            mask = x.new_zeros(1, 1, 1, length)  # the layer adds no mask: every key is read
+        if not isinstance(mask, Tensor) or not mask.is_floating_point():
+            return "its attention is bidirectional and its own, and gets no mask that it adds"
+        if mask.dim() == 4 and tuple(mask.shape[-2:]) == (1, length):
+            mask = named["attention_mask"] = mask.expand(-1, -1, length, -1)
+        because = super().take_mask(layer, named, x, documents)
+        if because is not None:
+            return because
+        taken: OwnMask = named["attention_mask"]
+        if taken.empty is not None:
+            return "a query reads no key, for which an added mask gives the mean over all keys"
+        if not has_data(taken.mask):  # every query reads all keys
+            named["attention_mask"] = OwnMask(taken.mask, (Barrier(1, length - 1),))
+        return None
+
+    def hand(
+        self, named: dict[str, Any], point: ChunkAttention
+    ) -> tuple[dict[str, Any], Read | None]:
+        """Return the layer's arguments for one chunk, and the function that the replaced cache
+        calls on the chunk's keys and values. That function returns keys and values of all tokens,
+        if the layer is cut in two.
+
+        Args:
+            named: the layer's arguments by name.
+            point: the object that has the keys and values.
+        """
+        if not isinstance(point, KeysOfAll):
+            return super().hand(named, point)
+        chunk = point.chunk
+        mask = named["attention_mask"].mask[:, :, chunk.start : chunk.stop]
+        cache = ChunkCache(chunk.start, point.read)
+        return {**named, self.argument: cache, "attention_mask": mask}, point.read

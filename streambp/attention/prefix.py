@@ -358,6 +358,65 @@ class ChunkAttention:
         raise NotImplementedError
 
 
+class KeysOfAll(ChunkAttention):
+    """Replacement of the keys and values that a bidirectional layer reads, if the layer computes
+    attention itself. The layer's forward is cut in two where the layer passes its own keys and
+    values to its cache.
+
+    Args:
+        chunk: the chunk's range of positions.
+        keys: K [B, H_kv, T, D] and V of all tokens, for the second half; None: this is the first
+            half, which ends there.
+        at_attention: called in the second half when the layer passes its keys; None: nothing is
+            called.
+
+    Attributes:
+        projected: k [B, H_kv, C, D] and v of the chunk, in the first half.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        keys: tuple[Tensor, Tensor] | None = None,
+        at_attention: Callable[[], None] | None = None,
+    ) -> None:
+        self.chunk = chunk
+        self.keys = keys
+        self.at_attention = at_attention
+        self.calls = 0
+        self.projected: tuple[Tensor, Tensor] | None = None
+
+    def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K [B, H_kv, T, D] and V of all tokens in the second half. Store the chunk's k and
+        v [B, H_kv, C, D] in the first half, and end the layer's forward by `RefillDone`."""
+        self.calls += 1
+        if self.keys is None:
+            self.projected = (k, v)
+            raise RefillDone
+        if self.at_attention is not None:
+            self.at_attention()
+        return self.keys
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return k [B, H_kv, C, D] and v of the chunk, after the first half."""
+        assert self.projected is not None
+        return self.projected
+
+    def finish(self) -> None:
+        """Check, at the end of the layer's forward, that it has read keys once.
+
+        Raises:
+            StreamBPError: the layer has read keys more or fewer times.
+        """
+        if self.calls != 1:
+            raise StreamBPError(
+                f"A layer with bidirectional attention of its own read keys {self.calls} times in "
+                "a chunk; expected was once. Use gradient checkpointing for this model "
+                "(streambp.unpatch(model))."
+            )
+
+
 class PrefixChunkAttention(ChunkAttention):
     """Computes a chunk's attention to all tokens up to the chunk's end, and stores the chunk's own
     keys and values for later chunks.

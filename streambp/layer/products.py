@@ -58,7 +58,8 @@ class UnreadInHalves:
     its attention and behind it.
 
     Attributes:
-        for_queries: Linears to skip when only the queries are computed.
+        for_queries: Linears to skip when only the queries are computed; only keys and values, if
+            the layer attends by itself.
         for_output: Linears to skip when only the layer's output is computed.
         to_differentiate_before: Linears to skip when the first half is recomputed and
             differentiated.

@@ -1,14 +1,15 @@
 """Attention between the two halves of a layer: its output for a chunk of the second half, and its
 gradients.
 
-`layer.py` uses two classes in the same way:
+`layer.py` uses the classes in the same way:
 
     AttendedAtOnce   the queries of all tokens attend before the second half begins, because ranks
                      exchange tensors in between; the output and its gradient exist for all tokens
     AttendedByChunk  each chunk's queries attend when the second half reaches the chunk, because
                      nothing is exchanged; the output and its gradient exist for one chunk
 
-Both classes write the gradient of q over q.
+Both classes write the gradient of q over q. A third class, `ReadByChunk`, serves a layer
+that computes attention itself: the layer's second half gets keys and values of all tokens.
 """
 
 from __future__ import annotations
@@ -281,8 +282,9 @@ class AttendedByChunk:
         graph: the chunk's queries, and attention sinks. A saved output is not computed again. Must
         be called with gradients enabled."""
         call = self.call
-        attended = call.kept.attended()
-        saved = attended[0] if attended else None
+        saved = None
+        for attended in call.kept.attended() or ():
+            saved = attended
         out, leaves = differentiable(
             call, self.q[part_of(chunk)], self.site, call.sinks, chunk, saved
         )
@@ -313,6 +315,71 @@ class AttendedByChunk:
         del self.site
         call.sinks = self.d_sinks
         return [self.q, *call.shards.own_gradient(sums, self.dtype, call.heads[1])]
+
+
+class ReadByChunk:
+    """Keys and values for a layer that computes attention itself, on a rank that has all tokens.
+
+    Args:
+        call: the call of the layer.
+        keys: K and V of all tokens.
+    """
+
+    def __init__(self, call: ShardedCall, keys: Keys) -> None:
+        self.call = call
+        self.keys = keys
+        group = keys.both[0]
+        self.tensors = (group.k.transpose(1, 2), group.v.transpose(1, 2))  # [B, H_kv, T, D]
+        self.sums: list[Tensor] = []
+        call.backward_bytes = bytes_of(group.k, group.v)
+
+    def forward(self, keep: bool) -> None:
+        """Save K and V for backward, if the settings name them.
+
+        Args:
+            keep: True: save the tensors that backward needs.
+        """
+        if keep and self.call.kept.keeps_kv:
+            keep_keys(self.call, self.keys)
+        del self.keys
+
+    def output(self, chunk: Chunk) -> tuple[tuple[Tensor, Tensor], list[Attended]]:
+        """Return K [B, H_kv, T, D] and V of all tokens for a chunk in forward, and []: the layer's
+        own output of attention is not saved."""
+        return self.tensors, []
+
+    def backward(self) -> None:
+        """Create the sums of the gradients of K and V."""
+        del self.keys
+        for x in self.tensors:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            self.sums.append(torch.zeros_like(x.transpose(1, 2), dtype=wide))
+
+    def leaf(self, chunk: Chunk) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+        """Return K [B, H_kv, T, D] and V of all tokens for a chunk in backward, and both as the
+        leaves of the chunk's graph."""
+        k, v = (x.detach().requires_grad_() for x in self.tensors)
+        return (k, v), [k, v]
+
+    def begin_backward(self, is_retry: bool) -> None:
+        """Ignore the call: gradients of K and V are added when a chunk has ended."""
+
+    def put(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
+        """Add the gradients [B, H_kv, T, D] of a chunk's leaves, which `leaf` has returned, to
+        their sums."""
+        for total, gradient in zip(self.sums, gradients, strict=True):
+            if gradient is not None:
+                total += gradient.transpose(1, 2)
+
+    def gradients(self) -> list[Tensor]:
+        """Return dk [B, H_kv, T, D] and dv."""
+        call = self.call
+        dtype = self.tensors[0].dtype
+        del self.tensors
+        return call.shards.own_gradient(self.sums, dtype, call.heads[1])
+
+
+Attending = AttendedAtOnce | AttendedByChunk | ReadByChunk
 
 
 def bytes_of(k: Tensor, v: Tensor) -> int:

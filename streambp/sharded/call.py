@@ -15,7 +15,7 @@ from streambp.admission.trials import confirmed, few_tokens, gradients_of, same_
 from streambp.attention.attend import Params
 from streambp.attention.interface import Layout
 from streambp.attention.masks import attention_mask_of
-from streambp.attention.prefix import Prefix
+from streambp.attention.prefix import KeysOfAll, Prefix
 from streambp.chunks import Chunk
 from streambp.config import StreamConfig
 from streambp.device import RandomState, has_data, is_out_of_memory
@@ -103,7 +103,9 @@ class ShardedKept(SavedForBackward):
         """Return (name, chunk index) of the saved tensors from which the half after attention is
         recomputed on a chunk."""
         reads = self.half_reads(index, self.products_after)
-        return reads + self.attended_reads(index) if self.attends_by_chunk else reads
+        if self.attends_by_chunk:
+            reads += self.attended_reads(index)
+        return reads
 
     def times_recomputed(self, name: str) -> int:
         """Return how many times backward computes a Linear's output if the output is not saved. A
@@ -144,6 +146,10 @@ class ShardedKept(SavedForBackward):
         """
         accesses = [("attn_out.0", index), ("lse.0", index)]
         return accesses if all(self.store.has(*access) for access in accesses) else []
+
+
+# attention's output [B, H, C, D_v], or K and V of all tokens for a layer that attends by itself
+Given = Tensor | tuple[Tensor, Tensor]
 
 
 class ShardedCall(LayerCall):
@@ -211,6 +217,32 @@ class ShardedCall(LayerCall):
         saved.products_after = []
         saved.unread = UnreadInHalves()
         return saved
+
+    @property
+    def attends_by_itself(self) -> bool:
+        """True if the layer computes attention itself, so that its second half gets keys and values
+        in place of attention's output."""
+        return not self.site.kind.attention.ours
+
+    def split(
+        self,
+        chunk: Chunk,
+        given: Given | None = None,
+        at_attention: Callable[[], None] | None = None,
+    ) -> SplitAtAttention | KeysOfAll:
+        """Return the object that cuts the layer's forward on a chunk in two.
+
+        Args:
+            chunk: the chunk's range of positions.
+            given: attention's output [B, H, C, D_v] for the second half; None: this is the first
+                half. A layer that attends by itself gets K [B, H_kv, T, D] and V of all tokens.
+            at_attention: called in the second half where the first half ends.
+        """
+        if self.attends_by_itself:
+            assert not isinstance(given, Tensor)
+            return KeysOfAll(chunk, given, at_attention)
+        assert not isinstance(given, tuple)
+        return SplitAtAttention(given, at_attention)
 
     def look_into_halves(self) -> None:
         """Determine which Linears each half of the layer can skip, and store them in `unread`.
@@ -282,23 +314,36 @@ def _unread_in_halves(
     leaves = call.arguments.leaves(chunk, [True] * len(call.arguments.differentiable))
 
     def before() -> list[Tensor]:
-        """Run the layer's forward up to its attention, as in the first half, and return q, k and v."""
-        point = SplitAtAttention()
+        """Run the layer's forward up to its attention, and return q, k and v. A layer that attends
+        by itself has only k and v."""
+        point = call.split(chunk)
         with random.replayed():
             call.run(x, chunk, point, leaves)
-        projected = point.projected
-        assert projected is not None
-        return [projected.q, projected.k, projected.v]
+        return [*point.tensors]
 
     with torch.no_grad():
-        q, _, v = before()
-    o = torch.randn_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).requires_grad_()  # [B, H, C, D_v]
+        tensors = before()
+    given: Given
+    if call.attends_by_itself:
+        given = (torch.randn_like(tensors[0]), torch.randn_like(tensors[1]))
+        of_attention = [part.requires_grad_() for part in given]
+    else:
+        q, _, v = tensors
+        # [B, H, C, D_v]
+        given = torch.randn_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).requires_grad_()
+        of_attention = [given]
+
+    def needed() -> list[Tensor]:
+        """Return q alone, for a half that need not compute saved k and v. A layer that attends by
+        itself needs k and v there, and computes q in its second half."""
+        tensors = before()
+        return tensors if call.attends_by_itself else tensors[:1]
 
     def after() -> list[Tensor]:
-        """Run the layer's forward with `o` as attention's output, and return hidden_states and the
-        layer's other outputs."""
+        """Run the layer's forward with `given` as attention's output, and return hidden_states and
+        the layer's other outputs."""
         with random.replayed():
-            output = call.run(x, chunk, SplitAtAttention(o), leaves)
+            output = call.run(x, chunk, call.split(chunk, given), leaves)
         assert output is not None
         return [output.hidden_states, *output.extras.values()]
 
@@ -315,7 +360,9 @@ def _unread_in_halves(
                     return run()
             computed_names = [name for name in linears if name not in names]
             with random.replayed(), computed(linears, computed_names), left_out(linears, names):
-                return gradients_of(run(), [x, o, *leaves, *call.site.layer.parameters()])
+                return gradients_of(
+                    run(), [x, *of_attention, *leaves, *call.site.layer.parameters()]
+                )
 
         def same(results: list[Any]) -> bool:
             """True if these outputs or gradients equal those with all Linears."""
@@ -327,7 +374,7 @@ def _unread_in_halves(
         return confirmed(names, lambda names: same(results_without(names)))
 
     try:
-        first = trace(linears, lambda: before()[:1])
+        first = trace(linears, needed)
         second = trace(linears, after)
     except Exception as error:  # see `trials.unread_products`
         if is_out_of_memory(error):
@@ -340,7 +387,7 @@ def _unread_in_halves(
     if not has_data(x):
         return UnreadInHalves(queries, unreached, to_before, unreached | to_after)
     return UnreadInHalves(
-        skippable(queries, lambda: before()[:1], False),
+        skippable(queries, needed, False),
         skippable(unreached, after, False),
         skippable(to_before, before, True),
         skippable(unreached | to_after, after, True),

@@ -52,6 +52,12 @@ class SplitAtAttention(ChunkAttention):
         self.projected = call
         raise RefillDone
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [B, H, C, D], k and v of the chunk, after the half before attention."""
+        assert self.projected is not None
+        return self.projected.q, self.projected.k, self.projected.v
+
     def finish(self) -> None:
         """Check, at the end of the layer's forward, that it has attended once.
 

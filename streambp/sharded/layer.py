@@ -46,7 +46,7 @@ from streambp.admission.entry import backward_in_chunks, stream_layer
 from streambp.attention.attend import Attended, Params
 from streambp.attention.backend import choose_backend
 from streambp.attention.kv import KVBuffer
-from streambp.attention.prefix import AttentionCall
+from streambp.attention.prefix import KeysOfAll
 from streambp.chunks import Chunk
 from streambp.device import RandomState
 from streambp.errors import UnsupportedModelError
@@ -57,8 +57,14 @@ from streambp.layer.products import Labels, See, left_out, summed, tapped
 from streambp.layer.recompute import NULL_CONTEXT
 from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
-from streambp.sharded.attended import AttendedAtOnce, AttendedByChunk, part_of
-from streambp.sharded.call import ShardedCall
+from streambp.sharded.attended import (
+    AttendedAtOnce,
+    AttendedByChunk,
+    Attending,
+    ReadByChunk,
+    part_of,
+)
+from streambp.sharded.call import Given, ShardedCall
 from streambp.sharded.halves import SplitAtAttention
 from streambp.sharded.shards import Keys, Shards
 
@@ -127,7 +133,7 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             call.backward.witness = call.site.witness(call.hidden_states, call.autocast)
         random_state = RandomState.capture(call.device)
         parts = _project(call, keep)
-        q = call.shards.queries(parts.pop(0))
+        q = _queries(call, parts)
         keys = call.shards.start_keys(parts, call.heads[0])
         if random_state.is_current():
             call.random_before = []
@@ -137,8 +143,7 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 "(dropout?), which streambp does not support where sequences are split over ranks. "
                 "Set that dropout to 0."
             )
-        assert call.params is not None
-        if call.params.dropout > 0.0:
+        if call.params is not None and call.params.dropout > 0.0:
             seed = int(torch.randint(2**31, (), device="cpu"))
             call.params = call.params._replace(seed=seed)
         attention = _attention_of(call, q, keys)
@@ -177,14 +182,24 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
     return outputs_of(call, outputs)
 
 
-def _attention_of(call: ShardedCall, q: Tensor, keys: Keys) -> AttendedAtOnce | AttendedByChunk:
+def _queries(call: ShardedCall, parts: list[Tensor]) -> Tensor | None:
+    """Remove q [B, H, T / P, D] from q, k and v, and return the queries that this rank attends, [B,
+    H', n, D]. None if the layer attends by itself, which leaves k and v alone in `parts`."""
+    if call.attends_by_itself:
+        return None
+    return call.shards.queries(parts.pop(0))
+
+
+def _attention_of(call: ShardedCall, q: Tensor | None, keys: Keys) -> Attending:
     """Return the object that computes attention between the halves.
 
     Args:
         call: the call of the layer.
-        q: the queries that this rank attends, [B, H', n, D].
+        q: the queries that this rank attends, [B, H', n, D]; None: the layer attends by itself.
         keys: K and V of full sequences.
     """
+    if q is None:
+        return ReadByChunk(call, keys)
     attends = AttendedAtOnce if call.shards.splits else AttendedByChunk
     return attends(call, q, keys)
 
@@ -194,7 +209,7 @@ def _forward_after(
     outputs: Whole,
     hidden_chunk: Tensor,
     chunk: Chunk,
-    attention: AttendedAtOnce | AttendedByChunk,
+    attention: Attending,
     keep: bool,
     is_retry: bool,
 ) -> list[Attended]:
@@ -213,11 +228,11 @@ def _forward_after(
     """
     if is_retry:
         call.kept.random[-1].restore()
-    o, attended = attention.output(chunk)
+    given, attended = attention.output(chunk)
     see = call.seeing(chunk, in_backward=False, half="after")
     names = [name for name in call.kept.products_after if name in call.kept.products.names]
     with call.kept.products.capture_outputs(names, see) if keep else NULL_CONTEXT:
-        output = call.run(hidden_chunk, chunk, _second_half(call, chunk, o))
+        output = call.run(hidden_chunk, chunk, _second_half(call, chunk, given))
     assert output is not None
     if call.backward.witness is not None:
         call.backward.witness.see_output(hidden_chunk, output.hidden_states)
@@ -234,16 +249,25 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
         keep: True: save outputs of Linears for backward.
     """
     projected: list[Tensor] = []
-    for chunk in call.plan:
-        call.random_before.append(RandomState.capture(call.device))
-        compute = functools.partial(_project_chunk, call, chunk, projected, keep)
-        if keep:
-            call.attempt(compute)
-            call.kept.keep_products(chunk)
-        else:
-            compute(False)
+    with left_out(call.site.linears, _unread_before(call)):
+        for chunk in call.plan:
+            call.random_before.append(RandomState.capture(call.device))
+            compute = functools.partial(_project_chunk, call, chunk, projected, keep)
+            if keep:
+                call.attempt(compute)
+                call.kept.keep_products(chunk)
+            else:
+                compute(False)
     call.kept.products_before = list(dict.fromkeys(map(linear_of, call.kept.products.keys)))
     return projected
+
+
+def _unread_before(call: ShardedCall) -> Labels:
+    """Return the Linears that the half before attention skips while it computes q, k and v. A layer
+    that attends by itself needs k and v alone."""
+    if call.attends_by_itself:
+        return call.unread.for_queries
+    return frozenset()
 
 
 def _project_chunk(
@@ -268,20 +292,20 @@ def _project_chunk(
     _see_projected(see, projected_chunk)
 
 
-def _see_projected(see: See | None, projected: AttentionCall) -> None:
-    """Pass a chunk's q, k and v to the function `see`, which compares recomputed values with those
-    of forward. None: nothing is compared."""
+def _see_projected(see: See | None, projected: tuple[Tensor, ...]) -> None:
+    """Pass a chunk's q, k and v, or k and v alone, to `see`, which compares the values in backward
+    with those in forward. None: nothing is compared."""
     if see is not None:
-        see("q", projected.q)
-        see("k", projected.k)
-        see("v", projected.v)
+        for name, x in zip("qkv"[-len(projected) :], projected, strict=True):
+            see(name, x)
 
 
 def _collect(
     call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: list[Tensor], count: int
-) -> AttentionCall:
+) -> tuple[Tensor, ...]:
     """Run one chunk of the layer up to its attention, and copy its q, k and v into tensors of all
-    this rank's tokens. Return the arguments of the attention call.
+    this rank's tokens. Return q, k and v of the chunk; k and v alone of a layer that attends by
+    itself.
 
     Args:
         call: the call of the layer.
@@ -290,8 +314,28 @@ def _collect(
         projected: the tensors; [] before the first chunk, which allocates them.
         count: 3: copy q, k and v; 1: copy q alone.
     """
-    point = SplitAtAttention()
+    point = call.split(chunk)
     call.run(hidden_chunk, chunk, point)
+    if isinstance(point, SplitAtAttention):
+        _take_settings(call, point)
+    else:
+        call.heads = (0, point.tensors[0].shape[1])
+    parts = point.tensors[:count]
+    if not projected:
+        projected += [_for_all_tokens(part, call.plan.length) for part in parts]
+    for target, part in zip(projected, parts, strict=True):
+        target[part_of(chunk)] = part
+    return point.tensors
+
+
+def _take_settings(call: ShardedCall, point: SplitAtAttention) -> None:
+    """Store the settings of a layer's attention call in `call`: its kernels and sizes, by the first
+    chunk, and its sinks.
+
+    Args:
+        call: the call of the layer.
+        point: has the arguments of the attention call.
+    """
     arguments = point.projected
     assert arguments is not None
     if arguments.dropout > 0.0 and call.shards.splits:
@@ -314,12 +358,6 @@ def _collect(
         call.heads = (arguments.q.shape[1], arguments.k.shape[1])
         call.value_size = arguments.v.shape[3]
     call.sinks = None if arguments.sink is None else call.shards.sinks(arguments.sink.detach())
-    parts = (arguments.q, arguments.k, arguments.v)[:count]
-    if not projected:
-        projected += [_for_all_tokens(part, call.plan.length) for part in parts]
-    for target, part in zip(projected, parts, strict=True):
-        target[part_of(chunk)] = part
-    return arguments
 
 
 def _for_all_tokens(part: Tensor, length: int) -> Tensor:
@@ -329,7 +367,7 @@ def _for_all_tokens(part: Tensor, length: int) -> Tensor:
     return part.new_empty((rows, length, heads, size)).transpose(1, 2)
 
 
-def _second_half(call: ShardedCall, chunk: Chunk, o: Tensor) -> SplitAtAttention:
+def _second_half(call: ShardedCall, chunk: Chunk, given: Given) -> SplitAtAttention | KeysOfAll:
     """Return the replacement of attention for the half after attention, on one chunk.
 
     This half runs the layer from its start. The random numbers before attention must equal those of
@@ -340,15 +378,16 @@ def _second_half(call: ShardedCall, chunk: Chunk, o: Tensor) -> SplitAtAttention
     Args:
         call: the call of the layer.
         chunk: the chunk's range of positions.
-        o: attention's output for the chunk, [B, H, C, D_v].
+        given: attention's output for the chunk, [B, H, C, D_v], or K [B, H_kv, T, D] and V for a
+            layer that attends by itself.
     """
-    if call.site.tests.overwritten.attended:
-        o = o.clone()  # the layer writes to a copy, because the output may be saved
+    if isinstance(given, Tensor) and call.site.tests.overwritten.attended:
+        given = given.clone()  # the layer writes to a copy, because the output may be saved
     if not call.random_before:
-        return SplitAtAttention(o)
+        return call.split(chunk, given)
     random_state = RandomState.capture(call.device)
     call.random_before[chunk.index].restore()
-    return SplitAtAttention(o, random_state.restore)
+    return call.split(chunk, given, random_state.restore)
 
 
 def _as_before(call: ShardedCall, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
@@ -376,23 +415,25 @@ def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
     _differentiate_before(call, work, gradients)
 
 
-def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
-    """Return q of this rank's pieces, and K and V of full sequences, for attention in backward.
-    Saved K and V are read; everything else is recomputed and exchanged between ranks as in forward.
-    """
+def _exchanged_again(call: ShardedCall) -> tuple[Tensor | None, Keys]:
+    """Return q, and K and V of full sequences, for attention in backward. K and V are read if
+    saved. All other tensors are recomputed and exchanged between ranks again. q is None for a layer
+    that attends by itself."""
     saved = call.kept
     count = 3
-    unread: Labels = frozenset()
+    unread = _unread_before(call)
     if saved.keeps_kv:
         count = 1
         unread = call.unread.for_queries.difference(saved.products_before)
     projected: list[Tensor] = []
     with torch.no_grad(), left_out(call.site.linears, unread):
         for chunk in call.plan:
+            if count == 1 and call.attends_by_itself:
+                break  # k and v are saved, and the second half computes q
             reads = saved.half_reads(chunk.index, saved.products_before)
             saved.bring(chunk, reads, again=dict(reads))
             call.attempt(functools.partial(_project_again, call, chunk, projected, count))
-    q = call.shards.queries(projected.pop(0))
+    q = _queries(call, projected)
     keys = call.shards.start_keys(projected, call.heads[0]) if projected else call.keys
     call.keys = None
     if keys is not None:
@@ -427,9 +468,7 @@ def _project_again(
         _collect(call, saved.brought["x"], chunk, projected, count)
 
 
-def _differentiate_after(
-    call: ShardedCall, work: BackwardPass, attention: AttendedAtOnce | AttendedByChunk
-) -> None:
+def _differentiate_after(call: ShardedCall, work: BackwardPass, attention: Attending) -> None:
     """Recompute and differentiate the layer's second half, behind its attention, chunk by chunk.
 
     Args:
@@ -455,7 +494,7 @@ def _chunk_after(
     call: ShardedCall,
     work: BackwardPass,
     chunk: Chunk,
-    attention: AttendedAtOnce | AttendedByChunk,
+    attention: Attending,
     is_retry: bool,
 ) -> Gradients:
     """Recompute and differentiate the layer's second half on one chunk. Return the gradients of the
@@ -480,13 +519,13 @@ def _chunk_after(
         saved.products.use_outputs(saved.brought, saved.products_after, sums=work.sums, see=see),
         _counting(call, saved.brought["x"], work),
     ):
-        o_chunk, of_attention = attention.leaf(chunk)
-        output = call.run(hidden_chunk, chunk, _second_half(call, chunk, o_chunk), leaves)
+        given, of_attention = attention.leaf(chunk)
+        output = call.run(hidden_chunk, chunk, _second_half(call, chunk, given), leaves)
     assert output is not None
     if call.backward.witness is not None:
         call.backward.witness.see_output(hidden_chunk, output.hidden_states)
     outputs, upstream = work.upstream(output, chunk)
-    del output, o_chunk
+    del output, given
     targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
     return _differentiated(call, work, chunk, targets, of_attention, outputs, upstream)
 
@@ -583,7 +622,7 @@ def _chunk_before(
     work.sums.begin(is_retry)
     hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
     leaves = call.arguments.leaves(chunk, work.wanted)
-    point = SplitAtAttention()
+    point = call.split(chunk)
     see = call.seeing(chunk, in_backward=True, half="before")
     with (
         torch.enable_grad(),
@@ -592,24 +631,24 @@ def _chunk_before(
         _counting(call, saved.brought["x"], work),
     ):
         call.run(hidden_chunk, chunk, point, leaves)
-    projected = point.projected
-    assert projected is not None
-    _see_projected(see, projected)
+    _see_projected(see, point.tensors)
     if saved.watch is not None and saved.watch.graph:  # a kept graph has keys and values as well
-        saved.watch.graph += projected.k.nbytes + projected.v.nbytes
+        saved.watch.graph += sum(x.nbytes for x in point.tensors[-2:])
     outputs: list[Tensor] = []
     upstream: list[Tensor] = []
-    for x, gradient in zip((projected.q, projected.k, projected.v), gradients, strict=True):
+    for x, gradient in zip(point.tensors, gradients, strict=True):
         if x.requires_grad:
             outputs.append(x)
             upstream.append(gradient[part_of(chunk)])
-    is_last = chunk.stop == call.plan.length
-    if is_last and projected.sink is not None and projected.sink.requires_grad:
+    sink = None
+    if isinstance(point, SplitAtAttention) and point.projected is not None:
+        sink = point.projected.sink
+    if chunk.stop == call.plan.length and sink is not None and sink.requires_grad:
         assert call.sinks is not None
-        d_sinks = torch.zeros_like(projected.sink)
+        d_sinks = torch.zeros_like(sink)
         call.shards.sinks(d_sinks).copy_(call.sinks)
         with torch.enable_grad():  # the sink is a parameter or a view of one
-            outputs.append(projected.sink.view_as(projected.sink))
+            outputs.append(sink.view_as(sink))
         upstream.append(d_sinks)
     targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
     return _differentiated(call, work, chunk, targets, [], outputs, upstream)
