@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import re
 import sys
-import textwrap
 import types
 import unittest
 from collections.abc import Iterator
@@ -601,12 +600,9 @@ def page(rows: list[Row], tree: str) -> str:
     text += others(every)
     text += (
         "\n## No decoders\n\nEncoders, encoder-decoders and models without transformers' decoder "
-        "layers; refused when "
+        "layers; refused when patched.\n\n"
     )
-    text += (
-        "patched.\n\n" + textwrap.fill(", ".join(row.model for row in encoders) + ".", 125) + "\n"
-    )
-    return text
+    return text + table(encoders, "refused")
 
 
 def others(rows: list[Row]) -> str:
