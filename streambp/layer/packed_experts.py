@@ -21,12 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from streambp.known_names import PACKED_PARAMETERS
-from streambp.offload.decoded import FORWARD
-
-
-class CountedPackedWeight(nn.Module):
-    """Base class of parametrizations that take the place of bitsandbytes' when memory and FLOPs are
-    counted on meta or fake tensors."""
+from streambp.offload.decoded import FORWARD, CountedPackedWeight
 
 
 @dataclasses.dataclass(eq=False)

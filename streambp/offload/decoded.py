@@ -116,6 +116,11 @@ class CountedPackedLinear(nn.Module):
         raise NotImplementedError
 
 
+class CountedPackedWeight(nn.Module):
+    """Base class of parametrizations of 4-bit weights that take the place of bitsandbytes' when
+    memory and FLOPs are counted on meta or fake tensors."""
+
+
 def decoded_weight(module: Any) -> Tensor:
     """Return the dequantized weight [out, in] of a bitsandbytes Linear; cached if a `DecodedLinear`
     replaces its forward."""

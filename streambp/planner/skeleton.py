@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.parametrize import ParametrizationList
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
@@ -56,6 +57,16 @@ from streambp.planner.model_class import (
     is_encoder_decoder,
     loss_of,
     refuse_biases,
+)
+from streambp.planner.packed_weights import (
+    FOUR_BITS,
+    STANDS_FOR,
+    STORED,
+    decoded_size,
+    inner_bytes,
+    pack_experts,
+    parameters_of,
+    statistics_of,
 )
 from streambp.planner.step import fused_sdpa
 from streambp.tensors import replaced
@@ -251,7 +262,8 @@ class Skeleton:
 
     def on_host(self) -> dict[str, Any]:
         """Return bytes of the layers' weights in host memory, as a dict of `Profile`'s fields
-        `frozen`, `trained` and `decoded`; {} for 8-bit weights, which cannot move to the host."""
+        `frozen`, `trained` and `decoded`; {} for 8-bit weights and for torchao's, which cannot move
+        to the host."""
         layers: list[nn.Module] = []
         for stack in find_stacks(self.model).stacks:
             layers.extend(stack.layers)
@@ -264,7 +276,11 @@ class Skeleton:
                 if isinstance(part, QuantisedLinear):
                     sizes.append(2 * parameters_of(part.weight))
             decoded.append(sum(sizes) - max(sizes, default=0))
-        if self.bits == 8:
+        subclasses = any(
+            hasattr(parameter, STORED) and not hasattr(parameter, STANDS_FOR)
+            for parameter in self.model.parameters()
+        )
+        if self.bits == 8 or subclasses:
             return {}
         return {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
 
@@ -307,6 +323,11 @@ class Skeleton:
                     )
                 parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+                stored = None if is_partitioned(tensor) else inner_bytes(tensor)
+                if stored is not None:
+                    setattr(memo[id(tensor)], STORED, stored)
+            if isinstance(module, ParametrizationList):
+                _note_packed(module, memo, device)
         for module in modules:
             for name, table in vars(module).items():
                 if name.endswith(HOOKS) and isinstance(table, dict):
@@ -328,6 +349,27 @@ class Skeleton:
         if self._reduced is not None:
             self._reduced.apply(copied)
         return copied
+
+
+def _note_packed(weights: ParametrizationList, memo: dict[int, Any], device: torch.device) -> None:
+    """Copy the statistics of a parametrized weight without data, and store its bytes and its number
+    of parameters with the copy of the packed weight.
+
+    Args:
+        weights: the parametrization of the weight, in the original model.
+        memo: the copies by id of the original, read and written.
+        device: device of the copies.
+    """
+    packed = weights.original
+    copy_of_packed = memo.get(id(packed))
+    if not isinstance(copy_of_packed, Tensor):
+        return
+    total = packed.nbytes
+    for tensor in statistics_of(weights):
+        total += tensor.nbytes
+        memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    setattr(copy_of_packed, STORED, total)
+    setattr(copy_of_packed, STANDS_FOR, decoded_size(weights) or packed.numel())
 
 
 def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **kwargs: Any) -> Any:
@@ -395,7 +437,7 @@ class QuantisedLinear(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(size, dtype=torch.uint8, device=device), requires_grad=False
         )
-        self.weight.stands_for = linear.weight.numel()  # type: ignore[attr-defined]
+        setattr(self.weight, STANDS_FOR, linear.weight.numel())
         self.register_parameter("bias", linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -415,19 +457,13 @@ class FourBitLinear(QuantisedLinear, CountedPackedLinear):
     """
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear, 0.5 + 4 / 64)
+        super().__init__(linear, FOUR_BITS)
         self.compute_dtype = linear.weight.dtype
 
     def decoded(self) -> Tensor:
         """Return a meta or fake tensor [out, in] in place of the dequantized weight, in the
         original weight's dtype, so that its memory is counted."""
         return self.weight.new_empty(self.out_features, self.in_features, dtype=self.compute_dtype)
-
-
-def parameters_of(parameter: Tensor) -> int:
-    """Return the number of model parameters in a tensor [...]. A plan reports these numbers. A
-    quantised weight may store several parameters in one element."""
-    return int(getattr(parameter, "stands_for", parameter.numel()))
 
 
 def _dequantised(ctx: Any, x: Tensor, width: int) -> Tensor:
@@ -449,8 +485,8 @@ dequantised = functools.partial(Replayed.apply, _dequantised, _dequantised_backw
 
 
 def _quantise(model: nn.Module, bits: int) -> None:
-    """Replace the frozen Linears of all layers, except LoRA's own, by `QuantisedLinear`. Raise
-    ConfigError if there are none."""
+    """Replace the frozen Linears of all layers, except LoRA's own, by `QuantisedLinear`, and pack
+    frozen experts for 4 bits. Raise ConfigError if there are none."""
     quantised = 0
     for stack in find_stacks(model).stacks:
         for layer in stack.layers:
@@ -464,6 +500,8 @@ def _quantise(model: nn.Module, bits: int) -> None:
                         linear = FourBitLinear(child) if bits == 4 else QuantisedLinear(child, 1.0)
                         setattr(module, name, linear)
                         quantised += 1
+            if bits == 4:
+                quantised += pack_experts(layer)
     if not quantised:
         raise ConfigError(
             f"bits is {bits}, but no Linear of the layers is frozen, and trained weights are not "

@@ -29,6 +29,7 @@ from streambp.planner.kernels import CountedCalls, launched_kernels
 from streambp.planner.laws import Point, fit_bytes, fit_work
 from streambp.planner.mixers import assumed
 from streambp.planner.model_class import assumptions, inputs_of
+from streambp.planner.packed_weights import bytes_of, parameters_of
 from streambp.planner.profile import (
     CONTEXT_PARALLEL,
     ULYSSES,
@@ -39,7 +40,7 @@ from streambp.planner.profile import (
     Profile,
 )
 from streambp.planner.sample_points import CHUNKS, TILED_CHUNKS, points_for
-from streambp.planner.skeleton import ShrunkModel, Skeleton, parameters_of
+from streambp.planner.skeleton import ShrunkModel, Skeleton
 from streambp.planner.splits import SplitCount, lines_of_keys, split_of, split_over
 from streambp.planner.step import Span, counted_head, fused_attention, run_step
 from streambp.planner.tree import module_tree
@@ -248,8 +249,8 @@ def _layers_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of all tensors."""
-    return sum(tensor.nbytes for tensor in tensors)
+    """Return the bytes that all tensors store."""
+    return sum(map(bytes_of, tensors))
 
 
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:

@@ -12,8 +12,9 @@ from torch import nn
 
 from streambp.admission.stacks import find_stacks
 from streambp.planner.count import StepCount
+from streambp.planner.packed_weights import parameters_of
 from streambp.planner.profile import Node
-from streambp.planner.skeleton import ShrunkModel, Skeleton, parameters_of
+from streambp.planner.skeleton import ShrunkModel, Skeleton
 from streambp.planner.step import fused_attention
 
 LENGTH = 4096

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 import streambp
 from streambp.layer import packed_experts
+from streambp.offload.decoded import CountedPackedWeight
 from tests import zoo
 from tests.oracle import gradients, worst_error
 from tests.seeds import seed_torch
@@ -32,7 +33,7 @@ WEIGHTS = 4  # two layers of two weights
 EXPERTS = ("gate_up_proj", "down_proj")
 
 
-class Decoding(packed_experts.CountedPackedWeight):
+class Decoding(CountedPackedWeight):
     """Stand-in for bitsandbytes' parametrization: a byte and a scale for each 16 numbers."""
 
     def __init__(self, shape, scale, dtype, calls):
@@ -49,7 +50,7 @@ class Decoding(packed_experts.CountedPackedWeight):
         return (wide * self.scale[:, None]).view(self.shape)
 
     def __deepcopy__(self, memo):
-        return Decoding(self.shape, self.scale, self.dtype, self.calls)
+        return Decoding(self.shape, copy.deepcopy(self.scale, memo), self.dtype, self.calls)
 
 
 def pack(module, name, calls):

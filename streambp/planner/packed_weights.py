@@ -1,0 +1,143 @@
+"""Weights that store less than their shape says: bytes of a model's own, and experts in 4 bits in a
+model without data.
+
+torchao stores a weight in inner tensors of a tensor subclass. bitsandbytes stores experts as packed
+bytes of a parametrization, with statistics in its attributes. A skeleton's parameter has the shape
+of the weight or of the packed bytes, and two attributes with the numbers that a plan needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import ParametrizationList
+
+from streambp.known_names import QUANT_STATE
+from streambp.offload.decoded import CountedPackedWeight
+
+STANDS_FOR = "stands_for"  # attribute of a parameter: number of model parameters that it stores
+STORED = "stored"  # attribute of a parameter: bytes that the original stores, statistics included
+INNER_TENSORS = "__tensor_flatten__"
+FOUR_BITS = 0.5 + 4 / 64  # bytes for each parameter, with a float32 for each block of 64
+
+
+def parameters_of(parameter: Tensor) -> int:
+    """Return the number of model parameters in a tensor [...]. A plan reports these numbers. A
+    quantised weight may store several parameters in one element."""
+    return int(getattr(parameter, STANDS_FOR, parameter.numel()))
+
+
+def bytes_of(parameter: Tensor) -> int:
+    """Return the bytes that a parameter [...] stores in the model that a skeleton represents."""
+    return int(getattr(parameter, STORED, parameter.nbytes))
+
+
+def inner_bytes(tensor: Tensor) -> int | None:
+    """Return the bytes of the inner tensors of a tensor subclass [...]; None for a plain tensor."""
+    flatten = getattr(tensor, INNER_TENSORS, None)
+    if flatten is None:
+        return None
+    total = 0
+    for name in flatten()[0]:
+        inner = getattr(tensor, name)
+        nested = inner_bytes(inner)
+        total += inner.nbytes if nested is None else nested
+    return total
+
+
+def statistics_of(weights: ParametrizationList) -> list[Tensor]:
+    """Return the tensors [...] that a weight's parametrizations need beside the packed weight: in
+    buffers, in attributes, and in attributes of plain objects there."""
+    found: dict[int, Tensor] = {}
+    for module in weights:
+        state = type(getattr(module, QUANT_STATE, None))
+        waiting: list[Any] = [*module._buffers.values(), *vars(module).values()]
+        for value in waiting:  # the loop appends to this list
+            if isinstance(value, Tensor):
+                found[id(value)] = value
+            elif value is not None and type(value) is state:  # statistics of statistics too
+                waiting += vars(value).values()
+    return list(found.values())
+
+
+def decoded_size(weights: ParametrizationList) -> int | None:
+    """Return the number of parameters of a parametrized weight; None if no parametrization says its
+    shape."""
+    for module in weights:
+        shape = getattr(getattr(module, QUANT_STATE, module), "shape", None)
+        if shape is not None:
+            return math.prod(shape)
+    return None
+
+
+class CountedExperts(CountedPackedWeight):
+    """Parametrization of experts in 4 bits, when memory and FLOPs are counted on meta or fake
+    tensors. Each read allocates the decoded weight, as bitsandbytes does.
+
+    Args:
+        weight: the weight [E, n, m] before it is packed.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+
+    def forward(self, packed: Tensor) -> Tensor:
+        """Return a tensor [E, n, m] that represents the decoded weight, for packed bytes
+        [bytes]."""
+        return packed.new_empty(self.shape, dtype=self.dtype)
+
+
+def pack_experts(layer: nn.Module) -> int:
+    """Store the frozen weights [E, n, m] of a layer's experts in 4 bits. Return their number."""
+    return sum(_pack(module, name) for module, name in list(_frozen_experts(layer)))
+
+
+def _frozen_experts(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules and names of the parameters [E, n, m] of experts that are not trained."""
+    for path, module in layer.named_modules():
+        if "experts" not in path.rpartition(".")[2]:
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.dim() != 3 or parameter.requires_grad:
+                continue
+            if parameter.is_floating_point():
+                yield module, name
+
+
+def _pack(module: nn.Module, name: str) -> int:
+    """Store a parameter [E, n, m] of a module in 4 bits, as bitsandbytes' `replace_parameter_4bit`
+    does. Return 1."""
+    weight = module._parameters[name]
+    assert weight is not None
+    size = int(weight.numel() * FOUR_BITS)
+    packed = nn.Parameter(
+        torch.empty(size, dtype=torch.uint8, device=weight.device), requires_grad=False
+    )
+    setattr(packed, STANDS_FOR, weight.numel())
+    first = not parametrize.is_parametrized(module)
+    setattr(module, name, packed)
+    parametrize.register_parametrization(module, name, CountedExperts(weight), unsafe=True)
+    setattr(getattr(module.parametrizations, name).original, STANDS_FOR, weight.numel())  # type: ignore[union-attr]
+    if first:
+        module.register_forward_pre_hook(_begin_cache)
+        module.register_forward_hook(_end_cache, always_call=True)
+    return 1
+
+
+def _begin_cache(module: nn.Module, args: Any) -> None:
+    """Have a weight decoded once in a call of the experts."""
+    parametrize._cache_enabled += 1
+
+
+def _end_cache(module: nn.Module, args: Any, output: Any) -> None:
+    """Free the weights that a call of the experts has decoded."""
+    parametrize._cache_enabled = max(0, parametrize._cache_enabled - 1)
+    if not parametrize._cache_enabled:
+        parametrize._cache = {}
