@@ -26,7 +26,8 @@ from streambp.sharded.shards import Keys
 
 
 def part_of(chunk: Chunk) -> tuple[slice, slice, slice]:
-    """Return the index (a tuple of slices) of a chunk's positions in a tensor [B, H, T / P, D]."""
+    """Return the index (a tuple of slices) of a chunk's positions in a tensor [B, H, T / P, D] of
+    this rank's part of the sequences. P is the number of ranks over which sequences are split."""
     return slice(None), slice(None), slice(chunk.start, chunk.stop)
 
 
