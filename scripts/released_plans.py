@@ -1,82 +1,172 @@
 """Plans of released models as a table: three cards, three trainings and three lengths of each.
 
     OMP_NUM_THREADS=1 python scripts/released_plans.py
-    OMP_NUM_THREADS=1 python scripts/released_plans.py --models Qwen3-8B gpt-oss-20b
+    OMP_NUM_THREADS=1 python scripts/released_plans.py --models Qwen3-8B gpt-oss-20b \\
+        --counts FOLDER --csv paper_repro/results/released_plans.csv
 
 Each model runs in a process of its own. A line has the training, the processor seconds of its first
 count without imports, those of its nine plans and their remedies, and the settings that each plan
 chooses. Each plan is checked as tests/planner/test_fastest.py does: nothing that the planner knows
 is 2 % faster and not named, and each remedy fits when it is planned by its printed options. The
 exit code is 1 if a plan fails the check, or if a first count takes more than `MOST_SECONDS`.
+
+`--counts` keeps the counts in a folder, so that a run that is interrupted goes on where it stopped.
+A count of other code is not read. `--csv` replaces the rows of these models in a file.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import functools
+import hashlib
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_SECONDS = 40.0  # processor seconds of a first count
+COLUMNS = (
+    "model", "training", "first_count_s", "card_gib", "tokens", "peak_gib", "host_gib", "step_s",
+    "settings", "layers_on_host", "check",
+)  # fmt: skip
 
 
-def cell(found: object) -> str:
-    """Return a plan's GiB, seconds and method in few letters; "-" if nothing fits."""
-    choice = found.choice  # type: ignore[attr-defined]
-    if choice is None:
-        return "-"
-    letters = choice.method.replace("streambp", "").replace(" saves", "")
-    letters = letters.replace("offload, keys on the host", "keys").replace("offload", "host")
-    letters = letters.replace("attn_out", "a").replace(",", "").strip() or "lean"
-    where = "" if choice.on_host is None else f" w{choice.on_host.layers}"
-    return f"{choice.peak.total / 2**30:.1f} GiB {choice.seconds.total:.3g} s {letters}{where}"
+def kept_count(name: str, training: Any, folder: Path | None) -> tuple[Any, float]:
+    """Return a model's profile with a training, and the processor seconds of its count.
 
-
-def table(name: str) -> bool:
-    """Print the lines of a model; return True if all of its plans pass."""
-    from streambp.planner import Memory, Setting
-    from streambp.planner.counted import Asked, counted
+    Args:
+        name: the model.
+        training: the training.
+        folder: folder of counts; None: count anew.
+    """
+    from streambp.planner.counted import Asked, code_in_use, counted, write
     from streambp.planner.estimate import UNPATCHED
-    from streambp.planner.plan import plan_profile
+    from streambp.planner.profile import from_json, to_json
     from streambp.planner.survey import STREAMED
     from tests.planner.released import RELEASED
-    from tests.planner.test_fastest import CARDS, GIB, LENGTHS, LORA, Training, check_cell
 
-    @functools.cache
-    def profile(training: Training):  # type: ignore[no-untyped-def]
-        asked = Asked(RELEASED[name](), lora=training.lora, bits=training.bits)
-        return counted(asked, (*UNPATCHED, *STREAMED))
+    file = None
+    config = RELEASED[name]()
+    if folder is not None:
+        parts = [config.to_dict(), list(training), code_in_use()]
+        text = json.dumps(parts, sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        file = folder / f"{name}-{digest}.json"
+        if file.exists():
+            stored = json.loads(file.read_text("utf-8"))
+            return from_json(stored["profile"]), stored["seconds"]
+    begun = time.process_time()
+    asked = Asked(config, lora=training.lora, bits=training.bits)
+    profile = counted(asked, (*UNPATCHED, *STREAMED))
+    spent = time.process_time() - begun
+    if file is not None:
+        write(file, {"seconds": spent, "profile": to_json(profile)})
+    return profile, spent
 
+
+def cell(found: Any, wrong: str) -> dict[str, Any]:
+    """Return the columns of one plan: bytes, seconds and settings; empty if nothing fits.
+
+    Args:
+        found: the plan.
+        wrong: how the plan fails the check; empty if it passes.
+    """
+    row: dict[str, Any] = {"check": wrong or "passes"}
+    choice = found.choice
+    if choice is None:
+        return {**row, "settings": "does not fit"}
+    row["peak_gib"] = f"{choice.peak.total / 2**30:.1f}"
+    row["host_gib"] = f"{choice.peak.host / 2**30:.1f}"
+    row["step_s"] = f"{choice.seconds.total:.3g}"
+    row["settings"] = f"{choice.method}, chunks of {choice.chunk_size}"
+    if choice.on_host is not None:
+        row["layers_on_host"] = choice.on_host.layers
+    if found.default_wins:
+        row["peak_gib"] = f"{found.by_default.peak / 2**30:.1f}"
+        row["host_gib"] = "0.0"
+        row["step_s"] = f"{found.by_default.seconds:.3g}"
+        row["settings"] = f"default, chunks of {found.by_default.chunk_size}"
+        row["layers_on_host"] = ""
+    return row
+
+
+def checked(name: str, training: Any, profile: Any) -> list[dict[str, Any]]:
+    """Return the columns of the nine plans of a training, checked.
+
+    Args:
+        name: the model.
+        training: the training.
+        profile: returns the model's profile with a training.
+    """
+    from streambp.planner import Memory, Setting
+    from streambp.planner.plan import plan_profile
+    from tests.planner.test_fastest import CARDS, GIB, LENGTHS, check_cell
+
+    rows = []
+    for size in CARDS:
+        for length in LENGTHS:
+            memory = Memory(size * GIB, 256 * GIB)
+            wrong = ""
+            try:
+                check_cell(name, memory, training, length, profile)
+            except Exception as error:  # a traceback is what this table looks for
+                wrong = f"{type(error).__name__} {str(error).splitlines()[0][:200]}"
+            found = plan_profile(profile(training), length, memory, Setting())
+            rows.append({"card_gib": size, "tokens": length, **cell(found, wrong)})
+    return rows
+
+
+def table(name: str, folder: Path | None, file: Path | None) -> bool:
+    """Print the lines of a model; return True if all of its plans pass.
+
+    Args:
+        name: the model.
+        folder: folder of counts; None: none are kept.
+        file: file of rows; None: rows are printed only.
+    """
+    from tests.planner.test_fastest import LORA, Training
+
+    counts = functools.cache(lambda training: kept_count(name, training, folder))
+    rows = []
     passed = True
     trainings = (Training(), LORA, Training(16, 4))
-    counts = []
+    for training in trainings:  # in this order, so that no plan's seconds contain a count
+        counts(training)
     for training in trainings:
+        first = counts(training)[1]
+        passed &= first <= MOST_SECONDS
         begun = time.process_time()
-        profile(training)
-        counts.append(time.process_time() - begun)
-    passed &= max(counts) <= MOST_SECONDS
-    for training, first in zip(trainings, counts, strict=True):
-        begun = time.process_time()
-        cells = []
-        for size in CARDS:
-            for length in LENGTHS:
-                memory = Memory(size * GIB, 256 * GIB)
-                try:
-                    check_cell(name, memory, training, length, profile)
-                    wrong = ""
-                except AssertionError as error:
-                    wrong = f" WRONG {str(error).splitlines()[0][:200]}"
-                    passed = False
-                found = plan_profile(profile(training), length, memory, Setting())
-                cells.append(f"{size}/{length // 1024}k: {cell(found)}{wrong}")
+        cells = checked(name, training, lambda how: counts(how)[0])
         rest = time.process_time() - begun
         print(f"{name}, {training}: first count {first:.1f} s, nine plans {rest:.1f} s")
-        print("    " + "\n    ".join(cells), flush=True)
+        for row in cells:
+            line = {"model": name, "training": str(training), "first_count_s": f"{first:.1f}"} | row
+            rows.append(line)
+            passed &= row["check"] == "passes"
+            print("    " + "  ".join(f"{value}" for value in row.values()), flush=True)
+    if file is not None:
+        replace_rows(file, name, rows)
     return passed
+
+
+def replace_rows(file: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    """Write a model's rows to a CSV file in the order of the models, in place of older ones."""
+    from tests.planner.released import RELEASED
+
+    before = []
+    if file.exists():
+        with file.open(encoding="utf-8", newline="") as stream:
+            before = [row for row in csv.DictReader(stream) if row["model"] != name]
+    order = list(RELEASED)
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        written = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
+        written.writeheader()
+        written.writerows(sorted([*before, *rows], key=lambda row: order.index(row["model"])))
 
 
 def main() -> int:
@@ -87,14 +177,21 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=RELEASED, default=list(RELEASED))
+    parser.add_argument("--counts", type=Path, help="folder of counts")
+    parser.add_argument("--csv", type=Path, help="file of rows")
     parser.add_argument("--one", choices=RELEASED, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        return 0 if table(arguments.one) else 1
+        return 0 if table(arguments.one, arguments.counts, arguments.csv) else 1
     wrong = 0
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    given = []
+    if arguments.counts is not None:
+        given += ["--counts", str(arguments.counts.resolve())]
+    if arguments.csv is not None:
+        given += ["--csv", str(arguments.csv.resolve())]
     for name in arguments.models:
-        command = [sys.executable, "-W", "ignore", __file__, "--one", name]
+        command = [sys.executable, "-W", "ignore", __file__, "--one", name, *given]
         wrong += subprocess.run(command, env=environment, check=False).returncode != 0
     return 1 if wrong else 0
 

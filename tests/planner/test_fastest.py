@@ -5,12 +5,16 @@ covers: planner/plan.py, planner/suggestions.py, planner/report.py
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from scripts.released_plans import COLUMNS, MOST_SECONDS
 from streambp import cli
 from streambp.planner import Memory, Setting
 from streambp.planner.counted import Asked
@@ -40,6 +44,7 @@ MILLION = 10**6
 CARDS = (24, 48, 80)
 LENGTHS = (2**14, 2**16, 2**18)
 LORA = Training(16)
+ROWS = Path(__file__).parents[2] / "paper_repro/results/released_plans.csv"
 planning = sys.modules["streambp.planner.plan"]
 suggesting = sys.modules["streambp.planner.suggestions"]
 
@@ -291,3 +296,25 @@ def test_plans_of_released_models(name):
                 fitting += check_cell(name, memory, training, length)
     print(f"\n{name}: {fitting} of 27 plans fit")
     assert fitting
+
+
+def check_rows(rows):
+    """Nine plans of each training, all of which pass, and a first count of 40 seconds at most."""
+    trainings = Counter((row["model"], row["training"]) for row in rows)
+    assert set(trainings.values()) == {len(CARDS) * len(LENGTHS)}
+    for row in rows:
+        assert row["model"] in RELEASED
+        assert row["check"] == "passes", row
+        assert float(row["first_count_s"]) <= MOST_SECONDS, row
+
+
+def test_committed_plans_of_released_models_passed():
+    with ROWS.open(encoding="utf-8", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert list(rows[0]) == list(COLUMNS)
+    check_rows(rows)
+    for wrong in ({"check": "AssertionError"}, {"first_count_s": "40.1"}, {"model": "GPT-2"}):
+        with pytest.raises(AssertionError):
+            check_rows([rows[0] | wrong, *rows[1:]])
+    with pytest.raises(AssertionError):
+        check_rows(rows[1:])
