@@ -42,6 +42,9 @@ if [ -n "${WITH:-}" ]; then
   read -r -a asked <<<"$WITH"
   install "${asked[@]}"
 fi
+# Too heavy for each change's tests, with SciPy and scikit-learn. It must not hold the others back from their newest releases.
+install --upgrade --no-deps sentence-transformers
+install scikit-learn
 install --no-deps -e .
 "$python" -m streambp env
 
