@@ -1,4 +1,4 @@
-"""Images, embeddings, axolotl's YAML, the notebooks and the index of the examples."""
+"""Images, embeddings, an encoder-decoder, axolotl's YAML, the notebooks and the index of the examples."""
 
 from __future__ import annotations
 
@@ -23,11 +23,17 @@ SCRIPTS = sorted(
 )
 
 
-@pytest.mark.parametrize("name", ["vlm", "embedding"])
+LAYERS = {
+    "vlm": "Qwen3DecoderLayer", "embedding": "Qwen3DecoderLayer", "encoder_decoder": "BartDecoderLayer",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
 def test_two_steps(name, tmp_path):
-    result = run_here("--steps", 2, "--chunk-size", 4, "--output", tmp_path, name=f"{name}.py")
+    chunk = 3 if name == "encoder_decoder" else 4  # its decoder reads four tokens
+    result = run_here("--steps", 2, "--chunk-size", chunk, "--output", tmp_path, name=f"{name}.py")
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "streams: 2 x Qwen3DecoderLayer" in result.stdout
+    assert f"streams: 2 x {LAYERS[name]}" in result.stdout
     assert re.search(r"^loss: [\d.]+ -> [\d.]+$", result.stdout, re.MULTILINE)
     assert (tmp_path / "config.json").exists()
 
@@ -40,6 +46,9 @@ def test_images_and_embeddings_are_learnt(tmp_path):
     result = run_script("embedding.py", "--output", tmp_path / "embedding")
     assert result.returncode == 0, result.stderr[-3000:]
     assert last(result.stdout, "found") >= 0.9
+    result = run_script("encoder_decoder.py", "--output", tmp_path / "encoder_decoder")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert last(result.stdout, "loss") < 0.3
 
 
 def test_a_pretrained_model_of_images_needs_rows(tmp_path):
