@@ -79,7 +79,7 @@ def says_bidirectional(config: PreTrainedConfig) -> bool:
 
 
 def _has_no_head(config: PreTrainedConfig) -> bool:
-    """True if `architectures` names a class that is no language model, such as an embedding model."""
+    """True if `architectures` names a class that is no language model (an embedding model)."""
     names: Sequence[str] = getattr(config, "architectures", None) or ()
     return bool(names) and not names[0].endswith(LANGUAGE_MODELS)
 

@@ -556,7 +556,7 @@ def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
-    """Return a profile as JSON types, for a file or an HTML page; `from_json` restores the profile."""
+    """Return a profile as JSON types, for a file or an HTML page. `from_json` restores it."""
     return dataclasses.asdict(profile)
 
 

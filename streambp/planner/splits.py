@@ -238,9 +238,9 @@ def split_of(
 def lines_of_keys(
     phases: Sequence[Sequence[Counted]], split: Split, lengths: Sequence[int], ranks: int
 ) -> list[list[Counted]]:
-    """Return each count's phases with their memory as lines: bytes = peak + per_key * (keys of other
-    ranks). A phase that holds different numbers of such keys over time has several lines, and occurs
-    once for each. The planner takes their maximum to predict other numbers of ranks.
+    """Return each count's phases with their memory as lines: peak + per_key * (keys of other ranks).
+    A phase that holds other numbers of these keys over time has several lines, and occurs once for
+    each. The planner takes their maximum to predict other numbers of ranks.
 
     Args:
         phases: the phases of each count, in order.
