@@ -28,8 +28,8 @@ class StreamConfig:
             the keys and values. Globs name Linear modules relative to the layer ("mlp.gate_proj",
             "mlp.*"); their outputs are saved where backward reads them. "attn_out@12" saves in the
             last 12 layers alone, whose backward comes first. "auto" saves, layer by layer, as much
-            as the device's free memory allows, and decides anew in each forward. A micro-batch of
-            one chunk then runs unpatched if it needs less than a quarter of that memory, see
+            as the device's free memory allows, and decides anew in each forward. A micro-batch
+            then runs unpatched if its activations fit into four fifths of that memory, see
             `unpatched_runs`. If tensors are offloaded, "auto" saves as much as the link to the host
             can carry during the compute.
         attention: the kernels of attention. "auto" takes the fastest kernel that can compute the
