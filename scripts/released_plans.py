@@ -29,11 +29,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_SECONDS = 40.0  # processor seconds of a first count
-COLUMNS = (
-    "model", "training", "first_count_s", "card_gib", "tokens", "peak_gib", "host_gib", "step_s",
-    "settings", "layers_on_host", "check",
-)  # fmt: skip
 
 
 def kept_count(name: str, training: Any, folder: Path | None) -> tuple[Any, float]:
@@ -129,6 +124,7 @@ def table(name: str, folder: Path | None, file: Path | None) -> bool:
         folder: folder of counts; None: none are kept.
         file: file of rows; None: rows are printed only.
     """
+    from tests.planner.released import MOST_SECONDS
     from tests.planner.test_fastest import LORA, Training
 
     counts = functools.cache(lambda training: kept_count(name, training, folder))
@@ -156,7 +152,7 @@ def table(name: str, folder: Path | None, file: Path | None) -> bool:
 
 def replace_rows(file: Path, name: str, rows: list[dict[str, Any]]) -> None:
     """Write a model's rows to a CSV file in the order of the models, in place of older ones."""
-    from tests.planner.released import RELEASED
+    from tests.planner.released import COLUMNS, RELEASED
 
     before = []
     if file.exists():

@@ -297,6 +297,62 @@ class ShardedCall(LayerCall):
             remember(self.site.tests.unread, situation, products)
 
 
+def _random_attention(call: ShardedCall, tensors: list[Tensor]) -> tuple[Given, list[Tensor]]:
+    """Return random tensors in the place of attention's, for a test of the half behind it, and the
+    list of these tensors, which require gradients.
+
+    Args:
+        call: the call of the layer.
+        tensors: q, k and v of the half before attention; k and v alone of a layer that attends by
+            itself. That layer gets random k and v, other layers a random output [B, H, C, D_v].
+    """
+    if call.attends_by_itself:
+        k, v = (torch.randn_like(one).requires_grad_() for one in tensors)
+        return (k, v), [k, v]
+    q, _, v = tensors
+    o = torch.randn_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).requires_grad_()
+    return o, [o]
+
+
+def _skippable(
+    call: ShardedCall,
+    linears: dict[str, nn.Linear],
+    names: Labels,
+    run: Callable[[], list[Tensor]],
+    random: RandomState,
+    leaves: list[Tensor] | None,
+) -> Labels:
+    """Return those of the Linears `names` that one half of the layer can skip: the results stay the
+    same if these Linears return NaN.
+
+    Args:
+        call: the call of the layer.
+        linears: the layer's Linears by name.
+        names: names of the Linears to test.
+        run: runs the half and returns its outputs.
+        random: the random state from which each run starts.
+        leaves: tensors whose gradients are the results; None: the outputs are the results.
+    """
+
+    def results_without(names: Labels) -> list[Any]:
+        """Run the half while these Linears return NaN, and return its results."""
+        if leaves is None:
+            with torch.no_grad(), left_out(linears, names):
+                return run()
+        computed_names = [name for name in linears if name not in names]
+        with random.replayed(), computed(linears, computed_names), left_out(linears, names):
+            return gradients_of(run(), leaves)
+
+    def same(results: list[Any]) -> bool:
+        """True if these results equal those with all Linears."""
+        if leaves is None:
+            return all(map(torch.equal, results, expected))
+        return same_gradients(call, results, expected)
+
+    expected = results_without(frozenset())
+    return confirmed(names, lambda names: same(results_without(names)))
+
+
 def _unread_in_halves(
     call: ShardedCall, linears: dict[str, nn.Linear], x: Tensor, chunk: Chunk, random: RandomState
 ) -> UnreadInHalves:
@@ -323,15 +379,7 @@ def _unread_in_halves(
 
     with torch.no_grad():
         tensors = before()
-    given: Given
-    if call.attends_by_itself:
-        given = (torch.randn_like(tensors[0]), torch.randn_like(tensors[1]))
-        of_attention = [part.requires_grad_() for part in given]
-    else:
-        q, _, v = tensors
-        # [B, H, C, D_v]
-        given = torch.randn_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).requires_grad_()
-        of_attention = [given]
+    given, of_attention = _random_attention(call, tensors)
 
     def needed() -> list[Tensor]:
         """Return q alone, for a half that need not compute saved k and v. A layer that attends by
@@ -348,30 +396,12 @@ def _unread_in_halves(
         return [output.hidden_states, *output.extras.values()]
 
     def skippable(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
-        """Return those of the Linears `names` that one half of the layer can skip: the half's
-        outputs, or its gradients if `differentiated`, stay the same if these Linears return NaN.
-        `run` runs the half and returns its outputs."""
-
-        def results_without(names: Labels) -> list[Any]:
-            """Run one half of the layer while these Linears return NaN, and return its outputs or
-            its gradients."""
-            if not differentiated:
-                with torch.no_grad(), left_out(linears, names):
-                    return run()
-            computed_names = [name for name in linears if name not in names]
-            with random.replayed(), computed(linears, computed_names), left_out(linears, names):
-                return gradients_of(
-                    run(), [x, *of_attention, *leaves, *call.site.layer.parameters()]
-                )
-
-        def same(results: list[Any]) -> bool:
-            """True if these outputs or gradients equal those with all Linears."""
-            if differentiated:
-                return same_gradients(call, results, expected)
-            return all(map(torch.equal, results, expected))
-
-        expected = results_without(frozenset())
-        return confirmed(names, lambda names: same(results_without(names)))
+        """Return those of the Linears `names` that one half of the layer can skip. `run` runs the
+        half and returns its outputs; if `differentiated`, gradients are compared."""
+        leaves_of_half = [x, *of_attention, *leaves, *call.site.layer.parameters()]
+        return _skippable(
+            call, linears, names, run, random, leaves_of_half if differentiated else None
+        )
 
     try:
         first = trace(linears, needed)

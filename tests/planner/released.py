@@ -21,6 +21,13 @@ from transformers import (
 
 from tests.planner.shapes import NEMOTRON
 
+# of scripts/released_plans.py: processor seconds of a first count at most, and its rows' columns
+MOST_SECONDS = 40.0  # processor seconds of a first count
+COLUMNS = (
+    "model", "training", "first_count_s", "card_gib", "tokens", "peak_gib", "host_gib", "step_s",
+    "settings", "layers_on_host", "check",
+)  # fmt: skip
+
 QWEN = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 QWEN |= {"max_position_embeddings": 40960, "tie_word_embeddings": False}
 LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}

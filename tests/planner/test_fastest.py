@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.released_plans import COLUMNS, MOST_SECONDS
 from streambp import cli
 from streambp.planner import Memory, Setting
 from streambp.planner.counted import Asked
@@ -35,7 +34,7 @@ from streambp.planner.suggestions import (
 from streambp.planner.survey import STREAMED, survey
 from streambp.rates import DEVICES
 from tests.planner.laws import made_work
-from tests.planner.released import RELEASED
+from tests.planner.released import COLUMNS, MOST_SECONDS, RELEASED
 from tests.planner.test_estimates import made_up
 from tests.planner.test_weights_on_host import SIZE, SIZES, made
 
