@@ -5,6 +5,7 @@ covers: chunks.py, errors.py
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
 
@@ -27,6 +28,7 @@ from streambp.model import split as model_split
 from tests import zoo
 from tests.distributed.one_rank import with_shifted_labels
 from tests.families import LENGTH, build, make_batch
+from tests.oracle import gradients, worst_error
 from tests.versions import needs_decoders_of_encoders
 
 
@@ -158,14 +160,17 @@ ENCODERS = {
 @needs_decoders_of_encoders
 @pytest.mark.parametrize("family", ["MegatronBert", "RemBert", "RoFormer"])
 def test_decoders_that_are_encoders_unless_told(family):
+    """A causal language model of an encoder's configuration looks ahead, as unpatched."""
     config = getattr(transformers, f"{family}Config")(**ENCODERS)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    with pytest.raises(
-        streambp.StreamBPError, match=r"bidirectional.*causal with config\.is_decoder=True"
-    ):
-        streambp.patch(model)
-    config.is_decoder = True
-    streambp.patch(getattr(transformers, f"{family}ForCausalLM")(config))
+    tokens = torch.randint(3, 64, (2, 23))
+    for is_decoder in (False, True):
+        config.is_decoder = is_decoder
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        expected = gradients(copy.deepcopy(model), input_ids=tokens, labels=tokens)[1]
+        streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+        found = gradients(model, input_ids=tokens, labels=tokens)[1]
+        assert worst_error(found, expected) <= 1e-4
+        assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}
 
 
 def test_an_encoders_mask():

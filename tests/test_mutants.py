@@ -39,9 +39,8 @@ from streambp.model import causal_lm
 from streambp.offload import free_memory, manager
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import count, delta_rules, laws, profile
+from streambp.sharded import attended, shards
 from streambp.sharded import call as sharded_call
-from streambp.sharded import layer as sharded
-from streambp.sharded import shards
 from tests import test_foreign_forwards, test_oracle
 from tests.attention import test_graph_cache, test_merge, test_uneven_chunks
 from tests.distributed import one_rank, test_host, test_shards
@@ -493,11 +492,13 @@ MUTANTS = {
         function.BackwardPass, "add", second_half_alone, split,
     ),
     "half after attention without its gradient of o": (
-        sharded, "_add", lambda *args, real=sharded._add, **named: [real(*args, **named), None][1], split,
+        attended.AttendedAtOnce, "put",
+        lambda self, chunk, _, real=attended.AttendedAtOnce.put: real(self, chunk, [None]),
+        split,
     ),
     "split: leave out every product": (sharded_call, "_unread_in_halves", leave_out_everything, split),
     "split: saved logsumexp of another chunk": (
-        sharded, "Attended", lambda o, lse: prefix.Attended(o, lse + 0.1), lambda: split(saves=("attn_out",)),
+        attended, "Attended", lambda o, lse: prefix.Attended(o, lse + 0.1), lambda: split(saves=("attn_out",)),
     ),
     "split: ignore the window": (sharded_call, "resolve_whole", without_window, lambda: split("gemma3")),
     "split: ignore packing": (shards, "spans_of_tokens", without_packing, lambda: split(mode="packed")),

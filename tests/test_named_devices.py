@@ -41,7 +41,7 @@ PLACES = {
         head/triton_fold.py:on_device
         head/triton_fold.py:serves
         model/describe.py:_describe_attention
-        offload/engines.py:AcceleratorEngine.host_buffer
+        offload/engines.py:AcceleratorEngine._reserve
         planner/auto.py:rates_here
         planner/measure.py:compare_step
     """,
@@ -68,6 +68,7 @@ PLACES = {
         cli/environment.py:
         cli/environment.py:_device
         device.py:
+        layer/expert_adapters.py:
         lazy/base.py:
         model/split.py:refuse_replicas
         planner/model_class.py:fixed_positions

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from streambp.device import autocast_dtype, without_autocast
 from streambp.errors import UnsupportedModelError
+from streambp.fingerprint.observed_values import version_of
 from streambp.foreign import home_of
 from streambp.known_names import EXPERTS_IMPLEMENTATION, LORA_LAYERS
 from streambp.layer.products import TENSOR_TYPES
@@ -423,11 +424,14 @@ class FactoredExperts:
         reading: the parameter.
         own: peft's forward, called with (module, x, ...).
         folded: the sum of the weight and its adapters, [E, n, m]; None before the first call.
+        sources: the weight and the adapters' matrices of which `folded` was made, and their version
+            counters. A test of the layer puts other matrices in their places.
     """
 
     reading: ExpertReading
     own: Callable[..., Any]
     folded: Tensor | None = None
+    sources: tuple[tuple[Tensor, int | None], ...] = ()
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the experts' output for x [..., in] and the further arguments of the experts."""
@@ -447,11 +451,16 @@ class FactoredExperts:
             return self.own(module, x, *args, **kwargs)
         adapters = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
         factors = [module.get_delta_factors(adapter) for adapter in adapters]
+        sources = [base]
+        for adapter in adapters:
+            for table in (module.lora_A, module.lora_B):
+                sources.append(table[adapter].weight)
         folded = self.folded
-        if folded is None:
+        if folded is None or not self._is_made_of(sources):
             with torch.no_grad():
                 folded = _folded(module, base, adapters, factors)
             self.folded = folded
+            self.sources = tuple((source, version_of(source)) for source in sources)
         left = torch.cat([one[0] for one in factors], -1)
         right = torch.cat([one[1] for one in factors], -2)
         scales = [(one[0].shape[-1], float(one[2])) for one in factors]
@@ -461,6 +470,13 @@ class FactoredExperts:
             return module.base_layer(x, *args, **kwargs)
         finally:
             del attributes[name]
+
+    def _is_made_of(self, sources: list[Tensor]) -> bool:
+        """True if `folded` is the sum of these tensors with their present values."""
+        return len(sources) == len(self.sources) and all(
+            source is earlier and version_of(source) == version
+            for source, (earlier, version) in zip(sources, self.sources, strict=True)
+        )
 
 
 def _folded(module: Any, base: Tensor, adapters: list[str], factors: list[Any]) -> Tensor:

@@ -96,9 +96,21 @@ def gathered_twice(text: str, outcome: Outcome) -> None:
         assert set(counts[1:]) == {2}  # in the first step ZeRO-3 learns the order
 
 
+def both_stacks_are_described(text: str, outcome: Outcome) -> None:
+    """docs/how-to/encoder-decoders.md: a loss in each log, and what the sentence quotes is printed
+    behind the last of them."""
+    assert "a loss for each step" in text
+    logs = [line for line in outcome.printed.splitlines() if "'loss'" in line]
+    assert len(logs) > 1
+    last = outcome.printed[outcome.printed.index(logs[-1]) :]
+    assert codes(text)
+    assert all(code in last for code in codes(text))
+
+
 CHECKS: Mapping[str, Callable[[str, Outcome], None]] = MappingProxyType(
     {
         "docs/how-to/embeddings.md": losses_fall,
+        "docs/how-to/encoder-decoders.md": both_stacks_are_described,
         "docs/how-to/70b-24gb.md": weights_are_copied,
         "docs/how-to/qlora-24gb.md": fields_are_logged,
         "docs/how-to/zero3.md": gathered_twice,

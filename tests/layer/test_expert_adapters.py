@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
+from streambp.errors import BackwardError
 from streambp.layer import expert_adapters
 from streambp.layer.adapters import adapted, readings
 from tests import zoo
@@ -164,6 +165,35 @@ def exact(request):
 def test_cover(family, implementation, settings, exact):
     exact(implementation)
     check(family, implementation, settings)
+
+
+@pytest.mark.parametrize(
+    "implementation", thinned(BARS, lambda implementation: implementation == "eager")
+)
+def test_training_begins_with_zeros(implementation, exact):
+    """peft's own start: B is zero, and a test of the layer replaces it by random numbers. Each step
+    counts, the first one too."""
+    exact(implementation)
+    stock = adapted_experts("qwen3_moe", dtype_of(implementation), implementation)
+    with torch.no_grad():
+        for name, parameter in stock.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    ours = streamed(stock)
+    trained = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (ours, stock)]
+    for step in range(3):
+        batch = batch_of(25 + step)
+        found, expected = (gradients(model, **batch) for model in (ours, stock))
+        assert_near(found, expected, BARS[implementation])
+        for optimizer in trained:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_mutant_a_sum_of_a_tests_weights(monkeypatch, exact):
+    monkeypatch.setattr(expert_adapters.FactoredExperts, "_is_made_of", lambda *_: True)
+    with pytest.raises((AssertionError, BackwardError)):
+        test_training_begins_with_zeros("eager", exact)
 
 
 @pytest.mark.parametrize("rank", thinned([2, 3, 8], lambda rank: rank == 3))

@@ -8,7 +8,6 @@ covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/stat
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import math
 import warnings
@@ -134,10 +133,10 @@ def test_a_run_with_dropout_is_the_unpatched_one_from_a_warm_up_on():
 
 @pytest.mark.parametrize("chunks", [LENGTH, "auto"])
 @pytest.mark.parametrize("rate", [0.3, 0.0], ids=["dropout", "no dropout"])
-def test_a_forward_without_gradients_draws_as_the_step(rate, chunks, monkeypatch):
+def test_a_forward_without_gradients_draws_as_the_step(rate, chunks, least_chunk):
     """GradCache computes embeddings without gradients, and again with gradients from the same
     random state. A step of several chunks may run unpatched too."""
-    monkeypatch.setattr("streambp.chunks.AUTO_MIN_TOKENS", 1)
+    least_chunk(1)
     model = patched(build("qwen3", attention_dropout=rate), chunk_size=chunks)
     ids = make_batch("plain")["input_ids"]
     seed_torch(4)
@@ -278,11 +277,23 @@ def test_it_has_to_fit_once_with_a_guard(rooms):
     assert streams(model(**make_batch("plain")).loss) == (rooms < 1.25)
 
 
+@pytest.fixture
+def least_chunk(monkeypatch):
+    """Sets the fewest tokens of an automatic chunk, without the plans that are cached."""
+
+    def set_least(tokens):
+        monkeypatch.setattr("streambp.chunks.AUTO_MIN_TOKENS", tokens)
+        plan_chunks.cache_clear()
+
+    yield set_least
+    plan_chunks.cache_clear()
+
+
 @pytest.mark.parametrize("chunks", ["auto", LENGTH])
-def test_chunks_that_know_no_memory_are_no_reason_to_stream(chunks, monkeypatch):
+def test_chunks_that_know_no_memory_are_no_reason_to_stream(chunks, least_chunk):
     """On a CPU chunks have 2,048 tokens and more, however much memory is free. Chunks of the
     program's own are kept to."""
-    monkeypatch.setattr("streambp.chunks.AUTO_MIN_TOKENS", LENGTH)
+    least_chunk(LENGTH)
     plain = build("qwen3")
     model = patched(plain, chunk_size=chunks)
     assert chooser_of(model).known.seconds is None
@@ -747,7 +758,7 @@ MUTANTS = {
     "documents": (state, "finds_other_documents", lambda *_: False, test_documents_that_unpatched_attention_does_not_read),
     "draws": (
         unpatched.UnpatchedRuns, "watch_draws", lambda self, run, device: run(),
-        lambda: _with_a_patch(functools.partial(test_a_forward_without_gradients_draws_as_the_step, 0.3, LENGTH)),
+        lambda: test_a_forward_without_gradients_draws_as_the_step(0.3, LENGTH, lambda tokens: None),
     ),
     "noise": (
         unpatched, "IGNORED_SHARE_OF_FREE_MEMORY", 0.0,
