@@ -25,7 +25,7 @@ from streambp.known_names import (
     TORCHAO,
 )
 
-TENSORWISE, DYNAMIC = "tensorwise", "dynamic"  # values of torchao's enumerations
+AXISWISE, DISABLED = "axiswise", "disabled"  # values of torchao's enumerations
 
 
 def why_scaled(module: nn.Module) -> str | None:
@@ -56,27 +56,28 @@ def _is_float8(module: nn.Module) -> bool:
 
 def _scales_over_tokens(module: nn.Module) -> bool:
     """True if the module is a float8 Linear, and a scale depends on several tokens and is no power
-    of two."""
+    of two. Also true if the configuration of another torchao release does not tell."""
     if not _is_float8(module):
         return False
-    config: Any = module.config
-    if getattr(config, POWERS_OF_TWO):
+    config = getattr(module, "config", None)
+    if getattr(config, POWERS_OF_TWO, False):
         return False
-    casts = [getattr(config, name) for name in FLOAT8_CASTS]
-    if any(_is(cast.scaling_granularity, TENSORWISE) and _scales(cast) for cast in casts):
-        return True
+    for name in FLOAT8_CASTS:
+        cast = getattr(config, name, None)
+        if _scales(cast) and not _has(cast, "scaling_granularity", AXISWISE):
+            return True
     weight: Any = module.weight
     # The product for the weight's gradient sums over tokens, so every scale covers all tokens.
     return weight.requires_grad and any(
-        _scales(getattr(config, name)) for name in FLOAT8_CASTS_FOR_WEIGHTS
+        _scales(getattr(config, name, None)) for name in FLOAT8_CASTS_FOR_WEIGHTS
     )
 
 
 def _scales(cast: Any) -> bool:
     """True if an operand is cast to float8; False if the product keeps its dtype."""
-    return _is(cast.scaling_type, DYNAMIC)
+    return not _has(cast, "scaling_type", DISABLED)
 
 
-def _is(member: Any, value: str) -> bool:
-    """True if the member of an enumeration in torchao's configuration has this value."""
-    return bool(member.value == value)
+def _has(cast: Any, field: str, value: str) -> bool:
+    """True if a field of a cast's configuration is the enumeration's member with this value."""
+    return bool(getattr(getattr(cast, field, None), "value", None) == value)

@@ -105,6 +105,15 @@ def test_frozen_weights_have_no_gradient_to_scale():
     assert worst_error(found, expected) <= 1e-5
 
 
+def test_a_configuration_that_does_not_tell_runs_whole():
+    """Fields of other releases may have other names; a step must not end in an AttributeError."""
+    model = in_float8(build(torch.float32), "rowwise, any scale")
+    for module in model.model.layers.modules():
+        if isinstance(module, stand_in.Float8Linear):
+            module.config = object()
+    assert "q_proj and 13 more" in float8.why_scaled(model.model.layers)
+
+
 def test_padding_is_not_left_out_of_a_shared_scale():
     """Rows without their padding would have other largest values."""
     model = in_float8(build(torch.float32), "tensorwise")
