@@ -13,13 +13,19 @@ from tests.repository.test_imports import FOLDERS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "streambp"
+# strings by which the code of a task is found
 TASKS = {
-    "a new kind of save": "attn_out",
-    "a new attention kernel": "cudnn",
-    "a family that fails its trial": None,
+    "a new kind of save": ("attn_out", "kv"),
+    "a new attention kernel": ("cudnn",),
+    "a new kind of attention mask": (),
+    "a family that fails its trial": (),
 }
-# they know kernels by what they take
-BESIDE = {"a new attention kernel": {"attention/rules.py", "planner/work.py"}}
+# files that are found by no string
+BESIDE = {
+    "a new kind of save": {"layer/products.py"},
+    # they know kernels by what they take
+    "a new attention kernel": {"attention/rules.py", "planner/work.py"},
+}
 
 
 def row_of(task, text):
@@ -64,8 +70,27 @@ def test_a_task_names_the_files_that_change(task):
     assert named
     assert [name for name in named if not (PACKAGE / name).exists()] == []
     assert [name for name in files_in(shown) if not (ROOT / name).exists()] == []
-    if TASKS[task] is not None:
-        assert named == files_that_know(TASKS[task], PACKAGE) | BESIDE.get(task, set())
+    if TASKS[task]:
+        known = set().union(*(files_that_know(name, PACKAGE) for name in TASKS[task]))
+        assert named == known | BESIDE.get(task, set())
+
+
+def files_that_ask_for(kind, package):
+    """Files with `isinstance(..., kind)`."""
+    return {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(rf"isinstance\([^()]+, {kind}\)", path.read_text("utf-8"))
+    }
+
+
+def test_the_task_of_a_mask_names_the_files_that_tell_masks_apart():
+    _, files, _ = row_of(
+        "a new kind of attention mask", (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    )
+    asking = files_that_ask_for("DenseMask", PACKAGE)
+    assert len(asking) > 2
+    assert asking <= files_in(files)
 
 
 def test_the_places_of_a_family_are_there():
