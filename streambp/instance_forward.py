@@ -50,7 +50,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from streambp.errors import StreamBPError
+from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, ACCELERATE_ORIGINAL, FSDP_UNIT
 
 
@@ -142,6 +142,19 @@ class Unbound:
     def of(self, module: nn.Module) -> Any:
         """Return the object that replaces the module's forward (`InstanceForward`)."""
         return getattr(module, WRAPPERS)[self.index]
+
+
+def check_is_module(model: Any) -> None:
+    """Check the type of a public function's model.
+
+    Raises:
+        UnsupportedModelError: the model is no `nn.Module`.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"This is a {type(model).__name__}; pass a model, such as "
+            "AutoModelForCausalLM.from_pretrained(...) returns."
+        )
 
 
 def forwards(module: nn.Module) -> Iterator[Any]:

@@ -28,6 +28,7 @@ from streambp.attention.self_attending import biases_positions
 from streambp.cache_arguments import cache_arguments, cache_parameters
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import home_of, name_of, wrapped_functions
+from streambp.instance_forward import check_is_module
 from streambp.known_names import (
     ATTENTION,
     ATTENTION_TABLE,
@@ -91,11 +92,7 @@ def find_stacks(model: nn.Module) -> Found:
     Raises:
         UnsupportedModelError: no stack may run in chunks, or a wrapper hides the layers.
     """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(
-            f"This is a {type(model).__name__}; pass a model, such as "
-            "AutoModelForCausalLM.from_pretrained(...) returns."
-        )
+    check_is_module(model)
     if any(base.__name__ == FSDP1 for module in model.modules() for base in type(module).__mro__):
         # FSDP1's parameters are views of a flat one, plain attributes that no layer can get
         # gradients for.

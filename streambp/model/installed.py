@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from streambp.errors import StreamBPError
-from streambp.instance_forward import PATCH, InstanceForward, forwards
+from streambp.instance_forward import PATCH, InstanceForward, check_is_module, forwards
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.state import PatchState
 from streambp.model.wrappers import BackboneForward, LayerForward
@@ -60,7 +60,9 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
 
     Raises:
         StreamBPError: the patch also covers layers outside of `model`.
+        UnsupportedModelError: `model` is no module.
     """
+    check_is_module(model)
     for module in model.modules():
         if PATCH in module.__dict__:
             own_state: PatchState = module.__dict__[PATCH]

@@ -22,7 +22,7 @@ from streambp.admission.generators import leaving_no_trace
 from streambp.device import RandomState
 from streambp.distributed.engines import engine_of
 from streambp.errors import StreamBPError
-from streambp.instance_forward import forwards
+from streambp.instance_forward import check_is_module, forwards
 from streambp.layer.recompute import Autocast
 from streambp.layer.site import WarmUp
 from streambp.lazy.tensor import LazyLogits
@@ -59,6 +59,7 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
         StreamBPError: the model is not patched, or an engine (DDP, DeepSpeed, FSDP) already holds
             its parameters and waits for gradients that `warm_up` does not produce.
     """
+    check_is_module(model)
     wrappers = [f for module in model.modules() for f in forwards(module)]
     layers = [
         wrapper for wrapper in wrappers if isinstance(wrapper, LayerForward) and not wrapper.retired

@@ -36,6 +36,7 @@ from streambp.config import StreamConfig
 from streambp.device import is_accelerator, tells_memory
 from streambp.distributed.engines import engine_of
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
+from streambp.instance_forward import check_is_module
 from streambp.known_names import FUNCTION_OF_NODE, LIGER
 from streambp.layer.function import StreamedLayer
 from streambp.layer.gradients import nodes_behind
@@ -337,6 +338,7 @@ def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
     Raises:
         StreamBPError: `verify` does not support the model.
     """
+    check_is_module(model)
     engine = engine_of(model)
     if engine is not None:
         raise UnsupportedModelError(
