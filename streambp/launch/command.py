@@ -96,6 +96,8 @@ def run(arguments: Any) -> int:
                 lost = reason(error)
         say(f"what the program's processes did could not be told ({lost})")
         return code
+    except NotStartedError as error:
+        return error.code
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
@@ -141,6 +143,18 @@ def environment(settings: Settings, folder: str) -> dict[str, str]:
     }
 
 
+class NotStartedError(Exception):
+    """Raised by `call` if it cannot start the program.
+
+    Attributes:
+        code: a shell's exit code for this error, 126 or 127.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 def call(program: Sequence[str], variables: dict[str, str]) -> int:
     """Run a program to its end, and return its exit code as a shell does: 128 + the signal's number
     after a signal. Signals to this process are forwarded to the program.
@@ -148,6 +162,9 @@ def call(program: Sequence[str], variables: dict[str, str]) -> int:
     Args:
         program: the command and its arguments.
         variables: the program's environment variables.
+
+    Raises:
+        NotStartedError: no process could be started; the reason is printed.
     """
     came: queue.SimpleQueue[int] = queue.SimpleQueue()
     with _signals_to(came.put):
@@ -156,8 +173,8 @@ def call(program: Sequence[str], variables: dict[str, str]) -> int:
         except (OSError, ValueError) as error:  # ValueError: a NUL byte
             say(f"{shown(program[0])} cannot be run: {getattr(error, 'strerror', None) or error}")
             if isinstance(error, FileNotFoundError):
-                return NOT_FOUND
-            return NOT_EXECUTABLE
+                raise NotStartedError(NOT_FOUND) from error
+            raise NotStartedError(NOT_EXECUTABLE) from error
         with _signals_to(child.send_signal):
             while not came.empty():
                 child.send_signal(came.get())

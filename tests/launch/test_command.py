@@ -378,3 +378,10 @@ def test_without_a_temporary_folder_a_program_runs(tmp_path, monkeypatch, capfd)
 def test_a_program_with_a_nul_byte(capfd):
     assert launch("a\0b") == 126
     assert "cannot be run" in capfd.readouterr().err
+
+
+def test_nothing_more_is_said_of_a_program_that_did_not_start(capfd):
+    """What its processes did is no question then."""
+    assert launch("no-such-program") == 127
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("streambp: 'no-such-program' cannot be run: ")
