@@ -48,8 +48,8 @@ class LazyMask:
         ends: end positions of the documents of each row, for models whose masks ignore documents;
             None: the description alone defines the documents.
         tree: function from the sliding window (None: no window) to the keys that each query reads,
-            if the batch's rows are merged into one packed row. None: no packed row. [Note: tree of
-            rows]
+            if the batch's rows are merged into one packed row (`prefixes/tree.py`). None: no packed
+            row.
     """
 
     def __init__(self, **description: Any) -> None:
@@ -252,7 +252,7 @@ def resolve(
             )
         else:
             # The packed row gets a tree if the mask of a single row is causal, with or without a
-            # window. [Note: tree of rows]
+            # window. A query's keys then come before the query in the packed row.
             plain = _from_description(mask, 1, length, None, None, device)
             if not isinstance(plain, Spans) or plain != Spans.causal(1, length, plain.window):
                 raise UnsharedError("the attention mask is more than causal within a window")

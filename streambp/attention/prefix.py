@@ -232,7 +232,7 @@ class Prefix:
 
     def saved_reads(self, index: int) -> list[list[Access]]:
         """Return the order in which backward loads the saved K and V of one attention call from
-        host storage. [Note: order of reads]
+        host storage. The storage needs the order to start its copies early.
 
         Args:
             index: number of the attention call within the layer's forward.

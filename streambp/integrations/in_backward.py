@@ -6,7 +6,7 @@
 
 No step holds the gradients of all weights at once. With weights on the host, gradients arrive layer
 by layer, on the thread that called backward. The optimizer runs in parallel to the device, and
-gradients of two layers use host memory. [Note: gradients on the host]
+gradients of two layers use host memory (`offload/gradients.py`).
 
 Embeddings and head stay on the device. With `on_host=True` they step on the host, which then stores
 the optimizer states of all weights: 17 GiB of AdamW for a vocabulary of 152k and 5,120 features.

@@ -1,9 +1,8 @@
 """peft's adapters of experts inside a layer, added to the weight once for each pass.
 
-[Note: factored weights] transformers stores the weights of a layer's experts as one parameter
-[E, n, m]. peft adapts the parameter by a parametrization. The experts build a new weight W + s B A
-in each call, and backward builds a gradient of the same size. A streamed layer calls its experts
-once for each chunk.
+transformers stores the weights of a layer's experts as one parameter [E, n, m]. peft adapts the
+parameter by a parametrization. The experts build a new weight W + s B A in each call, and backward
+builds a gradient of the same size. A streamed layer calls its experts once for each chunk.
 
 While a streamed layer runs, a `FactoredWeight` takes the weight's place. The object contains the
 factors, and the sum that peft would compute. The sum is made once for all chunks of a pass. The
@@ -418,7 +417,7 @@ def _why_not(module: Any, names: list[str]) -> str | None:
 @dataclasses.dataclass(eq=False)
 class FactoredExperts:
     """Replacement for the forward of one of peft's adapted parameters while its decoder layer runs.
-    The experts read a `FactoredWeight`. [Note: factored weights]
+    The experts read a `FactoredWeight`.
 
     Attributes:
         reading: the parameter.

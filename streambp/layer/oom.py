@@ -108,7 +108,8 @@ def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
 
 def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan] | None) -> str:
     """Return advice, as a message, for a backward that ran out of memory in torch's own code,
-    outside the autograd Functions of streambp. [Note: bare errors]
+    outside the autograd Functions of streambp. That error cannot carry the advice, because no code
+    of streambp runs when it is raised.
 
     Args:
         tokens: the token count over all rows.

@@ -1,11 +1,11 @@
 """Experts in 4 bits inside a layer, decoded once for each pass instead of once for each chunk.
 
-[Note: packed experts] bitsandbytes stores the weights [E, n, m] of a layer's experts in 4 bits by a
-parametrization, which decodes the weight in each call of the experts. A streamed layer calls its
-experts once for each chunk. While a streamed layer runs, a `DecodedOnce` replaces the forward of
-the parametrization. The first read decodes the weight, and later reads return the same tensor until
-the pass ends. Only one layer's decoded experts therefore exist at a time. The numbers are those of
-bitsandbytes, because its own code decodes.
+bitsandbytes stores the weights [E, n, m] of a layer's experts in 4 bits by a parametrization, which
+decodes the weight in each call of the experts. A streamed layer calls its experts once for each
+chunk. While a streamed layer runs, a `DecodedOnce` replaces the forward of the parametrization. The
+first read decodes the weight, and later reads return the same tensor until the pass ends. Only one
+layer's decoded experts therefore exist at a time. The numbers are those of bitsandbytes, because
+its own code decodes.
 """
 
 from __future__ import annotations

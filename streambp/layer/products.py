@@ -76,10 +76,10 @@ class UnreadInHalves:
 def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn.Linear]:
     """Return the layer's Linears that compute x @ W^T + b and nothing else, by name.
 
-    Linears of indexers are left out, because indexers are called for a few queries at a time.
-    [Note: indexers] Linears inside compiled modules are left out, because replacing a forward would
-    recompile them. The result is {} if the layer has inner hooks: a forward hook must get true
-    values in recomputations too.
+    Linears of indexers are left out, because indexers are called for a few queries at a time
+    ([Note: indexers]). Linears inside compiled modules are left out, because replacing a forward
+    would recompile them. The result is {} if the layer has inner hooks: a forward hook must get
+    true values in recomputations too.
 
     Args:
         layer: the decoder layer.

@@ -13,11 +13,11 @@
 
 All tensors except the random states go into a store, on the device or on the host.
 
-[Note: order of reads] A store on the host is given the order of backward's reads, so that it can
-prefetch the next copies. Backward reads in two steps. First it reads the keys and values of all
-chunks, from the store (`Prefix.saved_reads`) or recomputed from the chunks' start values
-(`starts`). Then it reads everything that a chunk needs (`reads`) before the chunk's layer runs. The
-layer may use these tensors in any order, or ignore them; unused tensors are freed with the chunk.
+A store on the host is given the order of backward's reads, so that it can prefetch the next copies.
+Backward reads in two steps. First it reads the keys and values of all chunks, from the store
+(`Prefix.saved_reads`) or recomputed from the chunks' start values (`starts`). Then it reads
+everything that a chunk needs (`reads`) before the chunk's layer runs. The layer may use these
+tensors in any order, or ignore them; unused tensors are freed with the chunk.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class SavedForBackward:
         products: the outputs of Linears that are saved.
         keeps_graph: True if the autograd graph stays from forward to backward. [Note: kept graphs]
         graph: this graph, a `layer.gradients.Graph`; None: backward recomputes.
-        brought: the saved tensors of the chunk that backward is computing, by name.
-            [Note: order of reads]
+        brought: the saved tensors of the chunk that backward is computing, by name. The layer may
+            use them in any order.
     """
 
     lends_attended = True  # the layer receives the saved attention output itself, not a copy
@@ -417,7 +417,7 @@ class SavedForBackward:
     def order(self) -> list[list[Access]]:
         """Return the tensors that backward reads from the store, as (name, chunk index) in the
         order of reading. `seal` gives the order to a store on the host, which prefetches. The
-        tensors of one inner list are read together. [Note: order of reads]"""
+        tensors of one inner list are read together."""
         prefix = self.carried.prefix
         order = list[list[Access]]()
         tiled: list[

@@ -223,7 +223,6 @@ class LayerTests:
             attention and behind it.
         overwritten: the tensors that the forward overwrites in place.
         at_last_positions: True if tests may run at the highest positions of a call.
-            [Note: writes through pointers]
         third_party_modules: names of modules inside the layer that are neither torch's nor
             transformers'. [Note: foreign insides]
         max_tested_tokens: the most tokens for which there is memory to test at once; None: all.

@@ -67,7 +67,7 @@ class ForwardContext:
         padding_unseen: function that returns True if no value at padding (hidden states, logits)
             reaches the caller.
         tree: the batch's rows as one packed row without padding, with shared prefixes only once;
-            None: rows are computed separately. [Note: tree of rows]
+            None: rows are computed separately.
         failed: exceptions of layers in the test run that checks if rows can share prefixes; None:
             this is no test run.
         asked_cache: True if the forward would return a cache unpatched, by its arguments or the

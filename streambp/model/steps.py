@@ -9,12 +9,12 @@ step ran in a way that was not logged before.
 A record consists of references to existing objects, so it needs no counting and no synchronization.
 `last_step.py` interprets the record on request. Evaluations between steps change no record.
 
-[Note: bare errors] Backward outside of streamed layers and of the head is torch's own: embeddings,
-norms, sums of gradients, and every operation of a micro-batch that runs unpatched. No code of this
-package runs when an error is raised there, so the error cannot carry advice. However, the engine
-then frees its callbacks uncalled, and the callback's finalizer detects this. The advice is issued
-as a warning in addition to the error, if torch's allocator counts more out-of-memory errors than at
-the start of backward.
+Backward outside of streamed layers and of the head is torch's own: embeddings, norms, sums of
+gradients, and every operation of a micro-batch that runs unpatched. No code of this package runs
+when an error is raised there, so the error cannot carry advice. However, the engine then frees its
+callbacks uncalled, and the callback's finalizer detects this. The advice is issued as a warning in
+addition to the error, if torch's allocator counts more out-of-memory errors than at the start of
+backward.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class _Ending:
     """Callback by which autograd's engine marks a step as ended, at the end of the step's backward.
 
     If backward fails, the engine frees the callback without a call. The callback's finalizer then
-    warns with advice, if memory ran out and the error itself has no advice. [Note: bare errors]
+    warns with advice, if memory ran out and the error itself has no advice.
     """
 
     def __init__(self, steps: Steps, step: Step) -> None:

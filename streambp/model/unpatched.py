@@ -18,7 +18,7 @@ the guard is not enough:
     forward takes half of the guard    the same (on devices that report free memory)
     backward runs out of memory        the error goes to the caller, with a warning; from then on only
                                        micro-batches of half the tokens run unpatched
-                                       [Note: bare errors]
+                                       (`steps.py` warns)
     forward takes more than predicted  the prediction is scaled by the ratio (on devices that report
                                        free memory)
 
@@ -35,12 +35,12 @@ softcaps and sinks under sdpa, documents of `cu_seq_lens_q`, and a checkpoint's 
 warnings and outputs of streaming are unchanged: the warning about documents, a loss of 0 without a
 valid label, outputs without logits.
 
-[Note: draws without gradients] GradCache (CachedMultipleNegativesRankingLoss) computes embeddings
-without gradients, and once more with gradients from the same random state. The gradient is right
-if both forwards draw the same dropout masks. A forward without gradients streams, and streamed
-attention draws other masks than torch's. So no micro-batch runs unpatched after a forward without
-gradients has drawn random numbers. A forward in training mode and without gradients streams even if
-the config asks for a cache.
+GradCache (CachedMultipleNegativesRankingLoss) computes embeddings without gradients, and once more
+with gradients from the same random state. The gradient is right if both forwards draw the same
+dropout masks. A forward without gradients streams, and streamed attention draws other masks than
+torch's. So no micro-batch runs unpatched after a forward without gradients has drawn random
+numbers. A forward in training mode and without gradients streams even if the config asks for a
+cache.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class UnpatchedRuns:
         return result
 
     def watch_draws(self, run: Callable[[], T], device: torch.device) -> T:
-        """Call `run`, and note if it drew random numbers; no later micro-batch then runs unpatched.
-        [Note: draws without gradients]
+        """Call `run`, and note if it drew random numbers; no later micro-batch then runs unpatched,
+        because streamed attention draws other dropout masks than torch's.
 
         Args:
             run: a streamed forward without gradients.

@@ -499,7 +499,7 @@ class BackboneForward(InstanceForward):
         If a call has no `use_cache`, the model's config decides, as unpatched. Training mode
         ignores the config, without gradients, too: most programs never read the cache of a step,
         gradient checkpointing returns none either, and dropout must draw the same masks as in the
-        step. A caller that passes `use_cache=True` gets a cache. [Note: draws without gradients]
+        step of GradCache. A caller that passes `use_cache=True` gets a cache.
         """
         if has_cache(kwargs):
             self.state.history.given_cache |= torch.is_grad_enabled() and self.module.training

@@ -1,11 +1,10 @@
 """Decode 4-bit weights once for each pass through a layer instead of once for each chunk.
 
-[Note: decode on arrival] A Linear of bitsandbytes decodes its weight in every call, twice for each
-chunk of a backward. While a streamed layer's weights are on the device, its Linears multiply by a
-decoded weight. A Linear decodes the weight in its first call and caches it until the layer's
-weights leave. Only one layer's decoded weights therefore exist at a time. Decoding runs in the
-compute queue, like all reads of the result, and the allocator provides the memory, so no wait is
-needed.
+A Linear of bitsandbytes decodes its weight in every call, twice for each chunk of a backward. While
+a streamed layer's weights are on the device, its Linears multiply by a decoded weight. A Linear
+decodes the weight in its first call and caches it until the layer's weights leave. Only one layer's
+decoded weights therefore exist at a time. Decoding runs in the compute queue, like all reads of the
+result, and the allocator provides the memory, so no wait is needed.
 
 The result equals the Linear's own forward, which also decodes and multiplies. The Linear uses a
 fused kernel for a few rows; unstreamed calls (token generation) run the Linear's own forward as

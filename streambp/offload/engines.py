@@ -26,10 +26,10 @@ only `TraceEngine` detects their removal.
 The manager uses this interface alone, so the tests' `TraceEngine` can check the waits without a
 GPU.
 
-[Note: several devices] A model with layers on several devices has one engine for each device. Each
-engine has three queues of its own, and all engines share the host memory. A queue of one device can
-wait for an event of another device. The wait is necessary, because one device may overwrite host
-memory that another device has read or written.
+A model with layers on several devices has one engine for each device. Each engine has three queues
+of its own, and all engines share the host memory. A queue of one device can wait for an event of
+another device. The wait is necessary, because one device may overwrite host memory that another
+device has read or written.
 """
 
 from __future__ import annotations
@@ -90,8 +90,11 @@ class Engine:
         self._spent = dict.fromkeys(SPENT, 0.0)
 
     def beside(self, device: torch.device) -> Engine:
-        """Return an engine for another device, which uses the same host memory. [Note: several
-        devices]"""
+        """Return an engine for another device, which uses the same host memory.
+
+        Each engine has three queues. A queue of one device can wait for an event of another
+        device.
+        """
         return Engine(device)
 
     def host_buffer(self, size: int) -> Tensor:

@@ -3,18 +3,17 @@
     Buffer     host memory for the gradients of one layer; `weights.HostWeights` reuses buffers
     Arriving   the autograd Function between the weights and their layer, which waits for gradients
 
-[Note: gradients on the host] Autograd sees the weight as a tensor on the host, so the gradient must
-be on the host too. The layer's backward returns host memory while copies to the memory still run.
-`Arriving` waits for these copies. All tensors of `Arriving` are on the host, so its backward runs
-on the thread that called backward. The device's thread continues with the next layer. Hooks on
-weights, including an optimizer's step, thus run concurrently with the device and receive complete
-gradients.
+Autograd sees the weight as a tensor on the host, so the gradient must be on the host too. The
+layer's backward returns host memory while copies to the memory still run. `Arriving` waits for
+these copies. All tensors of `Arriving` are on the host, so its backward runs on the thread that
+called backward. The device's thread continues with the next layer. Hooks on weights, including an
+optimizer's step, thus run concurrently with the device and receive complete gradients.
 
 A buffer contains one layer's gradients in the layout of the layer's range. The buffer is reused
 once no gradient in it is referenced any more, neither as `.grad` nor by the program. A step
 therefore needs one buffer for each layer, or two if hooks consume the gradients.
 
-[Note: order of gradients] Three waits in addition to the waits of `engines.py` and `weights.py`:
+Three waits in addition to the waits of `engines.py` and `weights.py`:
 
     9   out waits for compute        before it reads a gradient
     10  the caller waits for out     before it gets the gradient
@@ -41,7 +40,7 @@ Leave = Callable[[Sequence[Tensor], Sequence[Tensor | None]], list[Tensor | None
 
 class Arriving(torch.autograd.Function):
     """Autograd function that returns weights [...] on the host unchanged. Backward waits until
-    their gradients have been copied from the device. [Note: gradients on the host]"""
+    their gradients have been copied from the device."""
 
     @staticmethod
     def forward(ctx: Any, arrival: Arrival, *weights: Tensor) -> tuple[Tensor, ...]:

@@ -1,5 +1,8 @@
 """Measure, in the first forward of each length, how many bytes can be copied to the host while the
-device computes. [Note: saves on the host]"""
+device computes.
+
+The policy chooses as many saved tensors for the host as hide behind the compute.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class LinkBudget:
     Args:
         manager: moves saved tensors to the host.
         on_device: True to also set the manager's `gpu_memory`, from the memory that the measured
-            step left free. [Note: device budget]
+            step left free.
 
     Attributes:
         measured: the measurements of one forward for each range of row lengths; the key is
@@ -53,8 +56,8 @@ class LinkBudget:
 
     def room_on_device(self, tokens: int) -> float:
         """Return the bytes of `gpu_memory` that are free for saved tensors that stay on the device.
-        K and V of one layer and saved tensors of earlier micro-batches are subtracted. [Note:
-        device budget]
+        K and V of one layer and saved tensors of earlier micro-batches are subtracted: K and V move
+        once for each chunk, saved tensors once.
 
         Args:
             tokens: tokens over all rows.

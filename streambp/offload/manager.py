@@ -14,10 +14,10 @@ stay on the device until newer chunks replace them. The layer whose backward fol
 its tensors there. Micro-batches are independent, so their backward passes may run in any order
 (1F1B, interleaved, accumulation, evaluation in between).
 
-[Note: device budget] `gpu_memory` first serves the prefix of the running layer, because the rest of
-the prefix moves once for each chunk. The remainder serves the saved tensors of the last layers,
-which move once; their copies would hide least. Layers on several devices share one budget, so no
-device holds more. The budget of offload="auto" is measured (`link.py`).
+`gpu_memory` first serves the prefix of the running layer, because the rest of the prefix moves once
+for each chunk. The remainder serves the saved tensors of the last layers, which move once; their
+copies would hide least. Layers on several devices share one budget, so no device holds more. The
+budget of offload="auto" is measured (`link.py`).
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class OffloadManager:
         return sum(store.kept for holding in self._holdings for store in holding.alive())
 
     def has_room(self, size: int) -> bool:
-        """True if `size` more bytes of saved tensors may stay on the device. [Note: device
-        budget]"""
+        """True if `size` more bytes of saved tensors may stay on the device, beside K and V of the
+        running layer."""
         return self.gpu_memory is not None and self.workspace + self.kept + size <= self.gpu_memory
 
     def place(
@@ -274,7 +274,7 @@ class HostTensors:
         staying: names of the tensors that stay on the device while `gpu_memory` has room, in the
             form of `StreamConfig.saves`, with "x" for the layer's input; None: all tensors.
         bytes: bytes of all tensors that were ever stored.
-        kept: bytes of stored tensors that are on the device to stay. [Note: device budget]
+        kept: bytes of stored tensors that are on the device to stay.
 
     Raises:
         HostMemoryError: the host budget is exhausted and `on_host_full` is "raise".
@@ -411,7 +411,7 @@ class HostTensors:
 
     def seal(self, order: list[list[Access]], workspace: int = 0) -> None:
         """End a layer's forward: set the order in which backward will read the stored tensors.
-        [Note: order of reads]
+        The order tells which copies to start early.
 
         Args:
             order: groups of (name, chunk) in backward's order; backward reads all tensors of a

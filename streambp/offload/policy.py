@@ -26,16 +26,16 @@ formula is wrong, or other users take memory meanwhile, less is saved:
 The driver reports the free memory when a forward begins and when its first layer begins. Between
 these points the driver's last report and torch's own counters give the free memory.
 
-[Note: saves on the host] Three quantities limit saves with offloading (DESIGN.md section 5). Copies
-must hide behind a forward's compute. The host's memory is limited. So is `gpu_memory`, the device's
-memory for tensors that stay. The first forward of a length, within a factor of two, measures
-them and saves nothing but inputs. Attention outputs leave only if attending again takes longer than
-copying. Only the forward counts, because a backward takes twice as long and the link is no slower
-in its direction. One choice decides about saves and their places. [Note: two rooms]
+Three quantities limit saves with offloading (DESIGN.md section 5). Copies must hide behind a
+forward's compute. The host's memory is limited. So is `gpu_memory`, the device's memory for tensors
+that stay. The first forward of a length, within a factor of two, measures them and saves nothing
+but inputs. Attention outputs leave only if attending again takes longer than copying. Only the
+forward counts, because a backward takes twice as long and the link is no slower in its direction.
+One choice decides about saves and their places. [Note: two rooms]
 
-A call in one chunk, on a device with room for all saves, keeps its graph and recomputes nothing.
-[Note: kept graphs] A call with four times the room is not streamed at all.
-[Note: micro-batches as unpatched]
+A call in one chunk, on a device with room for all saves, keeps its graph and recomputes nothing
+([Note: kept graphs]). A call whose graphs fit into four fifths of the room is not streamed at all
+([Note: micro-batches as unpatched]).
 """
 
 from __future__ import annotations
@@ -378,7 +378,7 @@ class SavesPolicy:
     def _begin_on_host(self, link: LinkBudget, tokens: int, length: int, chunk: int) -> None:
         """Choose the tensors that this micro-batch saves, and those of them that are copied to the
         host. If no forward of similar length was measured yet, this forward is measured and nothing
-        is chosen. [Note: saves on the host]
+        is chosen. The copies of a later choice must hide behind a forward's compute.
 
         Args:
             link: budget and measurements of the copies.

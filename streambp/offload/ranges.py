@@ -6,8 +6,8 @@
 
 Frozen weights are on the host. Weights that require a gradient, or once did (adapters), stay on the
 device. So do weights that other modules share (another layer, the embeddings). A layer that trains
-entirely has all its weights on the host, and their gradients arrive there.
-[Note: gradients on the host]
+entirely has all its weights and their gradients on the host, because the gradient of a tensor on
+the host must be on the host too.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class HostRanges:
     Attributes:
         sites: records of the decoder layers (`layer.site.LayerSite`) by index.
         layers: ranges by index.
-        staying: indices of the layers whose weights are on the device. [Note: layers that stay]
+        staying: indices of the layers whose weights stay on the device, beside a step.
         beside: bytes of host memory for gradients.
     """
 

@@ -122,7 +122,7 @@ class Transfers:
     Copies form groups: the copies of one chunk.
 
     Attributes:
-        engines: engines by device. [Note: several devices]
+        engines: engines by device. All engines use the same host memory.
         bytes: bytes moved in each direction.
     """
 

@@ -6,22 +6,20 @@ forward and once in backward.
       Buffer         host memory for gradients of a layer that trains (`gradients.py`)
       Slot           device memory for the weights of one layer; two slots exist
 
-[Note: weights on the host] A parameter remains one object with one version everywhere: in the
-optimizer, in state_dict, in snapshots of the layer. Only its `.data` changes: it points at the
-layer's range of host memory, and inside `here` at a slot. Quantised weights therefore keep their
-attributes, and snapshots of a layer do not differ. An unstreamed layer would leave a graph that
-references the slot, and the slot is reused for the next layers. Gradients of an unstreamed layer
-are therefore refused.
+A parameter remains one object with one version everywhere: in the optimizer, in state_dict, in
+snapshots of the layer. Only its `.data` changes: it points at the layer's range of host memory, and
+inside `here` at a slot. Quantised weights therefore keep their attributes, and snapshots of a layer
+do not differ. An unstreamed layer would leave a graph that references the slot, and the slot is
+reused for the next layers. Gradients of an unstreamed layer are therefore refused.
 
 The content of a slot is valid during one forward of the model. Weights may change afterwards, and
 versions do not reveal the change: writes to `.data` (merging adapters) leave versions as they are.
 
-[Note: layers that stay] If weights="auto", the last layers stay on the device, up to the number
-that fits beside a step. The first forward decides before any weight moves, and a longer batch
-reduces the number of layers. If all layers fit, nothing is on the host, and every layer runs as
-usual.
+If weights="auto", the last layers stay on the device, up to the number that fits beside a step. The
+first forward decides before any weight moves, and a longer batch reduces the number of layers. If
+all layers fit, nothing is on the host, and every layer runs as usual.
 
-[Note: order of weights] Two waits in addition to the waits of `engines.py`, with its queues:
+Two waits in addition to the waits of `engines.py`, with its queues:
 
     7  back waits for compute    before it overwrites a slot: the slot's previous layer must be done
     8  compute waits for back    before it reads a slot
@@ -83,7 +81,7 @@ class Slot:
 
 class HostWeights:
     """The weights of a model's layers on the host, copied to the device for each layer's forward
-    and backward. [Note: weights on the host]
+    and backward.
 
     Args:
         root: the model.
@@ -233,7 +231,7 @@ class HostWeights:
             following = self._next.get(access)
             if following is not None and following[1] != index:
                 self._loaded(following[1], following[0])
-            if decodes:  # [Note: decode on arrival]
+            if decodes:  # once for each pass; a Linear's own forward decodes for each chunk
                 linears = self.ranges.sites[index].of(packed_linears)
             for linear in linears:
                 vars(linear)[FORWARD] = DecodedLinear(linear)
@@ -279,7 +277,7 @@ class HostWeights:
         """Return a function that copies the gradients of a layer's weights to the host, and the
         weights [...] to pass to the layer's autograd function.
 
-        The function is None if no trained weight is on the host. [Note: gradients on the host]
+        The function is None if no trained weight is on the host.
 
         Args:
             index: index of the layer.

@@ -328,8 +328,8 @@ class ModelStates:
         """Return the bytes that a device has left for layer weights, beside a step that saves only
         the layers' inputs.
 
-        Infinity if the free memory is unknown; 0 if the step's memory is unknown. [Note: layers
-        that stay]
+        Infinity if the free memory is unknown; 0 if the step's memory is unknown. The
+        policy for weights="auto" fills these bytes with the last layers.
 
         Args:
             device: the device of the step.
@@ -369,7 +369,6 @@ def sharing(model: nn.Module) -> tuple[float, float]:
     Both numbers correct a count, which has one rank.
 
     At most two layers are gathered at once, or the head, whose weight is held until its backward.
-    [Note: a head that is held]
 
     Args:
         model: the model.

@@ -1,12 +1,11 @@
 """Count a model's steps, or read the counted profile from an earlier plan's file.
 
-[Note: cached profiles] A profile depends on the configuration, on the options of the count, and on
-code. Code means this package's sources, the versions of torch, transformers and peft, and the set
-of installed kernel packages for mixers. A digest of all these is the file's name, so a file is
-never stale. A file that cannot be read, or whose content was changed, is ignored with one line in
-the log, and the count is made again. `counted` always counts models that are already built, because
-no configuration describes their modules; a patched model's first step has files of its own
-([Note: stored counts]).
+A profile depends on the configuration, on the options of the count, and on code. Code means this
+package's sources, the versions of torch, transformers and peft, and the set of installed kernel
+packages for mixers. A digest of all these is the file's name, so a file is never stale. A file that
+cannot be read, or whose content was changed, is ignored with one line in the log, and the count is
+made again. `counted` always counts models that are already built, because no configuration
+describes their modules; a patched model's first step has files of its own (`stored_counts.py`).
 """
 
 from __future__ import annotations
@@ -98,8 +97,7 @@ def counted(
     Args:
         asked: the model and the options of the count.
         recipes: the ways to run a step.
-        cache: read the profile from a file in `folder()`, or count and write the file. [Note:
-            cached profiles]
+        cache: read the profile from a file in `folder()`, or count and write the file.
         said: progress callback; arguments are a text and the finished fraction.
 
     Raises:

@@ -1,10 +1,10 @@
 """Count kernels on tensors without data: bytes of streambp's Triton kernels without a launch, and
 plain attention once for each shape. Other Triton kernels are refused.
 
-[Note: repeated calls] Plain attention and merges of its outputs run dozens of operations for each
-block of queries and keys. A count has thousands of blocks, of a few shapes. Allocations and work of
-a block depend on shapes alone, and nothing but the results remains. So a count runs one call of
-each shape. Later calls add the same work and the same peak, and return new tensors.
+Plain attention and merges of its outputs run dozens of operations for each block of queries and
+keys. A count has thousands of blocks, of a few shapes. Allocations and work of a block depend on
+shapes alone, and nothing but the results remains. So a count runs one call of each shape. Later
+calls add the same work and the same peak, and return new tensors.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CountedCall:
 class CountedCalls:
     """Runs functions on meta or fake tensors, once for each combination of input shapes. Later
     calls with the same shapes add the memory and cost of the first call to the count, and return
-    new tensors. [Note: repeated calls]
+    new tensors. A count has thousands of calls, of a few shapes.
 
     Args:
         shapes: cache that creates tensors without data.

@@ -1,9 +1,9 @@
 """Write counts of patched models to files, and read them in later processes.
 
-[Note: stored counts] The first step of a patched model counts itself on tensors without data
-(`auto.py`), and the count takes most of that step's time. The count depends on the model's
-structure and settings and on code, but on no weight's value. A digest of all these is the name of a
-file, and the next process of the same model reads this file:
+The first step of a patched model counts itself on tensors without data (`auto.py`), and the count
+takes most of that step's time. The count depends on the model's structure and settings and on code,
+but on no weight's value. A digest of all these is the name of a file, and the next process of the
+same model reads this file:
 
     model         path, class and plain attributes of each module; shape, strides, dtype and
                   requires_grad of each parameter and buffer, and which are tied; configurations,
@@ -80,7 +80,8 @@ class StoredCount(NamedTuple):
 
 def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> str | None:
     """Return a digest of all that the count of a step depends on, which names the count's file.
-    None if the model cannot be described. [Note: stored counts]
+    None if the model cannot be described. No weight's value is part of the digest, because a count
+    depends on no value.
 
     Args:
         model: the patched model.

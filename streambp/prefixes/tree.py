@@ -1,11 +1,11 @@
 """Pack the tokens of a batch into one row: without padding, and with shared prefixes only once.
 
-[Note: tree of rows] Two rows share a token if their ids are equal from the first token up to that
-token, at the same positions. The computed tokens therefore form a tree. The packed row contains the
-tree depth first, segment after segment. The tokens of a row from its first new token on form a
-segment; the tokens before the segment are pieces of earlier segments. A query reads the pieces
-before its segment, and its own segment up to itself. All of these tokens come earlier in the packed
-row, so the packed row is causal like any other row.
+Two rows share a token if their ids are equal from the first token up to that token, at the same
+positions. The computed tokens therefore form a tree. The packed row contains the tree depth first,
+segment after segment. The tokens of a row from its first new token on form a segment; the tokens
+before the segment are pieces of earlier segments. A query reads the pieces before its segment, and
+its own segment up to itself. All of these tokens come earlier in the packed row, so the packed row
+is causal like any other row.
 
 Left padding is no part of a row, and a row's positions are counted without padding. Padding is not
 computed.
@@ -89,7 +89,7 @@ class Segment:
 @dataclasses.dataclass(frozen=True)
 class Tree:
     """The packed row for a batch [B, T]: without padding, and with tokens of shared prefixes only
-    once. The rows form a tree with a branch at each first difference. [Note: tree of rows]
+    once. The rows form a tree with a branch at each first difference.
 
     A rotary embedding may depend on the highest position in a batch, which padding may have. The
     packed row then ends with an additional token at that position, outside of all batch rows.

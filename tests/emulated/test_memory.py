@@ -153,8 +153,8 @@ BEFORE = "torch raised before backward came to us: a gradient of the loss, one n
 
 
 def outcome(steps):
-    """Of a step. What torch raises where nobody of ours is called has a warning beside it. [Note:
-    bare errors]"""
+    """Return how a step ended. An error of torch outside of streambp's code comes with a warning
+    (`model/steps.py`)."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("ignore")  # a hook of a test has a warning of its own
         warnings.filterwarnings("always", ".* ran out of memory")

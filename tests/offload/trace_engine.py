@@ -65,7 +65,7 @@ class TraceEngine(Engine):
 
     Args:
         collect: keep the races' descriptions in `races` and go on.
-        name, world: of one among several devices. [Note: several devices]
+        name, world: of one among several devices (`offload/engines.py`).
     """
 
     def __init__(self, collect: bool = False, name: str = "", world: World | None = None) -> None:
