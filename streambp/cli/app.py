@@ -207,7 +207,7 @@ Full = Annotated[
     _option(TRAINING, "train every parameter (default: plan full training and LoRA)", "--full"),
 ]
 Bits = Annotated[
-    Any, _option(TRAINING, "bits of the frozen weights beside adapters", **one_of(4, 8, 16))
+    Any, _option(TRAINING, "bits of the frozen base weights (4 = QLoRA)", **one_of(4, 8, 16))
 ]
 OptimizerBytes = Annotated[
     Any,

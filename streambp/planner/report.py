@@ -399,7 +399,7 @@ def device_text(rates: Rates) -> str:
     if rates.assumed:
         text += " (assumed from the memory; --device NAME for yours)"
     if rates.guess:
-        text += ", some of its rates guessed"
+        text += ", its rates partly from the datasheet"
     return text
 
 
