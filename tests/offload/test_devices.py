@@ -6,6 +6,8 @@ covers: device.py, layer/call.py, offload/engines.py, offload/manager.py, offloa
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from streambp.offload import engines, free_memory, manager_of, transfers
 from streambp.offload.costs import Figures
 from streambp.offload.engines import OUT, DeviceMemory
 from streambp.offload.free_memory import FreeMemory
+from streambp.offload.link import LinkBudget
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.auto import StepNeed
@@ -50,9 +53,15 @@ def two_devices(monkeypatch):
         real(self, offloader)
         self.device = here
 
-    def open_layer(self, index, device, length, real=OffloadManager.open):
-        return real(self, index, elsewhere(index), length)
+    def open_layer(self, index, device, real=OffloadManager.open):
+        return real(self, index, elsewhere(index))
 
+    def watch(self, seen, real=LinkBudget.watch):
+        seen.device = elsewhere(next(layers))
+        return real(self, seen)
+
+    layers = itertools.count()  # of the measured forward
+    monkeypatch.setattr(LinkBudget, "watch", watch)
     monkeypatch.setattr(LayerCall, "limit_prefix", limit_prefix)
     monkeypatch.setattr(OffloadManager, "open", open_layer)
 
