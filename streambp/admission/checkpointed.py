@@ -21,7 +21,7 @@ from streambp.cache_arguments import without_caches
 from streambp.chunks import Chunk
 from streambp.distributed.engines import JoinGradients, engine_hooks_silenced, held, reductions_of
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.fingerprint.hooks import again, described, watching
+from streambp.fingerprint.hooks import HookKey, again, described, watching
 from streambp.fingerprint.snapshots import changed, versions_of
 from streambp.layer.arguments import refuse_written
 from streambp.layer.call import switched_off
@@ -192,6 +192,7 @@ class Repeatable:
         # peft's modules get the same arguments, and the layer draws the same random numbers.
         states = generator_states(self._generators)
         set_generators(self._generators, self._states)
+        modifying_hooks = set[HookKey]()
         try:
             nothing_left = kept_values.recomputed(self._site, snapshot)
             routing = again(self._look.hooks.routing)

@@ -25,6 +25,7 @@ import functools
 import gc
 import io
 import itertools
+import operator
 import os
 import sys
 import threading
@@ -42,8 +43,11 @@ from streambp.admission.tables import (
     CALLS,
     CELL,
     CLASS,
+    CODE,
     CONTAINERS,
     DICT,
+    ELEMENTS,
+    ON_TENSORS,
     OWN,
     SET,
     SLOTS,
@@ -53,16 +57,28 @@ from streambp.admission.tables import (
     Table,
     bracketed,
     dotted,
+    is_replaced,
     read_globals,
     refill_globals,
     same_entries,
 )
-from streambp.admission.values import Values, Writes, can_be_copied, put_back, values_of, written
+from streambp.admission.values import (
+    FILES,
+    MEMORY,
+    Values,
+    Writes,
+    can_be_copied,
+    copied_memory,
+    put_back,
+    values_of,
+    written,
+)
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import (
     CAPTURES,
     GLOBAL_HOOKS,
     MODULE_HOOKS,
+    MODULE_TABLES,
     MODULES_ARE_HARMLESS,
     OBJECTS_ARE_KNOWN,
 )
@@ -85,6 +101,7 @@ ATOMS = frozenset(
 TORCHS = frozenset(nn.Module().__dict__) - {"training"}
 CALLED = ("forward", "__call__")  # methods that a layer calls
 MODE = "training"  # an attribute that trials switch
+BUFFERS = MODULE_TABLES[1]
 # standard modules whose objects store a program's values
 OPEN = ("collections", "types", "weakref", "queue", "functools", "contextlib")
 KNOWN = frozenset(
@@ -182,11 +199,8 @@ class Snapshot:
                 continue
             for key in (*saved, *(key for key in current if key not in saved)):
                 came = key not in saved
-                other = (
-                    came
-                    or key not in current
-                    or (current[key] is not saved[key] and not kind.names_alone)
-                )
+                differs = is_replaced if kind.names_alone else operator.is_not
+                other = came or key not in current or differs(saved[key], current[key])
                 if other and key not in (MODE, CAPTURES):
                     changes[kind.named(name, key)] = Change(
                         _copied(current.get(key)), name if came and kind.grows else ""
@@ -251,11 +265,18 @@ class Snapshot:
                 continue
             if name not in TORCHS:
                 self._wait([(dotted(path, name), value)])
-            elif isinstance(value, dict | set):
-                kind = SET if isinstance(value, set) else STRUCTURES.get(name, DICT)
+            elif isinstance(value, set):
+                self._note(path, value, SET, structure="hook" in name)
+            elif isinstance(value, dict):
+                kind = STRUCTURES.get(name, DICT)
+                if name == BUFFERS and not inside:  # tests replace the buffers inside alone
+                    kind = ATTRIBUTES
+                    self._wait((dotted(path, key), buffer) for key, buffer in value.items())
                 self._note(path, value, kind, structure="hook" in name)
         # a module may scale its own parameters by its first batch
         for name, parameter in module._parameters.items():
+            if parameter is not None:
+                self._follow_attributes_of_tensor(dotted(path, name), parameter)
             if (
                 inside
                 and parameter is not None
@@ -296,14 +317,19 @@ class Snapshot:
     def _follow(self, name: str, value: Any) -> None:
         """Save one value of any type, or queue its parts to be saved later."""
         if isinstance(value, Tensor):
+            self._follow_attributes_of_tensor(name, value)
             if not isinstance(value, nn.Parameter):
                 self._copy(name, value)
-        elif isinstance(value, array.array | bytearray):
+        elif isinstance(value, array.array):
             self._values.append(Values(name, value, value[:], None))
+        elif isinstance(value, MEMORY + FILES):
+            copy = copied_memory(value, self._room)
+            if copy is not None:
+                self._values.append(Values(name, value, copy, None))
         elif isinstance(value, np.ndarray):
-            if value.dtype != object and value.flags.writeable and value.size <= self._room:
+            if value.flags.writeable and value.size <= self._room:
                 self._room -= value.size
-                self._values.append(Values(name, value, value.copy(), None))
+                self._follow_array(name, value)
         elif isinstance(value, nn.Module):
             self._read_module(name, value, inside=False)
         elif isinstance(value, types.FunctionType):
@@ -332,6 +358,19 @@ class Snapshot:
                 self._read_class(value)
         else:
             self._follow_object(name, value)
+
+    def _follow_attributes_of_tensor(self, name: str, tensor: Tensor) -> None:
+        """Save the attributes that code has set on a tensor or parameter, and queue their values."""
+        parts = self._note(name, tensor, ON_TENSORS)
+        self._wait((dotted(name, key), part) for key, part in parts.items())
+
+    def _follow_array(self, name: str, value: np.ndarray[Any, Any]) -> None:
+        """Save the elements of a NumPy array [...], and queue those that are Python objects."""
+        if value.dtype == object:
+            parts = self._note(name, value, ELEMENTS)
+            self._wait((bracketed(name, index), part) for index, part in parts.items())
+        else:
+            self._values.append(Values(name, value, value.copy(), None))
 
     def _follow_object(self, name: str, value: Any) -> None:
         """Save the content of a container or the attributes of an object, and queue the values in
@@ -394,6 +433,7 @@ class Snapshot:
                 for key, v in self._note(name, function.__dict__, ATTRIBUTES).items()
             )
         if is_foreign(function):
+            self._note(name, function, CODE)
             names = tuple(dict.fromkeys(_names_in(function.__code__)))
             kind = Kind(
                 functools.partial(read_globals, names),

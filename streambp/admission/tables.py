@@ -14,6 +14,10 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+from torch import Tensor, nn
+
+from streambp.fingerprint.memory import stored_on
 from streambp.instance_forward import PATCH, REDUCES, WRAPPERS
 from streambp.known_names import MODULE_TABLES
 
@@ -29,7 +33,8 @@ class Kind(NamedTuple):
         named: returns an entry's name from the container's name and the key; None: entries have no
             names.
         grows: True if every run may add entries to the container, as to a dict of results.
-        names_alone: True if only keys are compared, because tests replace and restore the values.
+        names_alone: True if values are compared by `is_replaced` alone, because tests replace and
+            restore parameters and buffers.
     """
 
     read: Callable[[Any], dict[Any, Any]]
@@ -90,11 +95,24 @@ def _refill_own(holder: dict[str, Any], content: dict[str, Any]) -> None:
     )
 
 
+def is_replaced(saved: Any, current: Any) -> bool:
+    """True if a module's code has replaced the value `saved` of a parameter or buffer: one of the
+    two is None, or both are plain parameters.
+
+    A test replaces parameters by plain tensors and buffers by copies, and a sharding engine replaces
+    parameters by distributed tensors. Such replacements do not count.
+    """
+    if saved is None or current is None:
+        return saved is not current
+    return saved is not current and type(saved) is type(current) is nn.Parameter
+
+
 def _refill_names(holder: dict[str, Any], content: dict[str, Any]) -> None:
     for name in [name for name in holder if name not in content]:
         del holder[name]
-    for name in [name for name in content if name not in holder]:
-        holder[name] = content[name]
+    for name, value in content.items():
+        if name not in holder or is_replaced(value, holder[name]):
+            holder[name] = value
 
 
 def _read_own(holder: type) -> dict[str, Any]:
@@ -152,6 +170,27 @@ def _read_type(holder: Any) -> dict[None, type]:
 
 def _refill_type(holder: Any, content: dict[None, type]) -> None:
     holder.__class__ = content[None]
+
+
+def _read_code(holder: types.FunctionType) -> dict[str, Any]:
+    return {name: getattr(holder, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
+
+
+def _refill_code(holder: types.FunctionType, content: dict[str, Any]) -> None:
+    for name, value in content.items():
+        setattr(holder, name, value)
+
+
+def _refill_elements(holder: np.ndarray[Any, Any], content: dict[int, Any]) -> None:
+    for index, value in content.items():
+        holder.flat[index] = value
+
+
+def _refill_on_tensor(holder: Tensor, content: dict[str, Any]) -> None:
+    attributes = vars(holder)
+    for name in [name for name in stored_on(holder) if name not in content]:
+        del attributes[name]
+    attributes.update(content)
 
 
 def _read_cell(holder: types.CellType) -> dict[None, Any]:
@@ -235,6 +274,9 @@ CLASS = Kind(_read_own, _refill_class, dotted)
 CELL = Kind(_read_cell, _refill_cell, None)
 CALLS = Kind(_read_calls, _refill_calls, None)  # a bounded functools.lru_cache
 TYPE = Kind(_read_type, _refill_type, None)
+CODE = Kind(_read_code, _refill_code, dotted)
+ELEMENTS = Kind(lambda holder: dict(enumerate(holder.flat)), _refill_elements, None)
+ON_TENSORS = Kind(stored_on, _refill_on_tensor, dotted)
 SLOTS = Kind(_read_slots, _refill_slots, dotted)
 STRUCTURES = dict(zip(MODULE_TABLES, (NAMES, NAMES, ATTRIBUTES), strict=True))  # tables of a module
 CONTAINERS: tuple[tuple[type, Kind], ...] = (

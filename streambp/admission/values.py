@@ -6,6 +6,8 @@ Small tensors are copied before the trial. Large tensors are copied before the f
 from __future__ import annotations
 
 import array
+import ctypes
+import io
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -14,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-ARRAYS = (np.ndarray, array.array, bytearray)  # mutable numbers outside of torch
+MEMORY = (bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+FILES = (io.BytesIO, io.StringIO)  # files in memory
+ARRAYS = (np.ndarray, array.array, *MEMORY, *FILES)  # mutable numbers outside of torch
 
 
 class Values(NamedTuple):
@@ -51,8 +55,17 @@ def put_back(values: Values) -> None:
     if isinstance(holder, np.ndarray):
         holder[...] = saved
         return
-    if isinstance(holder, ARRAYS):
+    if isinstance(holder, FILES):
+        holder.seek(0)
+        holder.truncate()
+        holder.write(saved.getvalue())  # type: ignore[arg-type]
+        holder.seek(saved.tell())
+        return
+    if isinstance(holder, array.array | bytearray):
         holder[:] = saved
+        return
+    if isinstance(holder, MEMORY):
+        memoryview(holder).cast("B")[:] = saved
         return
     with _disable_current_modes(), torch.inference_mode(holder.is_inference()), torch.no_grad():
         if holder.shape != saved.shape or holder.dtype != saved.dtype:
@@ -109,7 +122,7 @@ def written(snapshots: Iterable[Values]) -> list[Values]:
         for values in snapshots:
             holder, saved = values.holder, values.kept
             if isinstance(holder, ARRAYS):
-                entries += [values] if bytes_of(holder) != bytes_of(saved) else []
+                entries += [values] if content_of(holder) != content_of(saved) else []
             elif (
                 holder.shape != saved.shape or holder.dtype != saved.dtype
             ):  # replaced through `.data`
@@ -126,9 +139,31 @@ def written(snapshots: Iterable[Values]) -> list[Values]:
     return entries
 
 
-def bytes_of(numbers: np.ndarray[Any, Any] | array.array[Any] | bytearray) -> bytes:
-    """Return the content of an array as bytes, to compare it with its copy."""
-    return bytes(numbers) if isinstance(numbers, bytearray) else numbers.tobytes()
+def content_of(numbers: Any) -> tuple[bytes | str, int]:
+    """Return the content of an array, a block of memory or a file in memory, to compare it with its
+    copy, and the position in a file."""
+    if isinstance(numbers, FILES):
+        return numbers.getvalue(), numbers.tell()
+    if isinstance(numbers, np.ndarray | array.array):
+        return numbers.tobytes(), 0
+    return bytes(memoryview(numbers).cast("B")), 0
+
+
+def copied_memory(value: Any, limit: int) -> Any:
+    """Return a copy of a block of memory or of a file in memory, from which `put_back` restores it.
+    None if the value cannot be written to, or has more than `limit` bytes."""
+    if type(value) in FILES:
+        if value.closed or len(value.getvalue()) > limit:
+            return None
+        copy = type(value)(value.getvalue())
+        copy.seek(value.tell())
+        return copy
+    if not isinstance(value, MEMORY) or isinstance(value, ctypes.py_object):
+        return None
+    view = memoryview(value)
+    if view.readonly or not view.c_contiguous or view.nbytes > limit:
+        return None
+    return bytes(view.cast("B"))
 
 
 def can_be_copied(tensor: Tensor) -> bool:

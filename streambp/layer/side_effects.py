@@ -39,14 +39,20 @@ def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
     """Context manager for a test run or a recomputation: replaces these buffers in their modules by
     detached copies, and puts the original tensors back at the end. The originals are never written
     to, because autograd graphs may have saved them."""
-    originals = {(module, name): module._buffers[name] for module, name in buffers}
+    # a forward that deletes a buffer has left none, where it is computed again
+    originals = {
+        (module, name): module._buffers[name] for module, name in buffers if name in module._buffers
+    }
     try:
         for (module, name), buffer in buffers.items():
             module._buffers[name] = buffer.detach().clone()
         yield
     finally:
-        for (module, name), original in originals.items():
-            module._buffers[name] = original
+        for module, name in buffers:
+            if (module, name) in originals:
+                module._buffers[name] = originals[module, name]
+            else:
+                module._buffers.pop(name, None)
 
 
 def written_since(copies: Buffers) -> Buffers:
@@ -58,7 +64,7 @@ def written_since(copies: Buffers) -> Buffers:
     """
     changed_buffers: Buffers = {}
     for (module, name), old in copies.items():
-        current = module._buffers[name]
+        current = module._buffers.get(name)  # None: a forward may delete it
         is_unchanged = (
             current is not None and current.shape == old.shape and current.dtype == old.dtype
         )

@@ -1,0 +1,359 @@
+"""Places where a module may keep a value of its first batch, beside those of
+test_trials_leave_nothing.py: parameters and buffers that were None, buffers that are deleted or out
+of sight, attributes of tensors, files in memory, memory without Python objects, defaults of
+functions.
+
+covers: admission/snapshot.py, admission/tables.py, admission/values.py, layer/side_effects.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import io
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import streambp
+from streambp.admission import checkpointed, snapshot, tables, values
+from streambp.admission.snapshot import Restored, Snapshot
+from streambp.errors import StreamBPError
+from streambp.layer import side_effects
+from tests.admission.test_trials_leave_nothing import (
+    CONFIG,
+    SITUATIONS,
+    Scaled,
+    around_mlp,
+    made,
+    results,
+    size_of,
+)
+from tests.oracle import EXACT, worst_error
+from tests.tiers import thinned
+
+pytestmark = pytest.mark.usefixtures("float64_everywhere")
+
+
+class NoBuffer(Scaled):
+    def start(self):
+        self.register_buffer("scale", None)
+
+    def scale_of(self, x):
+        if self.scale is None:
+            self.scale = size_of(x)
+        return self.scale
+
+
+class NoParameter(Scaled):
+    """A trained one, as a Linear's bias may be."""
+
+    def start(self):
+        self.register_parameter("scale", None)
+
+    def scale_of(self, x):
+        if self.scale is None:
+            self.scale = nn.Parameter(size_of(x))
+        return self.scale
+
+
+class OtherParameter(Scaled):
+    def start(self):
+        self.scale = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def scale_of(self, x):
+        if self.scale == 0:
+            self.scale = nn.Parameter(size_of(x).reshape(1), requires_grad=False)
+        return self.scale
+
+
+class OnTensor(Scaled):
+    def start(self):
+        self.holder = torch.ones(())
+
+    def scale_of(self, x):
+        if not hasattr(self.holder, "scale"):
+            self.holder.scale = size_of(x)
+        return self.holder.scale
+
+
+class OnWeight(OnTensor):
+    def start(self):
+        self.holder = self.inner.up_proj.weight
+
+
+class InObjects(Scaled):
+    def start(self):
+        self.kept = np.array([None])
+
+    def scale_of(self, x):
+        if self.kept[0] is None:
+            self.kept[0] = size_of(x)
+        return self.kept[0]
+
+
+class InFile(Scaled):
+    """In memory."""
+
+    def start(self):
+        self.kept = io.BytesIO()
+
+    def scale_of(self, x):
+        if not self.kept.getvalue():
+            torch.save(size_of(x), self.kept)
+        self.kept.seek(0)
+        return torch.load(self.kept)
+
+
+class InText(Scaled):
+    def start(self):
+        self.kept = io.StringIO()
+
+    def scale_of(self, x):
+        if not self.kept.tell():
+            self.kept.write(repr(float(size_of(x))))
+        return float(self.kept.getvalue())
+
+
+class InMemory(Scaled):
+    def start(self):
+        self.kept = memoryview(bytearray(8)).cast("d")
+
+    def scale_of(self, x):
+        if self.kept[0] == 0:
+            self.kept[0] = float(size_of(x))
+        return self.kept[0]
+
+
+class InC(Scaled):
+    def start(self):
+        self.kept = ctypes.c_double(0)
+
+    def scale_of(self, x):
+        if self.kept.value == 0:
+            self.kept.value = float(size_of(x))
+        return self.kept.value
+
+
+class InDefaults(Scaled):
+    def start(self):
+        def scale_of(x, kept=None):
+            if kept is None:
+                kept = size_of(x)
+                scale_of.__defaults__ = (kept,)
+            return kept
+
+        self.scale_of = scale_of
+
+
+class InHiddenBuffer(Scaled):
+    """Of a module in a list, which no named_modules finds."""
+
+    def start(self):
+        self.kept = [nn.Module()]
+        self.kept[0].register_buffer("scale", torch.zeros(()))
+
+    def scale_of(self, x):
+        if self.kept[0].scale == 0:
+            self.kept[0].scale.copy_(size_of(x))
+        return self.kept[0].scale
+
+
+class AsHiddenBuffer(InHiddenBuffer):
+    def scale_of(self, x):
+        if self.kept[0].scale == 0:
+            self.kept[0].scale = size_of(x)
+        return self.kept[0].scale
+
+
+class WithoutBuffer(Scaled):
+    """A buffer says that the first call is to come; it is deleted there."""
+
+    def start(self):
+        self.register_buffer("first", torch.ones(()))
+
+    def scale_of(self, x):
+        if hasattr(self, "first"):
+            del self.first
+            self.scale = size_of(x)
+        return self.scale
+
+
+WAYS = {
+    "hidden buffer": InHiddenBuffer,
+    "assigned hidden buffer": AsHiddenBuffer,
+    "deleted buffer": WithoutBuffer,
+    "buffer that is None": NoBuffer,
+    "parameter that is None": NoParameter,
+    "other parameter": OtherParameter,
+    "attribute of a tensor": OnTensor,
+    "attribute of a weight": OnWeight,
+    "array of objects": InObjects,
+    "file of bytes": InFile,
+    "file of text": InText,
+    "memory": InMemory,
+    "number of C": InC,
+    "other defaults": InDefaults,
+}
+FAST = ("buffer that is None", "parameter that is None")
+# Layers that write to buffers, or keep values on weights, run whole.
+WHOLE = ("deleted buffer", "attribute of a weight")
+
+
+def check(way, situation):
+    """Exact from the first step on, and streamed once the value is there."""
+    change, calls = functools.partial(around_mlp, kind=WAYS[way]), SITUATIONS[situation]
+    expected = results(made(change), calls)
+    ours = streambp.patch(made(change), CONFIG)
+    assert worst_error(results(ours, calls), expected) <= EXACT
+    path = "checkpoints" if way in WHOLE else "streams"
+    assert {layer.path for layer in streambp.describe(ours).layers} == {path}
+
+
+@pytest.mark.parametrize(
+    ("way", "situation"),
+    thinned(
+        [(way, situation) for way in WAYS for situation in SITUATIONS],
+        lambda way, situation: way in FAST and situation == "first call",
+    ),
+)
+def test_a_value_of_the_first_batch(way, situation):
+    check(way, situation)
+
+
+def changed(module):
+    """Change what is restored: each place once."""
+    module.scale, module.weight = nn.Parameter(torch.ones(2)), None
+    module.mean = torch.ones(3)
+    module.bias.note = 5.0
+    module.objects[0] = "other"
+    module.file.write(b"more")
+    module.text.seek(1)
+    module.view[0] = 3.0
+    module.number.value = 4.0
+    module.function.__defaults__ = (7,)
+
+
+def function(x, given=(1, 2)):
+    return x
+
+
+def test_everything_is_put_back():
+    """The same objects, contents and positions, and no attribute more on a parameter."""
+    module = nn.Linear(3, 3)
+    module.register_parameter("scale", None)
+    module.register_buffer("mean", None)
+    module.objects = np.array([None, module])
+    module.file, module.text = io.BytesIO(b"some"), io.StringIO("text")
+    module.view, module.number = memoryview(bytearray(16)).cast("d"), ctypes.c_double(2.0)
+    module.constant = memoryview(b"cannot be written")
+    module.closed = io.BytesIO()
+    module.closed.close()
+    module.function = types.FunctionType(function.__code__, {"__name__": "a_program"})
+    module.function.__defaults__ = (1, 2)
+    weight, bias = module.weight, module.bias
+    with Restored(module) as restored:
+        changed(module)
+        names = restored.changes()
+        restored.rewind()
+        assert not restored.changes()
+        changed(module)
+    assert {"scale", "mean", "weight", "bias.note", "function.__defaults__"} <= set(names)
+    assert {"file", "text", "view", "number"} <= set(names)
+    assert module.scale is None
+    assert module.mean is None
+    assert module.weight is weight
+    assert not hasattr(bias, "note")
+    assert list(module.objects) == [None, module]
+    assert (module.file.getvalue(), module.file.tell()) == (b"some", 0)
+    assert (module.text.getvalue(), module.text.tell()) == ("text", 0)
+    assert (list(module.view), module.number.value) == ([0.0, 0.0], 2.0)
+    assert module.function.__defaults__ == (1, 2)
+
+
+def test_what_a_test_puts_in_the_place_of_a_parameter_stays():
+    """Plain tensors, which a test differentiates, are no change of the module's."""
+    module = nn.Linear(3, 3)
+    with Restored(module) as restored:
+        shadow = module._parameters["weight"] = module.weight.detach().requires_grad_()
+        assert not restored.changes()
+        restored.rewind()
+        assert module._parameters["weight"] is shadow
+
+
+def names_alone(patch):
+    patch.setattr(tables, "is_replaced", lambda saved, current: False)
+    patch.setattr(snapshot, "is_replaced", lambda saved, current: False)
+
+
+def tensors_without_attributes(patch):
+    patch.setattr(Snapshot, "_follow_attributes_of_tensor", lambda *_: None)
+
+
+def arrays_of_numbers_alone(patch):
+    real = Snapshot._follow_array
+    patch.setattr(
+        Snapshot,
+        "_follow_array",
+        lambda self, name, value: value.dtype == object or real(self, name, value),
+    )
+
+
+def no_memory(patch):
+    patch.setattr(snapshot, "copied_memory", lambda value, limit: None)
+
+
+def no_code(patch):
+    patch.setattr(snapshot, "CODE", snapshot.CODE._replace(refill=lambda *_: None))
+
+
+def buffers_outside_as_inside(patch):
+    patch.setattr(snapshot, "BUFFERS", "")
+
+
+def deleted_buffers_fail(patch):
+    @contextlib.contextmanager
+    def in_place(buffers, real=side_effects.in_place_of_buffers):
+        assert all(name in module._buffers for module, name in buffers)
+        with real(buffers):
+            yield
+
+    patch.setattr(checkpointed, "in_place_of_buffers", in_place)
+
+
+MUTANTS = {
+    "hidden buffer": buffers_outside_as_inside,
+    "deleted buffer": deleted_buffers_fail,
+    "buffer that is None": names_alone,
+    "parameter that is None": names_alone,
+    "attribute of a tensor": tensors_without_attributes,
+    "array of objects": arrays_of_numbers_alone,
+    "file of bytes": no_memory,
+    "memory": no_memory,
+    "other defaults": no_code,
+}
+
+
+@pytest.mark.parametrize("way", MUTANTS)
+def test_mutants_turn_these_red(way, monkeypatch):
+    MUTANTS[way](monkeypatch)
+    with pytest.raises((AssertionError, StreamBPError)):
+        check(way, "first call")
+
+
+def test_a_mutant_that_takes_a_tests_own_tensors_for_changes(monkeypatch):
+    for home in (tables, snapshot):
+        monkeypatch.setattr(home, "is_replaced", lambda saved, current: saved is not current)
+    with pytest.raises(AssertionError):
+        test_what_a_test_puts_in_the_place_of_a_parameter_stays()
+
+
+def test_blocks_that_cannot_be_copied_are_left_alone():
+    assert values.copied_memory(memoryview(b"constant"), 100) is None
+    assert values.copied_memory(memoryview(bytearray(8)), 4) is None
+    assert values.copied_memory(ctypes.py_object(3), 100) is None
+    assert values.copied_memory(memoryview(bytearray(8))[::2], 100) is None
