@@ -101,12 +101,19 @@ class Products:
     """Matrix products hidden @ W^T + bias of an output projection, with weight [V, h] and bias [V]
     or None.
 
-    Weight and bias are cast to the hidden states' dtype.
+    The weight is cast to the hidden states' dtype, and so is the projection's own bias.
+
+    Args:
+        weight: [V, h].
+        bias: [V] or None.
+        keeps_dtype: True if the model's code adds the bias to the logits, after the projection. A
+            bias in a wider dtype than the product's then widens the product, as in the model.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, keeps_dtype: bool = False) -> None:
         self._weight = weight
         self._bias = bias
+        self._keeps_dtype = keeps_dtype
         self.vocabulary: int = weight.shape[0]
 
     def of(self, hidden: Tensor, columns: slice) -> Tensor:
@@ -118,14 +125,19 @@ class Products:
             bias = bias[columns]
         # hidden states are in autocast's dtype already, unless float32 is required
         with without_autocast(hidden.device.type):
-            return nn_own.linear(hidden, weight[columns], bias)
+            if bias is None or bias.dtype == hidden.dtype:
+                return nn_own.linear(hidden, weight[columns], bias)
+            return torch_own.add(nn_own.linear(hidden, weight[columns]), bias)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [V, h] in this dtype; cast once for all blocks."""
         if self._weight.dtype != dtype:
             self._weight = self._weight.to(dtype)
-            if self._bias is not None:
-                self._bias = self._bias.to(dtype)
+        bias = self._bias
+        if bias is not None and bias.dtype != dtype:
+            is_wider = torch.promote_types(bias.dtype, dtype) != dtype
+            if not (self._keeps_dtype and is_wider):
+                self._bias = bias.to(dtype)
         return self._weight
 
 

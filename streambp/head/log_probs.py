@@ -117,6 +117,8 @@ class HeadInputs:
         in_float32: True if products are computed in float32 or wider, also under autocast.
         let_go: function that frees tensors saved by layers, after running out of memory; see
             `Pending.let_go`.
+        bias_dtype: dtype of the bias if the model's code adds it to the logits, after the
+            projection; None: the projection adds the bias itself.
     """
 
     labels: Tensor
@@ -127,6 +129,7 @@ class HeadInputs:
     autocast: Autocast
     in_float32: bool = False
     let_go: Callable[[], bool] | None = None
+    bias_dtype: torch.dtype | None = None
 
     @functools.cached_property
     def rows(self) -> Tensor | None:
@@ -170,6 +173,11 @@ class HeadInputs:
         casts = enabled and kind == device.type and dtype != torch.float64
         return autocast_dtype if casts else dtype
 
+    def products(self, weight: Tensor, bias: Tensor | None) -> Products:
+        """Return an object that multiplies hidden states by weight [V, h] and adds bias [V] or
+        None."""
+        return Products(weight, bias, keeps_dtype=self.bias_dtype is not None)
+
     def block_size(
         self, hidden: Tensor, vocabulary: int, full_vocabulary: bool = False
     ) -> tuple[int, int]:
@@ -185,9 +193,10 @@ class HeadInputs:
         dtype = functools.reduce(
             torch.promote_types, (p.dtype for p in self.norm.parameters()), hidden.dtype
         )
-        return block_size(
-            vocabulary, self.product_dtype(dtype, hidden.device), hidden.device, full_vocabulary
-        )
+        dtype = self.product_dtype(dtype, hidden.device)
+        if self.bias_dtype is not None:
+            dtype = torch.promote_types(dtype, self.bias_dtype)
+        return block_size(vocabulary, dtype, hidden.device, full_vocabulary)
 
 
 def token_log_probs(
@@ -333,7 +342,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
         lse = torch.empty(labels.shape, dtype=wide, device=hidden.device)  # [n]
         with inputs.autocast.off():  # [Note: autocast]
             parts: list[tuple[Any, ...]] = []
-            products = Products(weight, bias)
+            products = inputs.products(weight, bias)
             tokens, entries = inputs.block_size(hidden, weight.shape[0])
             for block in token_blocks(labels.shape[0], tokens):
                 positions = block if rows is None else rows[block]
@@ -417,7 +426,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
             upstream = [None if grad is None else grad[rows] for grad in upstream]
         token_gradients = TokenGradients(labels, lse, ctx.entropies, weight.shape[0], *upstream)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
-        products = Products(weight, bias)
+        products = inputs.products(weight, bias)
         tokens, entries = inputs.block_size(hidden, weight.shape[0])
         with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
             for block in token_blocks(labels.shape[0], tokens):
@@ -490,13 +499,14 @@ class HeadGradients:
         """Add the gradient of one block of matrix products to the sums.
 
         Args:
-            grad: d loss / d product [n, v], in the dtype of `normed`.
+            grad: d loss / d product [n, v].
             normed: [n, h], the input of the matrix products.
             products: computes the matrix products, and has the weight.
             columns: the vocabulary entries of the v columns.
         """
         if self.d_bias is not None:
             self.d_bias[columns] += grad.sum(0, dtype=self.d_bias.dtype)
+        grad = grad.to(normed.dtype)  # a bias in a wider dtype has widened the product
         if self.d_weight is not None:
             add_product(self.d_weight[columns], grad.mT, normed.detach())
         if self.needs_input:

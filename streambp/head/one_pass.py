@@ -32,7 +32,7 @@ from torch import Tensor
 from streambp.device import autocast_dtype
 from streambp.errors import BackwardError
 from streambp.foreign import torch_own
-from streambp.head.blocks import Products, TokenGradients, fold, product_gradient, token_blocks
+from streambp.head.blocks import TokenGradients, fold, product_gradient, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
 from streambp.layer.oom import explaining, once_more
 
@@ -136,7 +136,7 @@ class OnePassNLL(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
-        products = Products(weight, bias)
+        products = inputs.products(weight, bias)
         everything = slice(0, weight.shape[0])
         upstream = (-expected).repeat(labels.shape[0])
         tokens, _ = inputs.block_size(hidden, weight.shape[0], full_vocabulary=True)

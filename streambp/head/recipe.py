@@ -107,6 +107,7 @@ class LogitsExpression:
         norm: the final norm, or None.
         weight: [V, h]; None if the result is hidden states.
         bias: [V] or None.
+        adds_bias: True if the model's code adds the bias to the logits, after the projection.
         projection: scale and softcap of the product, or only the scale for hidden states; the
             temperature is in `request`.
         logits: True for the output projection's result and tensors derived from it.
@@ -119,6 +120,7 @@ class LogitsExpression:
     norm: nn.Module | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
+    adds_bias: bool = False
     projection: Projection = dataclasses.field(default_factory=Projection)
     logits: bool = False
     places: Tensor | None = None
@@ -142,6 +144,13 @@ class LogitsExpression:
         temperature."""
         return dataclasses.replace(self.projection, temperature=self.request.temperature)
 
+    def bias_dtype(self) -> torch.dtype | None:
+        """Return the dtype of a bias that the model's code adds to the logits, after the
+        projection; None if there is no such bias."""
+        if self.bias is None or not self.adds_bias:
+            return None
+        return self.bias.dtype
+
     def inputs(self) -> list[Tensor]:
         """Return the tensors used for the result besides the hidden states: weight [V, h], bias [V]
         and the norm's parameters. A weight or bias of None is left out. Backward returns gradients
@@ -160,7 +169,10 @@ class LogitsExpression:
         # the norm's hooks ran in the model's own call
         value: Tensor = source if self.norm is None else self.norm.forward(source)
         if self.weight is not None:
-            value = nn_own.linear(value, self.weight, self.bias)
+            if self.adds_bias and self.bias is not None:
+                value = torch_own.add(nn_own.linear(value, self.weight), self.bias)
+            else:
+                value = nn_own.linear(value, self.weight, self.bias)
         softcap = self.projection.softcap
         scale = self.projection.logit_scale if softcap is None else self.projection.slope
         if scale != 1.0:  # in the model's dtype, as its own code does
@@ -279,6 +291,7 @@ def _loss(
     request = recipe.request
     inputs = make_inputs(source, target, recipe.projected(), recipe.norm, ignore_index)
     inputs.in_float32 = request.in_float32
+    inputs.bias_dtype = recipe.bias_dtype()
     inputs.let_go = request.pending.let_go
     # No valid label: loss 0 and gradient 0, where torch gives NaN.
     labelled = (target != ignore_index).sum().clamp(min=1)

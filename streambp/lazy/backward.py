@@ -337,7 +337,7 @@ def sweep(
         needs: True for each tensor that requires a gradient.
     """
     work = HeadGradients(inputs, hidden, weight, bias, needs)
-    products = Products(weight, bias)
+    products = inputs.products(weight, bias)
     everything = slice(0, weight.shape[0])
     rows: Tensor | None = None  # [count], sorted positions with a gradient; None: all M
     if has_data(hidden):

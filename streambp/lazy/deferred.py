@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streambp.device import has_data
 from streambp.errors import BackwardError, StreamBPError
+from streambp.head.blocks import Projection
 from streambp.head.recipe import LogitsExpression, blockwise_loss
 from streambp.known_names import TENSOR_HOOKS
 from streambp.lazy.base import (
@@ -326,6 +328,27 @@ def _linear(x: LazyHidden, weight: Any, bias: Any = None) -> Any:
     return LazyHidden.make(x.source, dataclasses.replace(x.recipe, weight=weight, bias=bias))
 
 
+def _add(x: LazyHidden, other: Any) -> Any:
+    """Return lazy logits with a bias added: one value for each entry of the vocabulary, as in BART
+    and Marian. The bias is shaped [V], or has leading dimensions of size 1.
+
+    NotImplemented for hidden states, for logits with a bias, a scale or a softcap, and for any
+    other operand.
+    """
+    recipe = x.recipe
+    if recipe.weight is None or recipe.bias is not None or recipe.projection != Projection():
+        return NotImplemented
+    if not isinstance(other, Tensor) or not other.is_floating_point() or other.dim() > x.dim():
+        return NotImplemented
+    if other.device != x.device or other.shape != (1,) * (other.dim() - 1) + x.shape[-1:]:
+        return NotImplemented
+    dtype = torch.promote_types(x.dtype, other.dtype)
+    if not other.requires_grad and has_data(other) and not bool(other.any()):
+        return x.changed(dtype=dtype)  # zeros, which BART has, would cost an addition in each block
+    bias = other.reshape(-1)
+    return x.changed(dataclasses.replace(recipe, bias=bias, adds_bias=True), dtype)
+
+
 def _cross_entropy(
     x: LazyHidden,
     target: Any,
@@ -358,6 +381,7 @@ LazyHidden.rules = TOKEN_RULES | {
     **dict.fromkeys(("mul", "__mul__", "__rmul__"), _scale),
     **dict.fromkeys(("div", "__truediv__"), functools.partial(_scale, over=True)),
     "tanh": _tanh,
+    **dict.fromkeys(("add", "__add__"), _add),
     "linear": _linear,
     "cross_entropy": _cross_entropy,
 }

@@ -174,6 +174,7 @@ class LazyHead:
         self.inputs: HeadInputs = make_inputs(
             source, source.new_empty(0, dtype=torch.long), Projection(), recipe.norm, -100
         )
+        self.inputs.bias_dtype = recipe.bias_dtype()
         self._versions = VersionCheck((self.hidden, *recipe.inputs()), recipe.inputs())
         self._gradients: dict[int, list[Any]] = {}
         # [M] each: logsumexp, mean, and a mask of the positions with computed values.
@@ -247,7 +248,7 @@ class LazyHead:
         [V]. Raise `StreamBPError` if the weights were changed in place since forward."""
         self.check()
         assert self.recipe.weight is not None
-        return Products(self.recipe.weight, self.recipe.bias)
+        return self.inputs.products(self.recipe.weight, self.recipe.bias)
 
     def statistics(self, reading: Reading, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return three softmax statistics of the logits of N tokens: the label's logit (0 without
