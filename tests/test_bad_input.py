@@ -16,7 +16,7 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
-from transformers import LlamaConfig, T5Config, T5EncoderModel
+from transformers import LlamaConfig, LlamaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import streambp
@@ -102,12 +102,12 @@ def test_config_is_frozen():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: T5EncoderModel(T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=16, d_kv=8, vocab_size=32)),
+        lambda: LlamaModel(LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, is_causal=False)),
         lambda: zoo.build("deepseek_v4"),
         lambda: zoo.build("rwkv"),
         lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)),
     ],
-    ids=["biases both ways", "sparse", "states in place", "no transformer"],
+    ids=["causal modules", "sparse", "states in place", "no transformer"],
 )  # fmt: skip
 def test_unsupported_models(make):
     model = make()

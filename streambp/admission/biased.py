@@ -1,4 +1,4 @@
-"""Stream decoder layers whose attention adds T5's bias by the distance of key and query.
+"""Stream layers whose attention adds T5's bias by the distance of key and query.
 
 T5's first layer computes the bias from its table, and returns the bias for the other layers. Here
 the bias has one value for each distance (`attention/position_biases.py`). It is computed before the
@@ -14,12 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from streambp.admission.checkpointed import run_whole
-from streambp.admission.entry import stream_layer
+from streambp.admission.entry import IN_CHUNKS, stream_layer
 from streambp.attention.kinds import Biased
 from streambp.attention.position_biases import by_distance, has_table, is_by_distance
 from streambp.chunks import Forks
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import POSITION_BIAS
+from streambp.layer.function import Strategy
 from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.documents import PackedRows
 from streambp.source import written_forward
@@ -28,23 +29,29 @@ BY_PAIR = "its position_bias has a value for each pair of positions, or is missi
 
 
 def stream_biased(
-    site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, forks: Forks
+    site: LayerSite,
+    args: Any,
+    kwargs: Any,
+    rows: PackedRows | None,
+    forks: Forks,
+    strategy: Strategy = IN_CHUNKS,
 ) -> Any:
-    """Compute the forward of a decoder layer whose attention adds T5's bias, and return its result.
-    If the layer gets the bias as an argument, its result contains the bias of each distance.
+    """Compute the forward of a layer whose attention adds T5's bias, and return its result. If the
+    layer gets the bias as an argument, its result contains the bias of each distance.
 
     Args:
         site: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
         rows: documents of packed rows, from position_ids.
         forks: positions at which recurrent states continue from an earlier position.
+        strategy: functions that compute the call; default: chunk by chunk.
 
     Raises:
         UnsupportedModelError: the layer's weights are on the host.
     """
     kind = site.kind.attention
     if not isinstance(kind, Biased) or not kind.gets_bias:
-        return stream_layer(site, args, kwargs, rows, forks=forks)
+        return stream_layer(site, args, kwargs, rows, strategy, forks)
     names = site.of(_names_of_arguments)
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     hidden_states: Tensor = kwargs.pop(names[0])
@@ -63,7 +70,7 @@ def stream_biased(
         report = site.last_call.report = CallReport(BY_PAIR)
         with site.weights_for_once((hidden_states,), kwargs, BY_PAIR):
             return run_whole(site, (hidden_states,), kwargs, report)
-    output = stream_layer(site, (hidden_states,), kwargs, rows, forks=forks)
+    output = stream_layer(site, (hidden_states,), kwargs, rows, strategy, forks)
     if not isinstance(output, tuple):
         return output
     # Cross-attention without a bias makes zeros, in each layer.

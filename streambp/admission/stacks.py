@@ -18,12 +18,13 @@ from streambp.attention.interface import NoAttention, ThroughInterface
 from streambp.attention.kinds import (
     Biased,
     Bidirectional,
+    BidirectionalBiased,
     BidirectionalOverCache,
     ForeignAttention,
     OverCache,
     Picking,
 )
-from streambp.attention.position_biases import biases_distances
+from streambp.attention.position_biases import biases_distances, has_table
 from streambp.attention.self_attending import biases_positions
 from streambp.cache_arguments import cache_arguments, cache_parameters
 from streambp.errors import UnsupportedModelError
@@ -129,9 +130,12 @@ def find_stacks(model: nn.Module) -> Found:
             bidirectional.append(Stack(module, layers))
         else:
             stacks.append(Stack(module, layers))
-    # beside a causal stack, bidirectional ones are encoders and towers of short sequences
+    # Bidirectional stacks beside a causal one are encoders and towers of short sequences. T5's
+    # encoder would keep weights of all pairs for its backward.
     if not stacks:
         stacks = [stack for stack in bidirectional if _reads_text(stack.backbone)]
+    else:
+        stacks += [stack for stack in bidirectional if _computes_biases(stack.layers)]
     for stack in bidirectional:
         if stack not in stacks:
             kind = type(stack.backbone).__name__
@@ -286,11 +290,14 @@ def kind_of(layer: nn.Module) -> LayerKind:
     if cache is not None:
         ahead = attends_ahead_by_itself(layer)
         attention: NoAttention = BidirectionalOverCache(cache) if ahead else OverCache(cache)
-    elif is_bidirectional(layer):
-        attention = Bidirectional()
     elif attends(layer) and adds_bias(layer):
         # a bias by distance needs no positions from a cache
-        return LayerKind(Biased(_takes(layer, POSITION_BIAS)), StateCarrier(""), "")
+        attention = Biased(_takes(layer, POSITION_BIAS))
+        if is_bidirectional(layer):
+            attention = BidirectionalBiased(attention.gets_bias)
+        return LayerKind(attention, StateCarrier(""), "")
+    elif is_bidirectional(layer):
+        attention = Bidirectional()
     elif attends(layer):
         picks = any(map(_hands_picks, _attentions(layer)))
         if picks:
@@ -335,14 +342,13 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
     has_encoder = getattr(backbone.config, "is_encoder_decoder", False)
     for biased in filter(_adds_biases, (a for layer in layers for a in _attentions(layer))):
         name = type(biased).__name__
-        if not biases_distances(biased):
-            if not (ahead or has_encoder):
-                continue
+        unknown = not biases_distances(biased)
+        if unknown and (ahead or has_encoder):
             return f"{name} adds a bias to each score, which streambp does not compute"
-        if ahead:
+        if not unknown and ahead and not _computes_biases(layers):
             return (
-                f"{name} adds a bias for each distance between two positions, which streambp "
-                "computes in causal layers alone"
+                f"{name} adds a bias for each pair of positions, which its model computes outside "
+                "of the layers"
             )
     if getattr(backbone.config, "is_encoder_decoder", False):
         unmasked = next((x for x in layers if not _takes(x, "attention_mask")), None)
@@ -481,6 +487,14 @@ def adds_bias(layer: nn.Module) -> bool:
     """True if an attention module of the layer passes a bias for each distance between two
     positions to transformers' attention function, as T5 does."""
     return any(_adds_biases(one) and biases_distances(one) for one in _attentions(layer))
+
+
+def _computes_biases(layers: tuple[nn.Module, ...]) -> bool:
+    """True if these layers add T5's bias, and one of them has the table from which it is
+    computed."""
+    return all(map(adds_bias, layers)) and any(
+        has_table(module) for layer in layers for module in _attentions(layer)
+    )
 
 
 def _adds_biases(attention: nn.Module) -> bool:

@@ -159,18 +159,23 @@ def _distance_bias(module: nn.Module, bias: Any, mask: Any) -> Tensor | None:
     call's bias is another one, or if the layer is not computed chunk by chunk.
 
     A module that computes its own bias (UMT5) counts positions from 0 in each chunk. This function
-    computes the bias again, for all distances up to the chunk's end.
+    computes the bias again, for all distances that the chunk's attention needs. The module's bias
+    is returned as it is if the chunk's attention does not read it.
 
     Args:
         module: the attention module.
         bias: the bias that the module passed.
         mask: the chunk's attention.
     """
-    if not isinstance(mask, PrefixChunkAttention) or not isinstance(bias, Tensor):
+    if not isinstance(mask, ChunkAttention) or not isinstance(bias, Tensor):
         return None
     if is_by_distance(bias):
         return bias
-    return by_distance(module, mask.chunk.stop, bias.device) if has_table(module) else None
+    if not has_table(module):
+        return None
+    if mask.bias_length is None:
+        return bias
+    return by_distance(module, mask.bias_length, bias.device)
 
 
 def _is_causal_without_a_mask(module: nn.Module) -> bool:

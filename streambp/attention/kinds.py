@@ -234,6 +234,12 @@ class Biased(ThroughInterface):
 
 
 @dataclasses.dataclass(frozen=True)
+class BidirectionalBiased(Biased, Bidirectional):
+    """Adapter for a layer with bidirectional attention modules that add T5's bias: a layer of T5's
+    encoder."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Picking(ThroughInterface):
     """Adapter for a decoder layer with sparse attention: an indexer module picks the keys that each
     query reads. [Note: indexers]

@@ -340,10 +340,13 @@ class ChunkAttention:
             keys.
         bidirectional: True for a layer whose attention modules are bidirectional (is_causal=False),
             so that the mask decides which keys are read.
+        bias_length: number of positions between which T5's bias is needed; None: this object does
+            not read the bias.
     """
 
     takes_picks = False
     bidirectional = False
+    bias_length: int | None = None
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the attention output of the chunk, [B, C, H, D_v].
@@ -440,6 +443,7 @@ class PrefixChunkAttention(ChunkAttention):
     ) -> None:
         self.prefix = prefix
         self.chunk = chunk
+        self.bias_length = chunk.stop
         self.stage = stage
         self.saved = saved
         self.picks = picks

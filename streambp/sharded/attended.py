@@ -33,11 +33,14 @@ def part_of(chunk: Chunk) -> tuple[slice, slice, slice]:
 
 def params_of(call: ShardedCall, chunk: Chunk) -> Params:
     """Return the parameters of attention for a chunk of queries, which has its own seed for
-    attention dropout."""
-    assert call.params is not None
-    if call.params.dropout == 0.0:
-        return call.params
-    return call.params._replace(seed=call.params.seed + (chunk.index << 32))
+    attention dropout, and T5's bias if the layer adds one."""
+    params = call.params
+    assert params is not None
+    if call.bias is not None:
+        params = params._replace(bias=call.bias[0])
+    if params.dropout == 0.0:
+        return params
+    return params._replace(seed=params.seed + (chunk.index << 32))
 
 
 class AttendedAtOnce:
@@ -243,6 +246,7 @@ class AttendedByChunk:
         self.site = call.attempt(lambda _: KVBuffer.of(group.k, group.v, width))
         self.dtype = group.k.dtype
         self.d_sinks: Tensor | None = None
+        self.d_bias: Tensor | None = None
         call.backward_bytes = bytes_of(group.k, group.v) + q.nbytes
 
     def forward(self, keep: bool) -> None:
@@ -272,16 +276,19 @@ class AttendedByChunk:
         return attended.o.transpose(1, 2), [attended]
 
     def backward(self) -> None:
-        """Prepare the sum of the gradient of attention sinks."""
+        """Prepare the sums of the gradients of attention sinks and of T5's bias."""
         del self.keys
-        if self.call.sinks is not None:
-            wide = torch.promote_types(self.dtype, torch.float32)
-            self.d_sinks = torch.zeros_like(self.call.sinks, dtype=wide)
+        call = self.call
+        wide = torch.promote_types(self.dtype, torch.float32)
+        if call.sinks is not None:
+            self.d_sinks = torch.zeros_like(call.sinks, dtype=wide)
+        if call.bias is not None:
+            self.d_bias = torch.zeros_like(call.bias, dtype=wide)
 
     def leaf(self, chunk: Chunk) -> tuple[Tensor, list[Tensor]]:
         """Return attention's output [B, H, C, D_v] for a chunk in backward, and the leaves of its
-        graph: the chunk's queries, and attention sinks. A saved output is not computed again. Must
-        be called with gradients enabled."""
+        graph: the chunk's queries, attention sinks and T5's bias. A saved output is not computed
+        again. Must be called with gradients enabled."""
         call = self.call
         saved = None
         for attended in call.kept.attended() or ():
@@ -300,14 +307,22 @@ class AttendedByChunk:
         self.site.begin_backward(is_retry)
 
     def put(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
-        """Store the gradients of a chunk's leaves, which `leaf` has returned: of the queries
-        [B, H, C, D], and of attention sinks [H]."""
-        d_q, *d_sinks = gradients
+        """Store the gradients of a chunk's leaves, which `leaf` has returned.
+
+        Args:
+            chunk: the chunk's range of positions.
+            gradients: the gradients of the queries [B, H, C, D], attention sinks [H] and T5's bias
+                [1, H, 2 T - 1], in this order. A layer may have no sinks or no bias.
+        """
+        remaining = iter(gradients)
+        d_q = next(remaining)
         self.q[part_of(chunk)] = 0.0 if d_q is None else d_q
-        for d_sink in d_sinks:
-            assert self.d_sinks is not None
-            if d_sink is not None:
-                self.d_sinks += d_sink
+        for total in (self.d_sinks, self.d_bias):
+            if total is None:
+                continue
+            gradient = next(remaining)
+            if gradient is not None:
+                total += gradient
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of attention: dq [B, H, T, D], dk [B, H_kv, T, D] and dv."""
@@ -315,6 +330,7 @@ class AttendedByChunk:
         sums = list(self.site.grow_accumulators())
         del self.site
         call.sinks = self.d_sinks
+        call.bias = self.d_bias
         return [self.q, *call.shards.own_gradient(sums, self.dtype, call.heads[1])]
 
 
@@ -416,7 +432,7 @@ def differentiable(
     saved: Attended | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return attention's output [B, C, H, D_v] for a chunk of queries with an autograd graph, and
-    the leaves of the graph: the queries, and the attention sinks.
+    the leaves of the graph: the queries, the attention sinks and T5's bias.
 
     Args:
         call: the call of the layer.
@@ -431,6 +447,10 @@ def differentiable(
     if sinks is not None:
         sinks = sinks.detach().requires_grad_()
         leaves.append(sinks)
+    bias = call.bias
+    if bias is not None:
+        bias = bias.detach().requires_grad_()
+        leaves.append(bias)
     with torch.enable_grad():
         out: Tensor = PrefixAttention.apply(
             leaf,
@@ -442,5 +462,6 @@ def differentiable(
             chunk,
             params_of(call, chunk),
             saved,
+            bias,
         )
     return out, leaves

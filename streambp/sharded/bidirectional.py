@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from streambp.admission.biased import stream_biased
 from streambp.admission.checkpointed import run_whole
 from streambp.admission.entry import IN_CHUNKS, stream_layer
 from streambp.attention.interface import Layout
@@ -125,6 +126,8 @@ def stream_bidirectional(
         rows: documents of packed rows, from position_ids.
         forks: positions at which recurrent states continue from an earlier position.
     """
+    if site.kind.attention.adds_bias:
+        return stream_biased(site, args, kwargs, rows, forks, BIDIRECTIONAL)
     return stream_layer(site, args, kwargs, rows, BIDIRECTIONAL, forks)
 
 

@@ -181,6 +181,7 @@ class ShardedCall(LayerCall):
         self.heads: tuple[int, int] = (0, 0)  # number of query heads, and of K/V heads
         self.value_size = 0  # D_v
         self.sinks: Tensor | None = None  # [H'], sinks of this rank's query heads
+        self.bias: Tensor | None = None  # [1, H, 2 T - 1], T5's bias, and then its gradient
         self.keys: Keys | None = None  # K and V of full sequences, if saved on the device
         self.backward_bytes = 0  # size of attention's tensors in backward on this device
         self.unread = UnreadInHalves()
@@ -242,7 +243,10 @@ class ShardedCall(LayerCall):
             assert not isinstance(given, Tensor)
             return KeysOfAll(chunk, given, at_attention)
         assert not isinstance(given, tuple)
-        return SplitAtAttention(given, at_attention)
+        split = SplitAtAttention(given, at_attention)
+        if given is None:
+            split.bias_length = self.shards.whole_length
+        return split
 
     def look_into_halves(self) -> None:
         """Determine which Linears each half of the layer can skip, and store them in `unread`.

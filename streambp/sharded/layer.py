@@ -353,11 +353,15 @@ def _take_settings(call: ShardedCall, point: SplitAtAttention) -> None:
             arguments.dropout,
             arguments.softcap,
             sinks,
+            biased=arguments.bias is not None,
         )
         call.params = Params(backend, arguments.scale, arguments.softcap, arguments.dropout, 0)
         call.heads = (arguments.q.shape[1], arguments.k.shape[1])
         call.value_size = arguments.v.shape[3]
     call.sinks = None if arguments.sink is None else call.shards.sinks(arguments.sink.detach())
+    call.bias = arguments.bias
+    if call.bias is not None:
+        call.bias = call.bias.detach()
 
 
 def _for_all_tokens(part: Tensor, length: int) -> Tensor:
@@ -641,8 +645,10 @@ def _chunk_before(
             outputs.append(x)
             upstream.append(gradient[part_of(chunk)])
     sink = None
+    bias = None
     if isinstance(point, SplitAtAttention) and point.projected is not None:
         sink = point.projected.sink
+        bias = point.projected.bias
     if chunk.stop == call.plan.length and sink is not None and sink.requires_grad:
         assert call.sinks is not None
         d_sinks = torch.zeros_like(sink)
@@ -650,5 +656,10 @@ def _chunk_before(
         with torch.enable_grad():  # the sink is a parameter or a view of one
             outputs.append(sink.view_as(sink))
         upstream.append(d_sinks)
+    if chunk.stop == call.plan.length and bias is not None and bias.requires_grad:
+        assert call.bias is not None
+        with torch.enable_grad():  # the bias may be an argument of the layer
+            outputs.append(bias.view_as(bias))
+        upstream.append(call.bias.to(bias.dtype))
     targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
     return _differentiated(call, work, chunk, targets, [], outputs, upstream)
