@@ -102,8 +102,9 @@ MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")
 FOREIGN_ARGUMENTS = ("block_indices",)
 POSITION_BIAS = "position_bias"  # T5: attention argument [1 or B, H, S, T], added to the scores
 CROSS_BIAS = "encoder_decoder_position_bias"  # T5, layers: the same of cross-attention, zeros
-# T5, attention modules: True with a table of biases; the functions that read it
+# T5, attention modules: True with a table of biases, the table, and the functions that read it
 HAS_TABLE = "has_relative_attention_bias"
+BIAS_TABLE = "relative_attention_bias"
 COMPUTE_BIAS = "compute_bias"
 BUCKETS = "_relative_position_bucket"
 PICKS = "indices"  # attention argument: [B, S, k], an indexer's picked keys for each query

@@ -33,6 +33,7 @@ from streambp.instance_forward import check_is_module
 from streambp.known_names import (
     ATTENTION,
     ATTENTION_TABLE,
+    BIAS_TABLE,
     COMPILED,
     FSDP1,
     INDEX_HEADS,
@@ -135,7 +136,9 @@ def find_stacks(model: nn.Module) -> Found:
     if not stacks:
         stacks = [stack for stack in bidirectional if _reads_text(stack.backbone)]
     else:
-        stacks += [stack for stack in bidirectional if _computes_biases(stack.layers)]
+        stacks += [
+            stack for stack in bidirectional if _computes_biases(stack.backbone, stack.layers)
+        ]
     for stack in bidirectional:
         if stack not in stacks:
             kind = type(stack.backbone).__name__
@@ -345,7 +348,7 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
         unknown = not biases_distances(biased)
         if unknown and (ahead or has_encoder):
             return f"{name} adds a bias to each score, which streambp does not compute"
-        if not unknown and ahead and not _computes_biases(layers):
+        if not unknown and ahead and not _computes_biases(backbone, layers):
             return (
                 f"{name} adds a bias for each pair of positions, which its model computes outside "
                 "of the layers"
@@ -366,11 +369,17 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
         ):
             return f"{type(layer).__name__} is not a GradientCheckpointingLayer"
         attentions = _attentions(layer)
-        if is_bidirectional(layer) and (len(attentions) > 1 or not attends(layer)):
-            return (
-                f"{type(attentions[0]).__name__} is bidirectional (is_causal=False), and attends "
-                "more than once or to keys that it selects itself"
-            )
+        if is_bidirectional(layer):
+            name = type(attentions[0]).__name__
+            reads_encoder = _takes(layer, "encoder_hidden_states")
+            if reads_encoder and not _takes(layer, "attention_mask"):
+                return f"{name} attends to its own tokens and to an encoder's output at once"
+            several = len(attentions) > 1 and not (reads_encoder and _is_decoder(backbone))
+            if several or not attends(layer):
+                return (
+                    f"{name} is bidirectional (is_causal=False), and attends more than once or to "
+                    "keys that it selects itself"
+                )
         # Doge computes a mask from its values.
         masking = (
             a
@@ -457,8 +466,13 @@ def attends_ahead_by_itself(layer: nn.Module) -> bool:
 
 
 def _reads_ahead(layers: tuple[nn.Module, ...]) -> bool:
-    """True if the attention of one of these layers is bidirectional."""
-    return any(is_bidirectional(layer) or attends_ahead_by_itself(layer) for layer in layers)
+    """True if the attention of one of these layers is bidirectional. A layer that attends to an
+    encoder's output, too, is a decoder's, whose mask is causal."""
+    for layer in layers:
+        alone = len(_attentions(layer)) == 1
+        if (alone and is_bidirectional(layer)) or attends_ahead_by_itself(layer):
+            return True
+    return False
 
 
 def _reads_text(backbone: PreTrainedModel) -> bool:
@@ -489,12 +503,23 @@ def adds_bias(layer: nn.Module) -> bool:
     return any(_adds_biases(one) and biases_distances(one) for one in _attentions(layer))
 
 
-def _computes_biases(layers: tuple[nn.Module, ...]) -> bool:
-    """True if these layers add T5's bias, and one of them has the table from which it is
-    computed."""
-    return all(map(adds_bias, layers)) and any(
-        has_table(module) for layer in layers for module in _attentions(layer)
-    )
+def _is_decoder(backbone: PreTrainedModel) -> bool:
+    """True if a stack's config says that the stack is a decoder, or part of an encoder-decoder. The
+    stack's layers may then attend to an encoder's output, too."""
+    config = backbone.config
+    if getattr(config, "is_decoder", False):
+        return True
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _computes_biases(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> bool:
+    """True if a stack's layers add T5's bias, and compute the bias from a table of their own. False
+    if the stack computes a bias outside of its layers (UDOP)."""
+    inside = [module for layer in layers for module in layer.modules()]
+    for module in backbone.modules():
+        if hasattr(module, BIAS_TABLE) and module not in inside:
+            return False
+    return all(map(adds_bias, layers)) and any(map(has_table, inside))
 
 
 def _adds_biases(attention: nn.Module) -> bool:

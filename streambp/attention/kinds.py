@@ -95,7 +95,7 @@ class Bidirectional(ThroughInterface):
         can. Accepted are a `LazyMask` and a tensor [B or 1, H or 1, T or 1, T].
 
         A module with is_causal=False leaves the mask alone to decide. sdpa gets no mask in place of
-        a causal mask, and then reads all keys.
+        a causal mask, and then reads all keys. Eager attention always gets a mask.
 
         Args:
             layer: the decoder layer.
@@ -117,7 +117,7 @@ class Bidirectional(ThroughInterface):
         is_eager = any(own_implementation(config) == EAGER for config in self.configs(layer))
         if is_eager and mask.has_empty_row:
             return "a row has no tokens, of which eager attention takes the mean over all keys"
-        if mask.description.get("allow_is_causal_skip", False):
+        if not is_eager and mask.description.get("allow_is_causal_skip", False):
             return (
                 "its attention modules are bidirectional and its mask is causal: eager attention "
                 "reads the mask, and sdpa may get none and read all keys"

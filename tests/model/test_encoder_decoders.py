@@ -15,6 +15,8 @@ from transformers import (
     BertConfig,
     BertLMHeadModel,
     BertModel,
+    BigBirdPegasusConfig,
+    BigBirdPegasusForConditionalGeneration,
     EncoderDecoderModel,
     FSMTConfig,
     FSMTModel,
@@ -22,6 +24,10 @@ from transformers import (
     M2M100ForConditionalGeneration,
     MarianConfig,
     MarianMTModel,
+    PegasusXConfig,
+    PegasusXForConditionalGeneration,
+    T5Gemma2Config,
+    T5Gemma2ForConditionalGeneration,
     T5GemmaConfig,
     T5GemmaForConditionalGeneration,
     WhisperConfig,
@@ -31,6 +37,7 @@ from transformers import (
 import streambp
 from streambp.admission.own_run import StreamingMismatchError
 from streambp.attention import interface, masks
+from streambp.attention.kinds import Bidirectional
 from streambp.layer.function import BackwardPass
 from tests.oracle import EXACT, worst_error
 from tests.seeds import seed_torch
@@ -78,6 +85,33 @@ def two_berts():
     return model
 
 
+def t5gemma2():
+    part = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "attention_dropout": 0.0, "dropout_rate": 0.0, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 8,
+    }  # fmt: skip
+    encoder = {
+        "text_config": part, "vision_config": vision, "mm_tokens_per_image": 4, "boi_token_index": 60,
+        "eoi_token_index": 61, "image_token_index": 62,
+    }  # fmt: skip
+    config = T5Gemma2Config(
+        encoder=encoder, decoder=part, dropout_rate=0.0, attention_dropout=0.0, image_token_index=62
+    )
+    return T5Gemma2ForConditionalGeneration(config)
+
+
+def bigbird_pegasus():
+    return BigBirdPegasusForConditionalGeneration(
+        BigBirdPegasusConfig(**SIZES, attention_type="original_full", forced_eos_token_id=None)
+    )
+
+
 MAKE = {
     "bart": lambda: BartForConditionalGeneration(BartConfig(**SIZES, forced_eos_token_id=None)),
     "marian": lambda: MarianMTModel(MarianConfig(**SIZES, forced_eos_token_id=None)),
@@ -87,6 +121,13 @@ MAKE = {
     "whisper": whisper,
     "t5gemma": t5gemma,
     "two berts": two_berts,
+}
+# the modules of their decoders say is_causal=False, and have a causal mask
+BY_MASK = {
+    "bigbird_pegasus": bigbird_pegasus,
+    "pegasus_x": lambda: PegasusXForConditionalGeneration(
+        PegasusXConfig(**SIZES, block_size=4, num_global_tokens=2, forced_eos_token_id=None)
+    ),
 }
 
 
@@ -112,8 +153,9 @@ def gradients(model, batch):
 
 
 def check(name, source=19, implementation="sdpa", **settings):
-    stock = MAKE[name]().train()
-    stock.set_attn_implementation(implementation)
+    stock = {**MAKE, **BY_MASK, "t5gemma2": t5gemma2}[name]().train()
+    if name != "t5gemma2":
+        stock.set_attn_implementation(implementation)
     batch = batch_of(name, source)
     loss, expected = gradients(stock, batch)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(**settings))
@@ -135,6 +177,37 @@ def test_exact(name, source, settings):
     for implementation in ("eager",) if name == "t5gemma" else ("sdpa", "eager"):
         seed_torch()
         check(name, source, implementation, chunk_size=CHUNK, **settings)
+
+
+@pytest.mark.parametrize("source", [LENGTH, 19], ids=["equal lengths", "other lengths"])
+@pytest.mark.parametrize("name", list(BY_MASK))
+def test_a_decoder_whose_mask_alone_is_causal(name, source):
+    seed_torch()
+    described = str(check(name, source, "eager", chunk_size=CHUNK))
+    assert "DecoderLayer (" in described
+    assert "Encoder: " in described
+
+
+def test_one_mask_for_a_decoder_and_its_encoder():
+    """T5Gemma 2's decoder attends to both at once: its encoder streams, it stays as it is."""
+    seed_torch()
+    described = str(check("t5gemma2", chunk_size=CHUNK))
+    assert "T5Gemma2Decoder: T5Gemma2MergedAttention attends" in described
+    assert "2 x T5Gemma2EncoderLayer" in described
+
+
+def causal_by_its_modules(self, *args, real=Bidirectional.take_mask):
+    """A mask that only sdpa may leave out makes eager attention run whole."""
+    named = args[1]
+    mask = named["attention_mask"]
+    return "its mask is causal" if isinstance(mask, masks.LazyMask) else real(self, *args)
+
+
+def test_the_mutant_that_runs_causal_masks_whole_is_noticed(monkeypatch):
+    monkeypatch.setattr(Bidirectional, "take_mask", causal_by_its_modules)
+    seed_torch()
+    with pytest.raises(AssertionError):
+        check("pegasus_x", 19, "eager", chunk_size=CHUNK)
 
 
 def test_the_encoder_is_left_as_it_is():

@@ -221,8 +221,9 @@ def test_a_causal_mask_runs_as_unpatched(in_halves):
         model = MAKE["llama"]().train()
         model.config.is_causal = True
         model.set_attn_implementation(implementation)
-        described = check(model, batch_of("none"), chunk_size=CHUNK)
-        assert "its mask is causal" in str(described)
+        described = str(check(model, batch_of("none"), chunk_size=CHUNK))
+        assert ("its mask is causal" in described) == (implementation == "sdpa")
+        assert ("streams: " in described) == (implementation == "eager")
     assert not in_halves
 
 
