@@ -4,8 +4,9 @@ a rank decides alone]
 python -m tests.distributed.decisions RANK PORT '[{"engine": "zero-3", "decisions": ["short", "lazy, read"]}, ...]' RANKS
 
 Each case trains STEPS steps under an engine, patched and unpatched, on the same batches; `Recorded`
-raises at the first collective that another rank does not issue. A case's "mutant" takes a cure
-away; on the rank "fails_in_a_trial" the second layer raises in each trial.
+raises at the first collective that another rank does not issue. A case's "changes" are of the
+model, as in engines.py. Its "mutant" takes a cure away; on the rank "fails_in_a_trial" the second
+layer raises in each trial.
 """
 
 from __future__ import annotations
@@ -198,6 +199,7 @@ def make_engine(case, rank, decision, patched):
     base, settings = ENGINES[case["engine"]]
     # To share is a setting of the run, as an engine is; what comes of it is decided by each rank.
     stream = {**decision.stream, "rows": rows_of(case)}
+    settings = {**settings, **case.get("changes", {})}
     settings = {**settings, "stream": {k: v for k, v in stream.items() if k != "lazy_logits"}}
     settings |= {
         "one_chunk_on": rank if decision.one_chunk else None,
@@ -369,15 +371,16 @@ MUTANTS = {
 
 
 @functools.cache
-def expected(engine, decisions, rank, projection):
+def expected(engine, decisions, rank, projection, changes):
     """What the unpatched engine gives for the same batches and losses."""
     case = {"engine": engine, "decisions": decisions, "projection": projection}
+    case["changes"] = dict(changes)
     return train(
         case,
         rank,
         EVERY_DECISION[decisions[rank]],
         None,
-        f"unpatched {engine} {decisions} {projection}",
+        f"unpatched {engine} {decisions} {projection} {changes}",
     )
 
 
@@ -407,6 +410,7 @@ def run(case, rank, number):
         tuple(like(other) for other in case["decisions"]),
         rank,
         case.get("projection"),
+        tuple(case.get("changes", {}).items()),
     )
     row["error"], row["projection unpatched"] = distance(found, stock[0]), stock[2]["projection"]
     told = [text for engine, text in decision.says if engine == case["engine"]]

@@ -2,11 +2,11 @@
 unpatched and patched.
 
 A case is a dictionary (it travels as JSON). The engine's: "stage", "accumulation", "zero",
-"options", "reshard", "offload". The model's: "model", "tied", "frozen", "lora", "router",
-"experts", "zero_init", "dtype". "stream" is the StreamConfig; "one_chunk_on" is a rank whose
-sequences are not cut, "padded_on" the only rank whose rows are padded, "unlabelled_on" a rank that
-has no labels in every second batch. "eval" and "resume" are what happens between steps; with
-"logits" the loss is computed from lazy logits.
+"options", "reshard", "offload". The model's: "model", "tied", "frozen", "lora", "head_saved" (a
+trained copy of the head, beside "lora"), "router", "experts", "zero_init", "dtype". "stream" is the
+StreamConfig; "one_chunk_on" is a rank whose sequences are not cut, "padded_on" the only rank whose
+rows are padded, "unlabelled_on" a rank that has no labels in every second batch. "eval" and
+"resume" are what happens between steps; with "logits" the loss is computed from lazy logits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,13 @@ def model_for(case, seed=0):
             {"qwen3_moe": "o_proj", "qwen3_5_text": "out_proj"}.get(name, "down_proj"),
         ]
         model = peft.get_peft_model(
-            model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+            model,
+            peft.LoraConfig(
+                r=4,
+                target_modules=targets,
+                init_lora_weights=False,
+                modules_to_save=["lm_head"] if case.get("head_saved") else None,
+            ),
         )
     return model
 

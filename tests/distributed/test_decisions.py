@@ -146,6 +146,23 @@ def test_a_rank_without_labels(engine):
     check([{"engine": engine, "decisions": names} for names in NO_LABELS])
 
 
+OF_MODELS = {
+    "tied": {"tied": True},
+    "lora": {"lora": True},
+    "head saved": {"lora": True, "head_saved": True},
+}
+
+
+@pytest.mark.fast("head saved-fsdp2")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", OF_MODELS)
+def test_a_rank_without_labels_of_other_models(kind, engine):
+    """With a head that is tied, that adapters leave alone, or of which they train a copy."""
+    check(
+        [{"engine": engine, "decisions": names, "changes": OF_MODELS[kind]} for names in NO_LABELS]
+    )
+
+
 SPOILED = [
     "ddp",
     *(pytest.param(name, marks=pytest.mark.full) for name in ENGINES if name != "ddp"),
@@ -154,10 +171,19 @@ SPOILED = [
 
 @pytest.mark.parametrize("engine", SPOILED)
 def test_zeros_that_are_scaled_turn_that_red(engine):
+    check_spoiled(engine, {})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["tied", "head saved"])
+def test_zeros_that_are_scaled_turn_other_models_red(kind):
+    check_spoiled("ddp", OF_MODELS[kind])
+
+
+def check_spoiled(engine, changes):
     """The weights become NaN, if the engine does not refuse the gradients before."""
-    rows, outputs = rows_of(
-        [{"engine": engine, "decisions": NO_LABELS[0], "mutant": "scales_zeros"}]
-    )
+    case = {"engine": engine, "decisions": NO_LABELS[0], "mutant": "scales_zeros"}
+    rows, outputs = rows_of([{**case, "changes": changes}])
     errors = [rank["error"] for row in rows for rank in row["ranks"]]
     assert any(map(math.isnan, errors)) or any("AssertionError" in output for output in outputs), (
         outputs[0][-2000:]
