@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import io
 import pickle
 import random
 import threading
@@ -35,6 +36,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import streambp
+from streambp.integrations import optimizer_in_backward
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
 from tests.oracle import EXACT, worst_error
@@ -1604,3 +1606,140 @@ def _(t: Trial) -> None:
     t.patch()
     t.clear()
     (t.forward() + t.forward(LENGTH // 2)).backward()
+
+
+# Steps without a label, calls that fail, and what a program sets before its first batch.
+
+
+@program(DURING, "adds a step without a label, which is divided by a count of 0")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    empty = {**t.batch, "labels": torch.full_like(t.batch["labels"], -100)}
+    t.clear()
+    for count in (0, torch.tensor(0)):
+        t.model(**empty, use_cache=False, num_items_in_batch=count).loss.backward()
+    t.forward().backward()
+
+
+@program(BEFORE, "has a module whose buffer is None until its first batch fills it")
+def _(t: Trial) -> None:
+    mlp = t.layer.mlp
+    mlp.register_buffer("size", None)
+
+    def forward(x: Tensor) -> Tensor:
+        if mlp.size is None:
+            mlp.size = x.detach().abs().mean()
+        y: Tensor = type(mlp).forward(mlp, x) * mlp.size
+        return y
+
+    mlp.forward = forward
+    t.patch()
+    t.step()
+    t.step()
+
+
+@program(DURING, "passes embeddings of another dtype, which raises, and goes on")
+def _(t: Trial) -> None:
+    t.patch()
+    embeddings = t.model.get_input_embeddings()(t.batch["input_ids"]).detach().half()
+    for _ in range(4):
+        with contextlib.suppress(RuntimeError):
+            t.model(inputs_embeds=embeddings, labels=t.batch["labels"], use_cache=False)
+    t.step()
+
+
+@program(BEFORE, "has a module that raises once, at its second call")
+def _(t: Trial) -> None:
+    mlp, calls = t.layer.mlp, io.BytesIO()
+
+    def forward(x: Tensor) -> Tensor:
+        calls.write(b".")
+        if calls.tell() == 2:
+            raise ValueError("once")
+        y: Tensor = type(mlp).forward(mlp, x)
+        return y
+
+    mlp.forward = forward
+    t.patch()
+    for _ in range(3):
+        with contextlib.suppress(ValueError):
+            t.step()
+    mlp.__dict__.pop("forward")
+    t.step()
+
+
+@program(BETWEEN, "warms the model up for another kind of call")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    if t.streamed:
+        streambp.warm_up(t.model, **make_batch("packed"), use_cache=False)
+    t.step()
+
+
+@program(BETWEEN, "asks for an optimizer in backward that cannot be made, and goes on")
+def _(t: Trial) -> None:
+    made: list[Any] = []
+
+    def make(parameters: Any) -> Any:
+        made.append(parameters)
+        if len(made) > 3:
+            raise ValueError("no")
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    t.patch()
+    t.step()
+    with contextlib.suppress(ValueError):
+        optimizer_in_backward(t.model, make)
+    t.step()
+
+
+@program(DURING, "keeps attention's output and Linears' on the host")
+def _(t: Trial) -> None:
+    t.patch(saves=("attn_out", "mlp.gate_proj", "mlp.up_proj"), offload="cpu")
+    t.step()
+    t.step()
+
+
+@program(BEFORE, "adds LoRA adapters, one of them on the head")
+def _(t: Trial) -> None:
+    import peft
+
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    t.model = peft.get_peft_model(t.model, config)
+    t.patch()
+    t.step()
+
+
+@program(BEFORE, "adds prefix tuning, whose calls have a cache and run unpatched")
+def _(t: Trial) -> None:
+    import peft
+
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    t.model = peft.get_peft_model(t.model, config).to(torch.float64)
+    t.patch()
+    t.clear()
+    t.model(**t.batch).loss.backward()
+
+
+@program(DURING, "packs rows whose `cu_seq_lens_q` end before the padding")
+def _(t: Trial) -> None:
+    t.patch()
+    t.clear()
+    ids, ends = t.batch["input_ids"][:1], torch.tensor([0, 9, LENGTH - 4], dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in (9, LENGTH - 13, 4)])
+    labels = ids.masked_fill(torch.arange(LENGTH) >= LENGTH - 4, -100)
+    packed = {"input_ids": ids, "labels": labels, "position_ids": positions[None]}
+    if t.streamed:  # sdpa reads positions alone
+        packed |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        packed |= {"max_length_q": LENGTH, "max_length_k": LENGTH}
+    t.model(**packed, use_cache=False).loss.backward()
+
+
+@program(BEFORE, "uses one layer at two depths")
+def _(t: Trial) -> None:
+    t.model.model.layers[1] = t.model.model.layers[0]
+    t.patch()
+    t.step()
+    t.step()
