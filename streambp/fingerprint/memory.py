@@ -18,6 +18,7 @@ import array
 import collections
 import contextlib
 import contextvars
+import ctypes
 import functools
 import gc
 import io
@@ -63,6 +64,7 @@ PATIENCE = 0.2  # seconds before a live tensor counts as stored
 CONTAINERS = (list, set, dict, deque)
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 ARRAYS = (Tensor, np.ndarray)
+MEMORY = (memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 NUMBERS = (bool, int, float, complex, np.generic)
 ENGINES = ("ds_", "_")  # attributes of parameters that engines change
 # The standard library's classes in which programs store values.
@@ -181,6 +183,8 @@ class Memory:
             self._open(path, Entries(value), "[{}]".format, WIDE)
         elif isinstance(value, (array.array, bytearray)):
             self._visit_array(path, value)
+        elif isinstance(value, MEMORY):
+            self._visit_memory(path, value)
         elif isinstance(value, (io.StringIO, io.BytesIO)):
             self._visit_text(path, value)
         elif isinstance(value, (tuple, frozenset)):
@@ -224,6 +228,21 @@ class Memory:
         start = max(0, len(value) - WIDE)
         for index, number in enumerate(value[start:], start):
             self._note(f"{path}[{index}]", number)
+
+    def _visit_memory(self, path: str, value: Any) -> None:
+        """Add the bytes of a memoryview, or of a number or array of ctypes, to the values."""
+        if isinstance(value, ctypes.py_object):
+            return
+        view = memoryview(value)
+        if view.readonly or not view.c_contiguous or view.nbytes > LONG:
+            return
+        in_bytes = view.cast("B")
+
+        def write(_: Any, content: Any) -> None:
+            in_bytes[:] = content
+
+        self.holders.append(Holder(value, lambda: {None: bytes(in_bytes)}, write, lambda _: None))
+        self._note(path, bytes(in_bytes))
 
     def _visit_text(self, path: str, file: io.StringIO | io.BytesIO) -> None:
         if file.closed:

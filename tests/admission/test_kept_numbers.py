@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import collections
+import ctypes
 import io
 import itertools
 import queue
@@ -92,6 +93,18 @@ def lines_of_text(layer):
     return file.getvalue
 
 
+def number_of_c(layer):
+    kept = ctypes.c_double(0)
+    recorder(layer, lambda out: setattr(kept, "value", norm(out)))
+    return lambda: kept.value
+
+
+def number_in_memory(layer):
+    kept = memoryview(bytearray(8)).cast("d")
+    recorder(layer, lambda out: kept.__setitem__(0, norm(out)))
+    return lambda: kept[0]
+
+
 def chain_of_dicts(layer):
     kept = collections.ChainMap({})
     recorder(layer, lambda out: kept.__setitem__("norm", norm(out)))
@@ -103,7 +116,7 @@ WAYS = {
     for way in (
         number_of_numpy, count_of_numpy, attribute_of_the_config, attribute_of_a_weight,
         attribute_of_the_weight_in_use, numbers_in_a_queue,
-        numbers_in_an_array, bytes_in_an_array, lines_of_text, chain_of_dicts,
+        numbers_in_an_array, bytes_in_an_array, lines_of_text, number_of_c, number_in_memory, chain_of_dicts,
     )
 }  # fmt: skip
 
@@ -144,6 +157,8 @@ MUTANTS = {
     "numbers_in_a_queue": lambda m: m.setattr(memory, "HOLDS", frozenset()),
     "chain_of_dicts": lambda m: m.setattr(memory, "HOLDS", frozenset()),
     "numbers_in_an_array": lambda m: m.setattr(Memory, "_visit_array", lambda *_: None),
+    "number_of_c": lambda m: m.setattr(Memory, "_visit_memory", lambda *_: None),
+    "number_in_memory": lambda m: m.setattr(Memory, "_visit_memory", lambda *_: None),
     "lines_of_text": lambda m: m.setattr(Memory, "_visit_text", lambda *_: None),
 }
 
@@ -231,3 +246,38 @@ def test_mutants_of_later_steps_turn_these_red(way, mutant, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         check(LATER[way], THREE)
+
+
+# What a chunk has by chance.
+
+
+def largest_input(layer):
+    kept = {}
+
+    def hook(module, args):
+        kept["largest"] = float(args[0].detach().abs().max())
+
+    layer.input_layernorm.register_forward_pre_hook(hook)
+    return lambda: kept["largest"]
+
+
+@pytest.mark.parametrize(("step", "loudest"), [(train, 0), (evaluate, -1)])
+def test_a_maximum_in_the_chunk_that_runs_last(step, loudest, monkeypatch):
+    """The last one in evaluation, and the first one in a step, whose backward ends with it."""
+    real = kept_values.random_like
+
+    def random_like(x):
+        tokens = real(x)
+        tokens[..., loudest, :] *= 100
+        return tokens
+
+    monkeypatch.setattr(kept_values, "random_like", random_like)
+    model = check(largest_input, (step, step))
+    assert paths(model)[1] == "checkpoints"
+
+
+@pytest.mark.parametrize(("step", "loudest"), [(train, 0), (evaluate, -1)])
+def test_the_mutant_that_leaves_tokens_in_their_order(step, loudest, monkeypatch):
+    monkeypatch.setattr(kept_values, "ROLLS", (0,))
+    with pytest.raises(AssertionError):
+        test_a_maximum_in_the_chunk_that_runs_last(step, loudest, monkeypatch)
