@@ -296,6 +296,8 @@ BASE_LAYER = "base_layer"  # attribute of peft's wrapper: the wrapped module
 # modules of adapted Linears
 LORA_LAYERS, LORA_OF_PACKED = "peft.tuners.lora.layer", "peft.tuners.lora.bnb"
 LORA_FACTORS = ("lora_A", "lora_B")  # attributes of adapted Linears: the tables of adapter Linears
+# method of the module of an adapted parameter: a context manager with the adapters added
+ADAPTER_ACTIVATION = "_activate_lora"
 # module attribute that changes during a step
 PEFT_CHECKPOINTING = "_peft_gradient_checkpointing_forward_hooks"
 

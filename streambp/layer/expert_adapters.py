@@ -10,6 +10,7 @@ experts' own code reads the object, selects experts and multiplies. Outputs and 
 are therefore those of peft, to the bit. Gradients of the factors are skinny products, so no
 gradient of the sum is made. One class serves all families, because the experts' code is unchanged.
 An operation that is no product makes the sum's gradient, and `describe` prints the operation.
+A weight in 4 bits is decoded for the sum, and the decoded weight is freed.
 
 Products with W and with the factors one by one would need no sum. Such products round three times
 in bfloat16 where peft rounds twice: the error is up to 1.4 times peft's. Adding two outputs for
@@ -18,10 +19,11 @@ each chunk also takes longer than one sum for each pass.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +34,8 @@ from streambp.device import autocast_dtype, without_autocast
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.observed_values import version_of
 from streambp.foreign import home_of
-from streambp.known_names import EXPERTS_IMPLEMENTATION, LORA_LAYERS
+from streambp.known_names import ADAPTER_ACTIVATION, EXPERTS_IMPLEMENTATION, LORA_LAYERS
+from streambp.layer.packed_experts import PackedWeight, packed_weight
 from streambp.layer.products import TENSOR_TYPES
 from streambp.offload.decoded import FORWARD
 
@@ -399,19 +402,78 @@ def _why_not(module: Any, names: list[str]) -> str | None:
     if module.num_experts == 1:
         return "it is a single matrix"
     experts = module.get_base_layer()
-    name = module.parameter_name
-    weight = experts._parameters.get(name)
-    if weight is None or name in vars(experts):
-        return "its weight is parametrized"
     if FORWARD in vars(experts):
         return "the experts' forward is another's"
-    if type(weight) not in TENSOR_TYPES:
-        return f"its weight is a {type(weight).__name__}"
+    weight = stored_weight(module)
+    if weight is None:
+        return "its weight is parametrized"
+    if isinstance(weight, PlainWeight) and type(weight.source) not in TENSOR_TYPES:
+        return f"its weight is a {type(weight.source).__name__}"
+    if isinstance(weight, PackedWeight) and ADAPTER_ACTIVATION not in vars(module):
+        raise UnsupportedModelError(
+            f"{module.parameter_name} was stored in 4 bits after streambp.patch, and peft does not "
+            "remove an adapter from such a weight after a forward. "
+            "Call streambp.patch again after the experts are stored in 4 bits."
+        )
     if weight.dtype not in DTYPES:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
     if not all(isinstance(module.scaling[name], int | float) for name in names):
         return "its scale is no number"
     return None
+
+
+@dataclasses.dataclass(eq=False)
+class PlainWeight:
+    """A parameter of experts, in the place of which the experts can read another tensor.
+
+    Attributes:
+        module: the experts.
+        name: the parameter's attribute of the experts.
+    """
+
+    module: Any
+    name: str
+
+    @property
+    def source(self) -> Tensor:
+        """Return the parameter [E, n, m]."""
+        parameter: Tensor = self.module._parameters[self.name]
+        return parameter
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the parameter's dtype."""
+        return self.source.dtype
+
+    def value(self) -> Tensor:
+        """Return the parameter [E, n, m]."""
+        return self.source
+
+    @contextlib.contextmanager
+    def replaced(self, value: Tensor) -> Iterator[None]:
+        """Context manager in which the experts read `value` [E, n, m] as their weight."""
+        attributes = vars(self.module)
+        attributes[self.name] = value
+        try:
+            yield
+        finally:
+            del attributes[self.name]
+
+
+def stored_weight(module: Any) -> PlainWeight | PackedWeight | None:
+    """Return the weight that peft's module adapts: a parameter, or a weight in 4 bits. None for
+    other parametrized weights, and for a weight that is hidden by an attribute.
+
+    Args:
+        module: peft's module.
+    """
+    experts = module.get_base_layer()
+    name = module.parameter_name
+    if name in vars(experts):
+        return None
+    if experts._parameters.get(name) is None:
+        return packed_weight(experts, name)
+    return PlainWeight(experts, name)
 
 
 @dataclasses.dataclass(eq=False)
@@ -423,7 +485,7 @@ class FactoredExperts:
         reading: the parameter.
         own: peft's forward, called with (module, x, ...).
         folded: the sum of the weight and its adapters, [E, n, m]; None before the first call.
-        sources: the weight and the adapters' matrices of which `folded` was made, and their version
+        sources: the stored weight and the adapters' matrices of which `folded` was made, and their version
             counters. A test of the layer puts other matrices in their places.
     """
 
@@ -435,60 +497,73 @@ class FactoredExperts:
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the experts' output for x [..., in] and the further arguments of the experts."""
         module = self.reading.module
-        experts = module.get_base_layer()
-        name = module.parameter_name
-        base = experts._parameters[name]
-        implementation = getattr(getattr(experts, "config", None), EXPERTS_IMPLEMENTATION, None)
-        self.reading.why_in_call = None
-        if implementation not in IMPLEMENTATIONS:
-            self.reading.why_in_call = f"the experts run {implementation}"
-        elif base.requires_grad:
-            self.reading.why_in_call = "its weight is trained"
-        elif autocast_dtype(base.device.type) == torch.float16:
-            self.reading.why_in_call = "it is computed in float16"
+        weight = stored_weight(module)
+        assert weight is not None
+        self.reading.why_in_call = _why_not_in_call(module, weight)
         if self.reading.why_in_call is not None or kwargs.get("adapter_names"):
             return self.own(module, x, *args, **kwargs)
         adapters = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
-        factors = [module.get_delta_factors(adapter) for adapter in adapters]
-        sources = [base]
+        sources = [weight.source]
         for adapter in adapters:
             for table in (module.lora_A, module.lora_B):
                 sources.append(table[adapter].weight)
-        folded = self.folded
-        if folded is None or not self._is_made_of(sources):
-            with torch.no_grad():
-                folded = _folded(module, base, adapters, factors)
-            self.folded = folded
-            self.sources = tuple((source, version_of(source)) for source in sources)
+        folded = self.folded if self._is_made_of(sources) else None
+        base = weight.value() if folded is None else folded
+        with weight.replaced(base):  # factors are cast to the dtype of the weight that peft reads
+            factors = [module.get_delta_factors(adapter) for adapter in adapters]
+            if folded is None:
+                with torch.no_grad():
+                    folded = folded_weight(module, base, adapters)
+                self.folded = folded
+                self.sources = tuple((source, version_of(source)) for source in sources)
         left = torch.cat([one[0] for one in factors], -1)
         right = torch.cat([one[1] for one in factors], -2)
         scales = [(one[0].shape[-1], float(one[2])) for one in factors]
-        attributes = vars(experts)
-        attributes[name] = FactoredWeight.of(folded, left, right, scales, self.reading.tell)
-        try:
+        del base  # the decoded weight of experts in 4 bits
+        with weight.replaced(FactoredWeight.of(folded, left, right, scales, self.reading.tell)):
             return module.base_layer(x, *args, **kwargs)
-        finally:
-            del attributes[name]
 
     def _is_made_of(self, sources: list[Tensor]) -> bool:
         """True if `folded` is the sum of these tensors with their present values."""
-        return len(sources) == len(self.sources) and all(
-            source is earlier and version_of(source) == version
-            for source, (earlier, version) in zip(sources, self.sources, strict=True)
+        return (
+            self.folded is not None
+            and len(sources) == len(self.sources)
+            and all(
+                source is earlier and version_of(source) == version
+                for source, (earlier, version) in zip(sources, self.sources, strict=True)
+            )
         )
 
 
-def _folded(module: Any, base: Tensor, adapters: list[str], factors: list[Any]) -> Tensor:
+def _why_not_in_call(module: Any, weight: PlainWeight | PackedWeight) -> str | None:
+    """Return the reason, as text for `describe`, to call peft's own forward this time; None: there
+    is none.
+
+    Args:
+        module: peft's module.
+        weight: the weight that the module adapts.
+    """
+    config = getattr(module.get_base_layer(), "config", None)
+    implementation = getattr(config, EXPERTS_IMPLEMENTATION, None)
+    if implementation not in IMPLEMENTATIONS:
+        return f"the experts run {implementation}"
+    if weight.source.requires_grad:
+        return "its weight is trained"
+    if autocast_dtype(weight.source.device.type) == torch.float16:
+        return "it is computed in float16"
+    return None
+
+
+def folded_weight(module: Any, base: Tensor, adapters: list[str]) -> Tensor:
     """Return the sum of a weight and its adapters [E, n, m], with the operations of peft.
 
     Args:
         module: peft's module.
         base: the frozen weight, [E, n, m].
         adapters: names of the active adapters.
-        factors: [E, n, r], [E, r, m] and the scale of each adapter.
     """
-    if len(adapters) == 1:
-        left, right, scale = factors[0]
+    if len(adapters) == 1 and module.num_experts > 1:
+        left, right, scale = module.get_delta_factors(adapters[0])
         with without_autocast(base.device.type):
             return torch.baddbmm(base, left, right, alpha=scale)
     delta = module.get_delta_weight(adapters[0])

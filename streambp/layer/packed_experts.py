@@ -6,6 +6,9 @@ chunk. While a streamed layer runs, a `DecodedOnce` replaces the forward of the 
 first read decodes the weight, and later reads return the same tensor until the pass ends. Only one
 layer's decoded experts therefore exist at a time. The numbers are those of bitsandbytes, because
 its own code decodes.
+
+Experts with peft's adapters need another tensor than the decoded weight (`expert_adapters.py`). A
+`PackedWeight` replaces the parametrization's forward by a function that returns this tensor.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
-from streambp.known_names import PACKED_PARAMETERS
+from streambp.known_names import PACKED_PARAMETERS, QUANT_STATE
 from streambp.offload.decoded import FORWARD, CountedPackedWeight
 
 
@@ -47,7 +51,7 @@ class DecodedOnce:
 def packed_weights(layer: nn.Module) -> list[ParametrizationList]:
     """Return the parametrizations of a layer's 4-bit weights. A parametrization with a forward of
     its own, or with another parametrization behind the decoding one, is left out."""
-    kinds = _kinds()
+    kinds = packed_kinds()
     found = []
     for module in layer.modules():
         if not isinstance(module, ParametrizationList) or FORWARD in vars(module):
@@ -57,11 +61,71 @@ def packed_weights(layer: nn.Module) -> list[ParametrizationList]:
     return found
 
 
-def _kinds() -> tuple[Any, ...]:
+def packed_kinds() -> tuple[Any, ...]:
     """Return the classes of parametrizations that decode a weight."""
     library = sys.modules.get(PACKED_PARAMETERS)
     kind = getattr(library, "Bnb4bitParametrization", None)
     return (CountedPackedWeight,) if kind is None else (CountedPackedWeight, kind)
+
+
+@dataclasses.dataclass(eq=False)
+class PackedWeight:
+    """A 4-bit weight of experts, in the place of which the experts can read another tensor.
+
+    Attributes:
+        module: the experts.
+        name: the weight's attribute of the experts.
+        weights: the weight's parametrization.
+    """
+
+    module: nn.Module
+    name: str
+    weights: ParametrizationList
+
+    @property
+    def source(self) -> Tensor:
+        """Return the packed bytes [bytes, 1] of the weight."""
+        return self.weights.original
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the decoded weight."""
+        decoding = self.weights[0]
+        dtype: torch.dtype = getattr(decoding, QUANT_STATE, decoding).dtype  # type: ignore[assignment]
+        return dtype
+
+    def value(self) -> Tensor:
+        """Return the decoded weight [E, n, m], a new tensor in each call."""
+        with torch.no_grad():
+            return type(self.weights).forward(self.weights)
+
+    @contextlib.contextmanager
+    def replaced(self, value: Tensor) -> Iterator[None]:
+        """Context manager in which the experts read `value` [E, n, m] as their weight. The
+        cache of torch has one key for all copies of a module. The cache is therefore empty at the
+        beginning, and its contents are dropped at the end."""
+        attributes = vars(self.weights)
+        previous = attributes.get(FORWARD)
+        earlier = parametrize._cache
+        attributes[FORWARD] = lambda: value
+        parametrize._cache = {}
+        try:
+            yield
+        finally:
+            parametrize._cache = earlier if parametrize._cache_enabled else {}
+            del attributes[FORWARD]
+            if previous is not None:
+                attributes[FORWARD] = previous
+
+
+def packed_weight(module: nn.Module, name: str) -> PackedWeight | None:
+    """Return a module's weight `name` if it is stored in 4 bits; None for other weights."""
+    if not parametrize.is_parametrized(module, name):
+        return None
+    weights: Any = module.parametrizations[name]  # type: ignore[index]
+    if len(weights) != 1 or not isinstance(weights[0], packed_kinds()):
+        return None
+    return PackedWeight(module, name, weights)
 
 
 @contextlib.contextmanager

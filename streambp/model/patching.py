@@ -33,6 +33,7 @@ from streambp.model.chosen_kernels import choose_kernels
 from streambp.model.fused_head import FusedHead, head_again
 from streambp.model.installed import is_patched, left_of_another, patch_of
 from streambp.model.last_step import record_of
+from streambp.model.packed_adapters import activate_packed, deactivate_packed
 from streambp.model.state import PatchState
 from streambp.model.steps import Steps
 from streambp.model.undo import undone_on_error
@@ -143,6 +144,7 @@ def _put_on(
     for wrapper in wrappers:
         if isinstance(wrapper, BackboneForward):
             refuse_foreign_attention(wrapper.attentions)
+    activate_packed(model)
     state.fused = choose_kernels(model, config)
     for order, wrapper in enumerate(wrappers):
         wrapper.order = order
@@ -306,6 +308,7 @@ def unpatch(model: Model) -> Model:
         for wrapper in reversed(state.wrappers):
             wrapper.remove()
         state.fused.take_off()
+        deactivate_packed(root)
         if state.weights is not None:
             state.weights.ranges.remove()
             state.weights.close()

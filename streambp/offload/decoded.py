@@ -117,7 +117,13 @@ class CountedPackedLinear(nn.Module):
 
 class CountedPackedWeight(nn.Module):
     """Base class of parametrizations of 4-bit weights that take the place of bitsandbytes' when
-    memory and FLOPs are counted on meta or fake tensors."""
+    memory and FLOPs are counted on meta or fake tensors.
+
+    Attributes:
+        dtype: dtype of the decoded weight.
+    """
+
+    dtype: torch.dtype
 
 
 def decoded_weight(module: Any) -> Tensor:

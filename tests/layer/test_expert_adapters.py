@@ -40,7 +40,7 @@ BARS = {"eager": 1e-10, "batched_mm": 1e-10, "grouped_mm": 1e-4}
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss")
 SETTINGS = {
     "chunks": {"chunk_size": 8},
-    "default": {},
+    "default": {"saves": "auto"},
     "offload": {"chunk_size": 8, "offload": "cpu", "saves": ("attn_out", "kv")},
     "weights on the host": {"chunk_size": 8, "weights": "cpu"},
 }
@@ -414,7 +414,7 @@ def without_scale(monkeypatch):
 
 
 def without_adapter(monkeypatch):
-    monkeypatch.setattr(expert_adapters, "_folded", lambda module, base, *_: base.clone())
+    monkeypatch.setattr(expert_adapters, "folded_weight", lambda module, base, *_: base.clone())
 
 
 def swapped(monkeypatch):

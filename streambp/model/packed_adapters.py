@@ -1,0 +1,94 @@
+"""Let peft add adapters to experts in 4 bits.
+
+bitsandbytes stores a weight of experts in 4 bits by a parametrization of torch. peft adapts the
+weight by a second parametrization, which it adds before each forward. Two things go wrong there in
+peft 0.21. peft does not remove its parametrization afterwards, so the next forward adds the adapter
+twice, or raises an error. Modules with several adapted weights are computed without one of the
+adapters, because torch has cached the decoded weight before.
+
+`patch` therefore replaces the step of peft's forward that activates the adapters. The replacement
+computes peft's sum of the decoded weight and the adapters, and the experts read the sum. The
+replacement is called by unstreamed layers: in evaluation, generation, short steps and tests of a
+layer. A streamed layer makes the sum once for each pass. [Note: factored weights]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from streambp.errors import UnsupportedModelError
+from streambp.known_names import ADAPTER_ACTIVATION
+from streambp.layer.expert_adapters import expert_kinds, folded_weight, stored_weight
+from streambp.layer.packed_experts import PackedWeight, packed_kinds
+
+
+@dataclasses.dataclass(eq=False)
+class PackedActivation:
+    """Replacement for the method of peft's module that activates adapters, for a weight in 4 bits.
+
+    Attributes:
+        module: peft's module.
+    """
+
+    module: Any
+
+    @contextlib.contextmanager
+    def __call__(self, active_adapters: list[str]) -> Iterator[None]:
+        """Context manager in which experts read the sum of their weight and the active adapters.
+
+        Args:
+            active_adapters: names of adapters; a name without matrices for this weight is left out.
+        """
+        module = self.module
+        adapters = [adapter for adapter in active_adapters if adapter in module.lora_A]
+        weight = stored_weight(module)
+        if not isinstance(weight, PackedWeight) or not adapters:
+            with type(module)._activate_lora(module, active_adapters):
+                yield
+            return
+        base = weight.weights()
+        with weight.replaced(base):
+            folded = folded_weight(module, base, adapters)
+        with weight.replaced(folded):
+            yield
+
+
+def activate_packed(model: nn.Module) -> None:
+    """Replace the activation of peft's adapters for weights of experts in 4 bits.
+
+    Args:
+        model: a module that contains peft's modules; changed in place.
+
+    Raises:
+        UnsupportedModelError: a forward before has left an adapter in a weight.
+    """
+    kinds = expert_kinds()
+    for module in model.modules() if kinds else ():
+        if not isinstance(module, kinds) or not hasattr(module, ADAPTER_ACTIVATION):
+            continue
+        experts = module.get_base_layer()
+        name = module.parameter_name
+        if not parametrize.is_parametrized(experts, name):
+            continue
+        weights = experts.parametrizations[name]
+        if len(weights) > 1 and isinstance(weights[0], packed_kinds()):
+            raise UnsupportedModelError(
+                f"peft has left an adapter in {name}, which is stored in 4 bits, because a forward "
+                "ran before streambp.patch. "
+                "Load the model again, and call streambp.patch before the first forward."
+            )
+        if isinstance(stored_weight(module), PackedWeight):
+            vars(module)[ADAPTER_ACTIVATION] = PackedActivation(module)
+
+
+def deactivate_packed(model: nn.Module) -> None:
+    """Remove what `activate_packed` installed in the modules of a model."""
+    for module in model.modules():
+        if isinstance(vars(module).get(ADAPTER_ACTIVATION), PackedActivation):
+            del vars(module)[ADAPTER_ACTIVATION]
