@@ -84,6 +84,8 @@ FLASH = "flash"
 EAGER_FORWARD = "eager_attention_forward"  # a modeling file's function for eager attention
 # config attribute that bypasses the slow `__getattribute__`
 IMPLEMENTATION = "_attn_implementation_internal"
+# class of experts in MXFP4, whose kernels have no backward
+MXFP4_EXPERTS = "Mxfp4GptOssExperts"
 # config attribute: the implementation of expert products
 EXPERTS_IMPLEMENTATION = "_experts_implementation_internal"
 # Functions of transformers.integrations that are softmax attention over all keys that a mask

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
-from streambp.known_names import PACKED_PARAMETERS, QUANT_STATE
+from streambp.errors import UnsupportedModelError
+from streambp.known_names import MXFP4_EXPERTS, PACKED_PARAMETERS, QUANT_STATE
 from streambp.offload.decoded import FORWARD, CountedPackedWeight
 
 
@@ -126,6 +127,22 @@ def packed_weight(module: nn.Module, name: str) -> PackedWeight | None:
     if len(weights) != 1 or not isinstance(weights[0], packed_kinds()):
         return None
     return PackedWeight(module, name, weights)
+
+
+def refuse_without_backward(model: nn.Module) -> None:
+    """Refuse experts in MXFP4 as transformers loads them for kernels on a GPU. These kernels have
+    no backward, so the gradient of the layer's input would lack the experts' part.
+
+    Raises:
+        UnsupportedModelError: a module of the model has such experts.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ == MXFP4_EXPERTS:
+            raise UnsupportedModelError(
+                f"{name} keeps its weights in MXFP4, and the kernels for such weights have no "
+                "backward: gradients would lack the part of the experts. "
+                "Load the model with quantization_config=Mxfp4Config(dequantize=True)."
+            )
 
 
 @contextlib.contextmanager

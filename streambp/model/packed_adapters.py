@@ -9,7 +9,7 @@ adapters, because torch has cached the decoded weight before.
 `patch` therefore replaces the step of peft's forward that activates the adapters. The replacement
 computes peft's sum of the decoded weight and the adapters, and the experts read the sum. The
 replacement is called by unstreamed layers: in evaluation, generation, short steps and tests of a
-layer. A streamed layer makes the sum once for each pass. [Note: factored weights]
+layer. A streamed layer makes the sum once for each pass (`layer/expert_adapters.py`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ class PackedActivation:
 
     Attributes:
         module: peft's module.
+        stays: True if `unpatch` leaves the replacement in the module.
     """
 
     module: Any
+    stays: bool = False
 
     @contextlib.contextmanager
     def __call__(self, active_adapters: list[str]) -> Iterator[None]:
@@ -59,11 +61,12 @@ class PackedActivation:
             yield
 
 
-def activate_packed(model: nn.Module) -> None:
+def activate_packed(model: nn.Module, stays: bool = False) -> None:
     """Replace the activation of peft's adapters for weights of experts in 4 bits.
 
     Args:
         model: a module that contains peft's modules; changed in place.
+        stays: True if `unpatch` leaves the replacements. The planner counts unpatched steps too.
 
     Raises:
         UnsupportedModelError: a forward before has left an adapter in a weight.
@@ -83,12 +86,15 @@ def activate_packed(model: nn.Module) -> None:
                 "ran before streambp.patch. "
                 "Load the model again, and call streambp.patch before the first forward."
             )
+        if ADAPTER_ACTIVATION in vars(module):
+            continue
         if isinstance(stored_weight(module), PackedWeight):
-            vars(module)[ADAPTER_ACTIVATION] = PackedActivation(module)
+            vars(module)[ADAPTER_ACTIVATION] = PackedActivation(module, stays)
 
 
 def deactivate_packed(model: nn.Module) -> None:
-    """Remove what `activate_packed` installed in the modules of a model."""
+    """Remove what `activate_packed` installed in the modules of a model, unless it stays."""
     for module in model.modules():
-        if isinstance(vars(module).get(ADAPTER_ACTIVATION), PackedActivation):
+        activation = vars(module).get(ADAPTER_ACTIVATION)
+        if isinstance(activation, PackedActivation) and not activation.stays:
             del vars(module)[ADAPTER_ACTIVATION]

@@ -27,6 +27,7 @@ from streambp.instance_forward import (
     unmark,
 )
 from streambp.known_names import FINAL_NORMS
+from streambp.layer.packed_experts import refuse_without_backward
 from streambp.layer.products import computes_plainly, matching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.chosen_kernels import choose_kernels
@@ -144,6 +145,7 @@ def _put_on(
     for wrapper in wrappers:
         if isinstance(wrapper, BackboneForward):
             refuse_foreign_attention(wrapper.attentions)
+    refuse_without_backward(model)
     activate_packed(model)
     state.fused = choose_kernels(model, config)
     for order, wrapper in enumerate(wrappers):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from streambp.errors import HostMemoryError, UnsupportedModelError
 from streambp.instance_forward import Home
-from streambp.known_names import GRADIENT_HOOKED, MOVES, PARTITIONED, STATISTICS_8BIT
+from streambp.known_names import GRADIENT_HOOKED, MOVES, PARTITIONED, QUANT_STATE, STATISTICS_8BIT
 from streambp.offload.arena import Arena, BufferStack
 from streambp.offload.engines import Engine
 from streambp.offload.free_memory import NO_LIMIT, host_limit
@@ -365,21 +365,27 @@ class HostRanges:
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yield a module's own parameters [...], and the tensors [...] in attributes of these
-    parameters, such as bitsandbytes' statistics. All of them move between host and device."""
+    """Yield a module's own parameters [...], and bitsandbytes' statistics [...]: in attributes of
+    the parameters, or of the parametrization of a weight. All of them move between host and
+    device."""
     for parameter in module._parameters.values():
-        if parameter is None:
-            continue
-        yield parameter
-        waiting = [value for value in vars(parameter).values() if hasattr(value, "__dict__")]
-        for value in waiting:  # the loop appends to this list
-            for inner in (
-                vars(value).values() if not isinstance(value, Tensor | nn.Module | type) else ()
-            ):
-                if isinstance(inner, Tensor):
-                    yield inner
-                elif type(inner) is type(value):  # statistics of statistics
-                    waiting.append(inner)
+        if parameter is not None:
+            yield parameter
+            yield from _statistics(vars(parameter).values())
+    yield from _statistics([vars(module).get(QUANT_STATE)])
+
+
+def _statistics(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors [...] in attributes of objects."""
+    waiting = [value for value in values if hasattr(value, "__dict__")]
+    for value in waiting:  # the loop appends to this list
+        for inner in (
+            vars(value).values() if not isinstance(value, Tensor | nn.Module | type) else ()
+        ):
+            if isinstance(inner, Tensor):
+                yield inner
+            elif type(inner) is type(value):  # statistics of statistics
+                waiting.append(inner)
 
 
 def tensors_inside(layer: nn.Module) -> list[Tensor]:

@@ -100,9 +100,10 @@ def pack_experts(layer: nn.Module) -> int:
 
 
 def _frozen_experts(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules and names of the parameters [E, n, m] of experts that are not trained."""
+    """Yield the modules and names of the parameters [E, n, m] of experts that are not trained.
+    peft's modules around experts have the experts as an attribute with another name."""
     for path, module in layer.named_modules():
-        if "experts" not in path.rpartition(".")[2]:
+        if "experts" not in path:
             continue
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.dim() != 3 or parameter.requires_grad:

@@ -39,6 +39,7 @@ from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards, is_fsdp_unit
 from streambp.known_names import COMPOSABLE_STATE, HOOKS, MODULE_HOOKS
 from streambp.model.deferring import own_heads
+from streambp.model.packed_adapters import activate_packed
 from streambp.model.patching import unpatch
 from streambp.offload.decoded import CountedPackedLinear
 from streambp.offload.ranges import bytes_on_host
@@ -151,6 +152,7 @@ class Skeleton:
                 self.model, self.without_adapters = with_adapters(self.model, lora, lora_targets)
             if bits != 16:
                 _quantise(self.model, bits)
+        activate_packed(self.model, stays=True)
         check_encoder_len(self.model, encoder_len)
         refuse_biases(self.model)
         self.fused = fusion(kernels, device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import streambp
+from streambp.errors import UnsupportedModelError
 from streambp.layer import packed_experts
 from streambp.offload.decoded import CountedPackedWeight
+from streambp.offload.ranges import tensors_inside
 from tests import zoo
 from tests.oracle import gradients, worst_error
 from tests.seeds import seed_torch
@@ -193,6 +196,39 @@ def test_a_forward_that_somebody_put_there_is_left():
     assert len(weights) == 2
     weights[0].forward = copy.copy(weights[0].forward)
     assert packed_experts.packed_weights(layer) == weights[1:]
+
+
+def test_statistics_belong_to_the_layer():
+    """Weights on the host take them along."""
+    stock, _ = packed_model("mixtral", torch.float32, "eager")
+    layer = stock.model.layers[0]
+    inner = SimpleNamespace(absmax=torch.ones(1))
+    state = SimpleNamespace(absmax=torch.ones(3), state2=inner)
+    packed_experts.packed_weights(layer)[0][0].quant_state = state
+    found = set(map(id, tensors_inside(layer)))
+    assert {id(state.absmax), id(inner.absmax)} <= found
+
+
+def in_mxfp4():
+    """gpt-oss with the experts that transformers loads from an MXFP4 checkpoint for its kernels."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", reason="an old transformers")
+    model = zoo.build("gpt_oss", torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.experts = mxfp4.Mxfp4GptOssExperts(model.config)
+    return model
+
+
+def test_mxfp4_without_a_backward_is_refused():
+    model = in_mxfp4()
+    before = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(UnsupportedModelError, match=r"Mxfp4Config\(dequantize=True\)"):
+        streambp.patch(model)
+    assert before == [set(vars(module)) for module in model.modules()]
+
+
+def test_mutant_that_takes_mxfp4(monkeypatch):
+    monkeypatch.setattr("streambp.model.patching.refuse_without_backward", lambda model: None)
+    streambp.patch(in_mxfp4())
 
 
 def test_mutant_decoded_in_every_call(monkeypatch):

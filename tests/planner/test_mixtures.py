@@ -101,6 +101,32 @@ def test_weights_of_gpt_oss_20b_in_4_bits():
     assert sum(skeleton.on_host()["frozen"]) <= 11 * 2**30
 
 
+def adapted_experts():
+    """Qwen3-MoE with LoRA, whose experts get adapters, and in 4 bits: the sums of the packed
+    weights of two unpatched steps."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    config = zoo.tiny_config("qwen3_moe")
+    config._experts_implementation = "grouped_mm"
+    skeleton = Skeleton(config, torch.bfloat16, 4, 4, "cuda")
+    trained = [n for n, p in skeleton.model.named_parameters() if p.requires_grad]
+    assert any("experts" in name for name in trained)
+    with skeleton.running(), count.StepCount(None):
+        for _ in range(2):
+            skeleton.loss(torch.empty(1, 33, dtype=torch.long)).backward()
+    found = [m for m in skeleton.model.modules() if isinstance(m, packed_weights.CountedExperts)]
+    assert len(found) == 2 * config.num_hidden_layers
+
+
+def test_experts_with_adapters_are_packed():
+    adapted_experts()
+
+
+def test_mutant_by_pefts_activation(monkeypatch):
+    monkeypatch.setattr("streambp.planner.skeleton.activate_packed", lambda model, stays: None)
+    with pytest.raises((AssertionError, RuntimeError)):
+        adapted_experts()
+
+
 def small_mixture():
     return zoo.tiny_config(
         "gpt_oss", hidden_size=64, intermediate_size=128, num_local_experts=8, vocab_size=64
