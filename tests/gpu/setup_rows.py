@@ -4,7 +4,8 @@ or two minutes.
 Each row patches a small model as its users would, mostly with nothing but `streambp.patch(model)`,
 and takes three steps. Its gradients may be 1.15 x as far from those in float32 as the unpatched
 model's in the same set-up. "default": Liger's kernels where they are installed; "compiled"; "LoRA",
-and "LoRA own": by peft's code; "experts": a mixture; "QLoRA": a 4-bit base by bitsandbytes;
+and "LoRA own": by peft's code; "experts": a mixture, also with LoRA, and with LoRA on experts in 4
+bits by bitsandbytes; "QLoRA": a 4-bit base by bitsandbytes;
 "padded"; "bidirectional": attention reads ahead, and layers are cut at it; "weights": those of a LoRA
 model's base on the host; "autocast": float32 weights; "TF32" and "float32": no half precision.
 "Trainer" compares four logged steps of HF's Trainer in bf16, patched on the CPU, with two
@@ -114,6 +115,22 @@ def in_four_bits(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     )
 
 
+def experts_in_four_bits(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """LoRA on Linears and experts, and experts in 4 bits. peft alone cannot train such a model, so
+    the unpatched model has the cure of `patch`, too."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    from streambp.model.packed_adapters import activate_packed
+
+    model = with_adapters(model, dtype)
+    for module in list(model.modules()):
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight.dim() == 3:
+                replace_parameter_4bit(module, name, quant_type="nf4")
+    activate_packed(model, stays=True)
+    return model
+
+
 def reads_ahead(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model with bidirectional attention, as LLM2Vec makes it."""
     model.config.is_causal = False  # type: ignore[union-attr]
@@ -131,6 +148,7 @@ SETUPS = {
     "LoRA own": Setup(with_adapters, settings={"kernels": "own"}),
     "experts": Setup(experts=True),
     "experts LoRA": Setup(with_adapters, experts=True),
+    "experts in 4 bits": Setup(experts_in_four_bits, experts=True),
     "QLoRA": Setup(in_four_bits),
     "padded right": Setup(spans="right-padded"),
     "padded left": Setup(spans="left-padded"),
