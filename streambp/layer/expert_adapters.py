@@ -47,6 +47,7 @@ INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm", None)
 # grouped_mm reads rows and columns that are so many bytes long, or a multiple
 ROW_BYTES = 16
+TORCHS_LINEAR = torch._C._nn.linear
 PRODUCTS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm)
 OPERATOR = "__matmul__"  # read at each call, because tests replace Tensor's
 GROUPED = tuple(
@@ -543,6 +544,8 @@ def _why_not_in_call(module: Any, weight: PlainWeight | PackedWeight) -> str | N
         module: peft's module.
         weight: the weight that the module adapts.
     """
+    if F.linear is not TORCHS_LINEAR:  # an autograd function would get no gradient for the factors
+        return "torch's function for Linears is replaced, as ZeRO-3 does"
     config = getattr(module.get_base_layer(), "config", None)
     implementation = getattr(config, EXPERTS_IMPLEMENTATION, None)
     if implementation not in IMPLEMENTATIONS:

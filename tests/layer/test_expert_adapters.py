@@ -308,6 +308,43 @@ def test_float16_is_left_to_peft():
     assert "it is computed in float16" in note
 
 
+class OtherLinear(torch.autograd.Function):
+    """The function that DeepSpeed puts in the place of torch's under ZeRO-3."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.matmul(weight.t())
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad.matmul(weight), grad.flatten(0, -2).t().matmul(x.flatten(0, -2))
+
+
+def with_another_linear(monkeypatch):
+    """A step whose Linears are computed by another function than torch's."""
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, weight, bias=None: OtherLinear.apply(x, weight)
+    )
+    stock = adapted_experts("mixtral", torch.float64, "eager")
+    ours = streamed(stock)
+    batch = batch_of()
+    for _ in range(2):
+        assert_near(gradients(ours, **batch), gradients(stock, **batch), BARS["eager"])
+    return str(streambp.describe(ours))
+
+
+def test_another_function_for_linears(float64_oracle, monkeypatch):
+    assert "torch's function for Linears is replaced" in with_another_linear(monkeypatch)
+
+
+def test_mutant_that_takes_another_function(float64_oracle, monkeypatch):
+    monkeypatch.setattr(expert_adapters, "_why_not_in_call", lambda *_: None)
+    with pytest.raises((AssertionError, RuntimeError, streambp.errors.StreamBPError)):
+        with_another_linear(monkeypatch)
+
+
 def test_an_operation_on_the_whole_weight(float64_oracle, monkeypatch):
     """It gets peft's weight, and its gradient goes to the factors."""
     from transformers.models.mixtral import modeling_mixtral
