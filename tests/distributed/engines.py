@@ -3,24 +3,28 @@ unpatched and patched.
 
 A case is a dictionary (it travels as JSON). The engine's: "stage", "accumulation", "zero",
 "options", "reshard", "offload". The model's: "model", "tied", "frozen", "lora", "head_saved" (a
-trained copy of the head, beside "lora"), "router", "experts", "zero_init", "dtype". "stream" is the
-StreamConfig; "one_chunk_on" is a rank whose sequences are not cut, "padded_on" the only rank whose
-rows are padded, "unlabelled_on" a rank that has no labels in every second batch. "eval" and
-"resume" are what happens between steps; with "logits" the loss is computed from lazy logits.
+trained copy of the head, beside "lora"), "router", "experts", "packed", "zero_init", "dtype".
+"stream" is the StreamConfig; "one_chunk_on" is a rank whose sequences are not cut, "padded_on" the
+only rank whose rows are padded, "unlabelled_on" a rank that has no labels in every second batch.
+"eval" and "resume" are what happens between steps; with "logits" the loss is computed from lazy
+logits.
 """
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import streambp
+from streambp.model.packed_adapters import activate_packed
 from tests import zoo
 from tests.families import FAMILIES, SIZES, build
+from tests.layer.test_packed_experts import EXPERTS, pack
 from tests.seeds import seed_torch
 
 # where errors of bfloat16 are compared: one draw of a noise says little
@@ -56,16 +60,31 @@ def model_for(case, seed=0):
             "v_proj",
             {"qwen3_moe": "o_proj", "qwen3_5_text": "out_proj"}.get(name, "down_proj"),
         ]
+        experts = case["lora"] == "experts"
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if experts else None
         model = peft.get_peft_model(
             model,
             peft.LoraConfig(
                 r=4,
                 target_modules=targets,
+                target_parameters=parameters,
                 init_lora_weights=False,
                 modules_to_save=["lm_head"] if case.get("head_saved") else None,
             ),
         )
+    if case.get("packed"):
+        pack_experts(model)
     return model
+
+
+def pack_experts(model):
+    """Experts in 4 bits, as bitsandbytes stores them. peft alone cannot train their adapters, so
+    the unpatched model has the cure of `patch` too."""
+    for module in list(model.modules()):
+        if type(module).__name__.endswith("Experts"):
+            for name in EXPERTS:
+                pack(module, name, SimpleNamespace(append=lambda entry: None))
+    activate_packed(model, stays=True)
 
 
 def config_for(case, rank):
@@ -165,7 +184,10 @@ class SingleProcess:
 
 class InFloat64(SingleProcess):
     def make_model(self, seed):
-        return super().make_model(seed).double()
+        model = model_for({**self.case, "packed": False}, seed).double()
+        if self.case.get("packed"):  # decoded weights have the dtype that was packed
+            pack_experts(model)
+        return model
 
 
 def whole(tensor):

@@ -196,8 +196,12 @@ def check(engine, cases):
                 )
             if case.get("lora") and "one_chunk_on" not in case:
                 assert found["operations"] > row["unpatched"]["operations"] == 0
-                (told,) = found["adapters"]
+                (told, *of_experts) = found["adapters"]
                 assert told.endswith("Linears with adapters are computed as one operation")
+                assert len(of_experts) == (case["lora"] == "experts")
+                # ZeRO-3 replaces torch's function for Linears
+                how = "by peft's code" if case.get("stage") == 3 else "added to their adapters once"
+                assert all(how in note for note in of_experts)
             if "stream" in case:
                 assert set(found["not offloaded"].values()) == {0.0}
                 check_host(case, found["host"])
@@ -315,6 +319,16 @@ def test_layers_with_states(engine, case):
 def test_adapters_on_layers_with_states(engine):
     setting = {"stage": 3, "zero": NOTHING_CACHED} if engine == "deepspeed" else {}
     check(engine, [{**setting, "model": ADAPTED_HYBRID, "lora": True, "steps": 2}])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+def test_adapters_of_experts(engine, packed):
+    """Experts as parameters, and in 4 bits: the packed bytes are sharded, the statistics are not."""
+    setting = {"stage": 3, "zero": NOTHING_CACHED} if engine == "deepspeed" else {}
+    case = {**setting, "model": "qwen3_moe", "lora": "experts", "steps": 2, "patched": ["before"]}
+    check(engine, [{**case, "packed": True} if packed else case])
 
 
 @pytest.mark.full

@@ -128,7 +128,7 @@ def train(engine_class, rank, case, patched):
     if described is not None:
         found.paths, found.head = sorted({layer.path for layer in described.layers}), described.head
         found.saves = str(described.saves)
-        found.adapters = [note for note in described.notes if "Linears with adapters" in note]
+        found.adapters = [note for note in described.notes if "adapters" in note]
         found.shared = [note for note in described.notes if note.startswith("rows: ")]
     if described is not None and "stream" in case:
         found.host = {

@@ -44,8 +44,8 @@ def codes(text: str) -> list[str]:
 
 
 def losses_fall(text: str, outcome: Outcome) -> None:
-    """docs/how-to/embeddings.md: the loss of each step is below the one before, and what the
-    sentence quotes is printed behind the last step."""
+    """docs/how-to/embeddings.md and small-cards-mixtures.md: the loss of each step is below the one
+    before, and what the sentence quotes is printed behind the last step."""
     assert "falling loss" in text
     losses = [float(loss) for loss in STEP.findall(outcome.printed)]
     assert len(losses) > 1
@@ -113,6 +113,7 @@ CHECKS: Mapping[str, Callable[[str, Outcome], None]] = MappingProxyType(
         "docs/how-to/encoder-decoders.md": both_stacks_are_described,
         "docs/how-to/70b-24gb.md": weights_are_copied,
         "docs/how-to/qlora-24gb.md": fields_are_logged,
+        "docs/how-to/small-cards-mixtures.md": losses_fall,
         "docs/how-to/zero3.md": gathered_twice,
     }
 )

@@ -7,9 +7,12 @@ dtype float32, and each length a short one. Programs keep their calls and their 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import json
 import re
+import sys
+import types
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -46,6 +49,22 @@ def bits(**given: Any) -> None:
     from transformers import BitsAndBytesConfig
 
     inspect.signature(BitsAndBytesConfig).bind(**given)
+
+
+def pack_without_bitsandbytes(monkeypatch: Any) -> None:
+    """In place of bitsandbytes' parametrized weights: bytes with a scale for each 16 numbers."""
+    from tests.layer.test_packed_experts import Decoding, pack
+
+    name = "bitsandbytes.nn.parametrize"
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        return
+    module = types.ModuleType(name)
+    notes = types.SimpleNamespace(append=lambda entry: None)
+    vars(module)["Bnb4bitParametrization"] = Decoding
+    vars(module)["replace_parameter_4bit"] = lambda experts, weight, quant_type: pack(
+        experts, weight, notes
+    )
+    monkeypatch.setitem(sys.modules, name, module)
 
 
 class Smaller(ast.NodeTransformer):

@@ -45,6 +45,9 @@ def test_a_page_runs(page, inside, made, monkeypatch, capsys, caplog):
     if page == "docs/how-to/vlm.md":
         monkeypatch.setattr("transformers.AutoProcessor", stand_ins.Processor)
         pytest.importorskip("PIL", reason="Pillow is not installed")
+    if page == "docs/how-to/small-cards-mixtures.md":
+        pytest.importorskip("peft", reason="peft is not installed")
+        stand_ins.pack_without_bitsandbytes(monkeypatch)
     if "continue.py" in [block.title for block in blocks(page)]:
         adapter(inside, made)
     with caplog.at_level(logging.INFO, "streambp"):
