@@ -44,9 +44,13 @@ class StreamConfig:
             logits.
         offload: "cpu" moves each layer's input and the tensors of `saves` to host memory during the
             compute, and back a chunk ahead of their use. "auto" does the same, and chooses
-            `gpu_memory` if it is not given.
+            `gpu_memory` if it is not given. "if_faster" moves tensors in steps that are then faster
+            by prediction, or would not fit otherwise. Pinned host memory has a price in seconds,
+            and the first such steps pay it. Tensors stay if `saves` names them, if weights are in
+            host memory, and on a CPU. "none" keeps all tensors on the device.
         host_memory: bytes of host memory for offloading on each rank, a number or "96GiB". None:
-            nine tenths of the available memory, shared by the ranks of a machine.
+            nine tenths of the available memory, or half of it with offload="if_faster". The ranks
+            of a machine share it.
         gpu_memory: bytes of device memory for tensors that live longer than a chunk, a number or
             "8GiB"; needs offloading. Keys and values of the running layer, with their gradients,
             come first; a part beyond the budget is streamed from and to the host. The rest of the
@@ -103,7 +107,7 @@ class StreamConfig:
     head: bool = True
     eval_logits: bool = False
     lazy_logits: bool = False
-    offload: Literal["none", "cpu", "auto"] = "none"
+    offload: Literal["if_faster", "none", "cpu", "auto"] = "if_faster"
     host_memory: int | str | None = None
     gpu_memory: int | str | None = None
     on_host_full: Literal["keep", "recompute", "raise"] = "keep"
@@ -114,6 +118,17 @@ class StreamConfig:
     compare_backward: bool = True
     share_prefixes: bool | None = None
     weights: Literal["device", "cpu", "auto"] = "device"
+
+    @property
+    def always_moves(self) -> bool:
+        """True if saved tensors go to the host in each step."""
+        return self.offload in ("cpu", "auto")
+
+    @property
+    def may_move(self) -> bool:
+        """True if saved tensors go to the host in steps that are then faster.
+        [Note: host by seconds]"""
+        return self.offload == "if_faster" and self.saves == "auto" and self.weights == "device"
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -169,11 +184,13 @@ class StreamConfig:
                     "out for all layers."
                 )
         for field in ("host_memory", "gpu_memory"):
-            moves = self.offload != "none" or (field == "host_memory" and self.weights != "device")
+            moves = self.always_moves
+            if field == "host_memory":
+                moves = moves or self.may_move or self.weights != "device"
             if getattr(self, field) is not None and not moves:
                 raise ConfigError(
-                    f"{field} is set, but offload='none' moves nothing; set offload='cpu' or "
-                    "'auto' too."
+                    f"{field} is set, but offload={self.offload!r} moves nothing; set "
+                    "offload='cpu' or 'auto' too."
                 )
         for field in ("eval_logits", "lazy_logits"):
             if getattr(self, field) and not self.head:

@@ -322,7 +322,8 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
             call.backward.send_gradients, weights = site.weights.arriving(
                 site.index, weights, call.device
             )
-        if site.offloader is not None:
+        if call.kept.moves:
+            assert site.offloader is not None
             call.kept.store = site.offloader.open(site.index, call.device)
         reductions = site.of(reductions_of)
         hidden_states = (

@@ -110,6 +110,7 @@ class Prefix:
         self.used: frozenset[Used] = frozenset()  # the kernels that attended in forward
         self.sdpa = AsSdpa()  # of all attention calls
         self.memory: PrefixMemory | None = None
+        self.found: set[tuple[int, int]] = set()  # attention calls and chunks of `find_saved`
         self.sizes_seen: list[SiteSize] = []
         # [B, T, D] of each indexer, in forward. [Note: indexers]
         self.index_keys: dict[int, Tensor] = {}
@@ -249,7 +250,7 @@ class Prefix:
 
     def find_saved(self) -> None:
         """Load K and V that forward saved, for all chunks, and append them to `sites`: one object
-        for each attention call of the layer."""
+        for each attention call of the layer. A call after an error continues where it ended."""
         assert self.memory is not None
         assert self.memory.saved is not None
         for index, resident in enumerate(self.resident_tiles(backward=True)):
@@ -259,10 +260,16 @@ class Prefix:
                 )
                 continue
             for chunk, reads in zip(self.memory.plan, self.saved_reads(index), strict=True):
-                k = self.memory.saved.take(*reads[0])  # [B, C, H_kv, D]
-                v = self.memory.saved.take(*reads[1])  # [B, C, H_kv, D]
-                self.memory.saved.read_ahead()
+                if (index, chunk.index) in self.found:
+                    continue
+                k = self.memory.saved.peek(*reads[0])  # [B, C, H_kv, D]
+                v = self.memory.saved.peek(*reads[1])  # [B, C, H_kv, D]
                 self.restore(index, chunk, k.transpose(1, 2), v.transpose(1, 2))
+                self.found.add((index, chunk.index))
+                for access in reads:
+                    self.memory.saved.remove(*access)
+                self.memory.saved.read_ahead()
+        self.found.clear()
         self.filled_until = self.length
 
     def _tiled(

@@ -41,6 +41,7 @@ from streambp.layer.gradients import (
 from streambp.layer.oom import RUN_ONCE, explained
 from streambp.layer.products import UnreadProducts, left_out, summed
 from streambp.layer.recompute import NULL_CONTEXT, Parameters
+from streambp.layer.saved import SavedForBackward
 from streambp.layer.site import CallReport, LayerSite, remember
 from streambp.recurrent.states import States, leaves_of
 
@@ -76,7 +77,8 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     saved = call.kept
     carried = call.carried
     # Memory for the prefix of keys and values, and for the outputs.
-    if site.offloader is not None:
+    if saved.moves:
+        assert site.offloader is not None
         call.limit_prefix(site.offloader)
     states = States()
     carries = site.kind.states.carries
@@ -110,7 +112,9 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             # Start states for the next chunk, and tensors for backward.
             if carries and output.states and chunk.index in call.plan.behind:
                 carried.states[chunk.index] = output.states
-            if keep:
+            if keep and saved.moves and call.attempt is not RUN_ONCE:
+                call.attempt(functools.partial(_keep, saved, chunk, original, attended))
+            elif keep:
                 saved.keep(chunk, original, attended)
             del output, attended
     # End of forward: report the attention kernels; the prefix stays only if it holds saved keys and
@@ -127,6 +131,20 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         carried.states = {}
         carried.upstream = {}
     return outputs_of(call, outputs)
+
+
+def _keep(
+    saved: SavedForBackward, chunk: Chunk, original: Tensor, attended: list[Attended], _: bool
+) -> None:
+    """Save a chunk's tensors on the host, which may allocate memory of the device for a copy.
+
+    Args:
+        saved: receives the tensors.
+        chunk: the chunk's range of positions.
+        original: the chunk's input, [..., B, C, h].
+        attended: output and logsumexp of each attention call in the chunk.
+    """
+    saved.keep(chunk, original, attended)
 
 
 def _forward_chunk(
@@ -488,11 +506,13 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         (len(call.plan) > 1 or saved.moves_kv) and prefix.calls and not prefix.filled_until
     )
     if needs_refill and saved.keys_are_stored:
-        prefix.find_saved()
+        call.attempt(lambda _: prefix.find_saved())
     elif needs_refill:
         with torch.no_grad(), left_out(linears, unread.refill):
             for chunk in saved.refilled:
                 starts = saved.starts(chunk.index)
+                if saved.moves and call.attempt is not RUN_ONCE:
+                    call.attempt(functools.partial(saved.load, starts))
                 saved.bring(chunk, starts, again=dict(starts))
                 call.attempt(functools.partial(_refill, call, chunk))
     # Recompute and differentiate each chunk. Chunks of later queries are first: the dK and dV of a
@@ -559,6 +579,8 @@ def _chunk_backward(
     """
     saved = call.kept
     carries = call.site.kind.states.carries
+    if saved.moves and call.attempt is not RUN_ONCE:
+        call.attempt(functools.partial(saved.load, saved.reads(chunk.index)))
     saved.bring(chunk, saved.reads(chunk.index))
     x = saved.brought["x"]
     states = States()

@@ -73,22 +73,25 @@ def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceM
     if site.saves_policy is not None:
         site.saves_policy.failed()
     details = str(error).splitlines()[0] if str(error) else "torch gave no details"
+    moved = site.saves_policy is not None and site.saves_policy.moving is not None
+    lever = next_lever(site.config, plan, moved)
     return DeviceMemoryError(
         f"The device ran out of memory in {type(site.layer).__name__} on {plan.length} positions a "
-        f"row in chunks of {plan.longest}. {next_lever(site.config, plan)} Run `streambp plan` to "
-        f"compute what fits. ({details})"
+        f"row in chunks of {plan.longest}. {lever} Run `streambp plan` to compute what fits. "
+        f"({details})"
     )
 
 
-def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
+def next_lever(config: StreamConfig, plan: ChunkPlan, moved: bool = False) -> str:
     """Return one sentence that advises to change a setting: the least costly change that lowers
     peak memory.
 
     Args:
         config: the user's settings.
         plan: the chunks of the call.
+        moved: True if saved tensors went to the host because that was faster.
     """
-    if config.offload == "none":
+    if not (config.always_moves or moved):
         saved = f" and saves={config.named_saves!r}" if config.named_saves else ""
         return f"Set offload='cpu' in StreamConfig: it moves layer inputs{saved} to host memory."
     if min(plan.size, plan.length) > SMALL_CHUNK:
@@ -96,9 +99,10 @@ def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
     if not config.head:
         return "Set head=True in StreamConfig: it computes the loss without logits."
     if config.gpu_memory is None:
+        offload = "" if config.always_moves else "offload='cpu' and "
         return (
-            "Set gpu_memory='1GiB' in StreamConfig: keys, values and their gradients beyond it "
-            "are stored in host memory."
+            f"Set {offload}gpu_memory='1GiB' in StreamConfig: keys, values and their gradients "
+            "beyond it are stored in host memory."
         )
     return (
         "No setting of streambp lowers it further: shorten the sequence, or divide weights and "
@@ -106,15 +110,15 @@ def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
     )
 
 
-def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan] | None) -> str:
+def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan, bool] | None) -> str:
     """Return advice, as a message, for a backward that ran out of memory in torch's own code,
     outside the autograd Functions of streambp. That error cannot carry the advice, because no code
     of streambp runs when it is raised.
 
     Args:
         tokens: the token count over all rows.
-        streamed: the settings and the chunks of the decoder layers; None: the micro-batch ran
-            unpatched.
+        streamed: the settings and the chunks of the decoder layers, and True if saved tensors went
+            to the host because that was faster; None: the micro-batch ran unpatched.
     """
     if streamed is not None:
         where = "outside of streamed layers"

@@ -41,7 +41,7 @@ from streambp.layer.chunk_states import Carried
 from streambp.layer.products import See, cast_to, is_factor, matching, tapped
 from streambp.layer.recompute import Autocast
 from streambp.layer.site import LayerSite
-from streambp.offload.costs import Cost, ObservedCosts, Product
+from streambp.offload.costs import Cost, ObservedCosts, Product, saved_as
 from streambp.offload.manager import Access, HostTensors
 from streambp.recurrent.states import Key, States
 
@@ -170,6 +170,7 @@ class SavedForBackward:
         watch: records the costs of saving, for the policy; None: nothing is recorded.
         autocast: the forward's autocast state; Linears return its dtype. [Note: autocast]
         store: holds the tensors, on the device or on the host.
+        moves: True if the tensors go to the host.
         random: the random state at each chunk's start.
         products: the outputs of Linears that are saved.
         keeps_graph: True if the autograd graph stays from forward to backward. [Note: kept graphs]
@@ -198,6 +199,7 @@ class SavedForBackward:
         self.watch: ObservedCosts | None = None
         self.autocast = autocast  # [Note: autocast]
         self.store: InMemory | HostTensors = InMemory()
+        self.moves = site.offloader is not None and not site.offloader.on_demand
         self.random: list[RandomState] = []
         self.products = SavedProducts()
         self.keeps_graph = False
@@ -221,13 +223,16 @@ class SavedForBackward:
                 self.saves = names
                 self.named = False
 
-    def give_up(self, at_work: bool) -> None:
-        """Free every saved tensor that backward can recompute, because device memory is short.
+    def give_up(self, at_work: bool) -> bool:
+        """Free every saved tensor on the device that backward can recompute. Return True if there
+        may have been any.
 
         Args:
             at_work: True if the layer is running, so that the buffers of keys and values must stay;
                 False: free these buffers as well.
         """
+        if not isinstance(self.store, InMemory):
+            return self._give_up_on_device(self.store, at_work)
         self.saves = ()
         self.keeps_graph = False
         self.graph = None
@@ -242,6 +247,32 @@ class SavedForBackward:
             del brought[name]
         if not at_work:
             self.carried.prefix.drop_buffers()
+        return True
+
+    def _give_up_on_device(self, store: HostTensors, at_work: bool) -> bool:
+        """Free the saved tensors on the device, in a call whose other tensors leave for the host.
+        Tensors on the host remain saved. Return True if any memory was freed.
+
+        Args:
+            store: the store of the tensors.
+            at_work: True if the layer is running, whose keys and values may be in use.
+        """
+
+        def goes(name: str) -> bool:
+            return not (_is_needed(name) or (at_work and name[:1] in "kv"))
+
+        freed = store.finish_copies()
+        kinds = set(map(saved_as, store.drop(goes)))
+        self.saves = tuple(name for name in self.saves if name not in kinds)
+        self.products.names = [name for name in self.products.names if name not in kinds]
+        self.products.captured.clear()
+        for name in list(self.brought):
+            if not _is_needed(name):
+                del self.brought[name]
+                freed = True
+        if not at_work:
+            store.seal(self.order())
+        return freed or bool(kinds)
 
     @property
     def moves_kv(self) -> bool:
@@ -492,6 +523,17 @@ class SavedForBackward:
                     return []
                 reads.append((name, index))
         return reads
+
+    def load(self, reads: list[Access], _: bool = False) -> None:
+        """Start the copies of saved tensors to the device.
+
+        Args:
+            reads: (name, chunk index) of the tensors; those that are not saved any more are left
+                out.
+        """
+        for access in reads:
+            if self.store.has(*access):
+                self.store.load(*access)
 
     def bring(self, chunk: Chunk, reads: list[Access], again: Container[str] = ()) -> None:
         """Read a chunk's saved tensors from the store into `brought`, on the device, and remove

@@ -442,9 +442,10 @@ class LayerSite:
     @property
     def repeats(self) -> bool:
         """True if a chunk that runs out of memory is computed again. This requires saved tensors
-        that can be freed before: `saves="auto"` has chosen them, and they are on the device. [Note:
-        once for each chunk]"""
-        return self.saves_policy is not None and self.offloader is None
+        that can be freed before: `saves="auto"` has chosen them, and they may be on the device.
+        [Note: once for each chunk]"""
+        offloader = self.offloader
+        return self.saves_policy is not None and (offloader is None or offloader.on_demand)
 
     @property
     def linears(self) -> dict[str, nn.Linear]:

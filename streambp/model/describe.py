@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +28,7 @@ from streambp.model.record import NOT_TRIED, UNPATCHED, WHOLE, StepRecord, sized
 from streambp.model.state import PatchState
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.free_memory import local_ranks
+from streambp.offload.moving import HostChoice
 from streambp.offload.weights import HostWeights
 from streambp.prefixes.calls import UNREMARKABLE
 from streambp.reporting import told
@@ -281,7 +283,7 @@ def _saves(state: PatchState, record: StepRecord | None) -> tuple[str, ...]:
     config = state.config
     if config.saves != "auto":
         return config.named_saves
-    if state.offloader is not None:
+    if state.config.always_moves or (record is not None and record.host is not None):
         return _names(record)
     figures = None if state.saves_policy is None else state.saves_policy.known
     if figures is not None and figures.need is None and figures.why:
@@ -337,9 +339,13 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
         if state.weights is None:
             return "nothing leaves the device"
         return "no saved tensor leaves the device"
+    host = state.host
+    if not config.always_moves and (record is None or record.host is None):
+        return f"nothing leaves the device{_before_moving(host)}"
     limit = config.host_memory
     if limit is None:
-        budget = "nine tenths of the host memory available"
+        part = "half" if manager.on_demand else "nine tenths"
+        budget = f"{part} of the host memory available"
     else:
         budget = f"{sized(int(limit))} of host memory"
     ranks = local_ranks()
@@ -365,7 +371,7 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
     parts = [
         f"{tensors} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){engine}"
     ]
-    if manager.gpu_memory is not None:
+    if manager.gpu_memory is not None and not manager.on_demand:
         parts.append(
             f"{sized(manager.gpu_memory)} on the device for keys, values and their gradients, "
             "which stream beyond that, and for the last layers"
@@ -378,7 +384,31 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
             parts.append("auto: the first step measures, with layer inputs alone on the host")
         elif config.saves == "auto":
             parts.append(choice)
+    if host is not None and record is not None and record.host is not None:
+        parts.append(record.host.choice or "")
+        if math.isfinite(host.gain):
+            parts.append(
+                f"by prediction {host.gain:.1f} s a step faster than with all on the device"
+            )
+        else:
+            parts.append("by prediction the step would not fit on the device otherwise")
     return "; ".join(parts)
+
+
+def _before_moving(host: HostChoice | None) -> str:
+    """Return text on the seconds that moving tensors to the host would spare; empty if it would
+    spare none. [Note: host by seconds]
+
+    Args:
+        host: decides if tensors move; None: the settings decide.
+    """
+    if host is None or not host.missing:
+        return ""
+    return (
+        f" yet: if tensors went to the host, a step would be {host.gain:.1f} s faster by prediction; "
+        f"they do once such steps have paid for pinning the host's memory ({host.missing:.1f} s are "
+        "missing)"
+    )
 
 
 def _weights(weights: HostWeights) -> str:

@@ -27,7 +27,7 @@ from streambp.model.record import (
 )
 from streambp.model.state import PatchState
 from streambp.model.steps import Step
-from streambp.offload.costs import GRAPH, AsUnpatched, Chosen
+from streambp.offload.costs import GRAPH, AsUnpatched, Chosen, was_moved
 from streambp.offload.engines import BACK, OUT
 
 
@@ -126,7 +126,7 @@ def _memory(state: PatchState, step: Step) -> StepMemory:
     least = choice.least if isinstance(choice, Chosen) else math.inf
     return StepMemory(
         needed=choice.bytes if isinstance(choice, AsUnpatched) else None,
-        free=None if choice is None or state.offloader is not None else choice.room,
+        free=None if choice is None or moves(state, step) else choice.room,
         least_free=None if least == math.inf else least,
         peak=counted_bytes(device, "peak") if device is not None and tells_memory(device) else None,
         let_go=step.let_go,
@@ -154,10 +154,20 @@ def _saved(state: PatchState, step: Step, choice: Chosen | None) -> tuple[Saved,
     return tuple(Saved(name, layers) for name, layers in names.items())
 
 
+def moves(state: PatchState, step: Step) -> bool:
+    """True if saved tensors of a step go to the host, by the settings or by the policy's choice.
+
+    Args:
+        state: the model's patch.
+        step: the record of the step.
+    """
+    return state.config.always_moves or was_moved(step.choice)
+
+
 def _host_traffic(state: PatchState, step: Step) -> HostTraffic | None:
     """Return how many bytes `step` moved to host memory and back, for its record; None without
     offloading."""
-    if state.offloader is None:
+    if state.offloader is None or not moves(state, step):
         return None
     stats = state.offloader.stats()
     choice = None

@@ -44,6 +44,7 @@ from streambp.offload.costs import Figures
 from streambp.offload.free_memory import FreeMemory
 from streambp.offload.link import LinkBudget
 from streambp.offload.manager import OffloadManager
+from streambp.offload.moving import HostChoice
 from streambp.offload.policy import SavesPolicy
 from streambp.offload.weights import HostWeights, several_ranks
 
@@ -133,11 +134,13 @@ def _put_on(
     state = PatchState(
         config, home=Home(model), left_alone=stacks.left_alone, shares_through_cache=shared
     )
-    if config.offload != "none":
+    if config.always_moves or config.may_move:
         host_memory, gpu_memory = (
             None if m is None else int(m) for m in (config.host_memory, config.gpu_memory)
         )
-        state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers), gpu_memory)
+        state.offloader = OffloadManager(
+            host_memory, config.on_host_full, len(layers), gpu_memory, on_demand=config.may_move
+        )
     resident = config.weights == "device" or (config.weights == "auto" and several_ranks())
     state.weights = None if resident else HostWeights(state.home, config.host_memory)  # type: ignore[arg-type]
     state.steps = Steps(state.offloader)
@@ -179,18 +182,22 @@ def _set_auto(state: PatchState, name: str, states: States) -> None:
     saves = config.saves == "auto"
     on_device = config.offload == "auto" and config.gpu_memory is None
     link = None
-    if state.offloader is not None and (saves or on_device):
+    host = None
+    if state.offloader is not None and config.may_move:
+        host = HostChoice(state.offloader)
+    elif state.offloader is not None and (saves or on_device):
         link = LinkBudget(state.offloader, on_device)
     if state.weights is not None and config.weights == "auto":
         state.weights.room = states.room_for_weights
     if not steps.sites or not (sizes or saves or link is not None):
         return
     number = 1 + max(site.index for site in steps.sites)
-    state.saves_policy = policy = SavesPolicy(number, FreeMemory(), states, sizes, saves, link)
+    policy = SavesPolicy(number, FreeMemory(), states, sizes, saves, link, host)
+    state.saves_policy = policy
     for site in steps.sites:
         site.chunk_rule = policy.chunk if sizes else None
         site.saves_policy = policy if saves or link is not None else None
-    if not saves or state.offloader is not None:
+    if not saves or link is not None:
         return
     state.pending.let_go = policy.let_go
     if config.unpatched_runs and config.rows != "packed" and config.weights != "cpu":

@@ -39,6 +39,7 @@ from streambp.model.fused_layers import InstalledKernels
 from streambp.model.steps import Steps
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.offload.manager import OffloadManager
+from streambp.offload.moving import HostChoice
 from streambp.offload.policy import SavesPolicy
 from streambp.offload.weights import HostWeights
 from streambp.prefixes.calls import Unseen
@@ -91,6 +92,11 @@ class ForwardContext:
     asked_cache: bool = False
     names_cache: bool | None = None
     again: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardContext:
+        """Return a new context, because no forward of the copied model runs. A count during a
+        forward copies the model, and a copy of the batch would stay in device memory."""
+        return ForwardContext()
 
 
 @dataclasses.dataclass
@@ -170,6 +176,14 @@ class PatchState:
         """Return the module that was passed to `patch`. If it was deleted, return the outermost
         remaining module with a replaced forward; None if there is none."""
         return self.home()
+
+    @property
+    def host(self) -> HostChoice | None:
+        """Return the object that decides in each micro-batch if saved tensors move to the host; None
+        if the settings decide."""
+        if self.saves_policy is None:
+            return None
+        return self.saves_policy.host
 
     def enter(self, wrapper: InstanceForward) -> None:
         """Add an object that replaces a module's forward to `wrappers`, and the layer site that it

@@ -36,7 +36,7 @@ from streambp.instance_forward import Living
 from streambp.layer.oom import bare_advice
 from streambp.layer.site import CallReport, LayerSite
 from streambp.model.record import StepRecord
-from streambp.offload.costs import Choice, Chosen
+from streambp.offload.costs import Choice, Chosen, was_moved
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.calls import Shared
 
@@ -295,6 +295,9 @@ class _Ending:
         if any(allocator_count(device, "num_ooms") > count for device, count in step.ooms.items()):
             plan = max((r.plan for r in step.reports if r.plan is not None), key=len, default=None)
             warnings.warn(
-                bare_advice(step.tokens, None if plan is None else (sites[0].config, plan)),
+                bare_advice(
+                    step.tokens,
+                    None if plan is None else (sites[0].config, plan, was_moved(step.choice)),
+                ),
                 stacklevel=1,
             )

@@ -312,13 +312,15 @@ class BackboneForward(InstanceForward):
                         self.prefixes.last = AS_UNPATCHED
                     state.steps.forward_done(id(self.module), tokens, None, unpatched=True)
                     return with_absent_cache(output) if cacheless else output
-                if state.offloader is not None:
+                if state.offloader is not None and not state.offloader.on_demand:
                     self._meet_engines_on_the_host(state.offloader)
                 if is_initialized():
                     context.shards = shards_of(
                         kwargs, tokens, self.module.config, self.module.training, self._sites
                     )
                     state.history.split = context.shards or state.history.split
+                    if state.host is not None:
+                        state.host.allowed = context.shards is None
                 context.packed_rows = (
                     self._packed_rows(kwargs, tokens) if self.keeps_states else None
                 )
@@ -326,11 +328,10 @@ class BackboneForward(InstanceForward):
                     # gemma4 would run some layers on these positions alone; its head selects the
                     # positions anyway.
                     kwargs.pop("logits_to_keep", None)
-                if state.unpatched is None or torch.is_grad_enabled():
+                if torch.is_grad_enabled():
                     output = self._run(kwargs)
                 else:
-                    device: torch.device = self.module.device  # type: ignore[assignment]
-                    output = state.unpatched.watch_draws(lambda: self._run(kwargs), device)
+                    output = self._watched(kwargs)
                 self._note(tokens)
                 return with_absent_cache(output) if cacheless else output
             finally:
@@ -392,6 +393,17 @@ class BackboneForward(InstanceForward):
 
         config: PreTrainedConfig = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
         return self.state.as_unpatched(run, kwargs, config, self.state.running.padding_unseen)
+
+    def _watched(self, kwargs: dict[str, Any]) -> Any:
+        """Return the output of a forward without gradients, and record if the forward drew random
+        numbers, which a forward with gradients may have to draw again (GradCache)."""
+        state = self.state
+        device: torch.device = self.module.device  # type: ignore[assignment]
+        run = functools.partial(self._run, kwargs)
+        for watch in (state.host, state.unpatched):
+            if watch is not None:
+                run = functools.partial(watch.watch_draws, run, device)
+        return run()
 
     def packs(self, kwargs: Mapping[str, Any], padding_unseen: Unseen) -> bool:
         """True if this call would be computed as one packed row without padding, in which common

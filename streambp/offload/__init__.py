@@ -17,7 +17,7 @@ def manager_of(model: nn.Module) -> OffloadManager:
         model: a patched model, a module around the model, or a patched part.
 
     Raises:
-        StreamBPError: the patch does not offload tensors.
+        StreamBPError: the patch does not offload tensors, or did not until now.
     """
     for module in model.modules():
         for state in (
@@ -25,7 +25,7 @@ def manager_of(model: nn.Module) -> OffloadManager:
             *(getattr(forward, "state", None) for forward in forwards(module)),
         ):
             manager = getattr(state, "offloader", None)
-            if isinstance(manager, OffloadManager):
+            if isinstance(manager, OffloadManager) and manager.is_used:
                 return manager
     raise StreamBPError(
         f"Nothing of this {type(model).__name__} is offloaded. Patch it with "

@@ -93,6 +93,20 @@ class Arena:
     refused: str | None = None
     _free: list[BufferStack] = dataclasses.field(default_factory=list)
 
+    @property
+    def idle(self) -> int:
+        """Return the bytes of all free stacks."""
+        return sum(stack.size for stack in self._free)
+
+    def largest_idle(self, kind: str) -> int:
+        """Return the bytes of the stack that `take` would return; 0 if the stack would be new.
+
+        Args:
+            kind: kind of the stack.
+        """
+        sizes = [stack.size for stack in self._free if stack.kind == kind]
+        return sizes[-1] if sizes else 0
+
     def take(self, kind: str = "") -> BufferStack:
         """Return a free stack of this kind and remove it from the pool; the stack that came back
         last is taken first. If the pool has no such stack, return a new stack without memory."""

@@ -395,6 +395,15 @@ class AsUnpatched:
 Choice = Chosen | AsUnpatched
 
 
+def was_moved(choice: Choice | None) -> bool:
+    """True if saved tensors of a micro-batch went to the host by the policy's choice.
+
+    Args:
+        choice: the choice for the micro-batch.
+    """
+    return isinstance(choice, Chosen) and choice.measured is not None
+
+
 class Need:
     """Prediction of the memory that a step needs if no layer saves tensors beyond its input. The
     rest of the free memory may be used for saved tensors."""
@@ -428,6 +437,29 @@ class Need:
         return max(map(operator.itemgetter(1), self.by_layer(tokens, chunk, present)))
 
 
+@dataclasses.dataclass(frozen=True)
+class HostFigures:
+    """Predictions about the steps of a model that move layer inputs to the host and save nothing
+    else.
+
+    Attributes:
+        need: device memory of a step.
+        seconds: maps (tokens, tokens of a chunk) to three numbers: seconds of forward's kernels, of
+            backward, and of the step.
+        products: FLOP/s of matrix products.
+        attention: FLOP/s of attention's forward.
+        link: bytes/s to the host.
+        set_aside: bytes of host memory that an engine will take.
+    """
+
+    need: Need
+    seconds: Callable[[int, int], tuple[float, float, float]]
+    products: float
+    attention: float
+    link: float
+    set_aside: int = 0
+
+
 @dataclasses.dataclass
 class Figures:
     """Predictions about the steps of a model in its present state (trained parameters, dtype,
@@ -441,6 +473,8 @@ class Figures:
         products: FLOP/s of matrix products.
         link: bytes/s to the host.
         why: the reason why figures are missing.
+        on_host: function that returns figures of steps with layer inputs on the host; None if such
+            steps cannot be counted. None in place of the function: nothing may move.
     """
 
     need: Need | None = None
@@ -449,6 +483,22 @@ class Figures:
     products: float = math.inf
     link: float = 0.0
     why: str = ""
+    on_host: Callable[[], HostFigures | None] | None = None
+
+    def worth(self, tokens: int, length: int) -> float:
+        """Return the seconds of recomputation that backward need not do if all layers save all
+        tensors.
+
+        Args:
+            tokens: tokens over all rows.
+            length: tokens of each row.
+        """
+        return self.spared(
+            {
+                index: list(cost.candidates(index, tokens, length))
+                for index, cost in self.costs.items()
+            }
+        )
 
     def spared(self, plan: Mapping[int, list[Candidate]]) -> float:
         """Return the seconds of recomputation that backward need not do because tensors were saved.
@@ -468,7 +518,7 @@ class Shortage:
     that similar micro-batches leave free.
 
     Attributes:
-        key: tokens of a step, and tokens of a chunk.
+        key: tokens of a step and of a chunk, and what else tells similar micro-batches.
         room: bytes available for saved tensors.
         planned: bytes of the tensors planned to be saved.
         wished: the bytes in `planned` by layer index.
@@ -480,7 +530,7 @@ class Shortage:
         back: fraction by which one micro-batch without a shortfall reduces the margin.
     """
 
-    key: tuple[int, int]
+    key: tuple[Any, ...]
     room: float
     planned: float
     wished: Mapping[int, float]

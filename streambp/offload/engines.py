@@ -51,6 +51,7 @@ from streambp.progress import progress_line
 COMPUTE = "compute"
 OUT = "out"
 BACK = "back"
+ENOUGH_BYTES = 2**28  # fewer copied bytes do not show a link's speed
 HOST = "host"  # the calling thread, which can wait like a queue
 STALL = "stall_"  # prefix of a queue's name: time for which compute waited
 SPENT = (OUT, BACK, STALL + OUT, STALL + BACK)
@@ -81,13 +82,16 @@ class Engine:
 
     Attributes:
         name: description for users.
+        pinned: True unless pinning of host memory has failed.
     """
 
     name = "copies at once"
+    pinned = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._spent = dict.fromkeys(SPENT, 0.0)
+        self._copied = dict.fromkeys(SPENT, 0)  # bytes of the copies in `_spent`
 
     def beside(self, device: torch.device) -> Engine:
         """Return an engine for another device, which uses the same host memory.
@@ -126,7 +130,15 @@ class Engine:
         target.copy_(source)
         seconds = time.perf_counter() - start
         self._spent[queue] += seconds
+        self._copied[queue] += source.nbytes
         self._spent[STALL + queue] += seconds  # the copy blocks compute
+
+    def rate(self, queue: str) -> float | None:
+        """Return the bytes/s of the finished copies of a queue; None before enough bytes were
+        copied to tell. The call does not wait for the device."""
+        copied = self._copied[queue]
+        spent = self._spent[queue]
+        return copied / spent if copied >= ENOUGH_BYTES and spent else None
 
     def access(self, queue: str, tensor: Tensor, write: bool) -> None:
         """Tell the tests' race checker (`TraceEngine`, a subclass) about a memory access; do
@@ -191,7 +203,9 @@ class AcceleratorEngine(Engine):
         self.pinned = True
         self._first = beside
         self._streams = {OUT: torch.Stream(device), BACK: torch.Stream(device)}
-        self._running: collections.deque[tuple[str, torch.Event, torch.Event]] = collections.deque()
+        self._running: collections.deque[tuple[str, torch.Event, torch.Event, int]] = (
+            collections.deque()
+        )
 
     def _stream(self, queue: str) -> torch.Stream:
         if queue in self._streams:
@@ -266,7 +280,7 @@ class AcceleratorEngine(Engine):
             return
         before = self.clock()
         stream.wait_event(recorded)
-        self._running.append((STALL + origin, before, self.clock()))
+        self._running.append((STALL + origin, before, self.clock(), 0))
         self._add_up()
 
     def settle(self) -> None:
@@ -281,15 +295,16 @@ class AcceleratorEngine(Engine):
         with self._streams[queue]:
             before = self.clock(queue)
             target.copy_(source, non_blocking=(self._first or self).pinned)
-            self._running.append((queue, before, self.clock(queue)))
+            self._running.append((queue, before, self.clock(queue), source.nbytes))
         self._add_up()
 
     def _add_up(self) -> None:
         """Add the times of finished copies and waits to the totals, without waiting for the
         device."""
         while self._running and self._running[0][2].query():
-            name, before, after = self._running.popleft()
+            name, before, after, size = self._running.popleft()
             self._spent[name] += before.elapsed_time(after) / 1e3
+            self._copied[name] += size
 
     def spent(self) -> dict[str, float]:
         """Return the seconds of copies out and back and of compute's waits, by name, after waiting

@@ -23,6 +23,8 @@ HOST_MEMORY_CACHE_SECONDS = (
 )
 USABLE = 0.95  # fraction of the device; the rest is for fragmentation
 HOST_PART = 0.9  # fraction of the free host memory that offloading may use
+# The program has not asked for offloading here, and pinned memory cannot be swapped.
+DEFAULT_HOST_PART = 0.5
 LEFT = 2**30  # bytes that stay free for other libraries
 
 
@@ -164,12 +166,13 @@ def host_limit(
     cgroup: Path = Path("/sys/fs/cgroup"),
     set_aside: int = 0,
     membership: Path = Path("/proc/self/cgroup"),
+    part: float = HOST_PART,
 ) -> int:
     """Return the bytes of host memory that this rank may use.
 
-    The result is `wanted` if given. Otherwise it is nine tenths of this rank's share of the free
-    memory, or NO_LIMIT if the free memory is unknown. Free memory is limited by the machine and by
-    its control groups.
+    The result is `wanted` if given. Otherwise it is a part of this rank's share of the free memory,
+    or NO_LIMIT if the free memory is unknown. Free memory is limited by the machine and by its
+    control groups.
 
     Args:
         wanted: requested bytes; None: no request.
@@ -177,6 +180,7 @@ def host_limit(
         cgroup: root folder of the control groups.
         set_aside: bytes that this rank will allocate for other purposes.
         membership: file with the control groups of this process.
+        part: fraction of the rank's share, if `wanted` is None.
 
     Raises:
         StreamBPError: less memory is available than requested. The out-of-memory killer would raise
@@ -196,7 +200,7 @@ def host_limit(
     ranks = local_ranks()
     available = min(limits, default=math.inf) / ranks
     if wanted is None:
-        return max(0, int(HOST_PART * available) - set_aside) if available != math.inf else NO_LIMIT
+        return max(0, int(part * available) - set_aside) if available != math.inf else NO_LIMIT
     if wanted + set_aside > available:
         shared = f" for each of {ranks} ranks on this machine" if ranks > 1 else ""
         if set_aside:

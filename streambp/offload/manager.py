@@ -23,17 +23,19 @@ budget of offload="auto" is measured (`link.py`).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from streambp.device import MEMORY_ERRORS, is_out_of_memory
 from streambp.errors import BackwardError, HostMemoryError
 from streambp.offload.arena import Arena, padded
 from streambp.offload.costs import saved_as
 from streambp.offload.engines import BACK, COMPUTE, OUT, STALL, Engine, make_engine
-from streambp.offload.free_memory import host_limit
+from streambp.offload.free_memory import DEFAULT_HOST_PART, NO_LIMIT, host_limit
 from streambp.offload.transfers import MICRO_BATCH, Entry, Holding, Transfers
 
 Access = tuple[str, int]
@@ -45,7 +47,8 @@ class OffloadManager:
     section 5).
 
     Args:
-        host_memory: limit on host memory in bytes; None: nine tenths of the available memory.
+        host_memory: limit on host memory in bytes; None: nine tenths of the available memory, or
+            half of it if tensors leave on demand.
         on_host_full: treatment of tensors that do not fit: "keep" on the device, "recompute" if
             possible, or "raise".
         layers: number of layers in a forward, for the size of the host memory and the choice of
@@ -60,6 +63,10 @@ class OffloadManager:
             determine before `gpu_memory`.
         staying: names of the tensors that stay on the device, by the layer's index, as chosen by
             the policy; None: the last layers' tensors stay. [Note: two rooms]
+        on_demand: True if the policy decides in each micro-batch if tensors leave.
+            [Note: host by seconds]
+        reserve: bytes of host memory that a micro-batch is expected to take, allocated at its
+            start; 0: unknown.
     """
 
     def __init__(
@@ -69,7 +76,10 @@ class OffloadManager:
         layers: int,
         gpu_memory: int | None = None,
         engine: Engine | None = None,
+        on_demand: bool = False,
     ) -> None:
+        self.on_demand = on_demand
+        self.reserve = 0
         self.host_memory = host_memory
         self.on_host_full = on_host_full
         self.layers = layers
@@ -94,7 +104,14 @@ class OffloadManager:
             self.on_host_full,
             self.layers,
             self._given_gpu_memory,
+            None,
+            self.on_demand,
         )
+
+    @property
+    def is_used(self) -> bool:
+        """True if tensors leave in each step, or if some have left."""
+        return not self.on_demand or self.arena is not None
 
     def start(self, device: torch.device) -> tuple[Arena, Engine]:
         """Return the host memory pool and the copy engine for a device. The first call creates the
@@ -105,15 +122,47 @@ class OffloadManager:
         elif device not in engines:
             engines[device] = next(iter(engines.values())).beside(device)
         if self.arena is None:
-            if self.host_memory is None:
-                wanted = None
-            else:
-                wanted = max(1, self.host_memory - self.held - self.to_come)
-            limit = host_limit(
-                wanted, set_aside=self.set_aside + (self.to_come if wanted is None else 0)
-            )
-            self.arena = Arena(limit, engines[device].host_buffer, self.transfers.settle)
+            self.arena = Arena(self._limit(), engines[device].host_buffer, self.transfers.settle)
         return self.arena, engines[device]
+
+    def _limit(self) -> int:
+        """Return the bytes of host memory for saved tensors.
+
+        If tensors leave on demand, this is half of the available memory, or the available part of
+        `host_memory`. It is 0 if the available memory is unknown.
+        """
+        if self.on_demand and self.host_memory is None:
+            half = host_limit(None, set_aside=self.set_aside, part=DEFAULT_HOST_PART)
+            return 0 if half == NO_LIMIT else half
+        if self.on_demand and self.host_memory is not None:
+            return min(self.host_memory, host_limit(None, set_aside=self.set_aside))
+        if self.host_memory is None:
+            wanted = None
+        else:
+            wanted = max(1, self.host_memory - self.held - self.to_come)
+        return host_limit(
+            wanted, set_aside=self.set_aside + (self.to_come if wanted is None else 0)
+        )
+
+    def host_room(self) -> float:
+        """Return the bytes of host memory that a new micro-batch can take. Host memory that cannot
+        be pinned has no room, because copies would be slow."""
+        if self.arena is None:
+            return self._limit()
+        if not all(engine.pinned for engine in self.transfers.engines.values()):
+            return 0.0
+        return self.arena.limit - self.arena.allocated + self.arena.idle
+
+    @property
+    def pinned(self) -> int:
+        """Return the bytes of host memory that are allocated and free for a new micro-batch."""
+        return 0 if self.arena is None else self.arena.largest_idle(MICRO_BATCH)
+
+    def link_rate(self) -> float | None:
+        """Return the measured bytes/s to the host; None before enough bytes were moved."""
+        rates = [engine.rate(OUT) for engine in self.transfers.engines.values()]
+        known = [rate for rate in rates if rate is not None]
+        return min(known, default=None)
 
     def open(self, index: int, device: torch.device) -> HostTensors:
         """Return the storage for the tensors that one layer saves in this call. A layer index that
@@ -125,6 +174,8 @@ class OffloadManager:
             batch = Holding(arena, MICRO_BATCH)
             self._current = weakref.ref(batch)
             self._holdings.add(batch)
+            if self.reserve > batch.stack.size:
+                arena.grow(batch.stack, padded(self.reserve - batch.stack.size))
         batch.last_index = index
         if self.staying is not None:
             return HostTensors(self, batch, engine, self.staying.get(index, frozenset()))
@@ -188,7 +239,7 @@ class OffloadManager:
             if len(holding.stores) > 1:  # estimate later layers by earlier ones
                 done = len(holding.stores) - 1
                 staying = 0
-                if self.gpu_memory is not None:
+                if self.gpu_memory is not None and not self.on_demand:
                     staying = max(0, self.gpu_memory - self.workspace - self.kept) // max(
                         1, holding.layer_bytes
                     )
@@ -348,6 +399,26 @@ class HostTensors:
         """True if a tensor is stored under this name and chunk."""
         return (name, chunk) in self._entries
 
+    def finish_copies(self) -> bool:
+        """Free the tensors on the device whose copies to the host were started, after these copies.
+        Return True if there were any."""
+        return self._transfers.let_go() > 0
+
+    def drop(self, names: Callable[[str], bool]) -> set[str]:
+        """Remove stored tensors that stay on the device, and return their names.
+
+        Args:
+            names: function that returns True for the name of a tensor to remove.
+        """
+        dropped = set()
+        for access, entry in list(self._entries.items()):
+            if entry.host is None and names(access[0]):
+                del self._entries[access]
+                if entry.budgeted and entry.source is not None:
+                    self.kept -= entry.source.nbytes
+                dropped.add(access[0])
+        return dropped
+
     def load(self, name: str, chunk: int) -> None:
         """Start the copy of a stored tensor to the device, unless the tensor is on the device or on
         its way."""
@@ -404,10 +475,15 @@ class HostTensors:
     def take(self, name: str, chunk: int) -> Tensor:
         """Return a stored tensor [...] on the device, and remove it from the storage."""
         tensor = self.peek(name, chunk)
-        entry = self._entries.pop((name, chunk))
-        self._transfers.let_go(entry)
-        self.kept -= tensor.nbytes if entry.budgeted else 0
+        self.remove(name, chunk)
         return tensor
+
+    def remove(self, name: str, chunk: int) -> None:
+        """Remove a tensor from the storage."""
+        entry = self._entries.pop((name, chunk))
+        if entry.budgeted and entry.source is not None:
+            self.kept -= entry.source.nbytes
+        self._transfers.let_go(entry)
 
     def seal(self, order: list[list[Access]], workspace: int = 0) -> None:
         """End a layer's forward: set the order in which backward will read the stored tensors.
@@ -428,8 +504,17 @@ class HostTensors:
         before if this layer has no more.
 
         Tensors that backward reads together form a group. Groups are started in backward's order,
-        until at least as many tensors are on their way as the largest group has.
+        until at least as many tensors are on their way as the largest group has. A device
+        without memory gets the tensors later, when backward reads them.
         """
+        try:
+            self._read_ahead()
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+
+    def _read_ahead(self) -> None:
+        """Start the copies of `read_ahead`."""
         started = 0
         if not self._order:  # forward runs, or the store holds a prefix's tiles
             return
@@ -439,7 +524,7 @@ class HostTensors:
                 break
         before = self._before() if self._before is not None else None
         if before is not None and not started:
-            before.read_ahead()
+            before._read_ahead()
 
     def _load_all(self, reads: list[Access]) -> int:
         """Start the copies to the device of the tensors in `reads` that are still stored, and

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from streambp.offload.costs import Candidate
@@ -56,12 +56,53 @@ class Places:
             layer's input.
         leaving: bytes that leave for the host, by name.
         on_device: bytes that stay on the device.
+        sizes: bytes of each layer's input, by the layer's index.
     """
 
     saved: dict[int, list[Candidate]] = dataclasses.field(default_factory=dict)
     staying: dict[int, set[str]] = dataclasses.field(default_factory=dict)
     leaving: dict[str, float] = dataclasses.field(default_factory=dict)
     on_device: float = 0.0
+    sizes: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+    def copied(self) -> Places:
+        """Return a copy whose places can be changed."""
+        staying = {index: set(names) for index, names in self.staying.items()}
+        saved = {index: list(found) for index, found in self.saved.items()}
+        return dataclasses.replace(self, saved=saved, staying=staying)
+
+    @property
+    def inputs(self) -> float:
+        """Return the bytes of all layers' inputs."""
+        return sum(self.sizes.values())
+
+    def stays(self, index: int) -> float:
+        """Return the bytes of a layer's tensors that stay on the device.
+
+        Args:
+            index: the layer's index.
+        """
+        names = self.staying.get(index, set())
+        size = self.sizes.get(index, 0.0) if INPUT in names else 0.0
+        return size + sum(one.bytes for one in self.saved.get(index, ()) if one.name in names)
+
+    def let_leave(self, indices: Iterable[int], size: float) -> float:
+        """Remove tensors from the device until at least `size` bytes are free, and return the bytes.
+        Inputs leave for the host; other tensors that stay are not saved.
+
+        Args:
+            indices: indices of the layers, in the order in which their tensors are taken.
+            size: bytes to free.
+        """
+        freed = 0.0
+        for index in indices:
+            if freed >= size:
+                break
+            freed += self.stays(index)
+            names = self.staying.pop(index, set())
+            kept = [one for one in self.saved.get(index, []) if one.name not in names]
+            self.saved[index][:] = kept
+        return freed
 
     @property
     def spared(self) -> float:
@@ -128,7 +169,7 @@ class _Choice:
                 each byte are the last to be copied to the host.
         """
         rooms = self.rooms
-        places = Places()
+        places = Places(sizes=self.inputs)
         host = rooms.host
         sizes: dict[int, float] = {}  # bytes of each layer that leave
         for index in sorted(self.inputs):

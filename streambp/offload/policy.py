@@ -33,6 +33,9 @@ but inputs. Attention outputs leave only if attending again takes longer than co
 forward counts, because a backward takes twice as long and the link is no slower in its direction.
 One choice decides about saves and their places. [Note: two rooms]
 
+If offload="if_faster", each micro-batch also decides if saved tensors are copied to the host
+([Note: host by seconds]).
+
 A call in one chunk, on a device with room for all saves, keeps its graph and recomputes nothing
 ([Note: kept graphs]). A call whose graphs fit into four fifths of the room is not streamed at all
 ([Note: micro-batches as unpatched]).
@@ -40,6 +43,7 @@ A call in one chunk, on a device with room for all saves, keeps its graph and re
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -65,6 +69,7 @@ from streambp.offload.costs import (
 )
 from streambp.offload.free_memory import host_limit
 from streambp.offload.link import LinkBudget
+from streambp.offload.moving import HostChoice, MovingStep, Shape
 from streambp.offload.places import Places, TwoRooms, choose_places
 
 IGNORED_SHARE_OF_FREE_MEMORY = (
@@ -75,6 +80,7 @@ CHUNK_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024)  # over all rows of the ba
 EQUAL_SECONDS = 0.002  # seconds with a smaller relative difference count as equal
 FORWARD = 0.25  # forward's fraction of a step's seconds; backward computes three times as much
 REMEMBERED = 32  # maximal number of margins
+ON_HOST = "on the host"  # marks the margins of micro-batches that move saved tensors
 
 Free = Callable[[torch.device], float | None]  # optional methods are those of `FreeMemory`
 Rooms = list[list[float]]  # (index, bytes): common budget of all layers up to `index`
@@ -92,9 +98,13 @@ class SavesPolicy:
         sizes: True if chunk sizes are chosen (chunk_size="auto").
         saves: True if saved tensors are chosen (saves="auto").
         link: budget of tensors that are copied to the host; None: saved tensors stay on the device.
+        host: decides in each micro-batch if saved tensors are copied to the host; None: the
+            settings decide. [Note: host by seconds]
 
     Attributes:
         latest: the last micro-batch's choice; None: too little information for a choice.
+        moving: the prediction by which the micro-batch moves saved tensors to the host; None: the
+            tensors stay, or `link` decides.
     """
 
     def __init__(
@@ -105,7 +115,11 @@ class SavesPolicy:
         sizes: bool,
         saves: bool,
         link: LinkBudget | None = None,
+        host: HostChoice | None = None,
     ) -> None:
+        self.host = host
+        self.moving: MovingStep | None = None
+        self._decided: Shape | None = None  # size of the micro-batch for which `moving` is known
         self.layers = layers
         self.free = free
         self.states = states
@@ -125,12 +139,13 @@ class SavesPolicy:
         # choices with offload="auto", by the measurements and the device's room
         self._places: dict[tuple[Measured, float], Places] = {}
         self._batch = BatchSaves()
-        # keys are pairs: tokens of a step, tokens of a chunk
-        self.margins: dict[tuple[int, int], Shortage] = {}
+        # keys are tokens of a step and of a chunk, or `Shape` and ON_HOST
+        self.margins: dict[tuple[Any, ...], Shortage] = {}
 
     def __reduce__(self) -> Any:
         """Return what copy and pickle need to make a new object without measurements."""
-        return SavesPolicy, (self.layers, self.free, self.states, self.sizes, self.keeps, self.link)
+        settings = (self.layers, self.free, self.states, self.sizes, self.keeps)
+        return SavesPolicy, (*settings, self.link, self.host)
 
     def __str__(self) -> str:
         if self.known.seconds is None:
@@ -186,22 +201,89 @@ class SavesPolicy:
         """Return the chunk size in positions of each row with which a step is fastest among the
         sizes that fit into memory. If no size fits, return the smallest."""
         known = self.known
+        self.moving = None
         free = None if known.need is None or known.seconds is None else self.free(device)
         if free is None:
             return plan_chunks(length, batch_size, "auto").size
         size = 1
         best = math.inf
+        chosen: dict[int, list[Candidate]] = {}
         tokens = batch_size * length
+        sizes = []
         for wanted in CHUNK_TOKENS:
             positions = max(1, wanted // batch_size)
             positions = length if positions >= length else in_one_pass(positions)
+            sizes.append(positions)
             if math.isinf(best):
                 size = positions  # if no size fits, the last one remains
-            fits, _, seconds = self.predicted(free, tokens, batch_size * positions, device, length)
+            fits, plan, seconds = self.predicted(
+                free, tokens, batch_size * positions, device, length
+            )
             if fits and seconds < best * (1 - EQUAL_SECONDS):
                 size = positions
                 best = seconds
+                chosen = plan
+        if self.host is not None and known.on_host is not None:
+            rows = (batch_size, length)
+            self.moving = self._faster_on_host(sizes, rows, device, free, (best, chosen))
+            if self.moving is not None:
+                size = self.moving.shape.chunk // batch_size
+            self._decided = Shape(tokens, length, batch_size * size)
         return size
+
+    def _faster_on_host(
+        self,
+        sizes: Iterable[int],
+        rows: tuple[int, int],
+        device: torch.device,
+        free: float,
+        staying: tuple[float, Mapping[int, list[Candidate]]],
+    ) -> MovingStep | None:
+        """Return the prediction for the micro-batch if saved tensors must move to the host; None if
+        they must stay on the device. [Note: host by seconds]
+
+        Args:
+            sizes: chunk sizes to try, in positions of each row.
+            rows: number of rows, and tokens of each row.
+            device: the device.
+            free: free bytes of the device.
+            staying: seconds and saved tensors of the fastest step that moves nothing; infinity if
+                none fits.
+        """
+        host, known = self.host, self.known
+        assert host is not None
+        assert known.on_host is not None
+        batch_size, length = rows
+        tokens = batch_size * length
+        host.reset()
+        if not (host.allowed and self.keeps) or host.must_draw_alike():
+            return None
+        costs = known.costs
+        if len(costs) < self.layers or any(cost.device != device for cost in costs.values()):
+            return None
+        seconds, plan = staying
+        unsaved = known.worth(tokens, length) - known.spared(plan)
+        if not host.is_worth_counting(unsaved, seconds):
+            return None
+        figures = known.on_host()
+        if figures is None:
+            return None
+        fastest = None
+        room = host.room(figures)
+        for size in dict.fromkeys(sizes):
+            shape = Shape(tokens, length, batch_size * size)
+            # Memory that similar micro-batches lacked, wherever their tensors were.
+            lacks = (self.margins.get(key) for key in ((*shape, ON_HOST), (tokens, shape.chunk)))
+            margin = max((lack.margin for lack in lacks if lack is not None), default=0.0)
+            left = free - figures.need(tokens, shape.chunk, self.present) - margin
+            step = host.predicted(figures, costs, shape, left, room)
+            if not step.fits:
+                continue
+            if fastest is None or step.seconds < fastest.seconds * (1 - EQUAL_SECONDS):
+                fastest = step
+        if fastest is None or not host.pays(fastest, seconds):
+            return None
+        return fastest
 
     def predicted(
         self, free: float, tokens: int, chunk: int, device: torch.device, length: int
@@ -270,6 +352,8 @@ class SavesPolicy:
             self._shrink(kept, tokens)
         batch = self._batch
         batch.last = index
+        if self.host is not None:
+            kept.moves = self.moving is not None
         watch = None
         cost = self.known.costs.get(index)
         chosen = batch.plan.get(index, [])
@@ -299,8 +383,11 @@ class SavesPolicy:
         elif index in self._by_name and can_keep_graph():
             self._by_name.discard(index)
         self._waiting.add(kept)
-        inputs = 0.0 if cost is None else cost.scaled_to(tokens).x
-        batch.expected -= sum(candidate.bytes for candidate in chosen) + inputs
+        if self.moving is not None:
+            batch.expected -= self.moving.places.stays(index)
+        else:
+            inputs = 0.0 if cost is None else cost.scaled_to(tokens).x
+            batch.expected -= sum(candidate.bytes for candidate in chosen) + inputs
         return () if graph else tuple(candidate.name for candidate in chosen), graph, watch
 
     def _shrink(self, kept: Any, tokens: int) -> None:
@@ -321,6 +408,11 @@ class SavesPolicy:
         if batch.shortage is not None and not batch.others_are_seen:
             batch.shortage.missing = max(batch.shortage.missing, short)
         later = range(index, self.layers)
+        if self.moving is not None:
+            freed = self.moving.places.let_leave(later, short)
+            if freed < short:
+                self._drop(None, "less memory was free than planned")
+            return
         planned = sum(candidate.bytes for i in later for candidate in batch.plan.get(i, []))
         if short > planned:
             self._drop(None, "less memory was free than planned")
@@ -359,6 +451,11 @@ class SavesPolicy:
         free = self.free(kept.device)
         need = self.known.need
         tokens = rows * length
+        if self.host is not None and self.known.on_host is not None and free is not None:
+            self._decide_for(Shape(tokens, length, chunk), kept.device, free)
+            if self.moving is not None:
+                self._begin_moving(self.moving, kept.device, free)
+                return
         batch.others_are_seen = getattr(self.free, "sees_others", lambda _: False)(kept.device)
         if free is None or need is None or not self.known.costs:
             return
@@ -374,6 +471,64 @@ class SavesPolicy:
             batch.at_work = need.at_work(chunk)
             wished = {index: sum(c.bytes for c in found) for index, found in batch.plan.items()}
             batch.shortage = Shortage((tokens, chunk), room, planned, wished)
+
+    def _decide_for(self, shape: Shape, device: torch.device, free: float) -> None:
+        """Decide if the micro-batch that begins moves saved tensors to the host, unless the choice
+        of its chunk size has decided. [Note: host by seconds]
+
+        Args:
+            shape: size of the micro-batch.
+            device: the device.
+            free: free bytes of the device.
+        """
+        assert self.host is not None
+        if shape != self._decided or not self.sizes:
+            self.moving = None
+            if self.known.need is not None and self.known.seconds is not None:
+                tokens, length, chunk = shape
+                fits, plan, seconds = self.predicted(free, tokens, chunk, device, length)
+                staying = (seconds if fits else math.inf, plan)
+                batch_size = max(1, tokens // max(1, length))
+                rows = (batch_size, length)
+                size = max(1, chunk // batch_size)
+                self.moving = self._faster_on_host([size], rows, device, free, staying)
+        self._decided = None
+        self.host.began(self.moving)
+
+    def _begin_moving(self, step: MovingStep, device: torch.device, free: float) -> None:
+        """Begin a micro-batch that moves saved tensors to the host. [Note: host by seconds]
+
+        Args:
+            step: the prediction for the micro-batch.
+            device: the device.
+            free: free bytes of the device.
+        """
+        assert self.host is not None
+        assert self.known.on_host is not None
+        figures = self.known.on_host()
+        assert figures is not None
+        places = step.places.copied()
+        self.moving = step = dataclasses.replace(step, places=places)
+        self.host.prepare(step)
+        batch = self._batch
+        batch.device = device
+        batch.plan = places.saved
+        batch.slack = IGNORED_SHARE_OF_FREE_MEMORY * free
+        batch.retries = getattr(self.free, "retries", lambda _: 0)(device)
+        batch.others_are_seen = getattr(self.free, "sees_others", lambda _: False)(device)
+        shape, pace = step.shape, step.pace
+        room = pace.link * pace.forward  # bytes whose copies hide behind forward
+        measured = Measured(
+            shape.tokens, shape.length, pace.forward, pace.link, pace.attention, step.host
+        )
+        inputs = places.inputs
+        self.latest = Chosen(*shape, min(room, step.host), places.saved, measured, inputs)
+        self.latest.on_device = planned = places.on_device
+        batch.expected = free - max(0.0, step.left - planned)
+        if planned:
+            batch.at_work = figures.need.at_work(shape.chunk)
+            wished = {index: places.stays(index) for index in places.saved}
+            batch.shortage = Shortage((*shape, ON_HOST), step.left, planned, wished)
 
     def _begin_on_host(self, link: LinkBudget, tokens: int, length: int, chunk: int) -> None:
         """Choose the tensors that this micro-batch saves, and those of them that are copied to the
@@ -444,7 +599,8 @@ class SavesPolicy:
         chosen = self.latest
         known = self.known
         costs = self.known.costs
-        if not isinstance(chosen, Chosen) or self.link is not None or known.seconds is None:
+        on_host = self.link is not None or known.on_host is not None
+        if not isinstance(chosen, Chosen) or on_host or known.seconds is None:
             return 0.0
         if GRAPH in chosen.layers or chosen.layers.get("attn_out", 0) == len(costs):
             return 0.0
@@ -606,13 +762,14 @@ class SavesPolicy:
         there = [
             other
             for other in self._waiting
-            if other.device == device and (other.saves or other.keeps_graph)
+            if other.device == device and (other.saves or other.keeps_graph or other.moves)
         ]
-        for other in there:
-            other.give_up(at_work=other is kept)
+        freed = [other.give_up(at_work=other is kept) for other in there]
         self._batch.plan = {}
         if self._batch.shortage is not None:
             self._batch.shortage.gone = True
+        if self.moving is not None:
+            self.moving.places.staying.clear()
         if there and isinstance(self.latest, Chosen):
             self.latest.let_go = because
-        return bool(there)
+        return any(freed)

@@ -193,19 +193,20 @@ class Transfers:
         self.bytes[OUT] += tensor.nbytes
         self._in_flight.append(Departure(entry, tensor, entry.copied_out, self._group))
 
-    def let_go(self, entry: Entry | None = None, upto: float = math.inf) -> None:
-        """Release tensors on the device whose copies to the host were started. The compute stream
-        first waits for these copies, so that the memory is not overwritten too early.
+    def let_go(self, entry: Entry | None = None, upto: float = math.inf) -> int:
+        """Release tensors on the device whose copies to the host were started, and return their
+        number. The compute stream first waits for these copies, so that the memory is not
+        overwritten too early.
 
         Args:
             entry: the entry whose tensor is released; None: the tensors of all entries.
             upto: number of the last group to release. A group is the copies of one chunk; groups
                 are numbered in order.
         """
-        for departure in [
-            d for d in self._in_flight if d.group <= upto and entry in (None, d.entry)
-        ]:
+        released = [d for d in self._in_flight if d.group <= upto and entry in (None, d.entry)]
+        for departure in released:
             self._in_flight.remove(departure)
             departure.entry.engine.wait(COMPUTE, departure.event)  # 6
             if departure.entry.source is departure.tensor:
                 departure.entry.source = None
+        return len(released)

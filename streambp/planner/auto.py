@@ -19,20 +19,21 @@ from torch import nn
 
 from streambp.admission.stacks import find_stacks
 from streambp.config import LAST, StreamConfig
-from streambp.device import autocast_dtype
+from streambp.device import autocast_dtype, is_accelerator
 from streambp.distributed.engines import contents_of, full_bytes, full_shape, gradient_bytes
+from streambp.distributed.host import engine_host_use
 from streambp.instance_forward import Home
 from streambp.known_names import ENGINES
 from streambp.model.installed import patch_of
 from streambp.model.patching import install
 from streambp.model.state import PatchState
 from streambp.offload import free_memory
-from streambp.offload.costs import Figures, LayerCost, Need
+from streambp.offload.costs import Figures, HostFigures, LayerCost, Need
 from streambp.planner import stored_counts
 from streambp.planner.laws import Law, features
 from streambp.planner.layer_costs import seen_costs
-from streambp.planner.profile import Method, Phase
-from streambp.planner.seconds import seconds
+from streambp.planner.profile import Method, Phase, work
+from streambp.planner.seconds import kernels, seconds
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.step import EMBEDDING_BACKWARD
 from streambp.planner.survey import SurveyRecipe, survey
@@ -288,7 +289,7 @@ class ModelStates:
         sites = list(installed.steps.sites)
         upper_bound = bound(self.model, [site.layer for site in sites])
         if free_memory.free_memory(device) is None or (
-            self.config.chunk_size != "auto" and self.config.offload != "none"
+            self.config.chunk_size != "auto" and self.config.always_moves
         ):
             return Figures(upper_bound)
         cast = autocast_dtype(device.type)
@@ -322,7 +323,41 @@ class ModelStates:
         rates = rates_here(device)
         if not law.method.work:
             return Figures(law, costs)
-        return Figures(law, costs, seconds_of(law.method, rates), rates.products, rates.link)
+        if self.config.may_move and is_accelerator(device):
+            on_host = functools.cache(functools.partial(self._count_on_host, law, rates, cast))
+        else:
+            on_host = None
+        pace = seconds_of(law.method, rates)
+        return Figures(law, costs, pace, rates.products, rates.link, on_host=on_host)
+
+    def _count_on_host(
+        self, on_device: StepNeed, rates: Rates, cast: torch.dtype | None
+    ) -> HostFigures | None:
+        """Return predictions for the model's steps that move layer inputs to the host; None if they
+        cannot be counted. [Note: host by seconds]
+
+        Args:
+            on_device: prediction for steps that move nothing.
+            rates: the device's speeds.
+            cast: dtype of autocast; None: autocast is off.
+        """
+        config = dataclasses.replace(self.config, saves=(), offload="cpu")
+        wide = on_device.casts > 0
+        key = stored_counts.key_of(self.model, config, cast if wide else None)
+        stored = stored_counts.read(key)
+        if stored is None:
+            law = in_a_thread(lambda: _law(self.model, config, cast if wide else None))
+            if isinstance(law, str) or not law.method.work:
+                return None
+            stored_counts.store(
+                key, stored_counts.StoredCount(law.method, law.factor, law.casts, {})
+            )
+            method = law.method
+        else:
+            method = stored.method
+        need = dataclasses.replace(on_device, method=method)
+        set_aside = engine_host_use(self.model).to_come
+        return host_figures(need, rates, set_aside=set_aside)
 
     def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
         """Return the bytes that a device has left for layer weights, beside a step that saves only
@@ -403,6 +438,26 @@ def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, in
     )
 
 
+def host_figures(need: StepNeed, rates: Rates, rows: int = 1, set_aside: int = 0) -> HostFigures:
+    """Return predictions for steps that move layer inputs to the host, from their counted costs.
+
+    Args:
+        need: the counted bytes and costs of such a step.
+        rates: the device's speeds.
+        rows: batch size of the count.
+        set_aside: bytes of host memory that an engine will take.
+    """
+
+    def parts(tokens: int, chunk: int) -> tuple[float, float, float]:
+        length = tokens // rows
+        size = max(1, chunk // rows)
+        forward = sum(kernels(work(need.method, length, size)["forward"], rates))
+        spent = seconds(need.method, length, size, rates)
+        return forward, spent.phases["backward"], spent.total
+
+    return HostFigures(need, parts, rates.products, rates.forward, rates.link, set_aside)
+
+
 def in_a_thread(work: Callable[[], T]) -> T:
     """Return `work()`, the count of a step, run in a new thread so that autograd, autocast and
     dispatch modes of the current thread do not apply.
@@ -446,11 +501,16 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> St
         config: its settings.
         cast: dtype to which autocast casts float32 weights; None: autocast is off.
     """
-    offload: Literal["none", "cpu"] = "none" if config.offload == "none" else "cpu"
+    offload: Literal["none", "cpu"] = "cpu" if config.always_moves else "none"
     # counted as if all layers saved them: an upper bound
     saves = tuple(dict.fromkeys(name.partition(LAST)[0] for name in config.named_saves))
     fixed = dataclasses.replace(
-        config, saves=saves, offload=offload, host_memory=None, weights="device"
+        config,
+        saves=saves,
+        offload=offload,
+        host_memory=None,
+        gpu_memory=None if offload == "none" else config.gpu_memory,
+        weights="device",
     )
     recipe = SurveyRecipe("streambp", fixed)
     try:

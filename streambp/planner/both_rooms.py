@@ -10,16 +10,13 @@ import dataclasses
 import math
 
 from streambp.model.record import Saved
-from streambp.offload.costs import Candidate, Chosen, never_leaving
-from streambp.offload.link import FREE_SHARE
-from streambp.offload.places import Places, TwoRooms, choose_places
+from streambp.offload.costs import Chosen
+from streambp.offload.moving import Pace, Shape, predicted_move
 from streambp.planner.layer_costs import costs_from_json
 from streambp.planner.profile import Method, Profile, Setting, peak, work
 from streambp.planner.seconds import kernels, seconds
 from streambp.planner.survey import streamed
 from streambp.rates import Rates
-
-IN_FLIGHT = 2  # groups of copies, each of one chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,38 +104,21 @@ def _in_chunks(
     usable, host = memory
     at = peak(profile, method, seq_len, size, setting)
     host_room = math.inf if host is None else host
-    parts = work(method, seq_len, size, setting)
-    forward = sum(kernels(parts["forward"], rates))
-    link = forward * rates.link / profile.layers
-    beside = IN_FLIGHT * link * size / seq_len  # copies of two chunks
-    room = FREE_SHARE * max(0.0, usable - at.total - beside)
-    inputs: dict[int, float] = {}
-    candidates: dict[int, list[Candidate]] = {}
     tokens = profile.batch_size * seq_len
-    attending = 0.0
-    copying = 0.0
-    for index, cost in costs_from_json(profile.saves or {}).items():
-        scaled = cost.scaled_to(tokens)
-        inputs[index] = scaled.x
-        candidates[index] = list(cost.candidates(index, tokens, seq_len))
-        attending += scaled.attention_flops * seq_len / cost.length / rates.forward
-        copying += scaled.attn_out / rates.link
-    rooms = TwoRooms(host_room, link, room, never_leaving(attending, copying))
-    places = choose_places(inputs, candidates, rooms)
-    choice = Chosen(tokens, seq_len, size, room, places.saved)
-    saved = tuple(Saved(name, choice.layers[name], count) for name, count in choice.bytes.items())
-    leaving = sum(places.leaving.values())
-    spared = places.spared / rates.products
+    parts = work(method, seq_len, size, setting)
     spent = seconds(method, seq_len, size, rates, setting)
-    backward = spent.phases["backward"] - spared
-    waits = max(0.0, leaving / rates.link - backward)
-    used = at.total + beside * min(1.0, leaving / (link * profile.layers)) + places.on_device
-    fits = at.total <= usable and _on_host(places, host_room)
-    return BothRooms(
-        size, fits, saved, leaving, places.on_device, used, spent.total - spared + waits
+    forward = sum(kernels(parts["forward"], rates))
+    backward = spent.phases["backward"]
+    pace = Pace(forward, backward, spent.total, rates.products, rates.forward, rates.link)
+    shape = Shape(tokens, seq_len, profile.batch_size * size)
+    step = predicted_move(
+        costs_from_json(profile.saves or {}), shape, usable - at.total, host_room, pace
     )
-
-
-def _on_host(places: Places, host: float) -> bool:
-    """True if the saved tensors and inputs that are copied to the host take at most `host` bytes."""
-    return sum(places.leaving.values()) <= host
+    places = step.places
+    choice = Chosen(tokens, seq_len, size, step.room, places.saved)
+    saved = tuple(Saved(name, choice.layers[name], count) for name, count in choice.bytes.items())
+    hidden = forward * rates.link
+    copies = step.in_flight * min(1.0, step.leaving / hidden)
+    used = at.total + copies + places.on_device
+    fits = at.total <= usable and step.leaving <= host_room
+    return BothRooms(size, fits, saved, step.leaving, places.on_device, used, step.seconds)

@@ -4,17 +4,20 @@ and chunk size, with counted numbers instead of a device's."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from streambp.model import unpatched
 from streambp.model.record import KEPT_GRAPH, STREAMED, UNPATCHED, Saved
-from streambp.offload.costs import GRAPH, Chosen, Figures
+from streambp.offload.costs import GRAPH, Candidate, Chosen, Figures
+from streambp.offload.manager import OffloadManager
+from streambp.offload.moving import HostChoice, MovingStep
 from streambp.offload.policy import SavesPolicy
-from streambp.planner.auto import StepNeed, seconds_of, waiting
+from streambp.planner.auto import StepNeed, host_figures, seconds_of, waiting
 from streambp.planner.layer_costs import PLAN_DEVICE, costs_from_json
 from streambp.planner.profile import Profile, Setting, peak, static
 from streambp.planner.seconds import seconds
 from streambp.planner.survey import STREAMED as METHODS
-from streambp.planner.survey import UNPATCHED_RECIPE
+from streambp.planner.survey import UNPATCHED_RECIPE, streamed
 from streambp.rates import Rates
 
 
@@ -29,6 +32,8 @@ class ByDefault:
         saved: kinds of tensors that layers save in addition to their inputs.
         peak: bytes on the device.
         seconds: seconds of the step.
+        leaving: bytes that leave for the host.
+        on_device: bytes of saved tensors that stay on the device; 0 if nothing leaves.
     """
 
     way: str
@@ -37,13 +42,20 @@ class ByDefault:
     saved: tuple[Saved, ...]
     peak: float
     seconds: float
+    leaving: float = 0.0
+    on_device: float = 0.0
 
 
 def by_default(
-    profile: Profile, seq_len: int, usable: float, setting: Setting, rates: Rates
+    profile: Profile,
+    seq_len: int,
+    usable: float,
+    setting: Setting,
+    rates: Rates,
+    host: float = 0.0,
 ) -> ByDefault | None:
-    """Return the prediction for a step of `patch(model)` without settings, for rows of `seq_len`
-    positions.
+    """Return the prediction for a step of `patch(model)` without settings, with rows of `seq_len`
+    positions, after the steps that pay for pinned host memory. [Note: host by seconds]
 
     Args:
         profile: the model's counted costs.
@@ -51,6 +63,7 @@ def by_default(
         usable: bytes of the device that a program can use.
         setting: the training setting.
         rates: the device's speeds (FLOP/s, bytes/s).
+        host: bytes of host memory for saved tensors.
 
     Returns:
         None if nothing can be predicted: sequences are sharded, ZeRO-3 is used, or the costs of the
@@ -74,7 +87,10 @@ def by_default(
         rates.products,
         rates.link,
     )
-    policy = SavesPolicy(profile.layers, lambda _: free, lambda _: (figures, present), True, True)
+    on_host = _host_choice(profile, figures, rates, host)
+    policy = SavesPolicy(
+        profile.layers, lambda _: free, lambda _: (figures, present), True, True, host=on_host
+    )
     policy.begins(PLAN_DEVICE)
     tokens = rows * seq_len
     size = policy.size(rows, seq_len, PLAN_DEVICE)
@@ -94,6 +110,8 @@ def by_default(
             took = seconds(plain, seq_len, seq_len, rates)
             unpatched_peak = peak(profile, plain, seq_len, seq_len, setting)
             return ByDefault(UNPATCHED, size, True, (), unpatched_peak.total, took.total)
+    if policy.moving is not None:
+        return _moving(policy.moving, rows, usable)
     fits, plan, spent = policy.predicted(free, tokens, rows * size, PLAN_DEVICE, seq_len)
     choice = Chosen(tokens, seq_len, size, free, plan)
     saved = tuple(Saved(name, choice.layers[name], count) for name, count in choice.bytes.items())
@@ -102,14 +120,77 @@ def by_default(
     else:
         way = STREAMED
     phases = peak(profile, method, seq_len, size, setting).phases
-    most_saved = max(
-        total
-        + sum(
-            candidate.bytes
-            for index, candidates in plan.items()
-            if index <= waiting(name)
-            for candidate in candidates
-        )
-        for name, total in phases.items()
-    )
-    return ByDefault(way, size, fits, saved, most_saved, spent)
+    return ByDefault(way, size, fits, saved, _with_saves(phases, plan), spent)
+
+
+def _with_saves(phases: Mapping[str, float], plan: Mapping[int, list[Candidate]]) -> float:
+    """Return the largest number of bytes on the device in the phases of a step.
+
+    Args:
+        phases: bytes of each phase, without saved tensors.
+        plan: tensors that each layer saves, by the layer's index.
+    """
+    largest = 0.0
+    for name, total in phases.items():
+        for index, candidates in plan.items():
+            if index <= waiting(name):
+                total += sum(candidate.bytes for candidate in candidates)
+        largest = max(largest, total)
+    return largest
+
+
+def _host_choice(
+    profile: Profile, figures: Figures, rates: Rates, host: float
+) -> HostChoice | None:
+    """Return the object that decides if a planned step moves saved tensors to the host; None if
+    steps with tensors on the host were not counted, or the host has no room.
+
+    Args:
+        profile: the counted model.
+        figures: predictions about the model's steps; receives those of steps that move tensors.
+        rates: the device's speeds (FLOP/s, bytes/s).
+        host: bytes of host memory for saved tensors.
+    """
+    name = streamed((), "cpu").name
+    moved = [method for method in profile.methods if method.name == name]
+    if not moved or host <= 0:
+        return None
+    rows = profile.batch_size
+    on_host = host_figures(StepNeed(moved[0], rows=rows), rates, rows)
+    figures.on_host = lambda: on_host
+    return HostChoice(_HostMemory(host, profile.layers), price=0.0)
+
+
+class _HostMemory(OffloadManager):
+    """Host memory of a planned step, which is no memory of this machine.
+
+    Args:
+        room: bytes for saved tensors.
+        layers: number of layers.
+    """
+
+    def __init__(self, room: float, layers: int) -> None:
+        super().__init__(None, "keep", layers, on_demand=True)
+        self.room = room
+
+    def host_room(self) -> float:
+        """Return the bytes of host memory for saved tensors."""
+        return self.room
+
+
+def _moving(step: MovingStep, rows: int, usable: float) -> ByDefault:
+    """Return the prediction for a step that moves saved tensors to the host.
+
+    Args:
+        step: the policy's prediction.
+        rows: rows of the batch.
+        usable: bytes of the device that a program can use.
+    """
+    shape = step.shape
+    choice = Chosen(*shape, step.room, step.places.saved)
+    saved = tuple(Saved(name, choice.layers[name], count) for name, count in choice.bytes.items())
+    copies = step.in_flight * min(1.0, step.leaving / (step.pace.forward * step.pace.link))
+    on_device = step.places.on_device
+    used = usable - step.left + copies + on_device
+    size = max(1, shape.chunk // rows)
+    return ByDefault(STREAMED, size, True, saved, used, step.seconds, step.leaving, on_device)

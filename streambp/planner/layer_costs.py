@@ -43,7 +43,15 @@ def seen_costs(
     skeleton.model.eval()  # without dropout, because tensors without data have no random numbers
     install(
         skeleton.model,
-        dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none", weights="device"),
+        dataclasses.replace(
+            config,
+            chunk_size=SEEN,
+            saves=(),
+            offload="none",
+            host_memory=None,
+            gpu_memory=None,
+            weights="device",
+        ),
     )
     sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (no_figures, 0.0), False, True)
     no_figures = Figures()

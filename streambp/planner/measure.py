@@ -198,7 +198,7 @@ def uncount_host(model: nn.Module) -> None:
     not include the copies on the host."""
     installed: PatchState = model._streambp  # type: ignore[assignment]
     sites = installed.steps.sites
-    if sites and sites[0].offloader is not None:
+    if sites and sites[0].config.always_moves:
         if sites[0].config.gpu_memory is None:
             budget = None
         else:

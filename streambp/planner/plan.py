@@ -15,7 +15,7 @@ from streambp.chunks import in_one_pass
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, UnsupportedModelError
 from streambp.fields import check_fields, parse_bytes, parse_tokens
-from streambp.offload.free_memory import HOST_PART, LEFT
+from streambp.offload.free_memory import DEFAULT_HOST_PART, HOST_PART, LEFT
 from streambp.planner.both_rooms import BothRooms, with_both_rooms
 from streambp.planner.counted import Asked, Said, counted
 from streambp.planner.default import ByDefault, by_default
@@ -386,13 +386,17 @@ def plan_profile(
     for method in methods if length else ():
         times.append(_timed(profile, method, length, memory, setting, rates))
     usable = min(memory.usable, memory.gpu - LEFT)
+    host = None
+    room = math.inf
+    if memory.host is not None:
+        host = HOST_PART * memory.host
+        room = DEFAULT_HOST_PART * memory.host
     if length:
-        default = by_default(profile, length, usable, setting, rates)
+        default = by_default(profile, length, usable, setting, rates, room)
     else:
         default = None
     both = None
     if length:
-        host = None if memory.host is None else HOST_PART * memory.host
         sizes = tuple(max(1, tokens // profile.batch_size) for tokens in WITH_BOTH_ROOMS)
         both = with_both_rooms(profile, length, sizes, (usable, host), setting, rates)
     safest = _safest(fitting)

@@ -226,6 +226,8 @@ def _default_line(plan: Plan, default: ByDefault) -> str:
         how += ", runs unpatched"
     else:
         how += f", saves {_saved_text(default.saved)}"
+    if default.leaving:
+        how += f", moves {default.leaving / GIB:.1f} GiB to the host"
     on = f", on {device_text(plan.rates)}" if plan.default_wins else ""
     return f"  {how}; peak {default.peak / GIB:.1f} GiB, {duration(default.seconds)} a step{on}"
 
@@ -315,7 +317,7 @@ def remedies_table(plan: Plan, remedies: Sequence[Remedy], commands: Sequence[st
         host = choice.peak.host
         if other.plan.default_wins and other.plan.by_default is not None:
             size = other.plan.by_default.peak
-            host = 0.0
+            host = other.plan.by_default.leaving
         lines += [
             f"  {other.change}: {choice.seq_len:,} tokens, {size / GIB:.1f} GiB of each GPU, "
             f"{host / GIB:.1f} GiB of host memory, {duration(spent)} a step",

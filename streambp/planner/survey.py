@@ -485,7 +485,7 @@ class Counter:
             if not recipe.split:
                 for site, unread in zip(sites, self._unread, strict=False):
                     site.tests.unread.update(unread)
-            if recipe.config.offload == "none":
+            if not recipe.config.always_moves:
                 yield CountingManager()
                 return
             engine = UncountedHost(

@@ -45,7 +45,7 @@ def keeps(config: StreamConfig, name: str) -> bool:
         config: the user's settings.
         name: "kv" or "attn_out".
     """
-    certain = config.offload == "none" or (
+    certain = not config.always_moves or (
         config.offload == "cpu" and config.on_host_full != "recompute"
     )
     return certain and name in config.named_saves

@@ -161,7 +161,15 @@ def test_settings(field, value):
 @pytest.mark.parametrize("field", ["host_memory", "gpu_memory"])
 def test_budgets_without_offloading_are_refused(field):
     with pytest.raises(streambp.StreamBPError, match=f"{field} is set, but offload='none'"):
-        streambp.StreamConfig(**{field: "1GiB"})
+        streambp.StreamConfig(offload="none", **{field: "1GiB"})
+    with pytest.raises(streambp.StreamBPError, match=f"{field} is set, but offload='if_faster'"):
+        streambp.StreamConfig(saves=(), **{field: "1GiB"})
+
+
+def test_a_budget_of_the_host_holds_for_steps_that_may_move():
+    assert streambp.StreamConfig(host_memory="1GiB").host_memory == 2**30
+    with pytest.raises(streambp.StreamBPError, match="gpu_memory is set"):
+        streambp.StreamConfig(gpu_memory="1GiB")
 
 
 def test_sizes_are_parsed():

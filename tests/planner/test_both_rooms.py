@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from streambp.offload import moving
 from streambp.offload.costs import Figures, Measured
 from streambp.offload.link import FREE_SHARE
 from streambp.offload.policy import SavesPolicy
-from streambp.planner import both_rooms
 from streambp.planner.both_rooms import with_both_rooms
 from streambp.planner.counted import Asked, counted
 from streambp.planner.layer_costs import costs_from_json
@@ -117,15 +117,19 @@ def test_what_it_is_not_known_for():
 
 
 def test_a_plan_prints_it_where_it_is_faster():
+    """The default uses both rooms, too, and is as fast. Without it the plan prints the setting."""
     found = plan_profile(profile(), TOKENS, Memory(4 * GIB, 8 * GIB), Setting(optimizer=0), RATES)
-    assert found.both_rooms_win
-    printed = plan_table(found, modules=False)
+    assert not found.both_rooms_win
+    assert 'offload="auto")' not in plan_table(found, modules=False)
+    alone = dataclasses.replace(found, by_default=None)
+    assert alone.both_rooms_win
+    printed = plan_table(alone, modules=False)
     assert 'offload="auto"): saves ' in printed
     assert "leave for the host" in printed
-    slower = dataclasses.replace(found.both_rooms, seconds=found.choice.seconds.total)
-    other = dataclasses.replace(found, both_rooms=slower)
+    slower = dataclasses.replace(alone.both_rooms, seconds=found.choice.seconds.total)
+    other = dataclasses.replace(alone, both_rooms=slower)
     assert 'offload="auto")' not in plan_table(other, modules=False)
-    assert not dataclasses.replace(found, both_rooms=None).both_rooms_win
+    assert not dataclasses.replace(alone, both_rooms=None).both_rooms_win
 
 
 # Qwen3-8B, GiB of an H100 and of the host, tokens, LoRA's rank, bits: at most so many seconds.
@@ -155,13 +159,13 @@ def test_qwen3_8b_on_one_h100():
 
 
 def without_the_device(patch):
-    patch.setattr(both_rooms, "FREE_SHARE", 0.0)
+    patch.setattr(moving, "FREE_SHARE", 0.0)
 
 
 def without_the_link(patch):
-    choose = both_rooms.choose_places
+    choose = moving.choose_places
     patch.setattr(
-        both_rooms,
+        moving,
         "choose_places",
         lambda inputs, found, rooms: choose(
             inputs, found, dataclasses.replace(rooms, link=math.inf)

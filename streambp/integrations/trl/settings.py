@@ -16,7 +16,8 @@ class StreamArguments:
         stream_saves: tensors that layers save for backward in place of recomputing them
             ("attn_out", "kv"). "auto" saves what fits; [] saves none.
         stream_offload: "cpu" stores layer inputs and saved tensors in host memory; "auto" chooses
-            `stream_saves` as well.
+            `stream_saves` as well. "if_faster" does so in steps that are then faster, or would not
+            fit; "none" never.
         stream_host_memory: maximum host memory for offloading, such as "96GiB".
         stream_gpu_memory: device memory for tensors that exist longer than a chunk, for example
             "8GiB". Used only with offloading.
@@ -37,9 +38,10 @@ class StreamArguments:
         },
     )
     stream_offload: str = dataclasses.field(
-        default="none",
+        default="if_faster",
         metadata={
-            "help": '"cpu" keeps layer inputs and saved tensors in host memory; "auto" also chooses the saves.'
+            "help": '"cpu" keeps layer inputs and saved tensors in host memory; "auto" also chooses the saves; '
+            '"if_faster" does so where steps are then faster, "none" never.'
         },
     )
     stream_host_memory: str | None = dataclasses.field(

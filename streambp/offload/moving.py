@@ -1,0 +1,320 @@
+"""Predict steps that move saved tensors to the host, and decide in each micro-batch if they are
+faster.
+
+[Note: host by seconds] The default is `offload="if_faster"`: a micro-batch moves saved tensors to
+the host if it is then faster by prediction. Two predictions are compared: the fastest step that
+keeps all tensors on the device ([Note: saves that fit]), and the fastest step that moves them. The
+second prediction has one choice over host and device ([Note: two rooms]), from counted bytes and
+FLOPs, the free memory of both, and the speed of the link. The link's speed is measured from the
+first copies on.
+
+Host memory must be pinned once before its first use, which takes seconds. Nobody knows how many
+steps will follow. Therefore micro-batches stay on the device until the seconds that moving would
+have spared add up to the price of pinning. The decision costs at most that price, whenever training
+ends. A micro-batch that does not fit on the device, by its prediction, moves at once.
+
+The policy pins at most half of the available host memory, unless `host_memory` allows more. The
+program has not asked for offloading. The ranks of a machine share the half.
+
+Nothing moves on a CPU, on a device of unknown memory, in sequences that ranks share, in models on
+several devices, and beside weights in host memory. Each rank decides alone, because moved tensors
+change no collective operation. Nothing moves either if two forwards may have to draw the same
+dropout masks, as in GradCache, because chunk sizes may depend on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from streambp.device import RandomState
+from streambp.offload.costs import HostFigures, LayerCost, never_leaving
+from streambp.offload.free_memory import NO_LIMIT
+from streambp.offload.link import FREE_SHARE
+from streambp.offload.manager import OffloadManager
+from streambp.offload.places import Places, TwoRooms, choose_places
+
+IN_FLIGHT = 2  # groups of copies, each of one chunk
+PINNING = 0.5 / 2**30  # seconds for each byte of host memory
+LEAST_GAIN = 0.002  # fraction of a step's seconds below which nothing moves
+ROOMS = 64  # the bytes of all layers' inputs, divided by the unit to which rooms are rounded
+COUNTING = 5.0  # seconds of counting a step that moves
+RESERVED = 1.01  # allocated host memory of a micro-batch, relative to its bytes
+REMEMBERED = 64  # maximal number of cached predictions
+T = TypeVar("T")
+
+
+class Shape(NamedTuple):
+    """Size of a micro-batch.
+
+    Attributes:
+        tokens: tokens over all rows.
+        length: tokens of each row.
+        chunk: tokens of a chunk over all rows.
+    """
+
+    tokens: int
+    length: int
+    chunk: int
+
+
+class Pace(NamedTuple):
+    """Speed of a step's parts on a device.
+
+    Attributes:
+        forward: seconds of forward's kernels.
+        backward: seconds of backward.
+        total: seconds of the step, if layers save nothing but their inputs.
+        products: FLOP/s of matrix products.
+        attention: FLOP/s of attention's forward.
+        link: bytes/s to the host.
+    """
+
+    forward: float
+    backward: float
+    total: float
+    products: float
+    attention: float
+    link: float
+
+
+@dataclasses.dataclass(frozen=True)
+class MovingStep:
+    """Prediction for a step that moves layer inputs and saved tensors to the host.
+
+    Attributes:
+        shape: size of the micro-batch.
+        fits: True if the step fits on the device and on the host.
+        places: the saved tensors, and where they are.
+        left: bytes of the device that are free beside a step that saves nothing but inputs, on the
+            host.
+        room: bytes of the device for saved tensors.
+        host: bytes of host memory for saved tensors.
+        in_flight: bytes of the device for copies that are under way.
+        leaving: bytes that leave for the host.
+        seconds: seconds of the step.
+        pace: speed of the step's parts.
+    """
+
+    shape: Shape
+    fits: bool
+    places: Places
+    left: float
+    room: float
+    host: float
+    in_flight: float
+    leaving: float
+    seconds: float
+    pace: Pace
+
+
+def predicted_move(
+    costs: Mapping[int, LayerCost], shape: Shape, left: float, host: float, pace: Pace
+) -> MovingStep:
+    """Return the prediction for a step that moves layer inputs and saved tensors to the host.
+
+    Args:
+        costs: bytes and FLOPs of the tensors that each layer may save.
+        shape: size of the micro-batch.
+        left: bytes of the device that are free beside a step that saves nothing but inputs, on the
+            host. Negative: the step does not fit.
+        host: bytes of host memory for saved tensors.
+        pace: speed of the step's parts.
+    """
+    link = pace.forward * pace.link / len(costs)  # bytes that one layer's forward hides
+    in_flight = IN_FLIGHT * link * shape.chunk / shape.tokens
+    room = FREE_SHARE * max(0.0, left - in_flight)
+    whole = shape.chunk >= shape.tokens
+    inputs: dict[int, float] = {}
+    candidates = {}
+    attending = 0.0
+    copying = 0.0
+    for index, cost in costs.items():
+        scaled = cost.scaled_to(shape.tokens)
+        inputs[index] = scaled.x
+        candidates[index] = list(cost.candidates(index, shape.tokens, shape.length, whole))
+        attending += scaled.attention_flops * shape.length / cost.length / pace.attention
+        copying += scaled.attn_out / pace.link
+    rooms = TwoRooms(host, link, room, never_leaving(attending, copying))
+    places = choose_places(inputs, candidates, rooms)
+    leaving = sum(places.leaving.values())
+    spared = places.spared / pace.products
+    waits = max(0.0, leaving / pace.link - (pace.backward - spared))
+    fits = left >= 0 and leaving <= host and places.on_device <= max(0.0, left)
+    spent = pace.total - spared + waits
+    return MovingStep(shape, fits, places, left, room, host, in_flight, leaving, spent, pace)
+
+
+class HostChoice:
+    """Decides in each micro-batch if saved tensors move to the host. [Note: host by seconds]
+
+    Args:
+        manager: moves the tensors.
+        price: seconds for each byte of host memory that must be pinned first.
+
+    Attributes:
+        unspent: seconds that moving would have spared in the micro-batches so far that did not
+            move.
+        allowed: False while ranks share sequences.
+        drew: True if a forward without gradients has drawn random numbers.
+        gain: seconds that moving spares in the last micro-batch, by prediction; 0 if nothing would
+            be spared.
+        waited: seconds that moving may have spared, at most, in the micro-batches before steps that
+            move were counted.
+        missing: seconds that the price exceeds `unspent` by, if this is why the last micro-batch
+            did not move; 0 otherwise.
+    """
+
+    def __init__(self, manager: OffloadManager, price: float = PINNING) -> None:
+        self.manager = manager
+        self.price = price
+        self.unspent = 0.0
+        self.allowed = True
+        self.drew = False
+        self.gain = 0.0
+        self.missing = 0.0
+        self.waited = 0.0
+        self._unsaved = 0.0
+        self._known: dict[tuple[Shape, float, float, float, int], MovingStep] = {}
+        self._figures: HostFigures | None = None
+
+    def __reduce__(self) -> tuple[type[HostChoice], tuple[OffloadManager, float]]:
+        """Return a new object without predictions, for copy and pickle."""
+        return HostChoice, (self.manager, self.price)
+
+    def reset(self) -> None:
+        """Remove the last decision, before the next one."""
+        self.gain = 0.0
+        self.missing = 0.0
+        self._unsaved = 0.0
+
+    def watch_draws(self, run: Callable[[], T], device: torch.device) -> T:
+        """Return `run()`, and record in `drew` if it drew random numbers.
+
+        Args:
+            run: a forward without gradients.
+            device: device of the forward.
+        """
+        if self.drew:
+            return run()
+        random = RandomState.capture(device)
+        result = run()
+        self.drew = not random.is_current()
+        return result
+
+    def must_draw_alike(self) -> bool:
+        """True if the running forward and another one may have to draw the same random numbers, as
+        in GradCache and in a program's checkpoint. Draws depend on chunk sizes. Chunk sizes may
+        depend on the host, so that neither forward may use it."""
+        return (
+            self.drew
+            or not torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() != -1
+            or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        )
+
+    def room(self, figures: HostFigures) -> float:
+        """Return the bytes of host memory that a micro-batch can take.
+
+        Args:
+            figures: predictions about steps that move layer inputs.
+        """
+        self.manager.set_aside = figures.set_aside
+        return self.manager.host_room()
+
+    def predicted(
+        self,
+        figures: HostFigures,
+        costs: Mapping[int, LayerCost],
+        shape: Shape,
+        left: float,
+        host: float,
+    ) -> MovingStep:
+        """Return the prediction for a step that moves tensors, from the cache if possible.
+
+        Args:
+            figures: predictions about steps that move layer inputs.
+            costs: bytes and FLOPs of the tensors that each layer may save.
+            shape: size of the micro-batch.
+            left: bytes of the device that are free beside such a step.
+            host: bytes of host memory that the micro-batch can take.
+        """
+        if figures is not self._figures or len(self._known) >= REMEMBERED:
+            self._known.clear()
+            self._figures = figures
+        unit = sum(cost.scaled_to(shape.tokens).x for cost in costs.values()) / ROOMS
+        if unit > 0:  # a few different rooms need few choices
+            left = math.floor(left / unit) * unit
+        if unit > 0 and host != math.inf:
+            host = math.floor(host / unit) * unit
+        measured = self.manager.link_rate()
+        if measured is None:
+            link = figures.link
+        else:
+            link = float(f"{measured:.2g}")  # equal in most steps, for the cache
+        seen = sum(cost.tokens + cost.situations for cost in costs.values())
+        key = shape, left, host, link, seen
+        if key not in self._known:
+            parts = figures.seconds(shape.tokens, shape.chunk)
+            pace = Pace(*parts, figures.products, figures.attention, link)
+            self._known[key] = predicted_move(costs, shape, left, host, pace)
+        return self._known[key]
+
+    def is_worth_counting(self, unsaved: float, seconds: float) -> bool:
+        """True if steps that move tensors must be predicted, although the first prediction takes
+        seconds of counting.
+
+        Args:
+            unsaved: seconds of recomputation that moving may spare at most.
+            seconds: seconds of the micro-batch that does not move; infinity if it does not fit.
+        """
+        self._unsaved = unsaved
+        if unsaved <= LEAST_GAIN * seconds and math.isfinite(seconds):
+            self._unsaved = 0.0
+            return False
+        counted = self._figures is not None or self.price == 0
+        return counted or math.isinf(seconds) or self.waited + unsaved >= COUNTING
+
+    def pays(self, step: MovingStep, seconds: float) -> bool:
+        """True if a micro-batch must move: tensors leave, it is faster by more than a small
+        fraction, and its host memory is pinned or pays for pinning. [Note: host by seconds]
+
+        Args:
+            step: the prediction for the micro-batch that moves.
+            seconds: seconds of the micro-batch that does not move; infinity if it does not fit.
+        """
+        if not step.fits or not step.leaving:
+            return False
+        if not step.seconds < (1 - LEAST_GAIN) * seconds:
+            return False
+        self.gain = seconds - step.seconds
+        price = self.price * max(0.0, step.leaving - self.manager.pinned)
+        self.missing = max(0.0, price - self.unspent - self.gain)
+        return self.missing == 0
+
+    def began(self, step: MovingStep | None) -> None:
+        """Record that a micro-batch begins.
+
+        Args:
+            step: the prediction by which the micro-batch moves; None: the micro-batch does not
+                move.
+        """
+        if step is None:
+            self.unspent += self.gain if math.isfinite(self.gain) else 0.0
+            self.waited += self._unsaved
+        else:
+            self.unspent = 0.0
+
+    def prepare(self, step: MovingStep) -> None:
+        """Set the places of a micro-batch's saved tensors, and the host memory to allocate.
+
+        Args:
+            step: the prediction for the micro-batch.
+        """
+        self.manager.staying = step.places.staying
+        self.manager.gpu_memory = NO_LIMIT  # `staying` decides
+        self.manager.reserve = int(RESERVED * step.leaving)

@@ -1,0 +1,155 @@
+"""When a micro-batch moves saved tensors to the host: seconds, the price of pinned memory, and what
+is predicted. [Note: host by seconds]
+
+covers: offload/moving.py, offload/engines.py, offload/arena.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from streambp.offload import moving
+from streambp.offload.costs import Cost, LayerCost, Product
+from streambp.offload.engines import ENOUGH_BYTES, OUT, Engine
+from streambp.offload.manager import OffloadManager
+from streambp.offload.moving import HostChoice, Pace, Shape, predicted_move
+from streambp.offload.transfers import MICRO_BATCH
+
+TOKENS = 64
+SHAPE = Shape(TOKENS, TOKENS, 16)
+LINK = 100.0  # bytes/s
+CPU = torch.device("cpu")
+
+
+def costs(layers=4):
+    products = {"up": Product(640, 64000.0), "down": Product(320, 64000.0)}
+    cost = Cost(x=640, attn_out=640, kv=320, attention_flops=640000.0, products=products)
+    return {index: LayerCost(CPU, cost, 0.0, TOKENS, TOKENS, 1) for index in range(layers)}
+
+
+def predicted(left=0.0, host=math.inf, forward=100.0, shape=SHAPE):
+    pace = Pace(forward, 2 * forward, 3 * forward, 1e5, 1e5, LINK)
+    return predicted_move(costs(), shape, left, host, pace)
+
+
+def test_more_room_is_never_slower_and_never_lies():
+    slowest = predicted(host=2560).seconds
+    for host in (2560, 4000, 8000, math.inf):
+        for left in (0.0, 1300.0, 2600.0, 9000.0):
+            step = predicted(left, host)
+            assert step.fits
+            assert step.leaving <= host
+            assert step.places.on_device <= step.room <= left
+            assert step.seconds <= slowest
+    assert predicted(9000.0).seconds < slowest
+
+
+def test_what_does_not_fit():
+    assert not predicted(-1.0).fits
+    assert not predicted(0.0, host=1000.0).fits  # inputs stay, and there is no room
+
+
+def test_copies_that_take_longer_than_backward_are_waited_for():
+    fast, slow = predicted(forward=100.0), predicted(forward=1.0)
+    assert fast.seconds <= 300.0
+    assert slow.seconds >= slow.leaving / LINK
+
+
+def test_one_chunk_saves_no_keys():
+    step = predicted(9000.0, shape=Shape(TOKENS, TOKENS, TOKENS))
+    names = {one.name for found in step.places.saved.values() for one in found}
+    assert "kv" not in names
+    assert "kv" in {one.name for found in predicted(9000.0).places.saved.values() for one in found}
+
+
+def a_host(price):
+    choice = HostChoice(OffloadManager(None, "keep", 4, on_demand=True), price)
+    choice.manager.host_room = lambda: math.inf
+    return choice
+
+
+@pytest.mark.parametrize("gain", [0.7, 1.0, 3.0, 50.0])
+def test_the_price_is_paid_once_and_at_most_as_much_is_lost(gain):
+    step = predicted()
+    price = 10.0
+    host = a_host(price / step.leaving)
+    lost = 0.0
+    while True:
+        host.reset()
+        pays = host.pays(step, step.seconds + gain)
+        host.began(step if pays else None)
+        if pays:
+            break
+        assert host.missing == pytest.approx(price - lost - gain)
+        lost += gain
+    assert lost <= price
+    assert lost + gain >= price - 1e-9
+
+
+def test_a_small_gain_moves_nothing():
+    step = predicted()
+    host = a_host(0.0)
+    host.reset()
+    assert not host.pays(step, step.seconds * (1 + moving.LEAST_GAIN / 2))
+    assert host.gain == 0
+    assert host.pays(step, step.seconds * (1 + 3 * moving.LEAST_GAIN))
+    assert host.pays(step, math.inf)
+    assert not host.pays(dataclasses.replace(step, fits=False), math.inf)
+
+
+def test_counting_begins_once_it_may_pay():
+    host = a_host(1.0)
+    asked = []
+    for _ in range(4):
+        host.reset()
+        asked.append(host.is_worth_counting(moving.COUNTING / 3, 100.0))
+        host.began(None)
+    assert asked == [False, False, True, True]
+    assert not host.is_worth_counting(0.01, 100.0)
+    assert a_host(1.0).is_worth_counting(0.01, math.inf)
+
+
+def test_pinned_memory_is_free():
+    manager = OffloadManager(None, "keep", 4, on_demand=True)
+    assert not manager.is_used
+    assert manager.pinned == 0
+    manager.reserve = 4096
+    store = manager.open(0, CPU)
+    assert manager.is_used
+    assert manager.pinned == 0
+    room = manager.host_room()
+    store._holding.retire()
+    assert manager.pinned == 4096
+    assert manager.host_room() == room + 4096
+    assert manager.arena.largest_idle("prefix") == 0
+    assert manager.arena.largest_idle(MICRO_BATCH) == 4096
+
+
+def test_a_rate_is_known_after_enough_bytes():
+    engine = Engine(CPU)
+    small = torch.zeros(1024, dtype=torch.uint8)
+    engine.copy(OUT, small.clone(), small)
+    assert engine.rate(OUT) is None
+    engine._copied[OUT] = ENOUGH_BYTES
+    engine._spent[OUT] = 2.0
+    assert engine.rate(OUT) == ENOUGH_BYTES / 2
+
+
+def forgets_what_was_lost(patch):
+    patch.setattr(HostChoice, "began", lambda self, step: None)
+
+
+def pays_nothing(patch):
+    real = HostChoice.__init__
+    patch.setattr(HostChoice, "__init__", lambda self, manager, price: real(self, manager, 0.0))
+
+
+@pytest.mark.parametrize("mutant", [forgets_what_was_lost, pays_nothing])
+def test_mutant_turns_a_test_red(mutant, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_the_price_is_paid_once_and_at_most_as_much_is_lost(3.0)
