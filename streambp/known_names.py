@@ -7,7 +7,7 @@ changes what is streamed. Each name therefore has one line with its use, and
 Documented arguments and attributes that every program uses are left out (`input_ids`,
 `attention_mask`, `position_ids`, `labels`, `use_cache`), and so are torch's public operations.
 
-The names are from transformers 5.24, torch 2.14, peft 0.21, DeepSpeed 0.19, accelerate 1.15 and TRL
+The names are from transformers 5.24, torch 2.15, peft 0.21, DeepSpeed 0.19, accelerate 1.15 and TRL
 1.16 unless a line says otherwise; "until" names the last version with the name.
 """
 

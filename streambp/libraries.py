@@ -24,7 +24,7 @@ EXTRAS = {
     "liger_kernel": "liger",
 }
 PROGRAMS = {"axolotl": "axolotl", "swift": "ms-swift", "verl": "verl"}
-TESTED = {"torch": (2, 14), "transformers": (5, 24), "trl": (1, 16)}  # newest tested releases
+TESTED = {"torch": (2, 15), "transformers": (5, 24), "trl": (1, 16)}  # newest tested releases
 
 
 @contextlib.contextmanager

@@ -63,12 +63,15 @@ def test_the_layer_streams(make, float64_oracle):
 
 
 def test_mutant_views_from_functions(monkeypatch):
-    """torch refuses to write to a view that a Function has made."""
+    """torch refuses to write to a view that a Function has made. From torch 2.15 on a Linear with a
+    bias returns no view."""
     monkeypatch.setattr(products, "unviewed", lambda result: result)
     monkeypatch.setattr(adapted, "unviewed", lambda result, shape: result.view(shape))
-    model = streambp.patch(with_bias(), CONFIG)
-    with pytest.raises(RuntimeError, match="is being modified inplace"):
-        gradients(model, **make_batch("plain"))
+    weight, bias = torch.randn(5, 4), torch.randn(5)
+    if torch.nn.functional.linear(torch.randn(2, 3, 4), weight, bias)._is_view():
+        model = streambp.patch(with_bias(), CONFIG)
+        with pytest.raises(RuntimeError, match="is being modified inplace"):
+            gradients(model, **make_batch("plain"))
     model = streambp.patch(with_adapters(), CONFIG)
     gradients(model, **make_batch("plain"))
     assert {layer.path for layer in streambp.describe(model).layers} == {"checkpoints"}

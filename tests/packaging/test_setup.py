@@ -16,7 +16,7 @@ from tests.hangs import HANG
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the stand-ins are POSIX scripts")
 
 ROOT = Path(__file__).parents[2]
-CPU, ANY = "torch==2.13.0+cpu", "torch>=2.11,<2.15"
+CPU, ANY = "torch==2.13.0+cpu", "torch>=2.11,<2.16"
 TOOLS = ("bash", "env", "dirname", "grep")
 
 

@@ -32,7 +32,7 @@ MADE_UP = "_a_name_that_nobody_has"
 # The versions whose names are listed; older ones lack some of them.
 VERSIONS = {
     "transformers": "5.24",
-    "torch": "2.14",
+    "torch": "2.15",
     "peft": "0.21",
     "deepspeed": "0.19",
     "accelerate": "1.15",
@@ -51,7 +51,7 @@ PACKAGES_ELSEWHERE = {"deepspeed", "liger_kernel", "torchao", "bitsandbytes"}
 # Of transformers: modules that all models have in common.
 COMMON = (
     "configuration_utils", "cache_utils", "masking_utils", "trainer", "hub_kernels", "sdpa_", "flash_", "flex_",
-    "output_capturing", "generic",
+    "output_capturing", "generic", "mxfp4",
 )  # fmt: skip
 
 
