@@ -8,12 +8,14 @@ import contextlib
 import functools
 import re
 import traceback
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+T = TypeVar("T")
 
 
 @functools.lru_cache
@@ -297,3 +299,15 @@ class RandomState(NamedTuple):
             yield
         finally:
             outer.restore()
+
+
+def run_and_watch_draws(run: Callable[[], T], device: torch.device) -> tuple[T, bool]:
+    """Return `run()`, and True if it drew random numbers.
+
+    Args:
+        run: a forward.
+        device: device of the forward.
+    """
+    random = RandomState.capture(device)
+    result = run()
+    return result, not random.is_current()

@@ -58,7 +58,14 @@ from transformers import PreTrainedConfig
 from streambp.attention.interface import attention_configs, own_implementation
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
-from streambp.device import MEMORY_ERRORS, RandomState, is_out_of_memory, make_room, tells_memory
+from streambp.device import (
+    MEMORY_ERRORS,
+    RandomState,
+    is_out_of_memory,
+    make_room,
+    run_and_watch_draws,
+    tells_memory,
+)
 from streambp.distributed.engines import engine_hooks
 from streambp.known_names import EAGER, SDPA
 from streambp.layer.site import LayerSite
@@ -194,9 +201,7 @@ class UnpatchedRuns:
         """
         if self.drew:
             return run()
-        random = RandomState.capture(device)
-        result = run()
-        self.drew = not random.is_current()
+        result, self.drew = run_and_watch_draws(run, device)
         return result
 
     def enter_layer(self) -> None:

@@ -31,7 +31,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from streambp.device import RandomState
+from streambp.device import run_and_watch_draws
 from streambp.offload.costs import HostFigures, LayerCost, never_leaving
 from streambp.offload.free_memory import NO_LIMIT
 from streambp.offload.link import FREE_SHARE
@@ -201,9 +201,7 @@ class HostChoice:
         """
         if self.drew:
             return run()
-        random = RandomState.capture(device)
-        result = run()
-        self.drew = not random.is_current()
+        result, self.drew = run_and_watch_draws(run, device)
         return result
 
     def must_draw_alike(self) -> bool:
