@@ -101,15 +101,18 @@ def chosen_steps(device):
 
 
 def attended_in_backward(steps, monkeypatch):
-    """Run a step. Return its gradients, and how many chunks attended again in backward."""
+    """Run a step. Return its gradients, and how many chunks attended again in backward. Chunks of a
+    count, which have no data, are left out."""
     calls = []
     real = attend.attend_blocks
+
+    def noted(q, *args, **kwargs):
+        if q.device.type == "emulated":
+            calls.append(1)
+        return real(q, *args, **kwargs)
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            attend,
-            "attend_blocks",
-            lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs),
-        )
+        patch.setattr(attend, "attend_blocks", noted)
         return steps(), len(calls)
 
 
