@@ -387,6 +387,9 @@ class StepCount(LiveBytes):
             device = kwargs.get("device")
         else:
             device = None
+        if func is aten.rand.default and not args[0]:
+            # compared with the probability that a layer is dropped: no layer is
+            return torch.ones((), dtype=kwargs.get("dtype"))
         # True for a copy of values that do not exist
         to_data = device is not None and torch.device(device).type != "meta"
         is_read = func is aten._local_scalar_dense.default and not has_data(args[0])

@@ -6,6 +6,8 @@ covers: planner/model_class.py, planner/laws.py, planner/step.py
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import BartConfig, MarianConfig, T5Config, T5GemmaConfig, WhisperConfig
@@ -97,6 +99,18 @@ def test_attention_of_both_stacks_is_counted(encoder_len):
         assert attention(profile, name, "embedding") == pytest.approx(pair * keys**2, rel=1e-3)
         decoder = pair * (length**2 / 2 + length * keys)
         assert attention(profile, name, "forward") == pytest.approx(decoder, rel=1e-3)
+
+
+def test_no_layer_is_dropped_in_a_count():
+    """With LayerDrop a forward skips a layer if a random number is small."""
+    config = copy.deepcopy(CONFIGS["bart"])
+    config.encoder_layerdrop = config.decoder_layerdrop = 0.1
+    expected, found = surveyed(CONFIGS["bart"]), surveyed(config)
+    for name in ("plain", "streambp"):
+        wanted = work(expected.method(name), 4096, 1024)
+        for kind, part in work(found.method(name), 4096, 1024).items():
+            assert part.products == pytest.approx(wanted[kind].products)
+            assert part.forward == pytest.approx(wanted[kind].forward)
 
 
 def counted_products(encoder_len, at):
