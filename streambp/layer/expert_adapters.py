@@ -79,6 +79,7 @@ class FactoredWeight(Tensor):
         right: [E, r, m], all adapters below each other.
         scales: rank and scale of each adapter.
         tell: gets the name of an operation for which the sum's gradient has to be made.
+        needs_graph: True if operations on the weight must give gradients to the factors.
     """
 
     folded: Tensor
@@ -86,6 +87,7 @@ class FactoredWeight(Tensor):
     right: Tensor
     scales: list[tuple[int, float]]
     tell: Callable[[str], None]
+    needs_graph: bool
     _experts: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None
     _plain: Tensor | None
 
@@ -111,6 +113,7 @@ class FactoredWeight(Tensor):
         weight.right = right
         weight.scales = scales
         weight.tell = tell
+        weight.needs_graph = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
         weight._experts = None
         weight._plain = None
         return weight  # type: ignore[no-any-return]
@@ -143,11 +146,18 @@ class FactoredWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return func(*args, **kwargs), computed by `ExpertProduct` if `func` is a product, as a
-        `FactoredWeight` if it is an index or a transposition, else with plain weights."""
+        `FactoredWeight` if it is an index or a transposition, else with plain weights.
+
+        Raises:
+            UnsupportedModelError: gradients are off, as in the forward of an autograd function. The
+                function would get no gradient for the factors. A trial of the layer finds this.
+        """
         kwargs = kwargs or {}
         if func in READS_METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            _refuse_without_graph((*args, *kwargs.values()), func)
         result = _computed(func, args, kwargs)
         if result is not NotImplemented:
             return result
@@ -255,6 +265,25 @@ class Unfactored(torch.autograd.Function):
         left, right = ctx.saved_tensors
         with without_autocast(grad.device.type):
             return None, *product.scaled(grad @ right.mT, left.mT @ grad)
+
+
+def _refuse_without_graph(values: tuple[Any, ...], func: Any) -> None:
+    """Refuse an operation with gradients off on a weight that was made with gradients on.
+
+    Args:
+        values: the operation's arguments.
+        func: the operation.
+
+    Raises:
+        UnsupportedModelError: one of the values is such a weight.
+    """
+    if any(isinstance(value, FactoredWeight) and value.needs_graph for value in values):
+        name = getattr(func, "__name__", str(func))
+        raise UnsupportedModelError(
+            f"The experts call {name} on an adapted weight where gradients are off, as inside an "
+            "autograd function, so their adapters would get no gradient. "
+            'Pass kernels="own" to use the adapter library\'s code.'
+        )
 
 
 def _with_plain(value: Any, operation: str) -> Any:
@@ -486,8 +515,8 @@ class FactoredExperts:
         reading: the parameter.
         own: peft's forward, called with (module, x, ...).
         folded: the sum of the weight and its adapters, [E, n, m]; None before the first call.
-        sources: the stored weight and the adapters' matrices of which `folded` was made, and their version
-            counters. A test of the layer puts other matrices in their places.
+        sources: the stored weight and the adapters' matrices of which `folded` was made, and their
+            version counters. A test of the layer puts other matrices in their places.
     """
 
     reading: ExpertReading

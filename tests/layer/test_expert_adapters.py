@@ -340,9 +340,10 @@ def test_another_function_for_linears(float64_oracle, monkeypatch):
 
 
 def test_mutant_that_takes_another_function(float64_oracle, monkeypatch):
+    """The layer then runs whole, because an autograd function would lose its gradient."""
     monkeypatch.setattr(expert_adapters, "_why_not_in_call", lambda *_: None)
     with pytest.raises((AssertionError, RuntimeError, streambp.errors.StreamBPError)):
-        with_another_linear(monkeypatch)
+        test_another_function_for_linears(None, monkeypatch)
 
 
 def test_an_operation_on_the_whole_weight(float64_oracle, monkeypatch):
@@ -361,6 +362,50 @@ def test_an_operation_on_the_whole_weight(float64_oracle, monkeypatch):
     batch = batch_of()
     assert_near(gradients(ours, **batch), gradients(stock, **batch), BARS["eager"])
     assert "clamp needs the weight's whole gradient" in str(streambp.describe(ours))
+
+
+class Multiplied(torch.autograd.Function):
+    """x @ weight, by a function that a library could bring."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.mT, x.mT @ grad
+
+
+def with_an_autograd_function(monkeypatch):
+    """What `describe` says of a model whose experts call an autograd function on their weight."""
+    from transformers.models.mixtral import modeling_mixtral
+
+    real = modeling_mixtral.MixtralExperts.forward
+
+    def multiplying(self, hidden_states, *args, **kwargs):
+        out = real(self, hidden_states, *args, **kwargs)
+        return out + Multiplied.apply(hidden_states, self.down_proj[0]).sum(-1, keepdim=True) / 100
+
+    monkeypatch.setattr(modeling_mixtral.MixtralExperts, "forward", multiplying)
+    stock = adapted_experts("mixtral", torch.float64, "eager")
+    ours = streamed(stock)
+    batch = batch_of()
+    for _ in range(2):
+        assert_near(gradients(ours, **batch), gradients(stock, **batch), BARS["eager"])
+    return str(streambp.describe(ours))
+
+
+def test_an_autograd_function_on_a_weight(float64_oracle, monkeypatch):
+    """Its gradient of the weight would be lost, so the layer runs whole, by peft's code."""
+    assert "as inside an autograd function" in with_an_autograd_function(monkeypatch)
+
+
+def test_mutant_that_loses_a_functions_gradient(float64_oracle, monkeypatch):
+    monkeypatch.setattr(expert_adapters, "_refuse_without_graph", lambda *_: None)
+    with pytest.raises(AssertionError):
+        with_an_autograd_function(monkeypatch)
 
 
 @contextlib.contextmanager
