@@ -348,6 +348,9 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
         budget = f"{part} of the host memory available"
     else:
         budget = f"{sized(int(limit))} of host memory"
+        arena = manager.arena
+        if arena is not None and manager.on_demand and arena.limit < int(limit):
+            budget += f", of which {sized(arena.limit)} are available"
     ranks = local_ranks()
     if ranks > 1:
         budget += (

@@ -413,9 +413,7 @@ class HostTensors:
         dropped = set()
         for access, entry in list(self._entries.items()):
             if entry.host is None and names(access[0]):
-                del self._entries[access]
-                if entry.budgeted and entry.source is not None:
-                    self.kept -= entry.source.nbytes
+                self.remove(*access)
                 dropped.add(access[0])
         return dropped
 

@@ -195,6 +195,14 @@ def test_half_of_the_host_is_described():
     assert math.isinf(chooser_of(model).host.gain)
 
 
+def test_host_memory_that_is_not_available_is_described(monkeypatch):
+    monkeypatch.setattr(managers, "host_limit", lambda *_, **__: 2**30)
+    model = little_room(told(host_memory="4GiB"))
+    step(model)
+    said = streambp.describe(model).offload
+    assert "at most 4.0 GiB of host memory, of which 1.0 GiB are available" in said
+
+
 def looks_at_draws_alone(patch):
     patch.setattr(HostChoice, "must_draw_alike", lambda self: self.drew)
 
