@@ -29,11 +29,23 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from streambp.device import counted_bytes, has_data
 from streambp.planner.routing import LOOKED_AT, TOP_K, answer
 from streambp.planner.work import BACKWARDS, GROUPED, Work, aten, tensors, work_of, workspace
+
+READS_A_NUMBER = (
+    aten.lt.Scalar,
+    aten.le.Scalar,
+    aten.gt.Scalar,
+    aten.ge.Scalar,
+    aten._local_scalar_dense.default,
+)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -383,13 +395,18 @@ class StepCount(LiveBytes):
         Operations that read values of a tensor without data get assumed values. Conditions are
         true, and each expert gets an equal share of the tokens.
         """
+        if func is aten.rand.default and not args[0]:
+            # Compared with the probability that a layer is dropped: no layer is. The number has
+            # data, and so has the comparison.
+            with _disable_current_modes():
+                return torch.ones((), dtype=kwargs.get("dtype"))
+        if func in READS_A_NUMBER and has_data(args[0]):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
         if func is aten._to_copy.default and args[0].device.type == "meta":
             device = kwargs.get("device")
         else:
             device = None
-        if func is aten.rand.default and not args[0]:
-            # compared with the probability that a layer is dropped: no layer is
-            return torch.ones((), dtype=kwargs.get("dtype"))
         # True for a copy of values that do not exist
         to_data = device is not None and torch.device(device).type != "meta"
         is_read = func is aten._local_scalar_dense.default and not has_data(args[0])

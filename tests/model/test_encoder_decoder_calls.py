@@ -138,6 +138,12 @@ def test_generate_of_a_patched_model(name):
     for model in (stock.eval(), ours.eval()):
         with torch.no_grad():
             given = inputs_of_the_encoder(batch)
-            tokens.append(model.generate(**given, max_new_tokens=9, min_new_tokens=5, num_beams=3))
+            try:
+                found = model.generate(**given, max_new_tokens=9, min_new_tokens=5, num_beams=3)
+            except RuntimeError:
+                if model is ours:
+                    raise
+                pytest.skip("this transformers' model cannot generate with beams, unpatched either")
+            tokens.append(found)
     assert tokens[0].shape[1] >= 5
     assert torch.equal(*tokens)

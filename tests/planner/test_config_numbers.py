@@ -30,7 +30,7 @@ from streambp.planner.survey import STREAMED, survey
 
 # The defaults of these two classes are Gemma 3n E4B and a Gemma 4 of five billion parameters.
 GEMMAS = (Gemma3nTextConfig, Gemma3nConfig, Gemma4TextConfig, Gemma4Config)
-FAMILIES = 700  # at least so many configuration classes can be made without arguments
+FAMILIES = 400  # at least so many configuration classes can be made without arguments
 
 
 def test_no_default_of_transformers_is_refused():

@@ -10,6 +10,7 @@ import copy
 
 import pytest
 import torch
+from packaging import version
 from transformers import BartConfig, MarianConfig, T5Config, T5GemmaConfig, WhisperConfig
 
 from streambp.errors import ConfigError, UnsupportedModelError
@@ -23,6 +24,7 @@ from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import CHECKPOINTING, UNPATCHED_RECIPE, Counter, streamed
 from tests.planner import measured
 from tests.seeds import seed_torch
+from tests.versions import NOW
 
 LAYERS = 3
 SIZES = {
@@ -72,7 +74,12 @@ def built(name):
 def test_live_bytes_are_predicted(name, recipe, encoder_len, monkeypatch):
     """Without a witness, whose few KB a chunk are much for these small models."""
     monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)
-    predicted, real = measured.peaks(built(name), RECIPES[recipe], 1200, 400, encoder_len)
+    try:
+        predicted, real = measured.peaks(built(name), RECIPES[recipe], 1200, 400, encoder_len)
+    except UnsupportedModelError as error:
+        if version.parse("5.23") > NOW and "softcap" in str(error):
+            pytest.skip("an older T5Gemma is refused: its cross-attention hands on a softcap")
+        raise
     print(f"{name}, {recipe}, {encoder_len}: {100 * (predicted / real - 1):+.2f} %")
     assert abs(predicted / real - 1) <= 0.03
 
