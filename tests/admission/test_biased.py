@@ -48,9 +48,12 @@ pytestmark = [
 
 
 def model_of(name, implementation="eager"):
-    """A model whose biases are not small beside its scores."""
-    model = MAKE[name]().train()
-    model.set_attn_implementation(implementation)
+    return with_large_biases(MAKE[name](), implementation)
+
+
+def with_large_biases(model, implementation):
+    """The model in training mode, with biases that are not small beside its scores."""
+    model.train().set_attn_implementation(implementation)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

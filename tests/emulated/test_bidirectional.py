@@ -6,7 +6,6 @@ covers: sharded/attended.py, sharded/bidirectional.py, sharded/layer.py
 
 from __future__ import annotations
 
-import collections
 import copy
 import gc
 
@@ -19,8 +18,13 @@ from streambp.attention import attend
 from streambp.layer.saved import InMemory
 from streambp.sharded import bidirectional
 from tests import device as tested
-from tests.emulated import backend
-from tests.emulated.test_memory import ADVISED, BEFORE, ENDED, WARNED, Steps, outcome, same
+from tests.emulated.test_memory import (
+    ENDED,
+    Steps,
+    ends_of_failing_allocations,
+    outcome,
+    same,
+)
 from tests.families import build, make_batch
 from tests.oracle import relative_l2
 from tests.seeds import seed_torch
@@ -167,21 +171,13 @@ def test_each_allocation_in_turn_fails(first, stride, chosen_steps):
     """A step ends with the same gradients, or with one error that has advice, and the next one is
     exact."""
     steps = chosen_steps.started()
-    found = collections.Counter()
-    gc.disable()
-    try:
-        for number in range(first, steps.allocations, stride):
-            backend.extension().fail_after(0, number)
-            found[outcome(steps)] += 1
-            backend.extension().fail_after(0, -1)
-            gc.collect()
-            assert outcome(steps) == ENDED, number
-            steps.forget()
-    finally:
-        backend.extension().fail_after(0, -1)
-        gc.enable()
-    print(f"allocations {first}, {first + stride}, ... of {steps.allocations}: {dict(found)}")
-    assert found.keys() <= {ENDED, ADVISED, WARNED, BEFORE}
+
+    def check(number):
+        gc.collect()
+        assert outcome(steps) == ENDED, number
+        steps.forget()
+
+    found = ends_of_failing_allocations(steps, first, stride, check)
     assert found[ENDED] >= 0.5 * found.total()
 
 

@@ -6,7 +6,6 @@ covers: offload/places.py, offload/policy.py, offload/manager.py, layer/oom.py
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import gc
 
@@ -16,8 +15,14 @@ import streambp
 from streambp.errors import HostMemoryError
 from streambp.offload import manager_of
 from streambp.offload.engines import OUT
-from tests.emulated import backend
-from tests.emulated.test_memory import ADVISED, BEFORE, ENDED, WARNED, Steps, outcome, same
+from tests.emulated.test_memory import (
+    BEFORE,
+    ENDED,
+    Steps,
+    ends_of_failing_allocations,
+    outcome,
+    same,
+)
 from tests.families import build, make_batch
 from tests.tiers import thinned
 
@@ -100,21 +105,13 @@ def test_what_was_chosen_stays_and_leaves(made, device):
 def test_each_allocation_in_turn_fails(first, stride, made):
     """A step that has no memory ends with one error that has advice, and the next one is exact."""
     steps = made.started()
-    found = collections.Counter()
-    gc.disable()
-    try:
-        for number in range(first, steps.allocations, stride):
-            backend.extension().fail_after(0, number)
-            found[outcome(steps)] += 1
-            backend.extension().fail_after(0, -1)
-            gc.collect()
-            assert outcome(steps) == ENDED, number
-            assert steps.allocated() == steps.start, number
-    finally:
-        backend.extension().fail_after(0, -1)
-        gc.enable()
-    print(f"allocations {first}, {first + stride}, ... of {steps.allocations}: {dict(found)}")
-    assert found.keys() <= {ENDED, ADVISED, WARNED, BEFORE}
+
+    def check(number):
+        gc.collect()
+        assert outcome(steps) == ENDED, number
+        assert steps.allocated() == steps.start, number
+
+    found = ends_of_failing_allocations(steps, first, stride, check)
     assert found[BEFORE] <= 2
 
 

@@ -7,7 +7,6 @@ covers: offload/moving.py, offload/policy.py, layer/saved.py, attention/prefix.p
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import gc
 
@@ -19,8 +18,14 @@ from streambp.layer import saved
 from streambp.offload import manager_of, moving
 from streambp.offload.engines import OUT
 from streambp.offload.policy import SavesPolicy
-from tests.emulated import backend
-from tests.emulated.test_memory import ADVISED, BEFORE, ENDED, WARNED, Steps, outcome, same
+from tests.emulated.test_memory import (
+    BEFORE,
+    ENDED,
+    Steps,
+    ends_of_failing_allocations,
+    outcome,
+    same,
+)
 from tests.families import build, make_batch
 from tests.tiers import thinned
 
@@ -231,23 +236,15 @@ def test_each_allocation_in_turn_fails(first, stride, made):
     """Saved tensors are freed and the chunk is computed again, or one error has advice; the next
     step is exact."""
     steps = made.started()
-    found = collections.Counter()
-    gc.disable()
-    try:
-        for number in range(first, steps.allocations, stride):
-            steps.forget()
-            backend.extension().fail_after(0, number)
-            found[outcome(steps)] += 1
-            backend.extension().fail_after(0, -1)
-            gc.collect()
-            steps.forget()
-            assert outcome(steps) == ENDED, number
-            assert steps.allocated() == steps.start, number
-    finally:
-        backend.extension().fail_after(0, -1)
-        gc.enable()
-    print(f"allocations {first}, {first + stride}, ... of {steps.allocations}: {dict(found)}")
-    assert found.keys() <= {ENDED, ADVISED, WARNED, BEFORE}
+
+    def check(number):
+        gc.collect()
+        steps.forget()
+        assert outcome(steps) == ENDED, number
+        assert steps.allocated() == steps.start, number
+        steps.forget()
+
+    found = ends_of_failing_allocations(steps, first, stride, check)
     assert found[BEFORE] <= 2
     assert found[ENDED] >= 0.5 * found.total()
 

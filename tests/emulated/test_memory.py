@@ -202,11 +202,9 @@ def after(steps, tried):
 CLEAN = (0, ENDED, [])
 
 
-@pytest.mark.parametrize(
-    ("first", "stride"), thinned([(35, 71), (0, 1)], lambda first, stride: stride > 1)
-)
-def test_each_allocation_in_turn_fails(way, first, stride, made, tried):
-    steps = made(way, FEW).started()
+def ends_of_failing_allocations(steps, first, stride, check):
+    """How often steps end in each way, of which one allocation fails: number `first`,
+    `first + stride`, and so on. `check(number)` is called after each of them."""
     found = collections.Counter()
     gc.disable()
     try:
@@ -214,14 +212,25 @@ def test_each_allocation_in_turn_fails(way, first, stride, made, tried):
             backend.extension().fail_after(0, number)
             found[outcome(steps)] += 1
             backend.extension().fail_after(0, -1)
-            assert after(steps, tried) == CLEAN, number
+            check(number)
     finally:
         backend.extension().fail_after(0, -1)
         gc.enable()
-    print(
-        f"{way}, allocations {first}, {first + stride}, ... of {steps.allocations}: {dict(found)}"
-    )
+    print(f"allocations {first}, {first + stride}, ... of {steps.allocations}: {dict(found)}")
     assert found.keys() <= {ENDED, ADVISED, WARNED, BEFORE}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "stride"), thinned([(35, 71), (0, 1)], lambda first, stride: stride > 1)
+)
+def test_each_allocation_in_turn_fails(way, first, stride, made, tried):
+    steps = made(way, FEW).started()
+
+    def check(number):
+        assert after(steps, tried) == CLEAN, number
+
+    found = ends_of_failing_allocations(steps, first, stride, check)
     assert found[BEFORE] <= 2  # that of the loss, and of the sum that it is a part of
     assert found[ENDED] >= LEAST_ENDED[way] * found.total()
 

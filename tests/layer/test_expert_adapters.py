@@ -308,6 +308,16 @@ def test_float16_is_left_to_peft():
     assert "it is computed in float16" in note
 
 
+def described_after_exact_steps():
+    """What `describe` says of Mixtral's adapted experts after two steps, which are exact."""
+    stock = adapted_experts("mixtral", torch.float64, "eager")
+    ours = streamed(stock)
+    batch = batch_of()
+    for _ in range(2):
+        assert_near(gradients(ours, **batch), gradients(stock, **batch), BARS["eager"])
+    return str(streambp.describe(ours))
+
+
 class OtherLinear(torch.autograd.Function):
     """The function that DeepSpeed puts in the place of torch's under ZeRO-3."""
 
@@ -327,12 +337,7 @@ def with_another_linear(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "linear", lambda x, weight, bias=None: OtherLinear.apply(x, weight)
     )
-    stock = adapted_experts("mixtral", torch.float64, "eager")
-    ours = streamed(stock)
-    batch = batch_of()
-    for _ in range(2):
-        assert_near(gradients(ours, **batch), gradients(stock, **batch), BARS["eager"])
-    return str(streambp.describe(ours))
+    return described_after_exact_steps()
 
 
 def test_another_function_for_linears(float64_oracle, monkeypatch):
@@ -389,12 +394,7 @@ def with_an_autograd_function(monkeypatch):
         return out + Multiplied.apply(hidden_states, self.down_proj[0]).sum(-1, keepdim=True) / 100
 
     monkeypatch.setattr(modeling_mixtral.MixtralExperts, "forward", multiplying)
-    stock = adapted_experts("mixtral", torch.float64, "eager")
-    ours = streamed(stock)
-    batch = batch_of()
-    for _ in range(2):
-        assert_near(gradients(ours, **batch), gradients(stock, **batch), BARS["eager"])
-    return str(streambp.describe(ours))
+    return described_after_exact_steps()
 
 
 def test_an_autograd_function_on_a_weight(float64_oracle, monkeypatch):

@@ -46,14 +46,7 @@ pytestmark = [
 
 
 def model_of(name, implementation="eager", **more):
-    """A model whose biases are not small beside its scores."""
-    model = MAKE[name](**more).train()
-    model.set_attn_implementation(implementation)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.3)
-    return model
+    return test_biased.with_large_biases(MAKE[name](**more), implementation)
 
 
 def batch_of(padding):
