@@ -93,12 +93,19 @@ def stepper(
     if base not in models:
         models[base] = build(base, layers, length, width)
     model, tokens = models[base], torch.randint(0, 64, (1, length))
-    sites: list[Any] = model._streambp.steps.sites if COMPARES and base != WARM[0] else []  # type: ignore[union-attr, assignment]
-    configs = [dataclasses.replace(site.config, compare_backward=base == case) for site in sites]
+    layer_states: list[Any] = []
+    if COMPARES and base != WARM[0]:
+        steps = model._streambp.steps  # type: ignore[union-attr]
+        # Other trees may have another name for the list; there the witness cannot be turned off.
+        layer_states = getattr(steps, "layer_states", [])
+    configs = [
+        dataclasses.replace(layer_state.config, compare_backward=base == case)
+        for layer_state in layer_states
+    ]
 
     def step() -> float:
-        for site, config in zip(sites, configs, strict=True):
-            site.config = config
+        for layer_state, config in zip(layer_states, configs, strict=True):
+            layer_state.config = config
         start = time.process_time()
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         spent = time.process_time() - start

@@ -29,7 +29,7 @@ def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
         call: the call of the layer.
         x: the layer's input.
     """
-    return call.site.coarsest(x.dtype, x.device.type, call.autocast)
+    return call.layer_state.coarsest(x.dtype, x.device.type, call.autocast)
 
 
 def gradient_tolerance(dtype: torch.dtype) -> float:
@@ -89,7 +89,7 @@ def choices_once(call: LayerCall) -> Iterator[ReplayedChoices]:
     MoE routers choose experts freely in the first run, and later runs replay these choices. Yields
     the record of the choices. [Note: choices]"""
     choices = ReplayedChoices()
-    with replaced([call.site], "choices", [choices]):
+    with replaced([call.layer_state], "choices", [choices]):
         yield choices
 
 

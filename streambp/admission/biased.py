@@ -21,7 +21,7 @@ from streambp.chunks import Forks
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import POSITION_BIAS
 from streambp.layer.function import Strategy
-from streambp.layer.site import CallReport, LayerSite
+from streambp.layer.layer_state import CallReport, LayerState
 from streambp.recurrent.documents import PackedRows
 from streambp.source import written_forward
 
@@ -29,7 +29,7 @@ BY_PAIR = "its position_bias has a value for each pair of positions, or is missi
 
 
 def stream_biased(
-    site: LayerSite,
+    layer_state: LayerState,
     args: Any,
     kwargs: Any,
     rows: PackedRows | None,
@@ -40,7 +40,7 @@ def stream_biased(
     layer gets the bias as an argument, its result contains the bias of each distance.
 
     Args:
-        site: the decoder layer, with its settings and test results.
+        layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
         rows: documents of packed rows, from position_ids.
         forks: positions at which recurrent states continue from an earlier position.
@@ -49,28 +49,28 @@ def stream_biased(
     Raises:
         UnsupportedModelError: the layer's weights are on the host.
     """
-    kind = site.kind.attention
+    kind = layer_state.kind.attention
     if not isinstance(kind, Biased) or not kind.gets_bias:
-        return stream_layer(site, args, kwargs, rows, strategy, forks)
-    names = site.of(_names_of_arguments)
+        return stream_layer(layer_state, args, kwargs, rows, strategy, forks)
+    names = layer_state.of(_names_of_arguments)
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     hidden_states: Tensor = kwargs.pop(names[0])
     bias = kwargs.get(POSITION_BIAS)
-    source = site.of(_with_table)
+    source = layer_state.of(_with_table)
     if bias is None and source is not None:
-        if site.weights is not None:
+        if layer_state.weights is not None:
             raise UnsupportedModelError(
-                f"{type(site.layer).__name__} computes a bias for all layers from its own weights, "
+                f"{type(layer_state.layer).__name__} computes a bias for all layers from its own weights, "
                 "which are in host memory (weights='cpu'). streambp does not support both. Set "
                 "weights='device' in StreamConfig."
             )
         bias = by_distance(source, hidden_states.shape[-2], hidden_states.device)
         kwargs[POSITION_BIAS] = bias
     if not is_by_distance(bias):
-        report = site.last_call.report = CallReport(BY_PAIR)
-        with site.weights_for_once((hidden_states,), kwargs, BY_PAIR):
-            return run_whole(site, (hidden_states,), kwargs, report)
-    output = stream_layer(site, (hidden_states,), kwargs, rows, strategy, forks)
+        report = layer_state.last_call.report = CallReport(BY_PAIR)
+        with layer_state.weights_for_once((hidden_states,), kwargs, BY_PAIR):
+            return run_whole(layer_state, (hidden_states,), kwargs, report)
+    output = stream_layer(layer_state, (hidden_states,), kwargs, rows, strategy, forks)
     if not isinstance(output, tuple):
         return output
     # Cross-attention without a bias makes zeros, in each layer.

@@ -25,18 +25,18 @@ from streambp.fingerprint.hooks import HookKey, again, described, watching
 from streambp.fingerprint.snapshots import changed, versions_of
 from streambp.layer.arguments import refuse_written
 from streambp.layer.call import switched_off
+from streambp.layer.layer_state import CallReport, LayerState
 from streambp.layer.recompute import Autocast, Parameters, check_mode, computed_as_written
 from streambp.layer.side_effects import Buffers, buffers_of, in_place_of_buffers, written_since
-from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.segments import in_segments, mixers_of
 
 
-def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
+def run_whole(layer_state: LayerState, args: Any, kwargs: Any, report: CallReport) -> Any:
     """Run a decoder layer on all tokens at once under torch's checkpoint, and return its forward's
     result.
 
     Args:
-        site: the decoder layer, with its settings and test results.
+        layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of its forward.
         report: the reason to run the layer unchunked, and the documents of packed rows. Modules
             with recurrent states run once for each document. [Note: segments]
@@ -46,13 +46,13 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
             replaced.
     """
     kwargs = without_caches(kwargs)
-    configs = site.of(site.kind.attention.configs)
+    configs = layer_state.of(layer_state.kind.attention.configs)
     rows = report.rows
-    mixers = [] if rows is None else site.of(mixers_of)
+    mixers = [] if rows is None else layer_state.of(mixers_of)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if (
-            site.tests.overwritten.inputs and torch.is_grad_enabled()
+            layer_state.tests.overwritten.inputs and torch.is_grad_enabled()
         ):  # [Note: writes through pointers]
             if args:
                 args = args[0].clone(), *args[1:]
@@ -60,12 +60,12 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
                 kwargs["hidden_states"] = kwargs["hidden_states"].clone()
         # The recomputation runs after the model's forward has ended.
         segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
-        unchunked_run, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
+        unchunked_run, args, kwargs = layer_state.kind.attention.whole(configs, args, kwargs)
         # ZeRO-3 counts the modules that ran, while other ranks may stream. ZeRO-3 leaf
         # modules inside the layer reduce their gradients by hooks of their own.
-        hooks, modules = site.of(switched_off)
-        silenced = engine_hooks_silenced([] if site.of(reductions_of) else hooks)
-        arrive, args, kwargs = _as_one(site, args, kwargs)
+        hooks, modules = layer_state.of(switched_off)
+        silenced = engine_hooks_silenced([] if layer_state.of(reductions_of) else hooks)
+        arrive, args, kwargs = _as_one(layer_state, args, kwargs)
         with (
             unchunked_run,
             computed_as_written(modules),
@@ -73,14 +73,14 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
             silenced,
             arrive,
         ):
-            return site.forward(*args, **kwargs)
+            return layer_state.forward(*args, **kwargs)
 
     try:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         # Recompute to the end, so that the output can be compared. [Note: witness]
         return checkpoint(
-            Repeatable(site, run, args, kwargs),
+            Repeatable(layer_state, run, args, kwargs),
             *args,
             use_reentrant=False,
             early_stop=False,
@@ -90,7 +90,7 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
         if LazyMask.__name__ not in str(error):
             raise
         raise UnsupportedModelError(
-            f"{type(site.layer).__name__} cannot stream: {report.because}. It cannot run unchunked "
+            f"{type(layer_state.layer).__name__} cannot stream: {report.because}. It cannot run unchunked "
             f"either, because it reads the attention mask itself ({error}). If its attention's "
             "forward was replaced after streambp.patch, call streambp.patch again: the layer then "
             "gets the model's own mask. Otherwise use gradient checkpointing "
@@ -99,7 +99,7 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
 
 
 def _as_one(
-    site: LayerSite, args: Any, kwargs: dict[str, Any]
+    layer_state: LayerState, args: Any, kwargs: dict[str, Any]
 ) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
     """Return a context manager in which the layer's forward must run, and the args and kwargs to
     call it with.
@@ -110,14 +110,14 @@ def _as_one(
     engines, or without grad mode.
 
     Args:
-        site: the decoder layer.
+        layer_state: the decoder layer.
         args, kwargs: the arguments of its forward.
     """
-    holds = held(site.layer)
+    holds = held(layer_state.layer)
     if not torch.is_grad_enabled() or holds.weights or not holds.gradients:
         return contextlib.nullcontext(), args, kwargs
     layer_input = args[0] if args else kwargs["hidden_states"]
-    parameters = Parameters(site.layer, layer_input.device)
+    parameters = Parameters(layer_state.layer, layer_input.device)
     hidden_states, *aliases = JoinGradients.apply(layer_input, *parameters.current())  # type: ignore[no-untyped-call]
     args, kwargs = (
         ((hidden_states, *args[1:]), kwargs)
@@ -137,17 +137,20 @@ class Repeatable:
     """
 
     def __init__(
-        self, site: LayerSite, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, layer_state: LayerState, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> None:
         self._site, self._layer, self._run, self._fingerprint = (
-            site,
-            site.layer,
+            layer_state,
+            layer_state.layer,
             run,
-            site.fingerprint,
+            layer_state.fingerprint,
         )
-        self._backward_begins = site.backward_begins
-        self._look = self._fingerprint.look(site.layer)
-        self._generators, self._training = generators_of(site, self._look), site.layer.training
+        self._backward_begins = layer_state.backward_begins
+        self._look = self._fingerprint.look(layer_state.layer)
+        self._generators, self._training = (
+            generators_of(layer_state, self._look),
+            layer_state.layer.training,
+        )
         values = [
             (name, x)
             for name, value in {"input": args, **kwargs}.items()
@@ -156,8 +159,8 @@ class Repeatable:
         tensors = [(name, x) for name, x in values if isinstance(x, Tensor)]
         hidden_states = tensors[0][1]
         self._device = hidden_states.device
-        self._parameters = Parameters(site.layer, self._device)
-        self._witness = site.witness(hidden_states, Autocast.capture(self._device))
+        self._parameters = Parameters(layer_state.layer, self._device)
+        self._witness = layer_state.witness(hidden_states, Autocast.capture(self._device))
         self._seen_arguments = [
             (name, x, x._version) for name, x in tensors if not x.is_inference()
         ]

@@ -46,10 +46,10 @@ from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall, deliver
 from streambp.layer.function import Strategy, StreamedLayer, run_backward, run_forward
 from streambp.layer.gradients import NO_HOOKS, can_keep_graph, counts_when_alone
+from streambp.layer.layer_state import REACH, CallReport, LayerState
 from streambp.layer.oom import explained
 from streambp.layer.products import hooked_everywhere
 from streambp.layer.recompute import NULL_CONTEXT, Parameters, slots_of
-from streambp.layer.site import REACH, CallReport, LayerSite
 from streambp.progress import progress_line
 from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_of
@@ -64,7 +64,7 @@ WITHOUT_THIRD_PARTY = dataclasses.replace(IN_CHUNKS, forward=run_forward)
 
 
 def stream_layer(
-    site: LayerSite,
+    layer_state: LayerState,
     args: Any,
     kwargs: Any,
     rows: PackedRows | None = None,
@@ -77,7 +77,7 @@ def stream_layer(
     result as the full sequence. If not, such calls run unchunked, under torch's checkpoint.
 
     Args:
-        site: the decoder layer, with its settings and test results.
+        layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
         rows: documents of packed rows, from position_ids, for layers that do not get them as
             arguments. [Note: segments]
@@ -89,19 +89,19 @@ def stream_layer(
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: the call cannot be computed
             exactly; nothing was changed.
     """
-    call = admit(site, args, kwargs, rows, strategy, forks)
+    call = admit(layer_state, args, kwargs, rows, strategy, forks)
     if isinstance(call, CallReport):
-        site.last_call.report = call
+        layer_state.last_call.report = call
         try:
-            with site.weights_for_once(
+            with layer_state.weights_for_once(
                 args, kwargs, call.because or "its only token cannot be tried in chunks"
             ):
-                return strategy.whole(site, args, kwargs, call)
+                return strategy.whole(layer_state, args, kwargs, call)
         except Exception:
-            site.tests.forget(call.because)
+            layer_state.tests.forget(call.because)
             raise
     longest = (call.plan.longest, call.why_longer) if call.plan.longest > call.plan.size else None
-    site.last_call.report = CallReport(
+    layer_state.last_call.report = CallReport(
         None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan
     )
     if strategy is IN_CHUNKS and REACH not in dict(call.arguments.kind):
@@ -111,7 +111,7 @@ def stream_layer(
 
 
 def admit(
-    site: LayerSite,
+    layer_state: LayerState,
     args: Any,
     kwargs: Any,
     rows: PackedRows | None,
@@ -122,26 +122,26 @@ def admit(
     report with the reason for an unchunked run. The exceptions are those of `stream_layer`.
 
     Args:
-        site: the decoder layer, with its settings and test results.
+        layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
         rows: documents of packed rows, from position_ids; None: arguments mark them.
         strategy: functions that compute the layer on one rank, or with a sequence split over ranks.
         forks: positions where recurrent states continue from an earlier one, at a shared prefix.
     """
     # The kind of call: the layer's structure, and which arguments it gets.
-    look = site.fingerprint.look(site.layer)
-    site.of(_refuse_inner_fsdp)
+    look = layer_state.fingerprint.look(layer_state.layer)
+    layer_state.of(_refuse_inner_fsdp)
     counts_when_alone()
-    carries = site.kind.states.carries
+    carries = layer_state.kind.states.carries
     if rows is not None and carries:
-        _refuse_inseparable_documents(site, rows)
+        _refuse_inseparable_documents(layer_state, rows)
     trained = look.trained
     arguments = Arguments(
-        type(site.layer).forward,
-        site.layer,
+        type(layer_state.layer).forward,
+        layer_state.layer,
         args,
         kwargs,
-        site.kind.position_cache,
+        layer_state.kind.position_cache,
         rows if carries else None,
         (look.body.kind, look.hooks.kind, trained),
     )
@@ -151,30 +151,32 @@ def admit(
         if attends is not None:
             arguments.kind |= {("torch's attention", attends)}
     # Global hooks may change without a new snapshot. [Note: kept values]
-    if hooked_everywhere() or site.of(lambda _: bool(roots_of(site, look)), "third party"):
-        arguments.kind = tell(site, look, arguments.kind, arguments.hidden_states)
+    if hooked_everywhere() or layer_state.of(
+        lambda _: bool(roots_of(layer_state, look)), "third party"
+    ):
+        arguments.kind = tell(layer_state, look, arguments.kind, arguments.hidden_states)
     arguments.forks = forks if carries else ()
     if rows is not None:
-        _tell_of_documents(site, rows, arguments)
+        _tell_of_documents(layer_state, rows, arguments)
     marked = None if rows is None else rows.number
-    if site.tests.warm_up is not None and not may_edit_gradients(site.layer):
-        site.tests.reuse_result(arguments.kind, look)
+    if layer_state.tests.warm_up is not None and not may_edit_gradients(layer_state.layer):
+        layer_state.tests.reuse_result(arguments.kind, look)
     # Reasons to run unchunked that need no trial, or that a trial has found.
-    findings = site.tests.results[arguments.kind]
+    findings = layer_state.tests.results[arguments.kind]
     because = (
         (look.hooks.why_whole() if look.hooks.routing else None)
         or findings.because
-        or (_why_not_between_documents(site, arguments) if carries else None)
-        or site.kind.attention.take_mask(
-            site.layer, arguments.named, arguments.hidden_states, marked
+        or (_why_not_between_documents(layer_state, arguments) if carries else None)
+        or layer_state.kind.attention.take_mask(
+            layer_state.layer, arguments.named, arguments.hidden_states, marked
         )
     )
     if because is not None:
         return CallReport(because, rows=rows)
-    call: LayerCall = strategy.make(site, arguments)
+    call: LayerCall = strategy.make(layer_state, arguments)
     call.look = look
-    parameters = site.of(
-        lambda layer: Parameters(layer, call.device, site.of(slots_of)),
+    parameters = layer_state.of(
+        lambda layer: Parameters(layer, call.device, layer_state.of(slots_of)),
         ("parameters", call.device, trained),
     )
     call.backward.parameters = parameters.renewed(look, trained)
@@ -182,12 +184,12 @@ def admit(
     if (
         findings.judged
         and call.autocast in findings.seen_writing
-        and site.tests.cover(findings, call.plan)
+        and layer_state.tests.cover(findings, call.plan)
     ):
         return call
     decision = _tested(call, rows)
     if decision is None:
-        return admit(site, args, kwargs, rows, strategy, forks)
+        return admit(layer_state, args, kwargs, rows, strategy, forks)
     return decision
 
 
@@ -202,7 +204,7 @@ def _tested(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallReport 
         call: the call in chunks.
         rows: documents of packed rows, from position_ids, or None.
     """
-    tests = call.site.tests
+    tests = call.layer_state.tests
     failed, verdict = _tried(call)
     if not verdict.streams:
         if call.arguments.tells:
@@ -215,22 +217,22 @@ def _tested(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallReport 
     return call
 
 
-def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
+def _refuse_inseparable_documents(layer_state: LayerState, rows: PackedRows) -> None:
     """Raise if a layer would carry recurrent states from one packed document to the next.
     [Note: segments]
 
     Args:
-        site: the decoder layer.
+        layer_state: the decoder layer.
         rows: the documents that position_ids mark.
 
     Raises:
         UnsupportedModelError: no module inside the layer can be called for one document.
     """
-    if mixers_of(site.layer) and not site.kind.states.returned:
+    if mixers_of(layer_state.layer) and not layer_state.kind.states.returned:
         return
     raise UnsupportedModelError(
         f"position_ids mark {rows.number} documents in packed rows, but no module inside "
-        f"{type(site.layer).__name__} can be called for a single document. The layer takes its "
+        f"{type(layer_state.layer).__name__} can be called for a single document. The layer takes its "
         "states as an argument and would carry them from one document to the next. Pass one "
         "document per row, or set StreamConfig(documents='as_given') to carry states over, as the "
         "unpatched model does."
@@ -245,31 +247,33 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
         The exception that the layer raised in the test for in-place writes (None: no exception),
         and the decision whether the call runs in chunks.
     """
-    site = call.site
+    layer_state = call.layer_state
     if call.look.hooks.ids and has_data(call.hidden_states):
-        site.tests.hooks_run_in_tests |= hooks_of_others(call.site.layer)
+        layer_state.tests.hooks_run_in_tests |= hooks_of_others(call.layer_state.layer)
     try:
-        weights_on_device = site.weights_here("trial", call.device)
+        weights_on_device = layer_state.weights_here("trial", call.device)
         # [Note: choices] [Note: autocast]
-        free_choices = replaced([site], "choices", [None])
+        free_choices = replaced([layer_state], "choices", [None])
         # Layers of a split sequence exchange keys and values with other ranks themselves.
-        local = no_collectives(call.site.layer) if call.has_full_sequence else NULL_CONTEXT
-        shown = progress_line(_trying(site)) if has_data(call.hidden_states) else NULL_CONTEXT
+        local = no_collectives(call.layer_state.layer) if call.has_full_sequence else NULL_CONTEXT
+        shown = (
+            progress_line(_trying(layer_state)) if has_data(call.hidden_states) else NULL_CONTEXT
+        )
         with shown, weights_on_device, nothing_compiled(), call.autocast.off(), free_choices, local:
             results = call.attempt(lambda _: _looked(call))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
             raise
-        raise explained(error, site, call.plan) from error
-    site.tests.tested_hooks |= call.look.hooks.places.keys()
+        raise explained(error, layer_state, call.plan) from error
+    layer_state.tests.tested_hooks |= call.look.hooks.places.keys()
     return results
 
 
-def _trying(site: LayerSite) -> str:
+def _trying(layer_state: LayerState) -> str:
     """Return the text about a layer's tests that is shown on a terminal."""
-    if site.saves_policy is None:
-        return f"trying layer {site.index + 1}"
-    return f"trying layer {site.index + 1} of {site.saves_policy.layers}"
+    if layer_state.saves_policy is None:
+        return f"trying layer {layer_state.index + 1}"
+    return f"trying layer {layer_state.index + 1} of {layer_state.saves_policy.layers}"
 
 
 def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
@@ -280,16 +284,16 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
         The exception that the layer raised in the test for in-place writes (None: no exception),
         and the decision whether the call runs in chunks.
     """
-    refuse_compiled_attention(call.site.layer)
-    because = why_untestable(call) or why_scaled(call.site.layer)
+    refuse_compiled_attention(call.layer_state.layer)
+    because = why_untestable(call) or why_scaled(call.layer_state.layer)
     if because is not None:
-        call.site.tests.results[call.arguments.kind].judge(because)
+        call.layer_state.tests.results[call.arguments.kind].judge(because)
         return None, Verdict(False, because)
     with leaving_nothing(call):
         because, error = why_kept(call)
         failed = look_for_writes(call)
         verdict = can_stream(call)
-    findings = call.site.tests.results[call.arguments.kind]
+    findings = call.layer_state.tests.results[call.arguments.kind]
     if verdict.streams and because is not None:
         findings.judge(because)
         verdict = Verdict(False, because)
@@ -309,23 +313,23 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         call: the call of the layer.
         strategy: functions that compute the layer on one rank, or with a sequence split over ranks.
     """
-    site = call.site
+    layer_state = call.layer_state
     hidden_states = call.hidden_states
     parameters = call.backward.parameters
     inputs = call.arguments.inputs
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
-        if site.saves_policy is not None:
+        if layer_state.saves_policy is not None:
             call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
         weights = parameters.current()
-        if site.weights is not None:
-            call.backward.send_gradients, weights = site.weights.arriving(
-                site.index, weights, call.device
+        if layer_state.weights is not None:
+            call.backward.send_gradients, weights = layer_state.weights.arriving(
+                layer_state.index, weights, call.device
             )
         if call.kept.moves:
-            assert site.offloader is not None
-            call.kept.store = site.offloader.open(site.index, call.device)
-        reductions = site.of(reductions_of)
+            assert layer_state.offloader is not None
+            call.kept.store = layer_state.offloader.open(layer_state.index, call.device)
+        reductions = layer_state.of(reductions_of)
         hidden_states = (
             EngineReduce.apply(hidden_states, reductions) if reductions else hidden_states
         )
@@ -336,33 +340,37 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
     else:
         versions = versions_of(call.look)
         on_device = (
-            NULL_CONTEXT if site.weights is None else site.weights_here("forward", call.device)
+            NULL_CONTEXT
+            if layer_state.weights is None
+            else layer_state.weights_here("forward", call.device)
         )
         with (
             on_device,
             watching(call.look.hooks)
-            if site.tests.warm_up is not None
+            if layer_state.tests.warm_up is not None
             else NO_HOOKS as modifying_hooks,
         ):
             output, *extras = strategy.forward(call, False)
         if modifying_hooks:
-            site.tests.refuse_untested(modifying_hooks, site.layer)
-        if site.fingerprint.pending:
-            site.fingerprint.learn(site.layer, call.look, versions)
+            layer_state.tests.refuse_untested(modifying_hooks, layer_state.layer)
+        if layer_state.fingerprint.pending:
+            layer_state.fingerprint.learn(layer_state.layer, call.look, versions)
     by_place = dict(zip(call.form.extras, extras, strict=True))
     if by_place:
         deliver(by_place, call.arguments.mappings)
     return call.wrap(output, by_place)
 
 
-def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | None:
+def _why_not_between_documents(layer_state: LayerState, arguments: Arguments) -> str | None:
     """Return the reason, as text for `describe`, to run a layer with recurrent states unchunked:
     chunks cannot follow the packed documents that its arguments mark (seq_idx and others). None if
     chunks can, or if the arguments mark no documents."""
     documents = arguments.documents
     if documents is None:
         return None
-    scans = {name for _, name in scans_of(site.layer)} if documents.ids is not None else set()
+    scans = (
+        {name for _, name in scans_of(layer_state.layer)} if documents.ids is not None else set()
+    )
     # a selective scan is identified by its own name
     if scans.difference(("torch", "forward", OWN_SCAN)):
         # The fused kernel of training mixes documents that these arguments describe. The
@@ -381,20 +389,20 @@ def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | N
     return None
 
 
-def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) -> None:
+def _tell_of_documents(layer_state: LayerState, rows: PackedRows, arguments: Arguments) -> None:
     """Pass the documents that position_ids mark to the attention mask, and to state kernels that
     accept document boundaries.
 
     Args:
-        site: the decoder layer.
+        layer_state: the decoder layer.
         rows: the documents.
         arguments: the layer's arguments, which are changed.
     """
     mask = attention_mask_of(arguments.named)
     if isinstance(mask, LazyMask):
         mask.ends = rows.ends
-    if site.kind.states.carries and site.tests.kernels_take_documents:
-        names = arguments_that_tell(mixers_of(site.layer), len(rows.ends))
+    if layer_state.kind.states.carries and layer_state.tests.kernels_take_documents:
+        names = arguments_that_tell(mixers_of(layer_state.layer), len(rows.ends))
         if names:
             arguments.tell(rows.as_documents(names, arguments.hidden_states.device))
 

@@ -39,7 +39,7 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     names = state.changes()
     if not names:
         return []
-    call.look = call.site.fingerprint.learn(call.site.layer, call.look)
+    call.look = call.layer_state.fingerprint.learn(call.layer_state.layer, call.look)
     state.rewind()
     first = _once(call, x)
     state.end_run()
@@ -47,7 +47,7 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     repeated = _once(call, x)
     if bool(first.isfinite().all()) and not _repeats(first, repeated):
         raise StreamingMismatchError(
-            f"{type(call.site.layer).__name__} returns different values for the same tokens: "
+            f"{type(call.layer_state.layer).__name__} returns different values for the same tokens: "
             f"{', '.join(names)} changed during a test on a few random tokens (a counter or a "
             "running scale?). Chunks would change the value as well. Register the value as a "
             "buffer (register_buffer): then the layer runs unchunked, and its recomputation "

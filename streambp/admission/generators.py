@@ -22,28 +22,28 @@ from streambp.admission.snapshot import Restored
 from streambp.admission.third_party import foreign_parts
 from streambp.fingerprint.snapshots import Generator, LayerSnapshot, ModuleSnapshot
 from streambp.layer.call import LayerCall
+from streambp.layer.layer_state import LayerState
 from streambp.layer.products import hooked_everywhere
 from streambp.layer.side_effects import buffers_of, in_place_of_buffers
-from streambp.layer.site import LayerSite
 
 # Only third-party code counts: transformers' layers never draw here, but other threads may.
 OF_ALL: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
 
 
-def generators_of(site: LayerSite, look: LayerSnapshot) -> list[Generator]:
+def generators_of(layer_state: LayerState, look: LayerSnapshot) -> list[Generator]:
     """Return the random generators that the layer may draw from, without torch's default
     generators. These are generators in modules' attributes, and those of `random` and
     `numpy.random` if third-party code runs in the layer.
 
     Args:
-        site: the decoder layer.
+        layer_state: the decoder layer.
         look: snapshot of its modules, hooks and attributes.
     """
     shared = (
-        site.previous is not None
+        layer_state.previous is not None
         or look.hooks.places
         or hooked_everywhere()
-        or site.of(foreign_parts)
+        or layer_state.of(foreign_parts)
     )
     return [*look.body.generators, *(OF_ALL if shared else ())]
 
@@ -116,10 +116,13 @@ def on_trial(call: LayerCall) -> Iterator[Restored]:
 
     Must be entered inside `LayerCall.streaming`, which changes modules and configs.
     """
-    buffers, generators = buffers_of(call.site.layer), generators_of(call.site, call.look)
+    buffers, generators = (
+        buffers_of(call.layer_state.layer),
+        generators_of(call.layer_state, call.look),
+    )
     with (
         in_place_of_buffers(buffers),
         generators_kept(generators),
-        Restored(call.site.layer) as restored,
+        Restored(call.layer_state.layer) as restored,
     ):
         yield restored

@@ -58,8 +58,8 @@ from streambp.fingerprint.memory import KNOWN, PLAIN, Memory, is_theirs, stored_
 from streambp.fingerprint.snapshots import LayerSnapshot
 from streambp.known_names import GLOBAL_HOOKS
 from streambp.layer.call import LayerCall, plan_of
+from streambp.layer.layer_state import REACH, LayerState, remember
 from streambp.layer.recompute import Parameters, slots_of
-from streambp.layer.site import REACH, LayerSite, remember
 from streambp.recurrent.documents import in_several, tried_rows
 from streambp.recurrent.states import LEAST_TOKENS, States
 
@@ -83,13 +83,13 @@ MISSING = object()
 _DIGITS = re.compile(r"\d+")
 
 
-def roots_of(site: LayerSite, look: LayerSnapshot) -> Roots:
+def roots_of(layer_state: LayerState, look: LayerSnapshot) -> Roots:
     """Return the objects in which third-party code inside a layer may store values, as (name,
     object): the layer's modules, third-party hooks, forwards and classes. [] if no third-party code
     runs inside.
 
     Args:
-        site: the decoder layer.
+        layer_state: the decoder layer.
         look: snapshot of its modules, hooks and attributes.
     """
     hooks = [
@@ -100,15 +100,15 @@ def roots_of(site: LayerSite, look: LayerSnapshot) -> Roots:
     everywhere = vars(torch.nn.modules.module)
     hooks += [("", hook) for name in GLOBAL_HOOKS for hook in everywhere[name].values()]
     hooks = [(name, hook) for name, hook in hooks if is_theirs(hook)]
-    if site.previous is not None and is_theirs(site.previous):
-        hooks.append(("", site.previous))
-    code = site.of(_code_of_others)
+    if layer_state.previous is not None and is_theirs(layer_state.previous):
+        hooks.append(("", layer_state.previous))
+    code = layer_state.of(_code_of_others)
     if not hooks and not code:
         return []
-    return [*site.layer.named_modules(), *hooks, *code]
+    return [*layer_state.layer.named_modules(), *hooks, *code]
 
 
-def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor) -> Kind:
+def tell(layer_state: LayerState, look: LayerSnapshot, kind: Kind, hidden_states: Tensor) -> Kind:
     """Return `kind`, the key of test results, with an added entry for values that third-party code
     inside the layer stores. A changed flag or string therefore makes the layer be tested again, and
     so does a call with the length of a stored tensor.
@@ -116,26 +116,26 @@ def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor
     `kind` is returned unchanged if no third-party code runs inside.
 
     Args:
-        site: the decoder layer.
+        layer_state: the decoder layer.
         look: snapshot of the layer at the call.
         kind: the form of the call's arguments and the layer's structure.
         hidden_states: the layer's input [..., B, T, h].
     """
-    roots = roots_of(site, look)
+    roots = roots_of(layer_state, look)
     if not roots:
         return kind
     structure = frozenset(pair for pair in kind if pair[0] != REACH)
     rows, length = hidden_states.shape[-3:-1]
     as_long, flags = False, []
     for path, value in Memory(roots).values.items():
-        if path in site.fingerprint.kept:
+        if path in layer_state.fingerprint.kept:
             continue
         if isinstance(value, PLAIN):
             flags += _flag(path, value)
         elif length > 1:
             sizes = tuple(value.shape[:2])
             as_long |= length in sizes or sizes[:1] == (rows * length,)
-    as_long = as_long and len(plan_of(site, rows, length, hidden_states.device)) > 1
+    as_long = as_long and len(plan_of(layer_state, rows, length, hidden_states.device)) > 1
     digest = hashlib.blake2b(repr(flags).encode(), digest_size=16).hexdigest()
     return structure | {(REACH, (digest, as_long))}
 
@@ -184,19 +184,21 @@ def _code_of_others(layer: nn.Module) -> Roots:
 def leaving_nothing(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager for a test run of a layer on random tokens. Values that third-party
     code stores during the run are removed afterwards."""
-    roots = roots_of(call.site, call.look) if call.device.type != "meta" else []
+    roots = roots_of(call.layer_state, call.look) if call.device.type != "meta" else []
     return undone(roots) if roots else contextlib.nullcontext()
 
 
-def recomputed(site: LayerSite, look: LayerSnapshot) -> contextlib.AbstractContextManager[Any]:
+def recomputed(
+    layer_state: LayerState, look: LayerSnapshot
+) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager for the recomputation in backward. Values that third-party code
     stores meanwhile are removed afterwards; those of forward stay.
 
     Args:
-        site: the decoder layer.
+        layer_state: the decoder layer.
         look: snapshot of its modules, hooks and attributes.
     """
-    roots = roots_of(site, look)
+    roots = roots_of(layer_state, look)
     return undone(roots) if roots else contextlib.nullcontext()
 
 
@@ -220,16 +222,18 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
     """
 
     def run(call: LayerCall, keep: bool) -> T:
-        site = call.site
+        layer_state = call.layer_state
         roots = (
-            roots_of(site, call.look) if len(call.plan) > 1 and has_data(call.hidden_states) else []
+            roots_of(layer_state, call.look)
+            if len(call.plan) > 1 and has_data(call.hidden_states)
+            else []
         )
         if not roots:
             return forward(call, keep)
         memory = Memory(roots)
         outputs = forward(call, keep)
         for path, value in Memory(roots).changed(memory).items():
-            is_expected = path in site.fingerprint.kept
+            is_expected = path in layer_state.fingerprint.kept
             if (
                 not is_expected
                 and isinstance(value, (Tensor, np.ndarray))
@@ -262,17 +266,17 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
         call: the call of the layer.
         what: the value's name and shape, for the message.
     """
-    site = call.site
-    site.tests.results[call.arguments.kind].judge(f"{KEEPS_VALUES} ({what})")
+    layer_state = call.layer_state
+    layer_state.tests.results[call.arguments.kind].judge(f"{KEEPS_VALUES} ({what})")
     when = "did not when it was tried"
-    if site.tests.warm_up is not None and site.tests.warm_up.on:
-        site.tests.warm_up.on = False
+    if layer_state.tests.warm_up is not None and layer_state.tests.warm_up.on:
+        layer_state.tests.warm_up.on = False
         when = (
             "was set after streambp.warm_up, which lets hooks be set without a trial that add up "
             "or look on"
         )
     raise StreamBPError(
-        f"{type(call.site.layer).__name__}, or a hook inside it, stores values of single chunks "
+        f"{type(call.layer_state.layer).__name__}, or a hook inside it, stores values of single chunks "
         f"({what}), and {when}. Delete the stored values and repeat the step: from now on the "
         "layer runs unchunked, which is exact."
     )
@@ -281,9 +285,9 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
 def why_untestable(call: LayerCall) -> str | None:
     """Return the reason, as text for `describe`, to run the layer unchunked and without a test:
     third-party code may advance iterators, which a test cannot reset. None if a test may run."""
-    if not roots_of(call.site, call.look):
+    if not roots_of(call.layer_state, call.look):
         return None
-    iterators = Snapshot(call.site.layer).iterators()
+    iterators = Snapshot(call.layer_state.layer).iterators()
     return ADVANCES.format(", ".join(iterators)) if iterators else None
 
 
@@ -297,11 +301,11 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
         The reason to run the layer unchunked, and the exception of the test. Both are None if the
         layer may run in chunks.
     """
-    site, x = call.site, call.hidden_states.detach()
+    layer_state, x = call.layer_state, call.hidden_states.detach()
     if not call.has_full_sequence or not has_data(x) or x.shape[-2] == 1 or not x.numel():
         return None, None
-    roots = roots_of(site, call.look)
-    if not roots or site.tests.results[call.arguments.kind].judged:
+    roots = roots_of(layer_state, call.look)
+    if not roots or layer_state.tests.results[call.arguments.kind].judged:
         return None, None
     failed: Exception | None = None
     because = None
@@ -319,9 +323,13 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
             raise
         failed = error
     earlier_kind = call.arguments.kind
-    call.arguments.kind = tell(site, call.look, earlier_kind, x)
-    if earlier_kind != call.arguments.kind and earlier_kind in site.tests.results:
-        remember(site.tests.results, call.arguments.kind, site.tests.results.pop(earlier_kind))
+    call.arguments.kind = tell(layer_state, call.look, earlier_kind, x)
+    if earlier_kind != call.arguments.kind and earlier_kind in layer_state.tests.results:
+        remember(
+            layer_state.tests.results,
+            call.arguments.kind,
+            layer_state.tests.results.pop(earlier_kind),
+        )
     return because, failed
 
 
@@ -341,7 +349,7 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
     for roll in ROLLS:
         trial.x = tokens.roll(roll, -2)
         unchunked, chunks = trial.left(trial.whole), trial.left(trial.in_chunks)
-        call.site.fingerprint.kept |= unchunked.keys() | chunks.keys()
+        call.layer_state.fingerprint.kept |= unchunked.keys() | chunks.keys()
         differing = _differing(unchunked, chunks, coarsest(call, x))
         if differing or not unchunked:
             break
@@ -350,10 +358,10 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
         noisy = _differing(unchunked, repeated, coarsest(call, x))
         differing = {path: shapes for path, shapes in differing.items() if path not in noisy}
     if not differing:
-        return _why_kept_before(call.site, roots)
+        return _why_kept_before(call.layer_state, roots)
     # A value that only the first call sets is no record of later calls.
     recorded = _differing(unchunked, trial.left(trial.twice), coarsest(call, x))
-    call.site.tests.differing |= differing.keys() & recorded.keys()
+    call.layer_state.tests.differing |= differing.keys() & recorded.keys()
     otherwise = _differing(unchunked, trial.left(trial.at_once), coarsest(call, x))
     # Tensors in graphs are out of sight as well, and differ for another attention.
     otherwise = {
@@ -363,14 +371,14 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
     }
     if otherwise:
         raise UnsupportedModelError(
-            f"{type(call.site.layer).__name__}, or a hook inside it, stores values that streamed layers "
+            f"{type(call.layer_state.layer).__name__}, or a hook inside it, stores values that streamed layers "
             f"do not compute, such as attention weights: {_named(otherwise)}. Remove the code that "
             "stores the values, or pass output_attentions=True, so that the call runs unpatched."
         )
     return f"{KEEPS_VALUES} ({_named(differing)})"
 
 
-def _why_kept_before(site: LayerSite, roots: Roots) -> str | None:
+def _why_kept_before(layer_state: LayerState, roots: Roots) -> str | None:
     """Return the reason, as text for `describe`, to run calls of a new kind unchunked: third-party
     code stored values in calls of another kind, and these values differed in chunks. None if there
     are no such values.
@@ -379,12 +387,12 @@ def _why_kept_before(site: LayerSite, roots: Roots) -> str | None:
     new kind may do so later, even if their own test stored nothing.
 
     Args:
-        site: the decoder layer.
+        layer_state: the decoder layer.
         roots: objects from which the stored values are reachable, as (name, object).
     """
-    if not site.tests.differing:
+    if not layer_state.tests.differing:
         return None
-    paths = Memory(roots).values.keys() & site.tests.differing
+    paths = Memory(roots).values.keys() & layer_state.tests.differing
     return f"{KEEPS_VALUES} ({_named(dict.fromkeys(sorted(paths), ''))})" if paths else None
 
 
@@ -611,7 +619,7 @@ def _plain_dropout(call: LayerCall) -> Iterator[None]:
     make two runs differ. Other modules keep their mode."""
     drops = [
         m
-        for m in call.site.layer.modules()
+        for m in call.layer_state.layer.modules()
         if isinstance(m, nn.modules.dropout._DropoutNd) and m.training
     ]
     try:
@@ -627,10 +635,10 @@ def _plain_dropout(call: LayerCall) -> Iterator[None]:
 def _as_in_a_step(call: LayerCall) -> Iterator[None]:
     """Context manager for a test in which grad mode is on as in a training step, but no graph is
     built: the layer's parameters are detached. Stored values are removed afterwards."""
-    parameters = Parameters(call.site.layer, call.device, call.site.of(slots_of))
+    parameters = Parameters(call.layer_state.layer, call.device, call.layer_state.of(slots_of))
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     grad_mode: contextlib.AbstractContextManager[Any] = torch.no_grad()
     if graph:
         grad_mode = parameters.replaced([p.detach() for p in parameters.current()])
-    with undone(roots_of(call.site, call.look)), grad_mode:
+    with undone(roots_of(call.layer_state, call.look)), grad_mode:
         yield

@@ -26,7 +26,7 @@ from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.device import MEMORY_ERRORS, is_out_of_memory
 from streambp.layer.call import LayerCall
-from streambp.layer.site import ANY_SIZE
+from streambp.layer.layer_state import ANY_SIZE
 
 BLOCK = 64  # tokens whose differences are summed
 
@@ -38,7 +38,7 @@ def why_not_at_length(call: LayerCall) -> str | None:
 
     Must be called inside `LayerCall.streaming`, without grad, with the layer in eval mode.
     """
-    site, length = call.site, call.plan.length
+    layer_state, length = call.layer_state, call.plan.length
     chunks = len(call.plan)
     with call.arguments.replaced({}):
         while True:
@@ -55,15 +55,15 @@ def why_not_at_length(call: LayerCall) -> str | None:
                     raise
             chunks = max(2, chunks // 2)
     tested_tokens = call.plan[chunks - 1].stop
-    names = ", ".join(site.tests.third_party_modules)
+    names = ", ".join(layer_state.tests.third_party_modules)
     if not is_alike:
         return (
             f"over {tested_tokens} tokens at once it computes something else than in chunks of "
             f"{call.plan.size}: {names} may depend on where a token is in the whole sequence"
         )
     if tested_tokens < length:
-        site.tests.max_tested_tokens = tested_tokens
-    findings = site.tests.results[call.arguments.kind]
+        layer_state.tests.max_tested_tokens = tested_tokens
+    findings = layer_state.tests.results[call.arguments.kind]
     findings.tried = {ANY_SIZE: 0, **(findings.tried or {}), call.plan.size: length}
     return None
 
@@ -83,7 +83,9 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
     x[..., 1::2, :].neg_()
     carried = call.carried.prefix
     layout = carried.layout
-    if call.site.kind.attention.reads_ahead:  # chunks of the test have no keys of later chunks
+    if (
+        call.layer_state.kind.attention.reads_ahead
+    ):  # chunks of the test have no keys of later chunks
         layout = Spans.causal(call.rows, carried.length)
 
     def given(parts: Sequence[Chunk]) -> Iterator[Tensor]:

@@ -36,8 +36,8 @@ from streambp.errors import UnsupportedModelError
 from streambp.known_names import EAGER, FLAT_PARAMETER, STATE
 from streambp.layer.call import LayerCall, recording
 from streambp.layer.gradients import depends, leaf_besides
+from streambp.layer.layer_state import ANY_SIZE
 from streambp.layer.recompute import NULL_CONTEXT
-from streambp.layer.site import ANY_SIZE
 
 MAX_COMPARED_ELEMENTS = (
     2**24
@@ -104,7 +104,7 @@ class UnpatchedRun:
     @property
     def named(self) -> str:
         """Return the names of the layer and its attention modules, for error messages."""
-        layer = self.call.site.layer
+        layer = self.call.layer_state.layer
         attentions = distinct_attentions([layer])
         names = {
             f"{type(a).__name__} with attn_implementation={own_implementation(a.config)!r}"
@@ -131,7 +131,7 @@ class UnpatchedRun:
         off = sum(float((a - b).float().norm()) ** 2 for a, b in gradients)
         size = sum(float(b.float().norm()) ** 2 for _, b in gradients)
         is_alike = off <= gradient_tolerance(dtype) ** 2 * size
-        return is_alike and chose_alike(self.call.site.choices, dtype)
+        return is_alike and chose_alike(self.call.layer_state.choices, dtype)
 
     def why_whole(self) -> str | None:
         """Return the reason, as text for `describe`, to run the layer unchunked; None if there is
@@ -145,7 +145,7 @@ class UnpatchedRun:
             return CUTS if self.cuts_graph else None
         if getattr(self.other_leaf, FLAT_PARAMETER, False):
             raise StreamingMismatchError(
-                f"{type(self.call.site.layer).__name__} {depends(self.other_leaf)}"
+                f"{type(self.call.layer_state.layer).__name__} {depends(self.other_leaf)}"
             )
         return f"it {depends(self.other_leaf)}, for which chunks would give no gradient"
 
@@ -154,26 +154,28 @@ class UnpatchedRun:
         B, t, h]."""
         call, length = self.call, x.shape[-2]
         implementations = [_comparable(config) for config in call.parts.configs]
-        choices = call.site.choices
+        choices = call.layer_state.choices
         choosing = NULL_CONTEXT if choices is None else choices.at(Chunk(0, 0, length), x.shape[-3])
         with (
             unrouted(call.parts.configs, implementations),
             recording(call.form.recorded),
             choosing,
             call.autocast.restored(),
-            watched_hooks(call.site.layer) as changing,
+            watched_hooks(call.layer_state.layer) as changing,
         ):
             # The first tokens, without caches and states, and with the model's own masks.
             named = call.arguments.cut(Chunk(0, 0, length))
             named = without_caches(named)
             if STATE in named:
                 named[STATE] = None
-            named = call.site.kind.attention.unpatched(
+            named = call.layer_state.kind.attention.unpatched(
                 named, length, lambda mask: self._mask(mask, x)
             )
-            result = call.site.forward(call.arguments.as_given(x), **named)
+            result = call.layer_state.forward(call.arguments.as_given(x), **named)
         self.foreign = list(
-            dict.fromkeys([*foreign_parts(call.site.layer, call.site.previous), *changing])
+            dict.fromkeys(
+                [*foreign_parts(call.layer_state.layer, call.layer_state.previous), *changing]
+            )
         )
         hidden_states = result[0] if isinstance(result, tuple) else result
         return hidden_states.flatten(-2) if call.arguments.folds else hidden_states
@@ -196,7 +198,7 @@ class UnpatchedRun:
             "attention_mask": None,
             "use_vmap": False,
         }
-        if self.call.site.kind.attention.reads_ahead:  # sdpa without a mask reads ahead
+        if self.call.layer_state.kind.attention.reads_ahead:  # sdpa without a mask reads ahead
             causal["allow_is_causal_skip"] = False
             causal["allow_is_bidirectional_skip"] = False
         plain = {
@@ -221,7 +223,7 @@ def own_run(
     call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]
 ) -> UnpatchedRun | None:
     """Run the unpatched layer for comparison, and record the third-party modules inside it in
-    `site.tests`.
+    `layer_state.tests`.
 
     Return None for a layer whose sequence is split over ranks: its own attention would communicate
     with other ranks.
@@ -238,8 +240,8 @@ def own_run(
     if not call.has_full_sequence:
         return None
     unpatched = UnpatchedRun(call, x, upstream, shadows)
-    call.site.tests.third_party_modules = unpatched.foreign
-    call.site.tests.results[call.arguments.kind].tried = {
+    call.layer_state.tests.third_party_modules = unpatched.foreign
+    call.layer_state.tests.results[call.arguments.kind].tried = {
         ANY_SIZE: 0 if unpatched.foreign else sys.maxsize
     }
     return unpatched

@@ -60,8 +60,8 @@ from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.known_names import BACKWARD_HOOKS
 from streambp.layer.call import LayerCall
 from streambp.layer.gradients import GraphMarker, MarkGraphStart, is_kept, nodes_behind
+from streambp.layer.layer_state import remember
 from streambp.layer.side_effects import KEEPS, buffers_of, in_place_of_buffers, written_since
-from streambp.layer.site import remember
 from streambp.recurrent.documents import in_one, in_several, tried_rows
 from streambp.recurrent.states import LEAST_TOKENS, leaves_of
 from streambp.tensors import rebuilt
@@ -108,20 +108,26 @@ def can_stream(call: LayerCall) -> Verdict:
         KernelError: a kernel failed, which says nothing of the layer.
         StreamBPError: the requested attention cannot compute the call.
     """
-    site, findings = call.site, call.site.tests.results[call.arguments.kind]
+    layer_state, findings = call.layer_state, call.layer_state.tests.results[call.arguments.kind]
     x = call.hidden_states.detach()
     if not x.numel():
         return Verdict(False, EMPTY)
     if findings.judged:  # layers that cannot stream return earlier
-        return Verdict(True) if site.tests.cover(findings, call.plan) else _judged_at_length(call)
+        return (
+            Verdict(True)
+            if layer_state.tests.cover(findings, call.plan)
+            else _judged_at_length(call)
+        )
     if not has_data(x):
         # the structure alone does not decide
-        if not (site.kind.states.carries or site.kind.attention.reads_a_mask):
+        if not (layer_state.kind.states.carries or layer_state.kind.attention.reads_a_mask):
             return Verdict(False)
         because = (
-            CONVOLVES if not site.kind.states.carries and _convolves(call.site.layer) else None
+            CONVOLVES
+            if not layer_state.kind.states.carries and _convolves(call.layer_state.layer)
+            else None
         )
-        if site.kind.states.carries:
+        if layer_state.kind.states.carries:
             try:
                 with call.streaming(), on_trial(call), evaluated(call):
                     because = _unread_state(call, x)
@@ -133,18 +139,18 @@ def can_stream(call: LayerCall) -> Verdict:
             findings.judge(because)
         return Verdict(because is None, because)
     if x.shape[-2] == 1:
-        return Verdict(site.on_host)
+        return Verdict(layer_state.on_host)
     try:
         call.arguments.cut(Chunk(0, 0, call.arguments.length))
     except StreamBPError as error:
         return Verdict(False, str(error))
     if call.parts.configs:
-        refuse_foreign_attention(distinct_attentions([call.site.layer]))
+        refuse_foreign_attention(distinct_attentions([call.layer_state.layer]))
     because, certain, _ = _judged(call, x)
     if (
         because is not None
         or not certain
-        or site.tests.cover(site.tests.results[call.arguments.kind], call.plan)
+        or layer_state.tests.cover(layer_state.tests.results[call.arguments.kind], call.plan)
     ):
         return Verdict(because is None, because)
     return _judged_at_length(call)
@@ -174,10 +180,12 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
         call: the call of the layer.
         x: hidden_states of the call, [..., B, T, h], whose scale the random tokens have.
     """
-    site, kind = call.site, call.arguments.kind
+    layer_state, kind = call.layer_state, call.arguments.kind
     outcome = _why_not(call, x)
     call.arguments.renamed(call.look.kind)  # without changes by the layer's own forward
-    findings = remember(site.tests.results, call.arguments.kind, site.tests.results.pop(kind))
+    findings = remember(
+        layer_state.tests.results, call.arguments.kind, layer_state.tests.results.pop(kind)
+    )
     if outcome.because is not None and outcome.passes:
         findings.doubt(outcome.because)
     elif outcome.certain:
@@ -188,7 +196,7 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
 def _judged_at_length(call: LayerCall) -> Verdict:
     """Test the layer on the call's full length instead of a few tokens, and return the decision
     whether it runs in chunks. [Note: foreign insides]"""
-    findings = call.site.tests.results[call.arguments.kind]
+    findings = call.layer_state.tests.results[call.arguments.kind]
     with rehearsing(call), on_trial(call), evaluated(call), torch.no_grad():
         try:
             because = why_not_at_length(call)
@@ -215,7 +223,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
         call: the call of the layer.
         hidden_states: the layer's input, [..., B, T, h], whose scale the random tokens have.
     """
-    if not call.site.kind.states.carries and _convolves(call.site.layer):
+    if not call.layer_state.kind.states.carries and _convolves(call.layer_state.layer):
         return Found(CONVOLVES)
     with rehearsing(call), on_trial(call) as state:
         with torch.no_grad():
@@ -229,7 +237,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
                 outcome = _compared(call, x, upstream, state)
             except Exception as error:
                 outcome = _failed(call, x, upstream, error, state)
-        if outcome.because in (None, MIXES) and call.site.kind.states.carries:
+        if outcome.because in (None, MIXES) and call.layer_state.kind.states.carries:
             state.rewind()
             try:
                 with evaluated(call):
@@ -237,7 +245,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
             except Exception as error:
                 outcome = _failed(call, x, upstream, error, state)
         if not outcome.passes:
-            call.look = call.site.fingerprint.learn(call.site.layer, call.look)
+            call.look = call.layer_state.fingerprint.learn(call.layer_state.layer, call.look)
     return outcome._replace(certain=outcome.certain and hidden_states.shape[-2] > CHUNK)
 
 
@@ -253,9 +261,9 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
         state: restores the layer's stored values.
     """
     chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
-    generators = generators_of(call.site, call.look)
+    generators = generators_of(call.layer_state, call.look)
     states = generator_states(generators)
-    with watched_hooks(call.site.layer, BACKWARD_HOOKS) as editing:
+    with watched_hooks(call.layer_state.layer, BACKWARD_HOOKS) as editing:
         because = _try(call, x, upstream, chunk_size)
         if has_drawn(generators, states):
             return Found(DRAWS)
@@ -294,7 +302,7 @@ def _failed(
         raise error  # the requested attention cannot compute the call
     if failed_in_a_kernel(error, x.device):
         raise KernelError(
-            f"A kernel failed when {type(call.site.layer).__name__} was tested on {x.shape[-2]} tokens "
+            f"A kernel failed when {type(call.layer_state.layer).__name__} was tested on {x.shape[-2]} tokens "
             f"({type(error).__name__}: {error}). The kernel would fail in training as well. Set "
             "another attention in StreamConfig ('flash', or 'math', which uses torch's own "
             "products alone), or run the model unpatched to see whether the kernel fails there "
@@ -399,7 +407,7 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
         return None
     origin = GraphMarker()
     marker = weakref.ref(origin)
-    buffers = buffers_of(call.site.layer)
+    buffers = buffers_of(call.layer_state.layer)
     with in_place_of_buffers(buffers):
         mixes = _crosses(call, x, upstream, cut, origin)
         names = sorted({name for _, name in written_since(buffers)})
@@ -427,7 +435,7 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Gra
         origin: marker of the graph's first node.
     """
     first_chunk, second_chunk = slice(cut), slice(cut, x.shape[-2])
-    kind = call.site.kind
+    kind = call.layer_state.kind
     if kind.states.carries or not kind.attention.ours:
         _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
         return False
@@ -495,7 +503,7 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
     """
     size = min(CHUNK, x.shape[-2] // 2)
     if size < LEAST_TOKENS or any(
-        parameter.is_inference() for parameter in call.site.layer.parameters()
+        parameter.is_inference() for parameter in call.layer_state.layer.parameters()
     ):
         return None
     named = {**nothing_masked(call.arguments.named, x.shape[-2]), **in_one(call.arguments.named)}

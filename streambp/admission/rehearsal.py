@@ -155,7 +155,7 @@ def evaluated(call: LayerCall) -> Iterator[None]:
     """Context manager that sets the layer's modules to eval mode, so that dropout does not make two
     runs differ. Modules with quantized weights keep their mode, because some repack weights in eval
     mode."""
-    modules = [module for module in call.site.of(_plain_modules) if module.training]
+    modules = [module for module in call.layer_state.of(_plain_modules) if module.training]
     try:
         for module in modules:
             _set_mode(module, False)
@@ -202,7 +202,7 @@ def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
     graph."""
     if not may_have_graphs(call):
         return contextlib.nullcontext()
-    return Parameters(call.site.layer, call.device, call.site.of(slots_of)).shadowed(
+    return Parameters(call.layer_state.layer, call.device, call.layer_state.of(slots_of)).shadowed(
         with_random_zeros
     )
 

@@ -53,7 +53,7 @@ from streambp.known_names import (
     UNSLOTH,
     UPDATE,
 )
-from streambp.layer.site import LayerKind
+from streambp.layer.layer_state import LayerKind
 from streambp.recurrent.carriers import StateCarrier
 from streambp.source import written_forward
 

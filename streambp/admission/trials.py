@@ -47,8 +47,8 @@ from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.known_names import TOKEN_DIMS
 from streambp.layer.call import TRIAL_TOKENS, LayerCall
 from streambp.layer.data_flow import trace
+from streambp.layer.layer_state import Overwritten
 from streambp.layer.products import Labels, UnreadProducts, computed, left_out, tapped
-from streambp.layer.site import Overwritten
 from streambp.recurrent.documents import in_one
 from streambp.recurrent.states import States, leaves_of
 from streambp.tensors import rebuilt
@@ -66,11 +66,11 @@ def unread_products(
         linears: the layer's Linears by name.
         needs_input: True if hidden_states need a gradient.
     """
-    if not linears and not call.site.kind.states.carries:
+    if not linears and not call.layer_state.kind.states.carries:
         return UnreadProducts()
-    if call.site.tests.results[call.arguments.kind].adopted:
+    if call.layer_state.tests.results[call.arguments.kind].adopted:
         return UnreadProducts(
-            states=any(products.states for products in call.site.tests.unread.values())
+            states=any(products.states for products in call.layer_state.tests.unread.values())
         )
     with nothing_compiled():
         return _find_unread(call, linears, needs_input)
@@ -83,8 +83,8 @@ def look_for_writes(call: LayerCall) -> Exception | None:
     Returns:
         The layer's exception, if it raised; None otherwise.
     """
-    site, x = call.site, call.hidden_states.detach()
-    findings = site.tests.results[call.arguments.kind]
+    layer_state, x = call.layer_state, call.hidden_states.detach()
+    findings = layer_state.tests.results[call.arguments.kind]
     if (
         call.autocast in findings.seen_writing
         or not has_data(x)
@@ -102,13 +102,13 @@ def look_for_writes(call: LayerCall) -> Exception | None:
                 call.streaming(),
                 few_tokens(call, x, chunks[-1].stop, turned) as tokens,
             ):
-                site.tests.overwritten = _writes(call, tokens, chunks)
+                layer_state.tests.overwritten = _writes(call, tokens, chunks)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             failed = error
             continue
-        site.tests.at_last_positions = turned
+        layer_state.tests.at_last_positions = turned
         if x.shape[-2] > CHUNK:
             findings.seen_writing |= {call.autocast}
         return None
@@ -273,7 +273,7 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
         x: random tokens.
         chunks: the chunks to run.
     """
-    linears, overwritten = call.site.linears, call.site.tests.overwritten
+    linears, overwritten = call.layer_state.linears, call.layer_state.tests.overwritten
     products: list[tuple[str, Tensor, Tensor]] = []
     prefix = causal_prefix(call, chunks[-1].stop)
     states: States = {}
@@ -417,7 +417,9 @@ class Trial:
         in this order, for random gradients of a recomputation's outputs. Tensors that require no
         gradient are left out; None for a tensor without effect."""
         parameters = [
-            parameter for parameter in self.call.site.layer.parameters() if parameter.requires_grad
+            parameter
+            for parameter in self.call.layer_state.layer.parameters()
+            if parameter.requires_grad
         ]
         with self.random.replayed():
             return gradients_of(recomputed.outputs, [*recomputed.leaves, *parameters])
@@ -426,8 +428,12 @@ class Trial:
 def _keys_and_values(prefix: Prefix) -> list[Tensor]:
     """Return K and V [B, filled, H_kv, D] of each attention call, as a test run has stored them, to
     be compared with another run's."""
-    sites = [site for site in prefix.sites if isinstance(site, KVBuffer)]
-    return [part[:, : prefix.filled_until] for site in sites for part in (site.k, site.v)]
+    kv_buffers = [kv_buffer for kv_buffer in prefix.kv_storages if isinstance(kv_buffer, KVBuffer)]
+    return [
+        part[:, : prefix.filled_until]
+        for kv_buffer in kv_buffers
+        for part in (kv_buffer.k, kv_buffer.v)
+    ]
 
 
 def _find_unread(
@@ -444,7 +450,7 @@ def _find_unread(
     like = call.kept.store.peek("x", 0)
     chunks = call.first_chunks(TRIAL_TOKENS)
     with_data = has_data(like)
-    with few_tokens(call, like, chunks[-1].stop, call.site.tests.at_last_positions) as x:
+    with few_tokens(call, like, chunks[-1].stop, call.layer_state.tests.at_last_positions) as x:
         trial = Trial(call, linears, x, chunks, needs_input, RandomState.capture(call.device))
         ran: list[Recomputed] = []
 
@@ -494,7 +500,7 @@ def _refillable(proposed: UnreadProducts, trial: Trial, ran: Recomputed) -> Unre
     """
     if not ran.kv or not proposed.refill:
         return dataclasses.replace(proposed, refill=frozenset())
-    starts = ran.starts if trial.call.site.kind.states.carries else [{}]
+    starts = ran.starts if trial.call.layer_state.kind.states.carries else [{}]
     calls = len(ran.kv) // 2
     refill = confirmed(
         proposed.refill, lambda names: _same(trial.refill(calls, starts, names), ran.kv)

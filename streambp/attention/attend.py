@@ -35,7 +35,7 @@ from torch import Tensor
 
 from streambp.attention.backend import Backend, BlockPlan, Use
 from streambp.attention.kernels import MATH, Task, cut, narrowed, upload, widened
-from streambp.attention.kv import KVBuffer, Site
+from streambp.attention.kv import KVBuffer, KVStorage
 from streambp.attention.masks import DenseMask
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.attention.triton_merge import fits_triton, merge_in_triton
@@ -321,7 +321,7 @@ class Params(NamedTuple):
 
 def attend_blocks(
     q: Tensor,
-    site: Site,
+    kv_storage: KVStorage,
     layout: Layout,
     chunk: Chunk,
     params: Params,
@@ -334,7 +334,7 @@ def attend_blocks(
 
     Args:
         q: [B, H, C, D], the queries of the chunk's C tokens.
-        site: K and V of the chunk and of all earlier chunks.
+        kv_storage: K and V of the chunk and of all earlier chunks.
         layout: keys that each query may read.
         chunk: the chunk's range of positions.
         params: the kernels, and the scale, softcap and dropout of the attention call.
@@ -348,14 +348,14 @@ def attend_blocks(
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     if plan is None:
         plan = params.backend.plan(
-            layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD
+            layout, chunk, q.shape[0], Use.STREAMED if kv_storage.streams else Use.FORWARD
         )
     keep_wide = keep_wide and set(plan.kernels) == {MATH}
-    size = site.value_size
+    size = kv_storage.value_size
     output = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None)
-    padded = size != site.width
+    padded = size != kv_storage.width
     (all_queries,) = cut((0, q.shape[0], 0, q.shape[1]), q)
-    visits = zip(site.visit(plan.blocks), params.tasks(plan, layout, q.device), strict=True)
+    visits = zip(kv_storage.visit(plan.blocks), params.tasks(plan, layout, q.device), strict=True)
     for number, ((block, k, v), task) in enumerate(visits):
         q_here = all_queries
         if not plan.covers[number]:
@@ -398,22 +398,22 @@ class PrefixRead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, site: KVBuffer, chunk: Chunk
+        ctx: Any, k: Tensor, v: Tensor, kv_storage: KVBuffer, chunk: Chunk
     ) -> tuple[Tensor, Tensor]:
         """Return K [B, H_kv, e, D] and V of the e tokens up to the chunk's end, as views of the
         buffers.
 
         Args:
-            k: [B, H_kv, C, D], the chunk's keys, only to connect the graph: `site` holds their
+            k: [B, H_kv, C, D], the chunk's keys, only to connect the graph: `kv_storage` holds their
                 values.
             v: the chunk's values, only to connect the graph.
-            site: the buffers of K and V.
+            kv_storage: the buffers of K and V.
             chunk: the chunk's range of positions.
         """
-        ctx.site = site
+        ctx.kv_storage = kv_storage
         ctx.chunk = chunk
         ctx.set_materialize_grads(False)
-        return site.read(chunk)
+        return kv_storage.read(chunk)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -422,10 +422,13 @@ class PrefixRead(torch.autograd.Function):
         positions = slice(ctx.chunk.start, ctx.chunk.stop)
         parts = list[Tensor | None]()
         for total, grad, like in zip(
-            ctx.site.grow_accumulators(), grads, (ctx.site.k, ctx.site.v), strict=True
+            ctx.kv_storage.grow_accumulators(),
+            grads,
+            (ctx.kv_storage.k, ctx.kv_storage.v),
+            strict=True,
         ):
             if grad is not None:
-                ctx.site.add_once(total[:, : ctx.chunk.stop], grad.transpose(1, 2))
+                ctx.kv_storage.add_once(total[:, : ctx.chunk.stop], grad.transpose(1, 2))
             # The slice is complete. [Note: prefix accumulation order]
             parts.append(total[:, positions].transpose(1, 2).to(like.dtype))
         return *parts, None, None
@@ -442,7 +445,7 @@ class PrefixAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sink: Tensor | None,
-        site: Site,
+        kv_storage: KVStorage,
         layout: Layout,
         chunk: Chunk,
         params: Params,
@@ -453,10 +456,10 @@ class PrefixAttention(torch.autograd.Function):
 
         Args:
             q: [B, H, C, D].
-            k: [B, H_kv, C, D], only to connect the graph: `site` holds the values already.
+            k: [B, H_kv, C, D], only to connect the graph: `kv_storage` holds the values already.
             v: [B, H_kv, C, D_v], only to connect the graph.
             sink: [H], the attention sink: logits of one more key without a value; None: no sink.
-            site: K and V of the chunk and of all earlier chunks.
+            kv_storage: K and V of the chunk and of all earlier chunks.
             layout: keys that each query may read.
             chunk: the chunk's range of positions.
             params: the kernels, scale, softcap and dropout.
@@ -464,13 +467,15 @@ class PrefixAttention(torch.autograd.Function):
             bias: [1, H, 2 T - 1], only to connect the graph: `params` holds the values. None: no
                 bias.
         """
-        attended = saved or attend_blocks(q, site, layout, chunk, params, sink, keep_wide=True)
+        attended = saved or attend_blocks(
+            q, kv_storage, layout, chunk, params, sink, keep_wide=True
+        )
         o = attended.o.contiguous()
         unrounded = attended.wide
         if unrounded is None:
             unrounded = o
         ctx.save_for_backward(q, unrounded, attended.lse, sink)
-        ctx.site = site
+        ctx.kv_storage = kv_storage
         ctx.layout = layout
         ctx.chunk = chunk
         ctx.params = params
@@ -482,14 +487,14 @@ class PrefixAttention(torch.autograd.Function):
         of the sink [H] and of the bias [1, H, 2 T - 1]. `grad` is the output's gradient [B, C, H,
         D_v].
 
-        dK and dV of earlier chunks are added to buffers in `site`, from which these chunks'
+        dK and dV of earlier chunks are added to buffers in `kv_storage`, from which these chunks'
         backward reads them later. [Note: prefix accumulation order]
         """
         q, o, lse, sink = ctx.saved_tensors
         # [B, C, H, D]. [Note: one layout]
         q = q.transpose(1, 2).contiguous()
         do = grad.contiguous()
-        site = ctx.site
+        kv_storage = ctx.kv_storage
         layout = ctx.layout
         chunk = ctx.chunk
         params = ctx.params
@@ -498,11 +503,11 @@ class PrefixAttention(torch.autograd.Function):
             dbias = torch.zeros_like(params.bias, dtype=lse.dtype)
             params = params._replace(bias_gradient=dbias)
         plan: BlockPlan = params.backend.plan(
-            layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD
+            layout, chunk, q.shape[0], Use.STREAMED if kv_storage.streams else Use.BACKWARD
         )
         summed = SummedQueries(q, plan, chunk)
-        size = site.value_size
-        width = site.width
+        size = kv_storage.value_size
+        width = kv_storage.width
         # [B, C, H, width]. [Note: padded values]
         do_wide = do
         o_wide = o
@@ -512,7 +517,7 @@ class PrefixAttention(torch.autograd.Function):
         do_whole, q_whole, o_whole = cut((0, q.shape[0], 0, q.shape[1]), do_wide, q, o_wide)
         uncast = without_autocast(q.device.type)
         visits = zip(
-            site.visit(plan.blocks, gradients=True),
+            kv_storage.visit(plan.blocks, gradients=True),
             params.tasks(plan, layout, q.device),
             strict=True,
         )
@@ -533,8 +538,8 @@ class PrefixAttention(torch.autograd.Function):
             summed.add(number, dq)
             if size != width:
                 dv = narrowed(dv, size)
-            site.add(block, dk, dv)
-        dk_own, dv_own = site.take_gradients(chunk)  # [Note: prefix accumulation order]
+            kv_storage.add(block, dk, dv)
+        dk_own, dv_own = kv_storage.take_gradients(chunk)  # [Note: prefix accumulation order]
         dsink = None
         if ctx.needs_input_grad[3]:  # see `with_sink`
             weight = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)  # [B, H, C]

@@ -428,7 +428,7 @@ class KVTiles:
 
 
 # storage of one attention call's keys, values and gradients
-Site = KVBuffer | KVTiles
+KVStorage = KVBuffer | KVTiles
 
 
 @dataclasses.dataclass

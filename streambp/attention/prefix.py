@@ -20,7 +20,7 @@ from torch import Tensor
 
 from streambp.attention.attend import Attended, Params, PrefixAttention, PrefixRead, attend_blocks
 from streambp.attention.backend import AsSdpa, Backend, BlockPlan, Use, Used, choose_backend
-from streambp.attention.kv import WORKING, KVBuffer, KVTiles, PrefixMemory, Site
+from streambp.attention.kv import WORKING, KVBuffer, KVStorage, KVTiles, PrefixMemory
 from streambp.attention.masks import DenseMask
 from streambp.attention.picked_keys import PickedMask
 from streambp.attention.spans import Kind, Spans, Tiling
@@ -48,7 +48,7 @@ class RefillDone(Exception):  # noqa: N818 - control flow, never seen by users
 
 
 @dataclasses.dataclass(frozen=True)
-class SiteSize:
+class KVBytesPerToken:
     """Bytes of one position, summed over the rows of the batch, in one attention call of a layer.
     The number of chunks whose K and V stay on the device follows from these bytes.
 
@@ -65,7 +65,7 @@ class SiteSize:
     value_size: int  # D_v
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, width: int | None = None) -> SiteSize:
+    def of(cls, k: Tensor, v: Tensor, width: int | None = None) -> KVBytesPerToken:
         """Return the bytes of one token, over all rows, for tensors like k [B, H_kv, C, D] and v
         [B, H_kv, C, D_v].
 
@@ -89,7 +89,7 @@ class Prefix:
     chunks, for each attention call of the layer.
 
     Attributes:
-        sites: K and V of each attention call, in call order within the layer's forward. Every chunk
+        kv_storages: K and V of each attention call, in call order within the layer's forward. Every chunk
             makes the same calls.
         memory: limit on the device memory for K and V; None: no limit.
     """
@@ -98,7 +98,7 @@ class Prefix:
         self.layout = layout
         self.length = length
         self.attention = attention
-        self.sites: list[Site] = []
+        self.kv_storages: list[KVStorage] = []
         self.calls: int | None = None  # number of attention calls in a layer forward
         self.filled_until = 0
         self.overwritten = False  # the layer writes to its attention's output
@@ -111,7 +111,7 @@ class Prefix:
         self.sdpa = AsSdpa()  # of all attention calls
         self.memory: PrefixMemory | None = None
         self.found: set[tuple[int, int]] = set()  # attention calls and chunks of `find_saved`
-        self.sizes_seen: list[SiteSize] = []
+        self.sizes_seen: list[KVBytesPerToken] = []
         # [B, T, D] of each indexer, in forward. [Note: indexers]
         self.index_keys: dict[int, Tensor] = {}
         self.picked: list[Tensor] = []  # [B, C, k] of each indexer, for the chunk computed last
@@ -129,12 +129,14 @@ class Prefix:
             backward: True if gradients of K and V will be needed. The memory limit then covers the
                 gradients too.
         """
-        if index < len(self.sites) and self.sites[index].lent:  # left by a failed attempt
-            del self.sites[index:]
-        if index == len(self.sites):
+        if (
+            index < len(self.kv_storages) and self.kv_storages[index].lent
+        ):  # left by a failed attempt
+            del self.kv_storages[index:]
+        if index == len(self.kv_storages):
             width = self._width(index)
             if index == len(self.sizes_seen):
-                self.sizes_seen.append(SiteSize.of(k, v, width))
+                self.sizes_seen.append(KVBytesPerToken.of(k, v, width))
             resident, tile = self.resident_tiles(backward)[index], None
             if (
                 resident is None
@@ -144,16 +146,16 @@ class Prefix:
             ):
                 tile = KVBuffer.of_one_chunk(k, v)
             if tile is not None:
-                self.sites.append(tile)
+                self.kv_storages.append(tile)
                 return
             if resident is None:
                 columns = None if width is None else v.shape[3]
-                self.sites.append(
+                self.kv_storages.append(
                     KVBuffer(self._buffer(k), self._buffer(v, width), columns=columns)
                 )
             else:
-                self.sites.append(self._tiled(index, resident, backward))
-        self.sites[index].write(chunk, k, v)
+                self.kv_storages.append(self._tiled(index, resident, backward))
+        self.kv_storages[index].write(chunk, k, v)
 
     def _buffer(self, like: Tensor, width: int | None = None) -> Tensor:
         """Create an uninitialized buffer [B, T, H_kv, D] for K or V of the whole sequence, for
@@ -187,9 +189,9 @@ class Prefix:
         V, and the keys of indexers. [Note: padded values]"""
         self.index_keys = {}
         self.picked = []
-        for site in self.sites:
-            if isinstance(site, KVBuffer):
-                site.pack()
+        for kv_storage in self.kv_storages:
+            if isinstance(kv_storage, KVBuffer):
+                kv_storage.pack()
 
     @property
     def backward_bytes(self) -> int:
@@ -249,13 +251,13 @@ class Prefix:
         return reads
 
     def find_saved(self) -> None:
-        """Load K and V that forward saved, for all chunks, and append them to `sites`: one object
+        """Load K and V that forward saved, for all chunks, and append them to `kv_storages`: one object
         for each attention call of the layer. A call after an error continues where it ended."""
         assert self.memory is not None
         assert self.memory.saved is not None
         for index, resident in enumerate(self.resident_tiles(backward=True)):
             if resident is not None:
-                self.sites.append(
+                self.kv_storages.append(
                     self._tiled(index, resident, backward=True, saved=self.memory.saved)
                 )
                 continue
@@ -295,14 +297,14 @@ class Prefix:
             again: True if the chunk is differentiated for the second time, after running out of
                 memory. [Note: once for each chunk]
         """
-        for site in self.sites:
-            if isinstance(site, KVBuffer):
-                site.begin_backward(again)
+        for kv_storage in self.kv_storages:
+            if isinstance(kv_storage, KVBuffer):
+                kv_storage.begin_backward(again)
 
     def drop_buffers(self) -> None:
         """Free K, V and their gradients on the device. Recomputation or `find_saved` restores K and
         V."""
-        self.sites = []
+        self.kv_storages = []
         self.filled_until = 0
         if self.memory is not None:
             self.memory.tiles = None
@@ -514,7 +516,7 @@ class PrefixChunkAttention(ChunkAttention):
         seed = int(torch.randint(2**62, (), device="cpu")) if dropout > 0.0 else 0
         values = None if bias is None else bias.detach()[0]
         params = Params(backend, scale, softcap, dropout, seed, values)
-        site = self._site(index, k, v)
+        kv_storage = self._kv_storage(index, k, v)
         if self.stage is Stage.REFILL and self.call == prefix.calls:
             raise RefillDone
         if self.stage is Stage.REFILL and picks is not None:
@@ -528,15 +530,17 @@ class PrefixChunkAttention(ChunkAttention):
             layout = PickedMask.of(prefix.layout, prefix.length, chunk, picks)
         if self.stage is not Stage.RECOMPUTE:
             plan = backend.plan(
-                layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD
+                layout, chunk, q.shape[0], Use.STREAMED if kv_storage.streams else Use.FORWARD
             )
-            attended = attend_blocks(q, site, layout, chunk, params, sink, plan=plan)
+            attended = attend_blocks(q, kv_storage, layout, chunk, params, sink, plan=plan)
             attended.version = None if attended.o.is_inference() else attended.o._version
             self.attended.append(attended)
             prefix.note(plan)
             return attended.o
         saved = self.saved[index] if self.saved else None
-        out: Tensor = PrefixAttention.apply(q, k, v, sink, site, layout, chunk, params, saved, bias)
+        out: Tensor = PrefixAttention.apply(
+            q, k, v, sink, kv_storage, layout, chunk, params, saved, bias
+        )
         return out.clone() if prefix.overwritten else out
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -545,14 +549,14 @@ class PrefixChunkAttention(ChunkAttention):
         themselves."""
         self.call += 1
         self.prefix.heads_first = True
-        site = self._site(self.call - 1, k, v)
+        kv_storage = self._kv_storage(self.call - 1, k, v)
         if self.stage is Stage.REFILL and self.call == self.prefix.calls:
             raise RefillDone
         # `LayerCall.limit_prefix` does not cut these layers' prefixes into tiles
-        assert isinstance(site, KVBuffer)
+        assert isinstance(kv_storage, KVBuffer)
         if self.stage is not Stage.RECOMPUTE:
-            return site.read(self.chunk)
-        keys_and_values: tuple[Tensor, Tensor] = PrefixRead.apply(k, v, site, self.chunk)
+            return kv_storage.read(self.chunk)
+        keys_and_values: tuple[Tensor, Tensor] = PrefixRead.apply(k, v, kv_storage, self.chunk)
         return keys_and_values
 
     def finish(self) -> None:
@@ -577,11 +581,11 @@ class PrefixChunkAttention(ChunkAttention):
             prefix.overwritten |= attended.changed
         prefix.filled_until = max(prefix.filled_until, self.chunk.stop)
 
-    def _site(self, index: int, k: Tensor, v: Tensor) -> Site:
+    def _kv_storage(self, index: int, k: Tensor, v: Tensor) -> KVStorage:
         prefix = self.prefix
         chunk = self.chunk
         if chunk.stop > prefix.filled_until:
             prefix.restore(
                 index, chunk, k.detach(), v.detach(), backward=self.stage is not Stage.FORWARD
             )
-        return prefix.sites[index]
+        return prefix.kv_storages[index]

@@ -49,13 +49,13 @@ from streambp.known_names import CHECKPOINTING
 from streambp.layer.adapters import Factors, adapted, bytes_of
 from streambp.layer.arguments import Arguments
 from streambp.layer.chunk_states import Carried
+from streambp.layer.layer_state import LayerState
 from streambp.layer.oom import RUN_ONCE, with_memory
 from streambp.layer.packed_experts import decoded_once
 from streambp.layer.packing import ONE_DOCUMENT, Packing
 from streambp.layer.products import See, tapped
 from streambp.layer.recompute import NULL_CONTEXT, Autocast, Parameters, computed_as_written
 from streambp.layer.saved import InMemory, SavedForBackward
-from streambp.layer.site import LayerSite
 from streambp.layer.witness import Witness
 from streambp.offload.gradients import Leave
 from streambp.offload.manager import OffloadManager
@@ -263,15 +263,15 @@ class LayerParts:
     checkpointed: list[nn.Module]
 
     @classmethod
-    def find(cls, site: LayerSite, layer: nn.Module) -> LayerParts:
+    def find(cls, layer_state: LayerState, layer: nn.Module) -> LayerParts:
         """Return the facts about a layer: its unpatched forward, configs, indexers, hooks and
         checkpointed modules."""
         hooks, checkpointed = switched_off(layer)
         return cls(
-            site.forward,
-            site.of(site.kind.attention.configs),
-            site.of(indexers_of),
-            bool(site.of(compiled_inside)),
+            layer_state.forward,
+            layer_state.of(layer_state.kind.attention.configs),
+            layer_state.of(indexers_of),
+            bool(layer_state.of(compiled_inside)),
             hooks,
             checkpointed,
         )
@@ -335,7 +335,7 @@ class LayerCall:
     and the tensors saved for backward. hidden_states is [..., B, T, h].
 
     Attributes:
-        site: settings and test results of the layer.
+        layer_state: settings and test results of the layer.
         arguments: the layer's arguments beside hidden_states.
         rows: the number of rows B.
         plan: the chunks.
@@ -356,8 +356,8 @@ class LayerCall:
 
     has_full_sequence = True
 
-    def __init__(self, site: LayerSite, arguments: Arguments) -> None:
-        self.site = site
+    def __init__(self, layer_state: LayerState, arguments: Arguments) -> None:
+        self.layer_state = layer_state
         self.arguments = arguments
         self.hidden_states: Tensor = arguments.hidden_states
         self.device = self.hidden_states.device
@@ -367,27 +367,29 @@ class LayerCall:
             raise StreamBPError(
                 "The sequence has no tokens (T = 0). Pass at least one token per row."
             )
-        self.plan = plan_of(site, self.rows, length, self.device)
+        self.plan = plan_of(layer_state, self.rows, length, self.device)
         self.why_longer = ""
-        self.parts = site.of(functools.partial(LayerParts.find, site), "parts")
-        self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
+        self.parts = layer_state.of(functools.partial(LayerParts.find, layer_state), "parts")
+        self.packing = (
+            Packing(layer_state, arguments) if layer_state.kind.states.carries else ONE_DOCUMENT
+        )
         self.autocast = Autocast.capture(self.device)
         self.look: LayerSnapshot
         self.carried = self._carry()
-        if self.carried.layout.barriers or site.kind.states.carries:
-            self._move_ends(arguments, site.kind.states.least)
+        if self.carried.layout.barriers or layer_state.kind.states.carries:
+            self._move_ends(arguments, layer_state.kind.states.least)
         self.kept = self._keep()
         self.attempt = RUN_ONCE
-        if site.saves_policy is not None and site.repeats:
+        if layer_state.saves_policy is not None and layer_state.repeats:
             self.attempt = functools.partial(
                 with_memory,
                 device=self.device,
-                let_go=functools.partial(site.saves_policy.let_go, self.kept),
-                check_room=functools.partial(site.saves_policy.check_room, self.kept),
+                let_go=functools.partial(layer_state.saves_policy.let_go, self.kept),
+                check_room=functools.partial(layer_state.saves_policy.check_room, self.kept),
             )
         collector = output_capturing._active_collector.get()
         self.form = ResultForm(recorded_keys(collector) if collector else ())
-        self.backward = BackwardState(site.layer.training, len(self.plan.ends))
+        self.backward = BackwardState(layer_state.layer.training, len(self.plan.ends))
 
     def _move_ends(self, arguments: Arguments, least: int) -> None:
         """Move chunk ends to positions where the layer can be split. If a chunk becomes longer than
@@ -416,16 +418,18 @@ class LayerCall:
         self.plan = plan
 
     def _carry(self) -> Carried:
-        attention = self.site.kind.attention
+        attention = self.layer_state.kind.attention
         layout = attention.layout(self.arguments.named, self.hidden_states)
         return Carried(
             layout,
-            Prefix(layout.spans, self.plan.length, self.site.config.attention),
+            Prefix(layout.spans, self.plan.length, self.layer_state.config.attention),
             attention.in_tiles,
         )
 
     def _keep(self) -> SavedForBackward:
-        return SavedForBackward(self.site, self.plan, self.carried, self.device, self.autocast)
+        return SavedForBackward(
+            self.layer_state, self.plan, self.carried, self.device, self.autocast
+        )
 
     def limit_prefix(self, offloader: OffloadManager) -> None:
         """Limit the device memory of keys, values and their gradients to the `gpu_memory` setting,
@@ -445,7 +449,7 @@ class LayerCall:
         sequence is long enough, a second chunk follows, which starts from the end states of the
         first."""
         length = self.arguments.length
-        if not self.site.kind.states.carries or len(self.plan.ends) == 1:
+        if not self.layer_state.kind.states.carries or len(self.plan.ends) == 1:
             return (Chunk(0, 0, min(tokens, length)),)
         # The test chunk is no copy of the first chunk, which may be one token and then has no
         # usable states.
@@ -505,8 +509,8 @@ class LayerCall:
         will skip; backward compares its own inputs with them. Does nothing in a layer's first call,
         because the skippable Linears are found in its backward. [Note: witness]"""
         witness = self.backward.witness
-        linears = self.site.linears
-        unread = self.site.tests.unread.get(self.situation(linears, self.backward.wanted[0]))
+        linears = self.layer_state.linears
+        unread = self.layer_state.tests.unread.get(self.situation(linears, self.backward.wanted[0]))
         if witness is None or unread is None or not unread.recompute:
             return NULL_CONTEXT
         witness.left_out = unread.recompute.difference(self.kept.products.names)
@@ -534,9 +538,11 @@ class LayerCall:
             computed_as_written(modules) if modules or parametrize._cache_enabled else NULL_CONTEXT,
             engine_hooks_silenced(hooks) if hooks else NULL_CONTEXT,
             recorded as self.form.collected,
-            decoded_once(self.site.packed_weights) if self.site.packed_weights else NULL_CONTEXT,
-            adapted(self.site.adapters, self.backward.factors)
-            if self.site.adapters
+            decoded_once(self.layer_state.packed_weights)
+            if self.layer_state.packed_weights
+            else NULL_CONTEXT,
+            adapted(self.layer_state.adapters, self.backward.factors)
+            if self.layer_state.adapters
             else NULL_CONTEXT,
         ):
             try:
@@ -551,7 +557,7 @@ class LayerCall:
         which otherwise computes them again. The matrices must be small beside the layer's input.
         Parameters must neither be gathered by ZeRO-3 or FSDP nor be stored on the host."""
         limit = self.hidden_states.nbytes // MIN_INPUT_TO_FACTORS
-        managed = self.site.on_host or held(self.site.layer).weights
+        managed = self.layer_state.on_host or held(self.layer_state.layer).weights
         return not managed and bytes_of(self.backward.factors.values()) <= limit
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
@@ -569,7 +575,7 @@ class LayerCall:
         hidden_states, *others = result if self.form.is_tuple else (result,)
         if isinstance(hidden_states, Tensor) and self.arguments.folds:
             hidden_states = hidden_states.flatten(-2)
-        if self.site.kind.attention.returns_weights and any(
+        if self.layer_state.kind.attention.returns_weights and any(
             x is not None and x.is_floating_point() for x in others
         ):
             others = [None] * len(others)
@@ -579,7 +585,7 @@ class LayerCall:
             isinstance(part, Tensor) and part.shape[:2] == batch_shape for part in tensors.values()
         ):
             raise UnsupportedModelError(
-                f"{type(self.site.layer).__name__} returns more than its hidden states and tensors "
+                f"{type(self.layer_state.layer).__name__} returns more than its hidden states and tensors "
                 "[B, T, ...] beside them, which streambp does not support. Use gradient checkpointing "
                 "for this model."
             )
@@ -627,9 +633,11 @@ class LayerCall:
         is_recomputation = stage is Stage.RECOMPUTE and uses_own_prefix
         saved = self.kept.attended() if is_recomputation else None
         picks = (
-            self.kept.picks() if is_recomputation and self.site.kind.attention.picks_keys else None
+            self.kept.picks()
+            if is_recomputation and self.layer_state.kind.attention.picks_keys
+            else None
         )
-        overwritten = self.site.tests.overwritten
+        overwritten = self.layer_state.tests.overwritten
         if overwritten.inputs:  # [Note: writes through pointers]
             states = (
                 None if states is None else {key: state.clone() for key, state in states.items()}
@@ -669,7 +677,7 @@ class LayerCall:
             states: the recurrent states at the chunk's start; None: no cache is passed, as in the
                 unpatched model.
         """
-        kind = self.site.kind
+        kind = self.layer_state.kind
         named, read = kind.attention.hand(self.arguments.cut(chunk, leaves), point)
         cache = None
         starting = NULL_CONTEXT
@@ -679,10 +687,10 @@ class LayerCall:
             named, starting = self.packing.entered(named, chunk, cache)
         earlier_mappings = {name: dict(named[name]) for name in shared} if shared else {}
         picks = picking(self.parts.indexers, point) if kind.attention.picks_keys else NULL_CONTEXT
-        if self.site.choices is None:
+        if self.layer_state.choices is None:
             choosing = NULL_CONTEXT
         else:
-            choosing = self.site.choices.at(chunk, hidden_chunk.shape[-3])
+            choosing = self.layer_state.choices.at(chunk, hidden_chunk.shape[-3])
         if self.arguments.folds:
             hidden_chunk = self.arguments.as_given(hidden_chunk)
         for (
@@ -724,18 +732,22 @@ def recorded_keys(collector: Iterable[str]) -> tuple[str, ...]:
     return tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
 
 
-def plan_of(site: LayerSite, rows: int, length: int, device: torch.device) -> ChunkPlan:
+def plan_of(layer_state: LayerState, rows: int, length: int, device: torch.device) -> ChunkPlan:
     """Return the chunks of a sequence with `length` positions. The chunks have equal lengths;
     `LayerCall` then moves chunk ends to positions where the layer can be split.
 
     Args:
-        site: settings of the layer.
+        layer_state: settings of the layer.
         rows: batch size.
         length: number of positions T.
         device: device of the hidden states.
     """
-    rule = site.chunk_rule
-    size = site.config.chunk_size if rule is None else rule(site.index, rows, length, device)
+    rule = layer_state.chunk_rule
+    size = (
+        layer_state.config.chunk_size
+        if rule is None
+        else rule(layer_state.index, rows, length, device)
+    )
     return plan_chunks(length, rows, size)
 
 

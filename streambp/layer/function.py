@@ -38,11 +38,11 @@ from streambp.layer.gradients import (
     refuse_kept,
     refuse_other_leaves,
 )
+from streambp.layer.layer_state import CallReport, LayerState, remember
 from streambp.layer.oom import RUN_ONCE, explained
 from streambp.layer.products import UnreadProducts, left_out, summed
 from streambp.layer.recompute import NULL_CONTEXT, Parameters
 from streambp.layer.saved import SavedForBackward
-from streambp.layer.site import CallReport, LayerSite, remember
 from streambp.recurrent.states import States, leaves_of
 
 
@@ -59,10 +59,10 @@ class Strategy:
         whole: runs a layer that cannot be split into chunks.
     """
 
-    make: Callable[[LayerSite, Arguments], Any]
+    make: Callable[[LayerState, Arguments], Any]
     forward: Callable[[Any, bool], tuple[Tensor, ...]]
     backward: Callable[[Any, BackwardPass], None]
-    whole: Callable[[LayerSite, Any, Any, CallReport], Any]
+    whole: Callable[[LayerState, Any, Any, CallReport], Any]
 
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
@@ -73,22 +73,22 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         call: the layer call.
         keep: True: save the tensors that backward needs.
     """
-    site = call.site
+    layer_state = call.layer_state
     saved = call.kept
     carried = call.carried
     # Memory for the prefix of keys and values, and for the outputs.
     if saved.moves:
-        assert site.offloader is not None
-        call.limit_prefix(site.offloader)
+        assert layer_state.offloader is not None
+        call.limit_prefix(layer_state.offloader)
     states = States()
-    carries = site.kind.states.carries
+    carries = layer_state.kind.states.carries
     outputs: Whole = {}
     # The saves are chosen before the first chunk; the witness records each chunk's output.
     if keep:
         saved.find_products()
         if saved.watch is not None:
             saved.watch.mark()
-        call.backward.witness = site.witness(call.hidden_states, call.autocast)
+        call.backward.witness = layer_state.witness(call.hidden_states, call.autocast)
     seeing = call.inputs_seen() if keep else NULL_CONTEXT
     with torch.no_grad(), call.streaming(keeps_factors=keep), seeing:
         for chunk in call.plan.chunks:
@@ -97,7 +97,9 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
                 saved.random.append(RandomState.capture(call.device))
             hidden_chunk = chunk.part(call.hidden_states, -2)
             original = (
-                hidden_chunk.clone() if keep and site.tests.overwritten.inputs else hidden_chunk
+                hidden_chunk.clone()
+                if keep and layer_state.tests.overwritten.inputs
+                else hidden_chunk
             )
             if carries:
                 states = carried.start(call.plan, chunk)
@@ -120,9 +122,9 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     # End of forward: report the attention kernels; the prefix stays only if it holds saved keys and
     # values.
     if saved.graph is None:  # a kept graph is computed as in backward, which records no kernels
-        site.last_call.kernels = carried.prefix.used
+        layer_state.last_call.kernels = carried.prefix.used
     if keep:
-        site.last_call.sdpa = carried.prefix.sdpa
+        layer_state.last_call.sdpa = carried.prefix.sdpa
         saved.seal(carried.prefix.backward_bytes)
     if keep and "kv" in saved.saves and not saved.moves_kv:
         carried.prefix.pack()
@@ -370,8 +372,8 @@ class StreamedLayer(torch.autograd.Function):
         ctx.strategy = strategy
         ctx.call = call
         ctx.parameters = parameters
-        ctx.owner = call.site.owner
-        ctx.began = call.site.owner.current
+        ctx.owner = call.layer_state.owner
+        ctx.began = call.layer_state.owner.current
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
         count = len(call.arguments.differentiable)
@@ -380,18 +382,18 @@ class StreamedLayer(torch.autograd.Function):
         try:
             hooks = call.look.hooks
             weights = NULL_CONTEXT
-            if call.site.weights is not None:
-                weights = call.site.weights_here("forward", call.device)
+            if call.layer_state.weights is not None:
+                weights = call.layer_state.weights_here("forward", call.device)
             with weights, watching(hooks) if hooks.places else NO_HOOKS as modifying_hooks:
                 outputs = strategy.forward(call, True)
             if modifying_hooks:
-                call.site.tests.refuse_untested(modifying_hooks, call.site.layer)
+                call.layer_state.tests.refuse_untested(modifying_hooks, call.layer_state.layer)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
-            raise explained(error, call.site, call.plan) from error
-        call.backward.seen = call.site.fingerprint.seen(
-            call.site.layer, call.look, versions, modifying_hooks
+            raise explained(error, call.layer_state, call.plan) from error
+        call.backward.seen = call.layer_state.fingerprint.seen(
+            call.layer_state.layer, call.look, versions, modifying_hooks
         )
         if call.kept.store.copies:
             # The shape without storage: the tensors are offloaded.
@@ -420,8 +422,8 @@ class StreamedLayer(torch.autograd.Function):
         use = ctx.owner.enter(ctx.began)
         try:
             call, parameters = begin_backward(ctx)
-            if call.site.backward_begins is not None:
-                call.site.backward_begins(call.device)
+            if call.layer_state.backward_begins is not None:
+                call.layer_state.backward_begins(call.device)
             # Incoming gradients and accumulators; dx may be written into the incoming gradient's
             # buffer.
             work = BackwardPass(
@@ -437,8 +439,8 @@ class StreamedLayer(torch.autograd.Function):
             # `recomputing` exits after the parameters are back, because it takes a snapshot of the
             # layer.
             weights_on_device = NULL_CONTEXT
-            if call.site.weights is not None:
-                weights_on_device = call.site.weights_here("backward", call.device)
+            if call.layer_state.weights is not None:
+                weights_on_device = call.layer_state.weights_here("backward", call.device)
             with (
                 call.autocast.off(),
                 call.streaming(),
@@ -463,7 +465,7 @@ class StreamedLayer(torch.autograd.Function):
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
-            raise explained(error, call.site, call.plan) from error
+            raise explained(error, call.layer_state, call.plan) from error
         finally:
             use.__exit__()
         pairs = zip(summed, values, strict=True)
@@ -492,12 +494,12 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         _chunk_backward(call, chunk, work, any(work.wanted))
         return
     # Find the Linear outputs that backward never reads, once for each kind of call.
-    linears = call.site.linears
+    linears = call.layer_state.linears
     situation = call.situation(linears, work.needs_input)
-    unread = call.site.tests.unread.get(situation)
+    unread = call.layer_state.tests.unread.get(situation)
     if unread is None:
         products = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
-        unread = remember(call.site.tests.unread, situation, products)
+        unread = remember(call.layer_state.tests.unread, situation, products)
     # Recompute keys and values of all chunks except the last, which writes its own. Skip the
     # recomputation if keys and values were saved, or if the layer has no attention.
     prefix = call.carried.prefix
@@ -561,7 +563,7 @@ def computed_with_graph(
 
 def _refill(call: LayerCall, chunk: Chunk, is_retry: bool) -> None:
     with call.kept.random[chunk.index].replayed():
-        states = call.kept.states() if call.site.kind.states.carries else None
+        states = call.kept.states() if call.layer_state.kind.states.carries else None
         call.compute(call.kept.brought["x"], chunk, Stage.REFILL, states=states)
 
 
@@ -578,7 +580,7 @@ def _chunk_backward(
         through_states: True if the chunk's start states depend on a tensor that needs a gradient.
     """
     saved = call.kept
-    carries = call.site.kind.states.carries
+    carries = call.layer_state.kind.states.carries
     if saved.moves and call.attempt is not RUN_ONCE:
         call.attempt(functools.partial(saved.load, saved.reads(chunk.index)))
     saved.bring(chunk, saved.reads(chunk.index))
@@ -656,7 +658,7 @@ def _differentiated(
     starts = {key: state for key, state in states.items() if state.requires_grad} if states else {}
     sources = [*targets, *starts.values(), *graph.shadows]
     if last:
-        refuse_other_leaves(call.site.layer, outputs, sources)
+        refuse_other_leaves(call.layer_state.layer, outputs, sources)
     gradients: list[Tensor | None] = list(
         torch.autograd.grad(outputs, sources, upstream, allow_unused=True)
     )

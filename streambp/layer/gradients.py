@@ -92,12 +92,12 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
             "The input of a streamed layer was changed in place between forward and backward. "
             "Work on a copy (tensor.clone()) instead."
         )
-    check_mode(call.site.layer, call.backward.training)
-    call.look = call.site.fingerprint.look(call.site.layer)
+    check_mode(call.layer_state.layer, call.backward.training)
+    call.look = call.layer_state.fingerprint.look(call.layer_state.layer)
     is_unchanged = call.look is ctx.parameters.look and call.look.trained == ctx.parameters.trained
-    ctx.parameters.check_unchanged([] if is_unchanged else call.site.of(slots_of))
+    ctx.parameters.check_unchanged([] if is_unchanged else call.layer_state.of(slots_of))
     refuse_written(call.arguments.seen)
-    call.site.fingerprint.check(call.site.layer, call.backward.seen, call.look)
+    call.layer_state.fingerprint.check(call.layer_state.layer, call.backward.seen, call.look)
     return call, ctx.parameters
 
 
@@ -110,7 +110,7 @@ def recomputing(call: LayerCall) -> Iterator[None]:
         BackwardError: a hook inside the layer modifies values in backward only, or in forward only.
     """
     assert call.backward.seen is not None
-    site = call.site
+    layer_state = call.layer_state
     hooks = call.look.hooks
     with watching(hooks) if hooks.places else NO_HOOKS as modifying_hooks:
         yield
@@ -121,11 +121,11 @@ def recomputing(call: LayerCall) -> Iterator[None]:
             else ("changes nothing that", "did")
         )
         raise changed(
-            call.site.layer,
+            call.layer_state.layer,
             f"{described(key)} {in_backward} it is given, and {in_forward} in forward",
         )
-    if site.fingerprint.pending:
-        site.fingerprint.learn(call.site.layer, call.look)
+    if layer_state.fingerprint.pending:
+        layer_state.fingerprint.learn(call.layer_state.layer, call.look)
 
 
 LEAF_NODE = getattr(torch._C._functions, ACCUMULATE_GRAD)
@@ -211,19 +211,19 @@ class Graph:
 def can_keep_graph(call: LayerCall) -> bool:
     """True if the autograd graph of this call may stay from forward to backward, so that nothing is
     recomputed. [Note: kept graphs]"""
-    site = call.site
+    layer_state = call.layer_state
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return not (
         len(call.plan) > 1
         or call.autocast.on
         or hooked
-        or held(call.site.layer).weights  # the graph would keep the weights gathered
-        or site.on_host  # the graph would hold a slot that other layers' weights need next
-        or site.tests.overwritten.inputs
-        or site.kind.states.carries
-        or site.kind.attention.picks_keys
-        or not site.linears
-        or site.of(engine_hooks)
+        or held(call.layer_state.layer).weights  # the graph would keep the weights gathered
+        or layer_state.on_host  # the graph would hold a slot that other layers' weights need next
+        or layer_state.tests.overwritten.inputs
+        or layer_state.kind.states.carries
+        or layer_state.kind.attention.picks_keys
+        or not layer_state.linears
+        or layer_state.of(engine_hooks)
     )
 
 
@@ -245,7 +245,7 @@ def counting(call: LayerCall, watch: ObservedCosts, tensors: Iterable[Tensor]) -
         return
     arguments = [tensor for _, tensor, _ in call.arguments.seen if tensor.layout == torch.strided]
     # without shadows
-    frozen = [weight for weight in call.site.layer.parameters() if not weight.requires_grad]
+    frozen = [weight for weight in call.layer_state.layer.parameters() if not weight.requires_grad]
     existing_storages = {
         tensor.untyped_storage()._cdata for tensor in (*tensors, *frozen, *arguments)
     }
@@ -340,17 +340,17 @@ def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
     Raises:
         BackwardError: the graph is still held.
     """
-    if origin() is None or call.site.fingerprint.in_cycles:
+    if origin() is None or call.layer_state.fingerprint.in_cycles:
         return
     if not is_kept(origin):
-        call.site.fingerprint.in_cycles = (
+        call.layer_state.fingerprint.in_cycles = (
             True  # a cycle of torch's own; collecting it in each step would be slow
         )
         return
     call.arguments.renamed(call.look.kind)  # forward may have excluded values from comparison
-    call.site.tests.results[call.arguments.kind].judge(KEEPS)
+    call.layer_state.tests.results[call.arguments.kind].judge(KEEPS)
     raise BackwardError(
-        f"{type(call.site.layer).__name__}, or a hook inside it, stores tensors with their graph, "
+        f"{type(call.layer_state.layer).__name__}, or a hook inside it, stores tensors with their graph, "
         "and did not when the layer was tested. A common cause is a second loss that starts at a "
         "later step. This step's loss has no gradient through the stored tensors. Delete them, "
         "set gradients to zero and repeat the step: from now on the layer runs unchunked, which "

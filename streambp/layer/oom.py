@@ -21,7 +21,7 @@ from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room
 from streambp.errors import DeviceMemoryError
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 
 SMALL_CHUNK = 1024
 T = TypeVar("T")
@@ -58,25 +58,25 @@ def with_memory(
 RUN_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call__", False)
 
 
-def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:
+def explained(error: BaseException, layer_state: LayerState, plan: ChunkPlan) -> DeviceMemoryError:
     """Return the error to raise in place of an out-of-memory error of a decoder layer; its message
     names the setting to change. An error that already names one is returned unchanged.
 
     Args:
         error: the out-of-memory error.
-        site: settings of the layer.
+        layer_state: settings of the layer.
         plan: the chunks of the call.
     """
     if isinstance(error, DeviceMemoryError):
         return error
-    site.last_call.error_has_advice = True
-    if site.saves_policy is not None:
-        site.saves_policy.failed()
+    layer_state.last_call.error_has_advice = True
+    if layer_state.saves_policy is not None:
+        layer_state.saves_policy.failed()
     details = str(error).splitlines()[0] if str(error) else "torch gave no details"
-    moved = site.saves_policy is not None and site.saves_policy.moving is not None
-    lever = next_lever(site.config, plan, moved)
+    moved = layer_state.saves_policy is not None and layer_state.saves_policy.moving is not None
+    lever = next_lever(layer_state.config, plan, moved)
     return DeviceMemoryError(
-        f"The device ran out of memory in {type(site.layer).__name__} on {plan.length} positions a "
+        f"The device ran out of memory in {type(layer_state.layer).__name__} on {plan.length} positions a "
         f"row in chunks of {plan.longest}. {lever} Run `streambp plan` to compute what fits. "
         f"({details})"
     )

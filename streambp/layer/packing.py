@@ -10,7 +10,7 @@ from typing import Any
 from streambp.chunks import Barrier, Chunk
 from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS
 from streambp.layer.arguments import Arguments
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.recurrent.documents import PackedRows, document_readers
 from streambp.recurrent.scans import scans_of, starting_from
 from streambp.recurrent.segments import in_segments, mixers_of
@@ -32,16 +32,18 @@ class Packing:
             `rows`.
     """
 
-    def __init__(self, site: LayerSite | None = None, arguments: Arguments | None = None) -> None:
+    def __init__(
+        self, layer_state: LayerState | None = None, arguments: Arguments | None = None
+    ) -> None:
         self.arguments = arguments
         self.told: tuple[str, ...] = ()
         self.rows: PackedRows | None = None
-        if site is not None and arguments is not None:
+        if layer_state is not None and arguments is not None:
             self.told = () if arguments.documents is None else tuple(arguments.documents.arguments)
             self.rows = arguments.packed_rows
-            self._scans = scans_of(site.layer)
-            self._functions = document_readers(site.layer) if self.told else []
-            self._mixers = [] if self.rows is None else mixers_of(site.layer)
+            self._scans = scans_of(layer_state.layer)
+            self._functions = document_readers(layer_state.layer) if self.told else []
+            self._mixers = [] if self.rows is None else mixers_of(layer_state.layer)
         self.marks_documents = bool(self.told) or self.rows is not None
 
     @property

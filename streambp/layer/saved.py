@@ -38,9 +38,9 @@ from streambp.config import SAVES
 from streambp.device import RandomState
 from streambp.errors import UnsupportedModelError
 from streambp.layer.chunk_states import Carried
+from streambp.layer.layer_state import LayerState
 from streambp.layer.products import See, cast_to, is_factor, matching, tapped
 from streambp.layer.recompute import Autocast
-from streambp.layer.site import LayerSite
 from streambp.offload.costs import Cost, ObservedCosts, Product, saved_as
 from streambp.offload.manager import Access, HostTensors
 from streambp.recurrent.states import Key, States
@@ -184,22 +184,22 @@ class SavedForBackward:
 
     def __init__(
         self,
-        site: LayerSite,
+        layer_state: LayerState,
         plan: ChunkPlan,
         carried: Carried,
         device: torch.device,
         autocast: Autocast,
     ) -> None:
-        self.site = site
+        self.layer_state = layer_state
         self.plan = plan
         self.carried = carried
         self.device = device
-        self.saves = site.config.named_saves
+        self.saves = layer_state.config.named_saves
         self.named = True
         self.watch: ObservedCosts | None = None
         self.autocast = autocast  # [Note: autocast]
         self.store: InMemory | HostTensors = InMemory()
-        self.moves = site.offloader is not None and not site.offloader.on_demand
+        self.moves = layer_state.offloader is not None and not layer_state.offloader.on_demand
         self.random: list[RandomState] = []
         self.products = SavedProducts()
         self.keeps_graph = False
@@ -215,8 +215,8 @@ class SavedForBackward:
             rows: batch size.
             can_keep_graph: returns True if the autograd graph may stay until backward.
         """
-        if self.site.saves_policy is not None and self.chosen_here:
-            names, self.keeps_graph, self.watch = self.site.saves_policy.saves(
+        if self.layer_state.saves_policy is not None and self.chosen_here:
+            names, self.keeps_graph, self.watch = self.layer_state.saves_policy.saves(
                 self, rows, can_keep_graph
             )
             if names is not None:
@@ -331,23 +331,23 @@ class SavedForBackward:
             self.store.put(f"picks.{indexer}", chunk.index, picks)
         if self.products.captured:
             self.keep_products(chunk)
-        for site, part in enumerate(attended):
+        for call_index, part in enumerate(attended):
             if "attn_out" in self.saves:
                 if part.changed:
                     raise self._overwritten()
-                self.store.put(f"attn_out.{site}", chunk.index, part.o)
-                self.store.put(f"lse.{site}", chunk.index, part.lse)
-            storage = self.carried.prefix.sites[site] if self.moves_kv else None
+                self.store.put(f"attn_out.{call_index}", chunk.index, part.o)
+                self.store.put(f"lse.{call_index}", chunk.index, part.lse)
+            storage = self.carried.prefix.kv_storages[call_index] if self.moves_kv else None
             if isinstance(storage, KVBuffer):  # tiles are already in the store
                 k, v = storage.part(chunk)
-                self.store.put(f"k.{site}", chunk.index, k)
-                self.store.put(f"v.{site}", chunk.index, v)
+                self.store.put(f"k.{call_index}", chunk.index, k)
+                self.store.put(f"v.{call_index}", chunk.index, v)
         if self.watch is None:
             return
         # Record the costs of saving and of recomputing each tensor; later forwards choose by them.
         tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
         prefix = self.carried.prefix
-        overwritten = self.site.tests.overwritten
+        overwritten = self.layer_state.tests.overwritten
         with self.autocast.restored():
             products = {
                 name: Product(
@@ -360,7 +360,7 @@ class SavedForBackward:
                     * linear.in_features
                     * tokens,
                 )
-                for name, linear in self.site.linears.items()
+                for name, linear in self.layer_state.linears.items()
                 if name not in overwritten.products and not is_factor(name)
             }
         cost = Cost(
@@ -402,14 +402,14 @@ class SavedForBackward:
         Raises:
             UnsupportedModelError: the user has named an output that the layer overwrites.
         """
-        overwritten = self.site.tests.overwritten
+        overwritten = self.layer_state.tests.overwritten
         if "attn_out" in self.saves and overwritten.attended and self.lends_attended:
             if self.named:
                 raise self._overwritten()
             self.saves = tuple(name for name in self.saves if name != "attn_out")
         names = [name for name in self.saves if name not in SAVES]
         if names:
-            linears = self.products.linears = self.site.linears
+            linears = self.products.linears = self.layer_state.linears
             if self.named:
                 products = matching(linears, names)
             else:
@@ -420,7 +420,8 @@ class SavedForBackward:
                     *(name for name in products if name in overwritten.products)
                 )
             unread = [
-                unread_linears.recompute for unread_linears in self.site.tests.unread.values()
+                unread_linears.recompute
+                for unread_linears in self.layer_state.tests.unread.values()
             ]
             never_read = frozenset.intersection(*unread) if unread else frozenset()
             self.products.names = [name for name in savable if name not in never_read]
@@ -428,7 +429,7 @@ class SavedForBackward:
     def _overwritten(self, *names: str) -> UnsupportedModelError:
         """Return the error for tensors that must be saved, but are overwritten in place by the
         layer: the outputs of the Linears `names`, or without names the output of attention."""
-        kind = type(self.site.layer).__name__
+        kind = type(self.layer_state.layer).__name__
         if not names:
             return UnsupportedModelError(
                 f"The output of attention is changed in place inside {kind}, so it cannot be "
@@ -455,11 +456,11 @@ class SavedForBackward:
             list[Access]
         ] = []  # the first tiles, read by the last chunk; each read loads the next tile
         if self.keys_are_stored:
-            for site, resident in enumerate(prefix.resident_tiles(backward=True)):
+            for call_index, resident in enumerate(prefix.resident_tiles(backward=True)):
                 if resident is None:
-                    order += prefix.saved_reads(site)
+                    order += prefix.saved_reads(call_index)
                 else:
-                    tiled.append([(f"k.{site}", 0), (f"v.{site}", 0)])
+                    tiled.append([(f"k.{call_index}", 0), (f"v.{call_index}", 0)])
         elif prefix.calls and ("kv" not in self.saves or self.moves_kv):
             order += [self.starts(chunk.index) for chunk in self.refilled]
         for chunk in self.plan.backward:
@@ -472,10 +473,10 @@ class SavedForBackward:
     def keys_are_stored(self) -> bool:
         """True if backward reads the keys and values of all chunks from the store instead of
         recomputing them."""
-        sites = range(self.carried.prefix.calls or 0)
+        call_indices = range(self.carried.prefix.calls or 0)
         accesses = [
-            (f"{part}.{site}", chunk.index)
-            for site in sites
+            (f"{part}.{call_index}", chunk.index)
+            for call_index in call_indices
             for chunk in self.plan
             for part in "kv"
         ]
@@ -517,8 +518,8 @@ class SavedForBackward:
         reads: list[Access] = []
         if "attn_out" not in self.saves:
             return reads
-        for site in range(self.carried.prefix.calls or 0):
-            for name in (f"attn_out.{site}", f"lse.{site}"):
+        for call_index in range(self.carried.prefix.calls or 0):
+            for name in (f"attn_out.{call_index}", f"lse.{call_index}"):
                 if not self.store.has(name, index):
                     return []
                 reads.append((name, index))
@@ -558,16 +559,16 @@ class SavedForBackward:
     def attended(self) -> list[Attended] | None:
         """Remove the attention outputs and logsumexps of the current chunk from `brought` and
         return both; None if not saved."""
-        sites = range(self.carried.prefix.calls or 0)
+        call_indices = range(self.carried.prefix.calls or 0)
         if "attn_out" not in self.saves:
             return None
-        for site in sites:
-            if f"lse.{site}" not in self.brought:
+        for call_index in call_indices:
+            if f"lse.{call_index}" not in self.brought:
                 return None
         take = self.brought.pop
         attended = []
-        for site in sites:
-            attended.append(Attended(take(f"attn_out.{site}"), take(f"lse.{site}")))
+        for call_index in call_indices:
+            attended.append(Attended(take(f"attn_out.{call_index}"), take(f"lse.{call_index}")))
         return attended
 
 

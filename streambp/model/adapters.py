@@ -6,22 +6,22 @@ import collections
 from collections.abc import Iterable
 
 from streambp.layer.expert_adapters import ExpertReading
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 
 
-def adapter_notes(sites: Iterable[LayerSite]) -> list[str]:
+def adapter_notes(layer_states: Iterable[LayerState]) -> list[str]:
     """Return lines for `describe` about LoRA adapters: how many adapted Linears are computed as one
     operation, and why the other adapted Linears run peft's own forward.
 
     Args:
-        sites: the records of the decoder layers. Layers that were not called yet are left out.
+        layer_states: the records of the decoder layers. Layers that were not called yet are left out.
     """
     number_of_fused = 0
     number_of_factored = 0
     reasons_of = collections.Counter[str]()
     reasons_of_experts = collections.Counter[str]()
-    for site in sites:
-        by_name = {} if site.fingerprint.last is None else site.adapters
+    for layer_state in layer_states:
+        by_name = {} if layer_state.fingerprint.last is None else layer_state.adapters
         for name, reading in by_name.items():
             why = reading.why or reading.why_in_call
             if isinstance(reading, ExpertReading):

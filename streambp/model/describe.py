@@ -231,7 +231,9 @@ def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]
         described.sort(key=lambda pair: places[pair[0]])
     removed_wrappers = [w for w in wrappers if id(w.module) not in names]
     removed = (
-        LayerDescription(f"layer {w.site.index}", type(w.module).__name__, "removed", TAKEN_OUT)
+        LayerDescription(
+            f"layer {w.layer_state.index}", type(w.module).__name__, "removed", TAKEN_OUT
+        )
         for w in removed_wrappers
     )
     return (*(layer for _, layer in described), *removed)
@@ -240,14 +242,14 @@ def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]
 def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
     """Return the description of a patched layer. The reason says why the layer runs unchunked. The
     reason for a chunked layer names extra costs, packed documents, and limits on its chunks."""
-    site = wrapper.site
+    layer_state = wrapper.layer_state
     kind = type(wrapper.module).__name__
-    last = site.last_call.report
-    costs = site.kind.attention.costs
+    last = layer_state.last_call.report
+    costs = layer_state.kind.attention.costs
     if last.because:
         return LayerDescription(name, kind, "checkpoints", last.because)
     was_tested = last.plan is not None or any(
-        result.judged for result in site.tests.results.values()
+        result.judged for result in layer_state.tests.results.values()
     )
     parts = [*(() if was_tested else (NOT_TRIED,)), *(() if costs is None else (costs,))]
     if last.told and last.rows is not None:
@@ -263,16 +265,16 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
             "called for one after the other, which takes longer where they are short"
             + (
                 ", and hooks inside see one document at a time"
-                if hooks_of_others(site.layer)
+                if hooks_of_others(layer_state.layer)
                 else ""
             )
         )
     if last.longest is not None:
         parts.append(f"chunks of up to {last.longest[0]} tokens: {last.longest[1]}")
-    if site.tests.max_tested_tokens is not None:
-        names = ", ".join(site.tests.third_party_modules)
+    if layer_state.tests.max_tested_tokens is not None:
+        names = ", ".join(layer_state.tests.third_party_modules)
         parts.append(
-            f"{names} tried on {site.tests.max_tested_tokens} tokens at once, no more did fit"
+            f"{names} tried on {layer_state.tests.max_tested_tokens} tokens at once, no more did fit"
         )
     return LayerDescription(name, kind, "streams", "; ".join(parts))
 
@@ -313,7 +315,7 @@ def _describe_attention(state: PatchState, record: StepRecord | None) -> str:
     for wrapper in state.wrappers:
         if isinstance(wrapper, LayerForward):
             whats = set()
-            for use in wrapper.site.last_call.kernels:
+            for use in wrapper.layer_state.last_call.kernels:
                 if use.kernel != MATH.name:
                     whats.add(use.kernel)
                 elif use.because:
@@ -475,7 +477,8 @@ def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
             for hook in getattr(m, table).values()
         )
         for wrapper in state.wrappers
-        if isinstance(wrapper, LayerForward) and wrapper.site.last_call.report.because is None
+        if isinstance(wrapper, LayerForward)
+        and wrapper.layer_state.last_call.report.because is None
         for m in wrapper.module.modules()
         if m is not wrapper.module
     )
@@ -488,7 +491,7 @@ def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
     notes += [] if state.weights is None else [_weights(state.weights)]
     notes += _fused_layers(state)
     notes += adapter_notes(
-        wrapper.site for wrapper in state.wrappers if isinstance(wrapper, LayerForward)
+        wrapper.layer_state for wrapper in state.wrappers if isinstance(wrapper, LayerForward)
     )
     faster = 0.0 if state.saves_policy is None else state.saves_policy.faster_on_host()
     if faster >= FASTER:
@@ -497,7 +500,7 @@ def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
             "attn_out would fit"
         )
     reports = (
-        wrapper.site.last_call.report
+        wrapper.layer_state.last_call.report
         for wrapper in state.wrappers
         if isinstance(wrapper, LayerForward)
     )

@@ -84,7 +84,7 @@ def record_of(state: PatchState) -> StepRecord | None:
     counted = 0 if step.over else 1
     unchunked = [
         (s, r.because)
-        for s, r in zip(steps.sites, step.reports, strict=False)
+        for s, r in zip(steps.layer_states, step.reports, strict=False)
         if r.because is not None
     ]
     if state.root is None or not unchunked:
@@ -101,15 +101,15 @@ def record_of(state: PatchState) -> StepRecord | None:
         if longest is None
         else longest.size,
         chunks=1 if longest is None else len(longest),
-        layers=len(steps.sites),
+        layers=len(steps.layer_states),
         head=head_of(state),
         saved=saved,
         memory=_memory(state, step),
         host=_host_traffic(state, step),
         shared=step.shared,
         whole=tuple(
-            (places.get(id(site.layer), f"layer {site.index}"), because)
-            for site, because in unchunked
+            (places.get(id(layer_state.layer), f"layer {layer_state.index}"), because)
+            for layer_state, because in unchunked
         ),
         split_by=None if split is None or step.unpatched else split.by,
         unpatched_steps=steps.unpatched + counted * step.unpatched,
@@ -121,8 +121,10 @@ def _memory(state: PatchState, step: Step) -> StepMemory:
     """Return the device memory that `step` needed, and the device memory that was free, for the
     record of the step."""
     choice = step.choice
-    sites = state.steps.sites
-    device = next((p.device for p in sites[0].layer.parameters()), None) if sites else None
+    layer_states = state.steps.layer_states
+    device = (
+        next((p.device for p in layer_states[0].layer.parameters()), None) if layer_states else None
+    )
     least = choice.least if isinstance(choice, Chosen) else math.inf
     return StepMemory(
         needed=choice.bytes if isinstance(choice, AsUnpatched) else None,
@@ -148,9 +150,9 @@ def _saved(state: PatchState, step: Step, choice: Chosen | None) -> tuple[Saved,
         return tuple(Saved(name, choice.layers[name], size) for name, size in choice.bytes.items())
     # Saves that the user named, by layer.
     names: Counter[str] = Counter()
-    for site, report in zip(state.steps.sites, step.reports, strict=True):
+    for layer_state, report in zip(state.steps.layer_states, step.reports, strict=True):
         if report.because is None:
-            names.update(site.config.named_saves)
+            names.update(layer_state.config.named_saves)
     return tuple(Saved(name, layers) for name, layers in names.items())
 
 

@@ -156,7 +156,7 @@ def _put_on(
         state.enter(wrapper)
         wrapper.install()
     if state.weights is not None:
-        state.weights.ranges.install(state.steps.sites)
+        state.weights.ranges.install(state.steps.layer_states)
     for causal in [wrapper for wrapper in wrappers if isinstance(wrapper, CausalLMForward)]:
         head = head_again(causal, heads.get(causal.module))
         if head is not None and config.head and causal.foreign is None:
@@ -189,14 +189,14 @@ def _set_auto(state: PatchState, name: str, states: States) -> None:
         link = LinkBudget(state.offloader, on_device)
     if state.weights is not None and config.weights == "auto":
         state.weights.room = states.room_for_weights
-    if not steps.sites or not (sizes or saves or link is not None):
+    if not steps.layer_states or not (sizes or saves or link is not None):
         return
-    number = 1 + max(site.index for site in steps.sites)
+    number = 1 + max(layer_state.index for layer_state in steps.layer_states)
     policy = SavesPolicy(number, FreeMemory(), states, sizes, saves, link, host)
     state.saves_policy = policy
-    for site in steps.sites:
-        site.chunk_rule = policy.chunk if sizes else None
-        site.saves_policy = policy if saves or link is not None else None
+    for layer_state in steps.layer_states:
+        layer_state.chunk_rule = policy.chunk if sizes else None
+        layer_state.saves_policy = policy if saves or link is not None else None
     if not saves or link is not None:
         return
     state.pending.let_go = policy.let_go
@@ -230,8 +230,8 @@ def _make_wrappers(
             wrapper = LayerForward(
                 layer, state, layers.index(layer), norm if layers_left == 1 else None
             )
-            wrapper.site.config = state.config.of_layer(layers_left)
-            wrapper.site.backward_begins = state.steps.in_backward
+            wrapper.layer_state.config = state.config.of_layer(layers_left)
+            wrapper.layer_state.backward_begins = state.steps.in_backward
             wrappers.append(wrapper)
     backbones = {id(stack.backbone) for stack in stacks}
     for module in model.modules():

@@ -12,7 +12,7 @@ from streambp.attention.interface import attention_configs, own_implementation
 from streambp.distributed.context_parallel import find_context_parallel
 from streambp.distributed.ulysses import SplitOver, find_ulysses
 from streambp.errors import StreamBPError, UnsupportedModelError
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.sharded.call import keeps
 from streambp.sharded.gathered import GatheredShards, room_for_keys
 from streambp.sharded.shards import Shards, gather_shards
@@ -47,18 +47,21 @@ def find_split(config: PreTrainedConfig, training: bool) -> SplitOver | None:
     return ulysses
 
 
-def refuse_lone_layer(site: LayerSite) -> None:
+def refuse_lone_layer(layer_state: LayerState) -> None:
     """Raise if a decoder layer is called outside of its backbone while sequences are split over
     ranks. Only the backbone's arguments show which part of the sequence the layer gets.
 
     Args:
-        site: the layer's record.
+        layer_state: the layer's record.
 
     Raises:
         UnsupportedModelError: sequences are split over ranks now.
     """
-    layer = site.layer
-    if any(find_split(config, layer.training) is not None for config in site.of(attention_configs)):
+    layer = layer_state.layer
+    if any(
+        find_split(config, layer.training) is not None
+        for config in layer_state.of(attention_configs)
+    ):
         raise UnsupportedModelError(
             f"{type(layer).__name__} was called directly while sequences are split over ranks. "
             "Only the model's own forward, with input_ids or inputs_embeds, tells streambp the "
@@ -87,7 +90,7 @@ def shards_of(
     tokens: Any,
     config: PreTrainedConfig,
     training: bool,
-    sites: list[LayerSite],
+    layer_states: list[LayerState],
 ) -> Shards | None:
     """Return which part of the batch's sequences each rank holds; None if each rank has full
     sequences.
@@ -99,7 +102,7 @@ def shards_of(
         tokens: input_ids [B, T] of `kwargs`, or inputs_embeds [B, T, h].
         config: the backbone's config.
         training: the backbone's mode.
-        sites: the records of the patched decoder layers. Layers that save K and V, or attention
+        layer_states: the records of the patched decoder layers. Layers that save K and V, or attention
             outputs, exchange other tensors between ranks in backward. So all ranks must have the
             same number of such layers.
 
@@ -111,7 +114,10 @@ def shards_of(
         return None
     positions = kwargs.get("position_ids")
     mask = kwargs.get("attention_mask")
-    agreed = sum(keeps(site.config, "kv") + MANY * keeps(site.config, "attn_out") for site in sites)
+    agreed = sum(
+        keeps(layer_state.config, "kv") + MANY * keeps(layer_state.config, "attn_out")
+        for layer_state in layer_states
+    )
     if split.balanced is None:  # Ulysses
         return gather_shards(Shards, split.group, tokens, positions, mask, agreed)
     kind = functools.partial(GatheredShards, balanced=split.balanced)

@@ -32,7 +32,7 @@ from streambp.known_names import (
     STATE,
     UNTYPED_CACHES,
 )
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.layer.witness import Witnesses
 from streambp.model.deferring import DeferredForward
 from streambp.model.fused_layers import InstalledKernels
@@ -186,18 +186,18 @@ class PatchState:
         return self.saves_policy.host
 
     def enter(self, wrapper: InstanceForward) -> None:
-        """Add an object that replaces a module's forward to `wrappers`, and the layer site that it
+        """Add an object that replaces a module's forward to `wrappers`, and the `LayerState` that it
         holds to the records of steps and of weights.
 
         Called after the object's installation, or after a module with the object was copied.
         """
         self.wrappers.enter(wrapper, operator.attrgetter("order"))
         self.home.enter(wrapper.module)
-        site = getattr(wrapper, "site", None)
-        if site is not None:
-            self.steps.sites.enter(site, operator.attrgetter("index"))
+        layer_state = getattr(wrapper, "layer_state", None)
+        if layer_state is not None:
+            self.steps.layer_states.enter(layer_state, operator.attrgetter("index"))
             if self.weights is not None:
-                self.weights.ranges.sites[site.index] = site
+                self.weights.ranges.layer_states[layer_state.index] = layer_state
 
     def leave_cache_out(self, config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
         """Set `use_cache=False` in the arguments of a call, and record if the unpatched call would
@@ -351,12 +351,12 @@ def finds_other_documents(
     return (cached and starts > 0) or (ends is not None and starts != len(ends) - 2)
 
 
-def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> bool:
+def warn_of_documents(layer_states: list[LayerState], unseen: bool, states: bool) -> bool:
     """Warn that patched layers split rows into packed documents where the unpatched model would
     not. True if a warning was issued.
 
     Args:
-        sites: the records of the decoder layers.
+        layer_states: the records of the decoder layers.
         unseen: True if the unpatched model's attention treats each row as one document, because the
             call makes a cache.
         states: True if the unpatched recurrences and convolutions continue from one document to the
@@ -365,9 +365,9 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
     unpatched = []
     cure = ""
     if unseen and any(
-        site.last_call.report.documents is not None
-        and site.last_call.report.documents[0] == "position_ids"
-        for site in sites
+        layer_state.last_call.report.documents is not None
+        and layer_state.last_call.report.documents[0] == "position_ids"
+        for layer_state in layer_states
     ):
         unpatched.append(
             "attend across them, because its config makes a cache for this call, with which "
@@ -391,14 +391,14 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
     return True
 
 
-def warn_of_trials(sites: list[LayerSite]) -> bool:
+def warn_of_trials(layer_states: list[LayerState]) -> bool:
     """Warn about user hooks inside of layers that also ran in test runs on random tokens. True if a
     warning was issued. See `admission/third_party.py`."""
     shown: dict[str, list[str]] = {}
-    for site in sites:
-        for hook, paths in site.tests.hooks_run_in_tests.items():
+    for layer_state in layer_states:
+        for hook, paths in layer_state.tests.hooks_run_in_tests.items():
             shown.setdefault(hook, []).extend(
-                f"{type(site.layer).__name__} {site.index}: {path}" for path in paths
+                f"{type(layer_state.layer).__name__} {layer_state.index}: {path}" for path in paths
             )
     if shown:
         warnings.warn(

@@ -33,8 +33,8 @@ from torch.utils.hooks import unserializable_hook
 
 from streambp.device import allocator_count
 from streambp.instance_forward import Living
+from streambp.layer.layer_state import CallReport, LayerState
 from streambp.layer.oom import bare_advice
-from streambp.layer.site import CallReport, LayerSite
 from streambp.model.record import StepRecord
 from streambp.offload.costs import Choice, Chosen, was_moved
 from streambp.offload.manager import OffloadManager
@@ -90,7 +90,7 @@ class Steps:
         offloader: moves saved tensors to the host; None without offloading.
 
     Attributes:
-        sites: the records of the model's decoder layers.
+        layer_states: the records of the model's decoder layers.
         tell: builds the record of the last step for the log; None: nothing is logged.
         name: the model's name in the log.
         unpatched: number of steps that ran unpatched.
@@ -101,7 +101,7 @@ class Steps:
 
     def __init__(self, offloader: OffloadManager | None = None) -> None:
         self.offloader = offloader
-        self.sites = Living[LayerSite]()
+        self.layer_states = Living[LayerState]()
         self.tell: Callable[[], StepRecord | None] | None = None
         self.name = ""
         self.last: Step | None = None
@@ -157,7 +157,9 @@ class Steps:
                 if unpatched:  # records of saves of a streamed stack stay
                     self.last = dataclasses.replace(last, shapes=shapes)
                     return
-        reports = [] if unpatched else [site.last_call.report for site in self.sites]
+        reports = (
+            [] if unpatched else [layer_state.last_call.report for layer_state in self.layer_states]
+        )
         self.last = Step(number, unpatched, shapes, reports, self._choice(), shared)
 
     def forget_since(self, last: Step | None) -> None:
@@ -172,7 +174,7 @@ class Steps:
     def _choice(self) -> Choice | None:
         """Return what the policy for saves="auto" chose for the newest micro-batch: the tensors to
         save, or a run of the unpatched forward. None if nothing was chosen."""
-        chooser = self.sites[0].saves_policy if self.sites else None
+        chooser = self.layer_states[0].saves_policy if self.layer_states else None
         return None if chooser is None else chooser.latest
 
     def watch(self, output: Any) -> None:
@@ -221,8 +223,8 @@ class Steps:
         if not step.in_backward:
             self.known()
             step.in_backward = True
-            for site in self.sites:
-                site.last_call.error_has_advice = False
+            for layer_state in self.layer_states:
+                layer_state.last_call.error_has_advice = False
             Variable._execution_engine.queue_callback(_Ending(self, step))  # type: ignore[attr-defined]
 
     def settle(self) -> None:
@@ -288,16 +290,20 @@ class _Ending:
         self.steps.settle()
 
     def __del__(self) -> None:
-        sites = self.steps.sites
+        layer_states = self.steps.layer_states
         step = self.step
-        if self.ended or any(site.last_call.error_has_advice for site in sites):
+        if self.ended or any(
+            layer_state.last_call.error_has_advice for layer_state in layer_states
+        ):
             return
         if any(allocator_count(device, "num_ooms") > count for device, count in step.ooms.items()):
             plan = max((r.plan for r in step.reports if r.plan is not None), key=len, default=None)
             warnings.warn(
                 bare_advice(
                     step.tokens,
-                    None if plan is None else (sites[0].config, plan, was_moved(step.choice)),
+                    None
+                    if plan is None
+                    else (layer_states[0].config, plan, was_moved(step.choice)),
                 ),
                 stacklevel=1,
             )

@@ -68,7 +68,7 @@ from streambp.device import (
 )
 from streambp.distributed.engines import engine_hooks
 from streambp.known_names import EAGER, SDPA
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.model.split import find_split
 from streambp.model.steps import Steps
 from streambp.offload.costs import AsUnpatched
@@ -230,9 +230,9 @@ class UnpatchedRuns:
             device: the device.
             config: config of the text model, for the vocabulary size.
         """
-        if len(set(map(INDEX, self.steps.sites))) < len(self.steps.sites):
+        if len(set(map(INDEX, self.steps.layer_states))) < len(self.steps.layer_states):
             return None
-        heads = list(map(HEADS, self.steps.sites))
+        heads = list(map(HEADS, self.steps.layer_states))
         vocabulary = getattr(config, "vocab_size", 0)
         return kept_unpatched(
             self.saves_policy, tokens, length, device, heads, vocabulary, self.factor
@@ -258,8 +258,10 @@ class UnpatchedRuns:
             return False
         if is_initialized() and find_split(config, True) is not None:
             return False
-        for site in self.steps.sites:
-            if not any(map(SEEN_WRITING, site.tests.results.values())) or not is_plain(site):
+        for layer_state in self.steps.layer_states:
+            if not any(map(SEEN_WRITING, layer_state.tests.results.values())) or not is_plain(
+                layer_state
+            ):
                 return False
         size = self.config.chunk_size
         if self.saves_policy.sizes:
@@ -304,7 +306,7 @@ def kept_unpatched(
     return AsUnpatched(tokens, factor * (graphs + tokens * (keys + LOGITS * vocabulary)), spare)
 
 
-def is_plain(site: LayerSite) -> bool:
+def is_plain(layer_state: LayerState) -> bool:
     """True if the unpatched forward of a layer gives the same numbers as its chunked forward, and
     the layer's own code does not build attention scores [T, T].
 
@@ -312,12 +314,12 @@ def is_plain(site: LayerSite) -> bool:
     (DeepSpeed, FSDP) is not.
     """
     if (
-        site.last_call.report.because is not None
-        or site.kind.states.carries
-        or site.kind.attention.picks_keys
-        or site.of(engine_hooks)
-        or not site.kind.attention.reads_a_mask  # custom attention, with all scores
+        layer_state.last_call.report.because is not None
+        or layer_state.kind.states.carries
+        or layer_state.kind.attention.picks_keys
+        or layer_state.of(engine_hooks)
+        or not layer_state.kind.attention.reads_a_mask  # custom attention, with all scores
     ):
         return False
-    own = set(map(own_implementation, site.of(attention_configs)))
-    return EAGER not in own and (SDPA not in own or site.last_call.sdpa.same)
+    own = set(map(own_implementation, layer_state.of(attention_configs)))
+    return EAGER not in own and (SDPA not in own or layer_state.last_call.sdpa.same)

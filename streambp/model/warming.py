@@ -23,8 +23,8 @@ from streambp.device import RandomState
 from streambp.distributed.engines import engine_of
 from streambp.errors import StreamBPError
 from streambp.instance_forward import check_is_module, forwards
+from streambp.layer.layer_state import WarmUp
 from streambp.layer.recompute import Autocast
-from streambp.layer.site import WarmUp
 from streambp.lazy.tensor import LazyLogits
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.wrappers import BackboneForward, LayerForward
@@ -105,7 +105,7 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
             vars(head).update(fields)
     warm = _warm_up_of(layers)
     for wrapper in layers:
-        tests = wrapper.site.tests
+        tests = wrapper.layer_state.tests
         tests.warm_up = warm
         tests.forget(None)  # attributes that modules set in their first call were reset
 
@@ -114,7 +114,7 @@ def _warm_up_of(layers: list[LayerForward]) -> WarmUp:
     """Return the state that an earlier `warm_up` left on these layers, if that state is still in
     effect; otherwise a new state."""
     for wrapper in layers:
-        warm = wrapper.site.tests.warm_up
+        warm = wrapper.layer_state.tests.warm_up
         if warm is not None and warm.on:
             return warm
     return WarmUp()

@@ -47,8 +47,8 @@ from streambp.known_names import (
     WITH_KWARGS,
     Z3_LEAF,
 )
+from streambp.layer.layer_state import LayerState
 from streambp.layer.oom import explaining
-from streambp.layer.site import LayerSite
 from streambp.model.absent_cache import with_absent_cache
 from streambp.model.deferring import DeferredForward, can_be_deferred
 from streambp.model.positions import warn_beyond_positions
@@ -91,7 +91,7 @@ class LayerForward(InstanceForward):
     ) -> None:
         super().__init__(module)
         self.state = state
-        self.site = LayerSite(
+        self.layer_state = LayerState(
             module,
             state.config,
             kind_of(module),
@@ -187,40 +187,44 @@ class LayerForward(InstanceForward):
         context = self.state.running
         tree = context.tree
         if tree is not None:
-            tell(tree, self.site, args, kwargs)
+            tell(tree, self.layer_state, args, kwargs)
         if context.bypass or has_cache(kwargs):
-            with self.site.weights_for_once(
+            with self.layer_state.weights_for_once(
                 args, kwargs, "a cache or attention weights were asked for"
             ):
                 return self.original(*args, **kwargs)
         unmasked = (
             kwargs.get("attention_mask") is None
             and len(args) < 2
-            and self.site.kind.attention.reads_a_mask
+            and self.layer_state.kind.attention.reads_a_mask
         )
         if unmasked and any(
             config._attn_implementation == EAGER for config in attention_configs(self.module)
         ):
             # A model always passes a mask; a direct call of the layer may not.
-            with self.site.weights_for_once(
+            with self.layer_state.weights_for_once(
                 args, kwargs, "eager attention without a mask reads later keys"
             ):
                 return self.original(*args, **kwargs)
         if context.shards is None:
             if is_initialized():
-                refuse_lone_layer(self.site)
+                refuse_lone_layer(self.layer_state)
             compute: Callable[..., Any] = stream_layer
-            if self.site.kind.attention.reads_ahead:
+            if self.layer_state.kind.attention.reads_ahead:
                 compute = stream_bidirectional
-            elif self.site.kind.attention.adds_bias:
+            elif self.layer_state.kind.attention.adds_bias:
                 compute = stream_biased
             output = compute(
-                self.site, args, kwargs, context.packed_rows, forks=tree.forks if tree else ()
+                self.layer_state,
+                args,
+                kwargs,
+                context.packed_rows,
+                forks=tree.forks if tree else (),
             )
         else:
-            output = stream_shard(self.site, args, kwargs, context.shards)
+            output = stream_shard(self.layer_state, args, kwargs, context.shards)
         if tree is not None:
-            check_streamed(self.site)
+            check_streamed(self.layer_state)
         norm = self.final_norm
         request = context.defer_norm
         if (
@@ -447,11 +451,11 @@ class BackboneForward(InstanceForward):
         # Configs of each layer's last call. A layer that has changed since then routes its own
         # config.
         configs = {id(self.module.config): self.module.config}
-        for site in self._sites:
-            if not site.kind.attention.ours:
+        for layer_state in self._sites:
+            if not layer_state.kind.attention.ours:
                 configs = {}  # custom attention needs the masks of its own setting
                 break
-            for config in site.of(site.kind.attention.configs):
+            for config in layer_state.of(layer_state.kind.attention.configs):
                 configs[id(config)] = config
         with explaining("in the model around its layers"), routed(list(configs.values())):
             try:
@@ -642,10 +646,10 @@ class BackboneForward(InstanceForward):
         return packed_rows(positions, tokens.shape[0])
 
     @functools.cached_property
-    def _sites(self) -> list[LayerSite]:
+    def _sites(self) -> list[LayerState]:
         layer_ids = set(map(id, self.layers))
         return [
-            w.site
+            w.layer_state
             for w in self.state.wrappers
             if isinstance(w, LayerForward) and id(w.module) in layer_ids
         ]

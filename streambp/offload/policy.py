@@ -342,9 +342,9 @@ class SavesPolicy:
             True if the layer's autograd graph is saved in place of single tensors.
             An object that records bytes and FLOPs of the layer's chunks; None: both are known.
         """
-        index = kept.site.index
+        index = kept.layer_state.index
         length = kept.plan.length
-        unread = kept.site.tests.unread
+        unread = kept.layer_state.tests.unread
         tokens = rows * length
         if index <= self._batch.last:
             self._begin(kept, rows)
@@ -399,7 +399,7 @@ class SavesPolicy:
             tokens: tokens over all rows.
         """
         batch = self._batch
-        index = kept.site.index
+        index = kept.layer_state.index
         free = self._free_now()
         short = 0.0 if free is None else batch.expected - free
         if short <= batch.slack:
@@ -685,7 +685,7 @@ class SavesPolicy:
             return
         if not batch.others_are_seen:
             if lack.gone:
-                gone = sum(lack.wished.get(other.site.index, 0.0) for other in self._waiting)
+                gone = sum(lack.wished.get(other.layer_state.index, 0.0) for other in self._waiting)
             else:
                 gone = 0.0
             lack.missing = max(lack.missing, batch.at_work + gone - free)

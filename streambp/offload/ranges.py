@@ -37,7 +37,7 @@ WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
 @dataclasses.dataclass(eq=False)
 class OneLayer:
-    """Stand-in for a `LayerSite` where a model is not patched: an object with the attribute
+    """Stand-in for a `LayerState` where a model is not patched: an object with the attribute
     `layer`, a decoder layer. The planner uses it to compute the bytes of weights on the host."""
 
     layer: nn.Module
@@ -104,7 +104,7 @@ class HostRanges:
         host_memory: limit in bytes; None: the available memory.
 
     Attributes:
-        sites: records of the decoder layers (`layer.site.LayerSite`) by index.
+        layer_states: records of the decoder layers (`layer.layer_state.LayerState`) by index.
         layers: ranges by index.
         staying: indices of the layers whose weights stay on the device, beside a step.
         beside: bytes of host memory for gradients.
@@ -113,7 +113,7 @@ class HostRanges:
     def __init__(self, root: nn.Module | Home, host_memory: int | None) -> None:
         self.home = root if isinstance(root, Home) else Home(root)
         self.host_memory = host_memory
-        self.sites: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.layer_states: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.layers: dict[int, LayerRange] = {}
         self.staying: frozenset[int] = frozenset()
         self.beside = 0
@@ -125,10 +125,10 @@ class HostRanges:
         """Return the state for copy and pickle, without host memory: the copy's first call fills
         its own."""
         found = vars(HostRanges(self.home, self.host_memory))
-        return {name: value for name, value in found.items() if name != "sites"}
+        return {name: value for name, value in found.items() if name != "layer_states"}
 
     def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state, sites=weakref.WeakValueDictionary())
+        self.__dict__.update(state, layer_states=weakref.WeakValueDictionary())
 
     @property
     def root(self) -> nn.Module:
@@ -142,16 +142,18 @@ class HostRanges:
         """Return the bytes of host memory that all layers' weights take now."""
         return sum(one.memory.numel() for one in self.layers.values())
 
-    def install(self, sites: Iterable[Any]) -> None:
+    def install(self, layer_states: Iterable[Any]) -> None:
         """Make the layers' weights stay on the host from now on if the program moves the model, for
         example with `model.to("cuda")`.
 
         Args:
-            sites: the records of the decoder layers.
+            layer_states: the records of the decoder layers.
         """
-        self.sites.update({site.index: site for site in sites})
-        for site in self.sites.values():
-            site.layer.__dict__[MOVES] = functools.partial(move_others, self, site.index)
+        self.layer_states.update({layer_state.index: layer_state for layer_state in layer_states})
+        for layer_state in self.layer_states.values():
+            layer_state.layer.__dict__[MOVES] = functools.partial(
+                move_others, self, layer_state.index
+            )
         for module in self.root.modules():
             places = module.__dict__.get(MAP)
             # accelerate would use the CPU alone
@@ -160,8 +162,8 @@ class HostRanges:
 
     def remove(self) -> None:
         """Let `model.to(...)` move the layers again. The weights remain on the host."""
-        for site in self.sites.values():
-            site.layer.__dict__.pop(MOVES, None)
+        for layer_state in self.layer_states.values():
+            layer_state.layer.__dict__.pop(MOVES, None)
         for module, places in self._maps:
             module.__dict__[MAP] = places
 
@@ -174,7 +176,7 @@ class HostRanges:
             slots: number of device buffers for the weights of layers on the host; the buffers take
                 part of `room`.
         """
-        sizes = {index: self.bytes_of(index) for index in self.sites}
+        sizes = {index: self.bytes_of(index) for index in self.layer_states}
         most = room if sum(sizes.values()) <= room else room - slots * max(sizes.values())
         staying = {index for index, size in sizes.items() if not size}
         taken = 0
@@ -206,13 +208,13 @@ class HostRanges:
         The result has the layer's frozen tensors, or all tensors if none is frozen. Tensors that
         belong to other modules as well stay on the device.
         """
-        tensors = {id(tensor): tensor for tensor in tensors_inside(self.sites[index].layer)}
+        tensors = {id(tensor): tensor for tensor in tensors_inside(self.layer_states[index].layer)}
         if not tensors.keys() <= self._holders.keys():
             self._holders.clear()
             inside: set[int] = set()
-            for other, site in self.sites.items():
-                inside.update(map(id, site.layer.modules()))
-                for tensor in tensors_inside(site.layer):
+            for other, layer_state in self.layer_states.items():
+                inside.update(map(id, layer_state.layer.modules()))
+                for tensor in tensors_inside(layer_state.layer):
                     self._holders.setdefault(id(tensor), (tensor, set()))[1].add(other)
             for module in self.root.modules():
                 for tensor in tensors_of(module) if id(module) not in inside else ():
@@ -239,9 +241,9 @@ class HostRanges:
             device: computes the layers.
         """
         self._holders.clear()
-        for index, site in self.sites.items():
+        for index, layer_state in self.layer_states.items():
             if index in self.staying:
-                for tensor in site.of(tensors_inside):
+                for tensor in layer_state.of(tensors_inside):
                     if tensor.device != device and not tensor.is_meta:
                         tensor.data = tensor.data.to(device)
             elif self.known(index) is None:
@@ -258,7 +260,7 @@ class HostRanges:
         known = self.layers.get(index)
         if known is None:
             return None
-        tensors = self.sites[index].of(tensors_inside)
+        tensors = self.layer_states[index].of(tensors_inside)
         same = tensors is known.tensors or list(map(id, tensors)) == list(map(id, known.tensors))
         at_home = (piece.tensor.data_ptr() == piece.home.data_ptr() for piece in known.pieces)
         current = same and known.wanting == bytes(map(WANTS_GRADIENT, tensors)) and all(at_home)
@@ -280,7 +282,7 @@ class HostRanges:
         engine.settle()
         streamed = self.streamed(index)
         known = self.layers.get(index)
-        tensors = self.sites[index].of(tensors_inside)
+        tensors = self.layer_states[index].of(tensors_inside)
         for tensor in tensors:
             if id(tensor) in streamed:
                 if hasattr(tensor, PARTITIONED) or hasattr(tensor, GRADIENT_HOOKED):
@@ -295,7 +297,11 @@ class HostRanges:
                     or hasattr(tensor, STATISTICS_8BIT)
                 ):
                     name = next(
-                        (n for n, p in self.sites[index].layer.named_parameters() if p is tensor),
+                        (
+                            n
+                            for n, p in self.layer_states[index].layer.named_parameters()
+                            if p is tensor
+                        ),
                         "a tensor",
                     )
                     kind = type(tensor if type(tensor.data) is Tensor else tensor.data).__name__
@@ -416,10 +422,11 @@ def bytes_on_host(
     The weights may be meta tensors.
     """
     ranges = HostRanges(root, None)
-    sites = {index: OneLayer(layer) for index, layer in enumerate(layers)}
-    ranges.sites.update(sites)
+    layer_states = {index: OneLayer(layer) for index, layer in enumerate(layers)}
+    ranges.layer_states.update(layer_states)
     frozen, trained = (
-        tuple(ranges.bytes_of(index, trains) for index in ranges.sites) for trains in (False, True)
+        tuple(ranges.bytes_of(index, trains) for index in ranges.layer_states)
+        for trains in (False, True)
     )
     return frozen, trained
 
@@ -463,7 +470,7 @@ def move_others(
         fn: function of a tensor, the argument of `_apply`.
         recurse: the argument of `_apply`.
     """
-    layer = ranges.sites[index].layer
+    layer = ranges.layer_states[index].layer
     held = {} if index in ranges.staying else ranges.streamed(index)
     held |= {
         id(tensor.grad): tensor.grad for tensor in list(held.values()) if tensor.grad is not None

@@ -232,7 +232,7 @@ class HostWeights:
             if following is not None and following[1] != index:
                 self._loaded(following[1], following[0])
             if decodes:  # once for each pass; a Linear's own forward decodes for each chunk
-                linears = self.ranges.sites[index].of(packed_linears)
+                linears = self.ranges.layer_states[index].of(packed_linears)
             for linear in linears:
                 vars(linear)[FORWARD] = DecodedLinear(linear)
             yield

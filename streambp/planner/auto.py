@@ -286,8 +286,8 @@ class ModelStates:
         with meta tensors, unless an earlier process stored the count. The memory is the result of
         `bound` if nothing can be counted."""
         installed = self.installed
-        sites = list(installed.steps.sites)
-        upper_bound = bound(self.model, [site.layer for site in sites])
+        layer_states = list(installed.steps.layer_states)
+        upper_bound = bound(self.model, [layer_state.layer for layer_state in layer_states])
         if free_memory.free_memory(device) is None or (
             self.config.chunk_size != "auto" and self.config.always_moves
         ):
@@ -296,7 +296,10 @@ class ModelStates:
         wide = cast in HALF and any(p.dtype == torch.float32 for p in self.model.parameters())
         share, gathered = sharing(self.model)
         moves_weights = installed.weights is not None or gathered > 0
-        first = {site.index: next(site.layer.parameters(), None) for site in sites}
+        first = {
+            layer_state.index: next(layer_state.layer.parameters(), None)
+            for layer_state in layer_states
+        }
         places = {
             index: device if moves_weights else getattr(p, "device", torch.device("cpu"))
             for index, p in first.items()
@@ -380,8 +383,8 @@ class ModelStates:
         if figures.need is None:
             return 0.0
         layers: set[int] = set()
-        for site in self.installed.steps.sites:
-            layers.update(map(id, site.layer.parameters()))
+        for layer_state in self.installed.steps.layer_states:
+            layers.update(map(id, layer_state.layer.parameters()))
         weights_on_device = 0
         coming = 0
         states = 0

@@ -56,8 +56,8 @@ def seen_costs(
     sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (no_figures, 0.0), False, True)
     no_figures = Figures()
     installed: PatchState = skeleton.model._streambp  # type: ignore[assignment]
-    for site in installed.steps.sites:
-        site.saves_policy = sees
+    for layer_state in installed.steps.layer_states:
+        layer_state.saves_policy = sees
     with skeleton.running(), StepCount(None):
         ids = torch.empty(1, 2 * SEEN, dtype=torch.long)  # [B, T]
         skeleton.loss(ids).backward()
@@ -66,7 +66,7 @@ def seen_costs(
     for index in layers:
         if (place := reduced.stand_in(index)) in measured:
             costs[index] = measured[place]
-    return costs, all(map(is_plain, installed.steps.sites))
+    return costs, all(map(is_plain, installed.steps.layer_states))
 
 
 def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:

@@ -197,14 +197,14 @@ def uncount_host(model: nn.Module) -> None:
     """Replace the offload manager of a patched CPU model, so that a count of tensor storages does
     not include the copies on the host."""
     installed: PatchState = model._streambp  # type: ignore[assignment]
-    sites = installed.steps.sites
-    if sites and sites[0].config.always_moves:
-        if sites[0].config.gpu_memory is None:
+    layer_states = installed.steps.layer_states
+    if layer_states and layer_states[0].config.always_moves:
+        if layer_states[0].config.gpu_memory is None:
             budget = None
         else:
-            budget = int(sites[0].config.gpu_memory)
+            budget = int(layer_states[0].config.gpu_memory)
         manager = OffloadManager(
-            None, "raise", len(sites), budget, engine=UncountedHost(torch.device("cpu"))
+            None, "raise", len(layer_states), budget, engine=UncountedHost(torch.device("cpu"))
         )
-        for site in sites:
-            site.offloader = manager
+        for layer_state in layer_states:
+            layer_state.offloader = manager

@@ -322,7 +322,7 @@ class Counter:
                 self.skeleton.loss(ids).backward()
                 if not recipe.split:
                     steps = self.skeleton.model._streambp.steps  # type: ignore[union-attr]
-                    self._unread = [site.tests.unread for site in steps.sites]  # type: ignore[union-attr]
+                    self._unread = [layer_state.tests.unread for layer_state in steps.layer_states]  # type: ignore[union-attr]
             self._fused = count.work.forward + count.work.backward > 0
         return self._fused
 
@@ -481,10 +481,10 @@ class Counter:
             )
             stack.callback(unpatch, model)
             installed: PatchState = model._streambp  # type: ignore[assignment]
-            sites = installed.steps.sites
+            layer_states = installed.steps.layer_states
             if not recipe.split:
-                for site, unread in zip(sites, self._unread, strict=False):
-                    site.tests.unread.update(unread)
+                for layer_state, unread in zip(layer_states, self._unread, strict=False):
+                    layer_state.tests.unread.update(unread)
             if not recipe.config.always_moves:
                 yield CountingManager()
                 return
@@ -495,11 +495,11 @@ class Counter:
                 budget = None
             else:
                 budget = int(recipe.config.gpu_memory)
-            manager = CountingManager(len(sites), budget, engine)
+            manager = CountingManager(len(layer_states), budget, engine)
             # no limit, independent of this machine
             manager.arena = Arena(2**62, engine.host_buffer)
-            for site in sites:
-                site.offloader = manager
+            for layer_state in layer_states:
+                layer_state.offloader = manager
             yield manager
 
 

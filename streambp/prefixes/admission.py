@@ -42,7 +42,7 @@ from streambp.known_names import (
 )
 from streambp.layer.call import recording
 from streambp.layer.choices import ReplayedChoices
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.prefixes.arguments import (
     TRIAL,
     known_by,
@@ -68,7 +68,7 @@ Over = Callable[..., Any]
 def why_not(
     module: nn.Module,
     kwargs: Mapping[str, Any],
-    sites: list[LayerSite],
+    layer_states: list[LayerState],
     takes_positions: bool = True,
 ) -> str | None:
     """Return, as text for `describe`, why a call cannot be computed as one packed row with shared
@@ -77,7 +77,7 @@ def why_not(
     Args:
         module: the backbone: a transformers model without head.
         kwargs: its arguments.
-        sites: the backbone's decoder layers, with their settings and test results.
+        layer_states: the backbone's decoder layers, with their settings and test results.
         takes_positions: True if the backbone's forward accepts position_ids.
     """
     if hasattr(_embeddings(module), NOISY_EMBEDDINGS):
@@ -87,13 +87,13 @@ def why_not(
     reason = why_not_packed(kwargs)
     if reason is not None:
         return reason
-    for site in sites:
-        name = type(site.layer).__name__
-        if site.kind.attention.reads_a_mask and not takes_positions:
+    for layer_state in layer_states:
+        name = type(layer_state.layer).__name__
+        if layer_state.kind.attention.reads_a_mask and not takes_positions:
             return f"{type(module).__name__} takes no position_ids"
-        if not site.kind.attention.ours or site.kind.position_cache:
+        if not layer_state.kind.attention.ours or layer_state.kind.position_cache:
             return f"{name} attends by itself, or asks its cache for positions"
-        if site.kind.attention.picks_keys:
+        if layer_state.kind.attention.picks_keys:
             return f"{name} picks the keys that its queries read"
     return None
 
@@ -121,13 +121,13 @@ def _embeddings(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> None:
+def tell(tree: Tree, layer_state: LayerState, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Store the tree of the packed row in each attention mask (`LazyMask`) among a layer's
     arguments. Attention finds there which keys each token of the packed row may read.
 
     Args:
         tree: the packed row.
-        site: the decoder layer.
+        layer_state: the decoder layer.
         args, kwargs: the layer's arguments.
 
     Raises:
@@ -139,13 +139,13 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
             masks += [part for part in value.values() if isinstance(part, LazyMask)]
     for mask in masks:
         mask.tree = tree.spans
-    if site.kind.attention.reads_a_mask and not masks:
+    if layer_state.kind.attention.reads_a_mask and not masks:
         raise UnsharedError(
-            f"{type(site.layer).__name__} gets no attention mask that could tell of branches"
+            f"{type(layer_state.layer).__name__} gets no attention mask that could tell of branches"
         )
 
 
-def check_streamed(site: LayerSite) -> None:
+def check_streamed(layer_state: LayerState) -> None:
     """Raise UnsharedError unless the layer's last call ran in chunks, with streambp's attention.
     The layer's own attention would let a token of a packed row read another row's tokens. Called
     after each layer of a packed row.
@@ -153,9 +153,9 @@ def check_streamed(site: LayerSite) -> None:
     Raises:
         UnsharedError: the layer ran unchunked.
     """
-    if site.last_call.report.because is not None:
+    if layer_state.last_call.report.because is not None:
         raise UnsharedError(
-            f"{type(site.layer).__name__} does not run in chunks: {site.last_call.report.because}"
+            f"{type(layer_state.layer).__name__} does not run in chunks: {layer_state.last_call.report.because}"
         )
 
 
@@ -199,7 +199,7 @@ class Trials:
         self,
         kwargs: Mapping[str, Any],
         over: Over,
-        sites: list[LayerSite],
+        layer_states: list[LayerState],
         apart: int,
         on_all_ranks: bool,
     ) -> None:
@@ -209,7 +209,7 @@ class Trials:
         Args:
             kwargs: the call's arguments, which `why_not` has accepted.
             over: the backbone's forward.
-            sites: the backbone's decoder layers.
+            layer_states: the backbone's decoder layers.
             apart: minimum number of tokens between two positions at which rows branch.
             on_all_ranks: True if all ranks run this test together, as forwards contain collectives.
         """
@@ -220,14 +220,14 @@ class Trials:
         reasons: list[str | None] = []
         for with_padding in (False,) * shares + (True,) * padded:
             trial = trial_of(kwargs, vocabulary, with_padding)
-            reasons.append(self._try(trial, over, sites, apart, on_all_ranks))
+            reasons.append(self._try(trial, over, layer_states, apart, on_all_ranks))
         self.verdicts[self.kind_of(kwargs)] = reasons[0], reasons[-1]
 
     def _try(
         self,
         kwargs: dict[str, Any],
         over: Over,
-        sites: list[LayerSite],
+        layer_states: list[LayerState],
         branch_distance: int,
         on_all_ranks: bool,
     ) -> str | None:
@@ -248,8 +248,8 @@ class Trials:
         ):
             failed: list[Exception] = []
             try:
-                recorded = [ReplayedChoices() for _ in sites]
-                with replaced(sites, "choices", recorded):  # [Note: choices]
+                recorded = [ReplayedChoices() for _ in layer_states]
+                with replaced(layer_states, "choices", recorded):  # [Note: choices]
                     rows = over(kwargs, None, failed)
                 restored.end_run()
                 restored.rewind()
@@ -257,7 +257,7 @@ class Trials:
                     choices.rearranged(functools.partial(_in_packed_row, tree))
                     for choices in recorded
                 ]
-                with replaced(sites, "choices", replayed):
+                with replaced(layer_states, "choices", replayed):
                     row = over(packed(kwargs, tree, self.takes_positions), tree, failed)
                 if not failed:
                     expected = rows[0][is_token]

@@ -23,7 +23,7 @@ from streambp.device import is_out_of_memory
 from streambp.distributed.engines import everyones_numbers, must_agree
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.known_names import EMBEDS, LABELS, PER_TOKEN, SHARED_INPUTS
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.prefixes.admission import Over, Trials, draws_noise, why_not
 from streambp.prefixes.arguments import known_by, mask_and_positions, packed
 from streambp.prefixes.late import Again, LateRows
@@ -94,7 +94,7 @@ class SharedPrefixes:
         self,
         kwargs: Mapping[str, Any],
         over: Over,
-        sites: Callable[[], list[LayerSite]],
+        layer_states: Callable[[], list[LayerState]],
         labels: tuple[Any, Any] = (None, None),
         documents: bool = False,
         padding_unseen: Unseen = None,
@@ -105,7 +105,7 @@ class SharedPrefixes:
         Args:
             kwargs: the backbone's arguments.
             over: the backbone's forward: (arguments, the packed row or None).
-            sites: returns the backbone's decoder layers.
+            layer_states: returns the backbone's decoder layers.
             labels: labels and shift_labels of the language model around the backbone.
             documents: True if the language model's position_ids mark several documents in a row.
             padding_unseen: returns True if no other code reads values at padding positions; called
@@ -117,7 +117,7 @@ class SharedPrefixes:
             StreamBPError: a packed row failed while the model ran, and other ranks wait for this
                 rank.
         """
-        tree = self._find(kwargs, over, sites, labels, padding_unseen)
+        tree = self._find(kwargs, over, layer_states, labels, padding_unseen)
         if documents and isinstance(tree, Tree):
             tree = "position_ids mark documents in packed rows"
         if isinstance(tree, Tree):
@@ -183,7 +183,7 @@ class SharedPrefixes:
     def saves(
         self,
         kwargs: Mapping[str, Any],
-        sites: list[LayerSite],
+        layer_states: list[LayerState],
         labels: tuple[Any, Any],
         padding_unseen: Unseen,
     ) -> bool:
@@ -193,26 +193,28 @@ class SharedPrefixes:
 
         Args:
             kwargs: see `call`.
-            sites: the backbone's decoder layers.
+            layer_states: the backbone's decoder layers.
             labels: see `call`.
             padding_unseen: see `call`.
         """
-        return isinstance(self._wanted(kwargs, lambda: sites, labels, padding_unseen)[0], Tree)
+        return isinstance(
+            self._wanted(kwargs, lambda: layer_states, labels, padding_unseen)[0], Tree
+        )
 
     def _find(
         self,
         kwargs: Mapping[str, Any],
         over: Over,
-        sites: Callable[[], list[LayerSite]],
+        layer_states: Callable[[], list[LayerState]],
         labels: tuple[Any, Any],
         padding_unseen: Unseen,
     ) -> Tree | str:
         on_all_ranks = must_agree(self.module)
-        tree, may_try = self._wanted(kwargs, sites, labels, padding_unseen, on_all_ranks)
+        tree, may_try = self._wanted(kwargs, layer_states, labels, padding_unseen, on_all_ranks)
         self._looked = None
         wants = isinstance(tree, Tree) and not self.trials.knows(kwargs)
         if on_all_ranks and self._agreed(kwargs, may_try, wants):
-            self.trials.make(kwargs, over, sites(), _apart(sites()), on_all_ranks)
+            self.trials.make(kwargs, over, layer_states(), _apart(layer_states()), on_all_ranks)
         elif on_all_ranks and wants:
             return (
                 "ranks are to try a kind of call together, and this one is not that of all of them "
@@ -220,7 +222,7 @@ class SharedPrefixes:
             )
         elif wants:
             try:
-                self.trials.make(kwargs, over, sites(), _apart(sites()), on_all_ranks)
+                self.trials.make(kwargs, over, layer_states(), _apart(layer_states()), on_all_ranks)
                 return self._tried(kwargs, tree)  # type: ignore[arg-type]
             except Exception as error:
                 reason = f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
@@ -235,7 +237,7 @@ class SharedPrefixes:
     def _wanted(
         self,
         kwargs: Mapping[str, Any],
-        sites: Callable[[], list[LayerSite]],
+        layer_states: Callable[[], list[LayerState]],
         labels: tuple[Any, Any],
         padding_unseen: Unseen,
         on_all_ranks: bool = False,
@@ -248,7 +250,7 @@ class SharedPrefixes:
 
         Args:
             kwargs: the backbone's arguments.
-            sites: returns the backbone's decoder layers.
+            layer_states: returns the backbone's decoder layers.
             labels: labels and shift_labels of the language model around the backbone.
             padding_unseen: returns True if no other code reads values at padding positions.
             on_all_ranks: True if all ranks test the backbone at once.
@@ -257,7 +259,7 @@ class SharedPrefixes:
         try:
             if not on_all_ranks and self._is_one_row(kwargs):
                 return ONE_ROW, False
-            layers = sites()
+            layers = layer_states()
             reason = self._why_not(kwargs, layers)
             if reason is not None:
                 return reason, False
@@ -280,8 +282,8 @@ class SharedPrefixes:
         ids, mask, _ = map(kwargs.get, SHARED_INPUTS)
         return mask is None and isinstance(ids, Tensor) and ids.shape[0] < 2
 
-    def _why_not(self, kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
-        reason = why_not(self.module, kwargs, sites, self.trials.takes_positions)
+    def _why_not(self, kwargs: Mapping[str, Any], layer_states: list[LayerState]) -> str | None:
+        reason = why_not(self.module, kwargs, layer_states, self.trials.takes_positions)
         if reason is not None:
             return reason
         return why_rows(self.module)  # before a trial: hooks would get its tokens
@@ -289,7 +291,7 @@ class SharedPrefixes:
     def _look(
         self,
         kwargs: Mapping[str, Any],
-        sites: list[LayerSite],
+        layer_states: list[LayerState],
         labels: tuple[Any, Any],
         padding_unseen: Unseen,
     ) -> Tree | str:
@@ -298,7 +300,7 @@ class SharedPrefixes:
 
         Args:
             kwargs: the backbone's arguments.
-            sites: the backbone's decoder layers.
+            layer_states: the backbone's decoder layers.
             labels: labels and shift_labels of the language model around the backbone.
             padding_unseen: returns True if no other code reads values at padding positions.
         """
@@ -330,8 +332,8 @@ class SharedPrefixes:
                 mask,
                 positions,
                 scored,
-                apart=_apart(sites),
-                a_chunk=_a_chunk(sites),
+                apart=_apart(layer_states),
+                a_chunk=_a_chunk(layer_states),
             )
             row_or_reason = look()
             shares = (
@@ -395,20 +397,24 @@ class SharedPrefixes:
         return any(wants_test for _, wants_test in replies)
 
 
-def _apart(sites: list[LayerSite]) -> int:
+def _apart(layer_states: list[LayerState]) -> int:
     """Return the minimum number of tokens between two positions at which rows may branch in a
     packed row: the largest minimum of all layers.
 
     A layer with recurrent states ends a chunk at each of these positions.
     """
-    return max((site.kind.states.least for site in sites), default=1)
+    return max((layer_state.kind.states.least for layer_state in layer_states), default=1)
 
 
-def _a_chunk(sites: list[LayerSite]) -> float:
+def _a_chunk(layer_states: list[LayerState]) -> float:
     """Return the cost of one more chunk, as a number of tokens that take the same time. Only layers
     with recurrent states have this cost, because they end a chunk at each branch of the packed row.
     The result is the average over all layers."""
-    return A_CHUNK * sum(site.kind.states.carries for site in sites) / max(len(sites), 1)
+    return (
+        A_CHUNK
+        * sum(layer_state.kind.states.carries for layer_state in layer_states)
+        / max(len(layer_states), 1)
+    )
 
 
 def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:

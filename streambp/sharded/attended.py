@@ -147,28 +147,28 @@ class AttendedAtOnce:
             else:
                 unsaved.append(piece)
             del saved
-        if not unsaved and call.kept.gathers and keeps(call.site.config, "attn_out"):
+        if not unsaved and call.kept.gathers and keeps(call.layer_state.config, "attn_out"):
             # saved on every rank, so no keys are gathered for another attention
             return o.transpose(1, 2), lse
         prefix = call.carried.prefix
         call.backward_bytes = 0
         for group in keys.groups(last):
             sinks = None if call.sinks is None else call.sinks[group.heads]
-            site = KVBuffer.of(group.k, group.v, call.params.backend.width)
+            kv_storage = KVBuffer.of(group.k, group.v, call.params.backend.width)
             call.backward_bytes = max(call.backward_bytes, bytes_of(group.k, group.v))
             for piece in unsaved:
                 queries = piece.here
                 q_of_group = q[:, group.heads, queries.start : queries.stop]
                 params = params_of(call, piece.whole)
                 attended = attend_blocks(
-                    q_of_group, site, prefix.layout, piece.whole, params, sinks
+                    q_of_group, kv_storage, prefix.layout, piece.whole, params, sinks
                 )
                 prefix.note(
                     call.params.backend.plan(prefix.layout, piece.whole, batch, Use.FORWARD)
                 )
                 o[:, queries.start : queries.stop, group.heads] = attended.o
                 lse[:, group.heads, queries.start : queries.stop] = attended.lse
-            del group, site
+            del group, kv_storage
         return o.transpose(1, 2), lse
 
     def _keep(self, keys: Keys, o: Tensor, lse: Tensor) -> None:
@@ -207,18 +207,18 @@ class AttendedAtOnce:
         if call.sinks is not None:
             d_sinks = torch.zeros_like(call.sinks, dtype=attended.lse.dtype)
         for group in keys.groups(last=True):
-            site = KVBuffer.of(group.k, group.v, call.params.backend.width)
+            kv_storage = KVBuffer.of(group.k, group.v, call.params.backend.width)
             for piece in reversed(call.pieces):
                 part = slice(None), group.heads, slice(piece.here.start, piece.here.stop)
                 saved = Attended(attended.o[part].transpose(1, 2), attended.lse[part])
                 sinks = None if call.sinks is None else call.sinks[group.heads]
-                out, leaves = differentiable(call, q[part], site, sinks, piece.whole, saved)
+                out, leaves = differentiable(call, q[part], kv_storage, sinks, piece.whole, saved)
                 q[part], *d_sink = torch.autograd.grad(out, leaves, d_o[part].transpose(1, 2))
                 if d_sinks is not None:
                     d_sinks[group.heads] += d_sink[0]
-            sums = list(site.grow_accumulators())
+            sums = list(kv_storage.grow_accumulators())
             dtype = group.k.dtype
-            del out, site, group
+            del out, kv_storage, group
             for parts, gradient in zip(
                 by_tensor, call.shards.own_gradient(sums, dtype, call.heads[1]), strict=True
             ):
@@ -243,7 +243,7 @@ class AttendedByChunk:
         assert call.params is not None
         group = keys.both[0]
         width = call.params.backend.width
-        self.site = call.attempt(lambda _: KVBuffer.of(group.k, group.v, width))
+        self.kv_storage = call.attempt(lambda _: KVBuffer.of(group.k, group.v, width))
         self.dtype = group.k.dtype
         self.d_sinks: Tensor | None = None
         self.d_bias: Tensor | None = None
@@ -269,7 +269,9 @@ class AttendedByChunk:
         q = self.q[part_of(chunk)]
         watch = call.kept.watch
         began = None if watch is None else watch.clock()
-        attended = attend_blocks(q, self.site, prefix.layout, chunk, params, call.sinks, plan=plan)
+        attended = attend_blocks(
+            q, self.kv_storage, prefix.layout, chunk, params, call.sinks, plan=plan
+        )
         if watch is not None:
             watch.mark_attention(began)
         prefix.note(plan)
@@ -294,7 +296,7 @@ class AttendedByChunk:
         for attended in call.kept.attended() or ():
             saved = attended
         out, leaves = differentiable(
-            call, self.q[part_of(chunk)], self.site, call.sinks, chunk, saved
+            call, self.q[part_of(chunk)], self.kv_storage, call.sinks, chunk, saved
         )
         return out.transpose(1, 2), leaves
 
@@ -304,7 +306,7 @@ class AttendedByChunk:
         Args:
             is_retry: True in a retry after running out of memory. [Note: once for each chunk]
         """
-        self.site.begin_backward(is_retry)
+        self.kv_storage.begin_backward(is_retry)
 
     def put(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
         """Store the gradients of a chunk's leaves, which `leaf` has returned.
@@ -327,8 +329,8 @@ class AttendedByChunk:
     def gradients(self) -> list[Tensor]:
         """Return the gradients of attention: dq [B, H, T, D], dk [B, H_kv, T, D] and dv."""
         call = self.call
-        sums = list(self.site.grow_accumulators())
-        del self.site
+        sums = list(self.kv_storage.grow_accumulators())
+        del self.kv_storage
         call.sinks = self.d_sinks
         call.bias = self.d_bias
         return [self.q, *call.shards.own_gradient(sums, self.dtype, call.heads[1])]
@@ -426,7 +428,7 @@ def keep_keys(call: ShardedCall, keys: Keys) -> None:
 def differentiable(
     call: ShardedCall,
     q: Tensor,
-    site: KVBuffer,
+    kv_storage: KVBuffer,
     sinks: Tensor | None,
     chunk: Chunk,
     saved: Attended | None,
@@ -437,7 +439,7 @@ def differentiable(
     Args:
         call: the call of the layer.
         q: the queries, [B, H, C, D].
-        site: K and V of full sequences, and the sums of their gradients.
+        kv_storage: K and V of full sequences, and the sums of their gradients.
         sinks: the attention sinks [H]; None: there are none.
         chunk: the chunk's range of positions.
         saved: output that forward saved for the chunk; None: compute attention again.
@@ -454,10 +456,10 @@ def differentiable(
     with torch.enable_grad():
         out: Tensor = PrefixAttention.apply(
             leaf,
-            site.k,
-            site.v,
+            kv_storage.k,
+            kv_storage.v,
             sinks,
-            site,
+            kv_storage,
             call.carried.prefix.layout,
             chunk,
             params_of(call, chunk),

@@ -24,7 +24,7 @@ from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall, plan_of
 from streambp.layer.chunk_states import Carried
 from streambp.layer.function import BackwardPass, Strategy
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.recurrent.documents import PackedRows
 from streambp.sharded.call import ShardedCall, ShardedKept
 from streambp.sharded.layer import run_backward_in_halves, run_forward_in_halves
@@ -96,42 +96,44 @@ class BidirectionalCall(ShardedCall):
     has_full_sequence = True
     kept_class = BidirectionalKept
 
-    def __init__(self, site: LayerSite, arguments: Arguments, layout: Layout) -> None:
+    def __init__(self, layer_state: LayerState, arguments: Arguments, layout: Layout) -> None:
         self.mask_layout = layout
         length = arguments.hidden_states.shape[-2]
         rows = arguments.hidden_states.shape[-3]
         # the spans of `Shards` are for masks that ranks share; this layer has its own
-        super().__init__(site, arguments, OneRank(None, 1, length, Spans.causal(rows, length)))
+        super().__init__(
+            layer_state, arguments, OneRank(None, 1, length, Spans.causal(rows, length))
+        )
 
     def _carry(self) -> Carried:
         spans = self.mask_layout.spans
         if isinstance(spans, DenseMask):
             spans = spans.over_all_keys(self.hidden_states.device)
         layout = Layout(spans, (), self.mask_layout.told)
-        prefix = Prefix(spans, self.plan.length, self.site.config.attention)
+        prefix = Prefix(spans, self.plan.length, self.layer_state.config.attention)
         prefix.calls = 1  # the half before attention ends at the first call
-        return Carried(layout, prefix, self.site.kind.attention.in_tiles)
+        return Carried(layout, prefix, self.layer_state.kind.attention.in_tiles)
 
 
 def stream_bidirectional(
-    site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, forks: Forks
+    layer_state: LayerState, args: Any, kwargs: Any, rows: PackedRows | None, forks: Forks
 ) -> Any:
     """Compute the forward of a decoder layer whose attention modules are bidirectional, and return
     its result. A call whose mask is causal runs like a causal layer; any other call is cut at the
     layer's attention.
 
     Args:
-        site: the decoder layer, with its settings and test results.
+        layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
         rows: documents of packed rows, from position_ids.
         forks: positions at which recurrent states continue from an earlier position.
     """
-    if site.kind.attention.adds_bias:
-        return stream_biased(site, args, kwargs, rows, forks, BIDIRECTIONAL)
-    return stream_layer(site, args, kwargs, rows, BIDIRECTIONAL, forks)
+    if layer_state.kind.attention.adds_bias:
+        return stream_biased(layer_state, args, kwargs, rows, forks, BIDIRECTIONAL)
+    return stream_layer(layer_state, args, kwargs, rows, BIDIRECTIONAL, forks)
 
 
-def _make(site: LayerSite, arguments: Arguments) -> LayerCall:
+def _make(layer_state: LayerState, arguments: Arguments) -> LayerCall:
     """Return the call of a layer: a `BidirectionalCall`, which cuts the layer at its attention, or
     an ordinary `LayerCall`.
 
@@ -140,14 +142,14 @@ def _make(site: LayerSite, arguments: Arguments) -> LayerCall:
     """
     hidden_states = arguments.hidden_states
     rows, length = hidden_states.shape[-3:-1]
-    plan = plan_of(site, rows, length, hidden_states.device)
+    plan = plan_of(layer_state, rows, length, hidden_states.device)
     if len(plan.ends) > 1:
-        layout = site.kind.attention.layout(arguments.named, hidden_states)
+        layout = layer_state.kind.attention.layout(arguments.named, hidden_states)
         ahead = isinstance(layout.spans, Spans) and layout.spans.reads_ahead
         allowed = plan.avoiding(layout.barriers)
         if ahead or len(allowed.ends) == 1 or allowed.longest > 2 * plan.size:
-            return BidirectionalCall(site, arguments, layout)
-    return LayerCall(site, arguments)
+            return BidirectionalCall(layer_state, arguments, layout)
+    return LayerCall(layer_state, arguments)
 
 
 def _forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:

@@ -25,10 +25,10 @@ from streambp.layer.arguments import Arguments
 from streambp.layer.call import TRIAL_TOKENS, LayerCall
 from streambp.layer.chunk_states import Carried
 from streambp.layer.data_flow import trace
+from streambp.layer.layer_state import LayerState, remember
 from streambp.layer.products import Labels, UnreadInHalves, UnreadProducts, computed, left_out
 from streambp.layer.recompute import Parameters
 from streambp.layer.saved import SavedForBackward, linear_of
-from streambp.layer.site import LayerSite, remember
 from streambp.offload.manager import Access
 from streambp.sharded.halves import SplitAtAttention
 from streambp.sharded.masks import resolve_whole
@@ -77,7 +77,7 @@ class ShardedKept(SavedForBackward):
     def keeps_kv(self) -> bool:
         """True if K and V of full sequences are saved for backward. Always False under context
         parallelism, where K and V are gathered from other ranks."""
-        return keeps(self.site.config, "kv") and not self.gathers
+        return keeps(self.layer_state.config, "kv") and not self.gathers
 
     def order(self) -> list[list[Access]]:
         """Return the tensors that backward reads from the store, as (name, chunk index) in the
@@ -172,9 +172,9 @@ class ShardedCall(LayerCall):
     has_full_sequence = False
     kept_class: type[ShardedKept] = ShardedKept
 
-    def __init__(self, site: LayerSite, arguments: Arguments, shards: Shards) -> None:
+    def __init__(self, layer_state: LayerState, arguments: Arguments, shards: Shards) -> None:
         self.shards = shards
-        super().__init__(site, arguments)
+        super().__init__(layer_state, arguments)
         self.backward.gradients_of_a_parameter *= 2  # one gradient from each half
         self.params: Params | None = None
         self.random_before: list[RandomState] = []
@@ -207,11 +207,13 @@ class ShardedCall(LayerCall):
                 mask, shards.spans, shards.length, shards.positions, device, shards.everyones
             )
         )
-        prefix = Prefix(layout.spans, self.shards.whole_length, self.site.config.attention)
-        return Carried(layout, prefix, self.site.kind.attention.in_tiles)
+        prefix = Prefix(layout.spans, self.shards.whole_length, self.layer_state.config.attention)
+        return Carried(layout, prefix, self.layer_state.kind.attention.in_tiles)
 
     def _keep(self) -> ShardedKept:
-        saved = self.kept_class(self.site, self.plan, self.carried, self.device, self.autocast)
+        saved = self.kept_class(
+            self.layer_state, self.plan, self.carried, self.device, self.autocast
+        )
         self.pieces = saved.pieces = self.shards.pieces(self.rows, self.plan.size)
         saved.gathers = self.shards.gathers_keys
         saved.products_before = []
@@ -223,7 +225,7 @@ class ShardedCall(LayerCall):
     def attends_by_itself(self) -> bool:
         """True if the layer computes attention itself, so that its second half gets keys and values
         in place of attention's output."""
-        return not self.site.kind.attention.ours
+        return not self.layer_state.kind.attention.ours
 
     def split(
         self,
@@ -258,14 +260,14 @@ class ShardedCall(LayerCall):
             UnsupportedModelError: the layer overwrites its input in place, which the half before
                 attention would miss.
         """
-        if self.site.tests.overwritten.inputs:
-            kind = type(self.site.layer).__name__
+        if self.layer_state.tests.overwritten.inputs:
+            kind = type(self.layer_state.layer).__name__
             raise UnsupportedModelError(
                 f"{kind} overwrites its hidden_states through a kernel that "
                 "autograd does not record (a fused residual add?). streambp does not support this "
                 f"{self.shards.where}. Use a kernel that returns a new tensor. {self.shards.remedy}"
             )
-        linears = self.site.linears
+        linears = self.layer_state.linears
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
         key = (
             self.arguments.kind,
@@ -274,9 +276,9 @@ class ShardedCall(LayerCall):
             autocast,
             min(TRIAL_TOKENS, self.plan.length),
         )
-        known = key in self.site.tests.unread_in_halves
+        known = key in self.layer_state.tests.unread_in_halves
         if linears and not known and not torch.is_inference_mode_enabled():
-            parameters = Parameters(self.site.layer, self.device)
+            parameters = Parameters(self.layer_state.layer, self.device)
             with (
                 torch.enable_grad(),
                 RandomState.capture(self.device).replayed(),
@@ -284,21 +286,24 @@ class ShardedCall(LayerCall):
             ):
                 chunk = Chunk(0, 0, min(TRIAL_TOKENS, self.plan.length))
                 with few_tokens(
-                    self, self.hidden_states.detach(), chunk.stop, self.site.tests.at_last_positions
+                    self,
+                    self.hidden_states.detach(),
+                    chunk.stop,
+                    self.layer_state.tests.at_last_positions,
                 ) as x:
                     unread = _unread_in_halves(
                         self, linears, x, chunk, RandomState.capture(self.device)
                     )
-                remember(self.site.tests.unread_in_halves, key, unread)
-        self.unread = self.site.tests.unread_in_halves.get(key, UnreadInHalves())
+                remember(self.layer_state.tests.unread_in_halves, key, unread)
+        self.unread = self.layer_state.tests.unread_in_halves.get(key, UnreadInHalves())
         self.kept.unread = self.unread
         situation = ("halves", *key)
-        is_known = key in self.site.tests.unread_in_halves
-        if is_known and self.kept.chosen_here and situation not in self.site.tests.unread:
+        is_known = key in self.layer_state.tests.unread_in_halves
+        if is_known and self.kept.chosen_here and situation not in self.layer_state.tests.unread:
             # The policy for saves="auto" chooses no output that backward never reads.
             never_read = self.unread.to_differentiate_after - self.unread.for_output
             products = UnreadProducts(recompute=never_read, states=False)
-            remember(self.site.tests.unread, situation, products)
+            remember(self.layer_state.tests.unread, situation, products)
 
 
 def _random_attention(call: ShardedCall, tensors: list[Tensor]) -> tuple[Given, list[Tensor]]:
@@ -402,7 +407,7 @@ def _unread_in_halves(
     def skippable(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
         """Return those of the Linears `names` that one half of the layer can skip. `run` runs the
         half and returns its outputs; if `differentiated`, gradients are compared."""
-        leaves_of_half = [x, *of_attention, *leaves, *call.site.layer.parameters()]
+        leaves_of_half = [x, *of_attention, *leaves, *call.layer_state.layer.parameters()]
         return _skippable(
             call, linears, names, run, random, leaves_of_half if differentiated else None
         )

@@ -53,10 +53,10 @@ from streambp.errors import UnsupportedModelError
 from streambp.layer.call import LayerCall, Whole, put
 from streambp.layer.function import BackwardPass, Strategy, outputs_of, run_forward
 from streambp.layer.gradients import counting, refuse_other_leaves
+from streambp.layer.layer_state import CallReport, LayerState
 from streambp.layer.products import Labels, See, left_out, summed, tapped
 from streambp.layer.recompute import NULL_CONTEXT
 from streambp.layer.saved import linear_of
-from streambp.layer.site import CallReport, LayerSite
 from streambp.sharded.attended import (
     AttendedAtOnce,
     AttendedByChunk,
@@ -72,12 +72,12 @@ from streambp.sharded.shards import Keys, Shards
 Gradients = tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]
 
 
-def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any:
+def stream_shard(layer_state: LayerState, args: Any, kwargs: Any, shards: Shards) -> Any:
     """Compute a decoder layer's forward for this rank's tokens, where sequences are split over
     ranks, and return its result. Must be called on every rank.
 
     Args:
-        site: the decoder layer, with its settings and test results.
+        layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
         shards: the split, and the exchanges with other ranks.
 
@@ -85,28 +85,28 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: the result cannot be computed
             exactly.
     """
-    because = site.kind.attention.why_not_split or site.kind.states.why_not_split
+    because = layer_state.kind.attention.why_not_split or layer_state.kind.states.why_not_split
     if because is not None:
-        return _refuse(site, args, kwargs, CallReport(because))
-    if not site.kind.attention.reads_a_mask:
+        return _refuse(layer_state, args, kwargs, CallReport(because))
+    if not layer_state.kind.attention.reads_a_mask:
         return stream_layer(
-            site,
+            layer_state,
             args,
             kwargs,
             strategy=Strategy(LayerCall, run_forward, backward_in_chunks, _refuse),
         )
     make = functools.partial(ShardedCall, shards=shards)
     strategy = Strategy(make, run_forward_in_halves, run_backward_in_halves, _refuse)
-    return stream_layer(site, args, kwargs, strategy=strategy)
+    return stream_layer(layer_state, args, kwargs, strategy=strategy)
 
 
-def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
+def _refuse(layer_state: LayerState, args: Any, kwargs: Any, report: CallReport) -> Any:
     """Raise the error for a layer that cannot run in chunks while sequences are split over ranks.
     The layer cannot run unchunked either: its own attention would read only this rank's part of
     each sequence."""
     reason = report.because or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
-        f"{type(site.layer).__name__} cannot stream: {reason}. With sequences split over ranks it "
+        f"{type(layer_state.layer).__name__} cannot stream: {reason}. With sequences split over ranks it "
         "would see this rank's shard alone. Train this model without splitting sequences."
     )
 
@@ -130,7 +130,7 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             call.kept.find_products()
             if call.kept.watch is not None:
                 call.kept.watch.mark()
-            call.backward.witness = call.site.witness(call.hidden_states, call.autocast)
+            call.backward.witness = call.layer_state.witness(call.hidden_states, call.autocast)
         random_state = RandomState.capture(call.device)
         parts = _project(call, keep)
         q = _queries(call, parts)
@@ -139,7 +139,7 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             call.random_before = []
         elif call.shards.splits:
             raise UnsupportedModelError(
-                f"{type(call.site.layer).__name__} draws random numbers before its attention "
+                f"{type(call.layer_state.layer).__name__} draws random numbers before its attention "
                 "(dropout?), which streambp does not support where sequences are split over ranks. "
                 "Set that dropout to 0."
             )
@@ -154,7 +154,7 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             if name not in call.kept.products_before and name not in call.unread.for_output:
                 names.append(name)
         call.kept.products_after = names
-        linears = call.site.linears
+        linears = call.layer_state.linears
         recorded = NULL_CONTEXT
         # records the inputs of Linears that this half skips in backward
         if call.backward.witness is not None:
@@ -176,7 +176,7 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 if keep:
                     call.kept.keep(chunk, hidden_chunk, attended)
                 del attended
-        call.site.last_call.kernels = call.carried.prefix.used
+        call.layer_state.last_call.kernels = call.carried.prefix.used
     if keep:
         call.kept.seal(call.backward_bytes)
     return outputs_of(call, outputs)
@@ -249,7 +249,7 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
         keep: True: save outputs of Linears for backward.
     """
     projected: list[Tensor] = []
-    with left_out(call.site.linears, _unread_before(call)):
+    with left_out(call.layer_state.linears, _unread_before(call)):
         for chunk in call.plan:
             call.random_before.append(RandomState.capture(call.device))
             compute = functools.partial(_project_chunk, call, chunk, projected, keep)
@@ -385,7 +385,7 @@ def _second_half(call: ShardedCall, chunk: Chunk, given: Given) -> SplitAtAttent
         given: attention's output for the chunk, [B, H, C, D_v], or K [B, H_kv, T, D] and V for a
             layer that attends by itself.
     """
-    if isinstance(given, Tensor) and call.site.tests.overwritten.attended:
+    if isinstance(given, Tensor) and call.layer_state.tests.overwritten.attended:
         given = given.clone()  # the layer writes to a copy, because the output may be saved
     if not call.random_before:
         return call.split(chunk, given)
@@ -430,7 +430,7 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor | None, Keys]:
         count = 1
         unread = call.unread.for_queries.difference(saved.products_before)
     projected: list[Tensor] = []
-    with torch.no_grad(), left_out(call.site.linears, unread):
+    with torch.no_grad(), left_out(call.layer_state.linears, unread):
         for chunk in call.plan:
             if count == 1 and call.attends_by_itself:
                 break  # k and v are saved, and the second half computes q
@@ -446,9 +446,9 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor | None, Keys]:
         k, v = (saved.store.take(*access).transpose(1, 2) for access in saved.key_reads(piece))
         saved.store.read_ahead()
         call.carried.prefix.restore(0, piece.whole, k, v)
-    site = call.carried.prefix.sites.pop()
-    assert isinstance(site, KVBuffer)
-    return q, Keys(site.k, site.v)
+    kv_buffer = call.carried.prefix.kv_storages.pop()
+    assert isinstance(kv_buffer, KVBuffer)
+    return q, Keys(kv_buffer.k, kv_buffer.v)
 
 
 def _project_again(
@@ -481,7 +481,7 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, attention: Atten
         attention: computes attention, and receives the gradients of its leaves.
     """
     saved = call.kept
-    linears = call.site.linears
+    linears = call.layer_state.linears
     unread = call.unread.to_differentiate_after.difference(saved.products_after)
     with summed(linears, work.sums, unread, call.backward.witness):
         for chunk in call.plan.backward:
@@ -579,7 +579,7 @@ def _differentiated(
     sources = [*targets, *of_attention, *work.shadows]
     gradients: list[Tensor | None] = [None] * len(sources)
     if chunk.stop == call.plan.length:
-        refuse_other_leaves(call.site.layer, outputs, sources)
+        refuse_other_leaves(call.layer_state.layer, outputs, sources)
     if outputs and sources:
         gradients = list(torch.autograd.grad(outputs, sources, upstream, allow_unused=True))
     first = len(targets)
@@ -596,7 +596,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
         gradients: gradients of q, k and v, [B, H, T / P, D] for P ranks.
     """
     saved = call.kept
-    linears = call.site.linears
+    linears = call.layer_state.linears
     unread = call.unread.to_differentiate_before.difference(saved.products_before)
     with summed(linears, work.sums, unread):
         for chunk in call.plan.backward:

@@ -1,6 +1,6 @@
 """A call that fails judges no layer: after a good one all layers stream.
 
-covers: admission/entry.py, admission/probe.py, admission/trials.py, layer/site.py
+covers: admission/entry.py, admission/probe.py, admission/trials.py, layer/layer_state.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import streambp
 from streambp.admission import probe
 from streambp.admission.kept_values import KEEPS_VALUES
-from streambp.layer.site import DOUBTS_BEFORE_DECISION, LayerTests, TrialResult
+from streambp.layer.layer_state import DOUBTS_BEFORE_DECISION, LayerTests, TrialResult
 from tests.families import build, make_batch
 from tests.oracle import EXACT, gradients, worst_error
 from tests.tiers import thinned
@@ -151,7 +151,7 @@ def test_what_never_runs_in_chunks_is_known_after_some_calls(float64_oracle, mon
     streambp.patch(model, CONFIG)
     why_not = probe._why_not
     monkeypatch.setattr(
-        probe, "_why_not", lambda call, x: trials.append(call.site.index) or why_not(call, x)
+        probe, "_why_not", lambda call, x: trials.append(call.layer_state.index) or why_not(call, x)
     )
     for _ in range(DOUBTS_BEFORE_DECISION + 2):
         gradients(model, **make_batch("plain"))

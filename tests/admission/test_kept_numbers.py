@@ -231,7 +231,7 @@ def recomputed_in_order(monkeypatch):
 
 
 def no_kind_remembers(monkeypatch):
-    monkeypatch.setattr(kept_values, "_why_kept_before", lambda site, roots: None)
+    monkeypatch.setattr(kept_values, "_why_kept_before", lambda layer_state, roots: None)
 
 
 @pytest.mark.parametrize(

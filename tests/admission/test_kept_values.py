@@ -856,12 +856,12 @@ def nothing_is_tried(monkeypatch):
 def tokens_of_the_call(monkeypatch):
     """They are the call's own, of which live routes are the recorded ones."""
     monkeypatch.setattr(torch.Tensor, "neg_", lambda x: x)
-    monkeypatch.setattr(kept_values, "_why_kept_before", lambda site, roots: None)
+    monkeypatch.setattr(kept_values, "_why_kept_before", lambda layer_state, roots: None)
 
 
 def kinds_are_not_told(monkeypatch):
-    monkeypatch.setattr(entry, "tell", lambda site, look, kind, hidden_states: kind)
-    monkeypatch.setattr(kept_values, "tell", lambda site, look, kind, hidden_states: kind)
+    monkeypatch.setattr(entry, "tell", lambda layer_state, look, kind, hidden_states: kind)
+    monkeypatch.setattr(kept_values, "tell", lambda layer_state, look, kind, hidden_states: kind)
 
 
 def nothing_is_out_of_sight(monkeypatch):
@@ -869,7 +869,9 @@ def nothing_is_out_of_sight(monkeypatch):
 
 
 def recomputations_leave_something(monkeypatch):
-    monkeypatch.setattr(kept_values, "recomputed", lambda site, look: contextlib.nullcontext())
+    monkeypatch.setattr(
+        kept_values, "recomputed", lambda layer_state, look: contextlib.nullcontext()
+    )
 
 
 def trials_leave_something(monkeypatch):

@@ -45,7 +45,7 @@ def verdicts(model, monkeypatch, step):
 
     def kept(call):
         verdict = real(call)
-        found[id(call.site.layer)] = verdict.streams
+        found[id(call.layer_state.layer)] = verdict.streams
         return verdict
 
     with monkeypatch.context() as patch:

@@ -1,7 +1,7 @@
 """Kernels that write through pointers, beside the unpatched model with the same kernels. [Note:
 writes through pointers]
 
-covers: admission/own_run.py, admission/trials.py, layer/site.py, sharded/call.py
+covers: admission/own_run.py, admission/trials.py, layer/layer_state.py, sharded/call.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import streambp
 from streambp.admission import trials
 from streambp.admission.own_run import StreamingMismatchError
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.layer.site import Overwritten
+from streambp.layer.layer_state import Overwritten
 from streambp.offload import manager_of
 from streambp.sharded import call as sharded_call
 from streambp.source import written
@@ -275,7 +275,9 @@ def test_products_that_a_kernel_reads_as_zero(float64, monkeypatch):
     off, ours = error(stock)
     assert off <= EXACT
     unread = [
-        unread for layer in ours.model.layers for unread in layer.forward.site.tests.unread.values()
+        unread
+        for layer in ours.model.layers
+        for unread in layer.forward.layer_state.tests.unread.values()
     ]
     assert [unread.recompute for unread in unread] == [{"mlp.down_proj"}] * 2
 
@@ -284,7 +286,7 @@ def test_what_holds_by_itself_is_still_left_out(float64, monkeypatch):
     """Liger's norm hides that keys read k_proj; the queries' product is left out all the same."""
     ours = error(model_with(monkeypatch, "qwen3", "norm"))[1]
     for layer in ours.model.layers:
-        (unread,) = layer.forward.site.tests.unread.values()
+        (unread,) = layer.forward.layer_state.tests.unread.values()
         assert "self_attn.q_proj" in unread.refill
         assert not {"self_attn.k_proj", "self_attn.v_proj"} & unread.refill
 

@@ -319,7 +319,7 @@ def without_stirring(monkeypatch):
 
 def in_eval_mode(monkeypatch):
     def evaluated(call, *args, real=probe._try):
-        with rehearsal.evaluated(call.site.layer):
+        with rehearsal.evaluated(call.layer_state.layer):
             return real(call, *args)
 
     monkeypatch.setattr(probe, "_try", evaluated)

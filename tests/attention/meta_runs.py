@@ -190,15 +190,17 @@ def run(
             tensor(KV_HEADS, layout.length, columns).transpose(1, 2)
             for columns in (size, value_size)
         )
-        site = KVBuffer.of(k, v, backend.width)
+        kv_storage = KVBuffer.of(k, v, backend.width)
     else:
-        site = KVTiles(0, plan, InMemory(), InMemory(), tiles, False, value_size, backend.width)
+        kv_storage = KVTiles(
+            0, plan, InMemory(), InMemory(), tiles, False, value_size, backend.width
+        )
     kept = {}
     with counted:
         for chunk in plan:
             length = chunk.stop - chunk.start
-            site.write(chunk, tensor(KV_HEADS, length), tensor(KV_HEADS, length, value_size))
-            kept[chunk] = attend_blocks(tensor(heads, length), site, layout, chunk, params)
+            kv_storage.write(chunk, tensor(KV_HEADS, length), tensor(KV_HEADS, length, value_size))
+            kept[chunk] = attend_blocks(tensor(heads, length), kv_storage, layout, chunk, params)
         for chunk in plan.backward:
             shapes = ((heads, size), (KV_HEADS, size), (KV_HEADS, value_size))
             leaves = [
@@ -206,7 +208,7 @@ def run(
                 for count, columns in shapes
             ]
             out = PrefixAttention.apply(
-                *leaves, None, site, layout, chunk, params, kept[chunk] if saved else None
+                *leaves, None, kv_storage, layout, chunk, params, kept[chunk] if saved else None
             )
             torch.autograd.grad(out, leaves, torch.empty_like(out))
     return recorder, counted

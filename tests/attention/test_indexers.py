@@ -25,8 +25,8 @@ from streambp.attention.prefix import Prefix, PrefixChunkAttention, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
+from streambp.layer.layer_state import LayerState
 from streambp.layer.saved import SavedForBackward
-from streambp.layer.site import LayerSite
 from streambp.planner.laws import features
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import streamed, survey
@@ -172,7 +172,7 @@ def test_the_mutant_that_picks_again(monkeypatch):
     monkeypatch.setattr(SavedForBackward, "picks", lambda self: None)
     with pytest.raises(BackwardError, match="not in backward what it was in forward"):
         loss_then_other_picks(monkeypatch)
-    monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)
+    monkeypatch.setattr(LayerState, "witness", lambda self, x, autocast: None)
     error, asked = loss_then_other_picks(monkeypatch)
     assert asked > 0
     assert error > 1e-6

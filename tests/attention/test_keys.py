@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from streambp.attention.kv import WORKING, KVBuffer, KVTiles, PrefixMemory
-from streambp.attention.prefix import Prefix, SiteSize
+from streambp.attention.prefix import KVBytesPerToken, Prefix
 from streambp.attention.spans import Run, Spans, Tiling
 from streambp.chunks import ChunkPlan
 from streambp.layer.saved import InMemory
@@ -76,8 +76,8 @@ def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
                 tiles.add(block, *parts)
 
     for chunk in plan:
-        for site in (buffer, tiles):
-            site.write(chunk, *whole[:, :, :, chunk.start : chunk.stop])
+        for kv_storage in (buffer, tiles):
+            kv_storage.write(chunk, *whole[:, :, :, chunk.start : chunk.stop])
         same(False, chunk)
     for chunk in plan.backward:
         same(False, chunk)  # a recomputation attends before its backward
@@ -95,7 +95,7 @@ def test_prefixes_share_their_room_in_order():
     def resident(room, sizes):
         prefix = Prefix(Spans.causal(1, 100), 100, "auto")
         prefix.memory = PrefixMemory(plan, room, InMemory)
-        prefix.sizes_seen = [SiteSize(size, 0, size, 1) for size in sizes]
+        prefix.sizes_seen = [KVBytesPerToken(size, 0, size, 1) for size in sizes]
         return prefix.resident_tiles(backward=False)
 
     assert resident(None, [8, 8]) == [None, None]

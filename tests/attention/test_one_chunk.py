@@ -45,7 +45,7 @@ def test_nothing_but_copies_is_spared(dtype, given, monkeypatch):
     """The bits are those of buffers that k and v are copied to, and of accumulators."""
     stock, batch = build("qwen3", dtype), make_batch("plain")
     _, found = gradients(streambp.patch(copy.deepcopy(stock), ONE_CHUNK), **batch)
-    assert any(site is not None for site in given)
+    assert any(layer_state is not None for layer_state in given)
     monkeypatch.setattr(KVBuffer, "of_one_chunk", lambda *_: None)
     monkeypatch.setattr(KVBuffer, "add", add_to_zeros)
     _, expected = gradients(streambp.patch(copy.deepcopy(stock), ONE_CHUNK), **batch)

@@ -79,13 +79,17 @@ def worst(way, layout, pair, saved):
     prefixes = prefix.Prefix(layout, LENGTH, "auto")
     prefixes.backends[0] = backend
     if resident is not None:
-        site = KVTiles(0, plan, InMemory(), InMemory(), resident, False, pair[1], backend.width)
-        prefixes.sites.append(site)
+        kv_storage = KVTiles(
+            0, plan, InMemory(), InMemory(), resident, False, pair[1], backend.width
+        )
+        prefixes.kv_storages.append(kv_storage)
     kept, parts = [], []
     for chunk in plan:
         here = slice(chunk.start, chunk.stop)
         prefixes.restore(0, chunk, k[:, :, here].detach(), v[:, :, here].detach())
-        kept.append(attend_blocks(q[:, :, here].detach(), prefixes.sites[0], layout, chunk, params))
+        kept.append(
+            attend_blocks(q[:, :, here].detach(), prefixes.kv_storages[0], layout, chunk, params)
+        )
     if saved:
         prefixes.pack()
     for chunk in plan.backward:
@@ -93,7 +97,7 @@ def worst(way, layout, pair, saved):
         leaves = [x[:, :, here].detach().requires_grad_() for x in (q, k, v)]
         attended = kept[chunk.index] if saved else None
         out = PrefixAttention.apply(
-            *leaves, None, prefixes.sites[0], layout, chunk, params, attended
+            *leaves, None, prefixes.kv_storages[0], layout, chunk, params, attended
         )
         parts.append(
             [
@@ -167,16 +171,16 @@ def test_values_are_kept_and_leave_without_the_zeros():
         prefixes.restore(
             0, chunk, k[:, :, chunk.start : chunk.stop], v[:, :, chunk.start : chunk.stop]
         )
-    site = prefixes.sites[0]
-    assert isinstance(site, KVBuffer)
-    assert site.v.shape[3] == site.width == 12
+    kv_storage = prefixes.kv_storages[0]
+    assert isinstance(kv_storage, KVBuffer)
+    assert kv_storage.v.shape[3] == kv_storage.width == 12
     chunk = ChunkPlan(LENGTH, CHUNK)[1]
-    assert torch.equal(site.part(chunk)[1], v[:, :, chunk.start : chunk.stop].transpose(1, 2))
+    assert torch.equal(kv_storage.part(chunk)[1], v[:, :, chunk.start : chunk.stop].transpose(1, 2))
     (size,) = prefixes.sizes_seen
     assert size.resident - size.keys == ROWS * KV_HEADS * 7 * 8
     prefixes.pack()
-    assert site.v.untyped_storage().nbytes() == v.numel() * 8
-    assert (site.width, site.value_size) == (12, 5)
+    assert kv_storage.v.untyped_storage().nbytes() == v.numel() * 8
+    assert (kv_storage.width, kv_storage.value_size) == (12, 5)
 
 
 CONFIGS = {

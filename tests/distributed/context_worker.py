@@ -99,7 +99,7 @@ def noted(found):
 
             patch.setattr(dist, name, call)
 
-        def attend(q, site, layout, chunk, *args, real=layer.attend_blocks):
+        def attend(q, layer_state, layout, chunk, *args, real=layer.attend_blocks):
             for block in layout.blocks(chunk.start, chunk.stop, Tiling()):
                 assert block.kind in (Kind.FULL, Kind.CAUSAL, Kind.BAND)
                 read = sum(
@@ -110,7 +110,7 @@ def noted(found):
                     for k in range(block.k0, block.k1)
                 )
                 found["pairs"] += read * (block.b1 - block.b0) * q.shape[1]
-            return real(q, site, layout, chunk, *args)
+            return real(q, layer_state, layout, chunk, *args)
 
         patch.setattr(layer, "attend_blocks", attend)
         yield

@@ -237,7 +237,7 @@ def train(case, rank, decision, patched, name):
         real(runs)
 
     def in_layer(layer, args, kwargs, call=wrappers.LayerForward._call):
-        if layer.site.index == 1 and layer.state.running.failed is not None:
+        if layer.layer_state.index == 1 and layer.state.running.failed is not None:
             raised.append(1)
             raise KeyError("rope")
         return call(layer, args, kwargs)
@@ -345,7 +345,7 @@ def gradients_as_they_come():
         (
             checkpointed,
             "_as_one",
-            lambda site, args, kwargs: (contextlib.nullcontext(), args, kwargs),
+            lambda layer_state, args, kwargs: (contextlib.nullcontext(), args, kwargs),
         )
     ]
 

@@ -94,7 +94,9 @@ class Steps:
     @property
     def chooser(self):
         return next(
-            w.site.saves_policy for w in self.model._streambp.wrappers if hasattr(w, "site")
+            w.layer_state.saves_policy
+            for w in self.model._streambp.wrappers
+            if hasattr(w, "layer_state")
         )
 
     @staticmethod

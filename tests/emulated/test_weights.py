@@ -76,7 +76,7 @@ def test_a_moved_model_leaves_its_weights_on_the_host(family, device):
         assert same(trained(model, batch), expected)
     frozen = [
         p
-        for layer in weights_of(model).ranges.sites.values()
+        for layer in weights_of(model).ranges.layer_states.values()
         for p in layer.layer.parameters()
         if not p.requires_grad
     ]
@@ -190,7 +190,9 @@ def test_with_all_waits_gradients_on_the_host_are_right(whole_run, slow):
     assert found(whole_run, None, slow) == (True, 0)
     model = whole_run[0]
     layers = {
-        id(p) for site in weights_of(model).ranges.sites.values() for p in site.layer.parameters()
+        id(p)
+        for layer_state in weights_of(model).ranges.layer_states.values()
+        for p in layer_state.layer.parameters()
     }
     assert {p.grad.device.type for p in model.parameters() if id(p) in layers} == {"cpu"}
     assert "cpu" not in {p.grad.device.type for p in model.parameters() if id(p) not in layers}
@@ -227,19 +229,19 @@ def test_as_many_layers_stay_as_have_room(device):
     held, room = weights_of(model), []
     frozen = [
         p
-        for site in held.ranges.sites.values()
-        for p in site.layer.parameters()
+        for layer_state in held.ranges.layer_states.values()
+        for p in layer_state.layer.parameters()
         if not p.requires_grad
     ]
     assert {p.device.type for p in frozen} == {"cpu"}  # nothing is known of a step yet
-    size = max(held.ranges.bytes_of(index) for index in held.ranges.sites)
+    size = max(held.ranges.bytes_of(index) for index in held.ranges.layer_states)
     held.room = lambda device, rows, length: room[-1]
     room.append(4 * size - 1)
     for _ in range(2):
         assert same(trained(model, batch), expected)
     assert held.ranges.staying == {3}
     assert sorted(held.ranges.layers) == [0, 1, 2]
-    assert {p.device.type for p in held.ranges.sites[3].layer.parameters()} == {device.type}
+    assert {p.device.type for p in held.ranges.layer_states[3].layer.parameters()} == {device.type}
     room.append(0)
     assert same(trained(model, batch), expected)
     assert held.ranges.staying == {3}  # the batch is no longer than before

@@ -29,7 +29,7 @@ from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
 from streambp.fingerprint import hooks as watched
 from streambp.fingerprint import observed_values
 from streambp.fingerprint import snapshots as fingerprint
-from streambp.layer import function, site
+from streambp.layer import function, layer_state
 from streambp.layer import gradients as layer_gradients
 from tests.admission.test_side_effects import CONFIG, Wrapped, around_mlp, pair, paths, reasons
 from tests.conftest import SHARING
@@ -346,7 +346,7 @@ def counted(monkeypatch):
     real = probe._why_not
 
     def count(call, x):
-        trials[call.site.index] += 1
+        trials[call.layer_state.index] += 1
         return real(call, x)
 
     monkeypatch.setattr(probe, "_why_not", count)
@@ -441,7 +441,7 @@ def test_a_backward_while_forwards_wait_for_theirs_teaches_nothing(monkeypatch):
     own."""
     tried, real = [], probe._why_not
     monkeypatch.setattr(
-        probe, "_why_not", lambda call, x: tried.append(call.site.index) or real(call, x)
+        probe, "_why_not", lambda call, x: tried.append(call.layer_state.index) or real(call, x)
     )
     model, batch = streambp.patch(build("qwen3", torch.float64), CONFIG), make_batch("plain")
     model(**batch).loss.backward()
@@ -449,8 +449,8 @@ def test_a_backward_while_forwards_wait_for_theirs_teaches_nothing(monkeypatch):
     waiting = [model(**batch).loss for _ in range(3)]
     for loss in waiting[1:]:  # the first one's never comes, as after an error
         loss.backward()
-    sites = [w.site for w in model._streambp.wrappers if hasattr(w, "site")]
-    assert [site.fingerprint._ignored for site in sites] == [set(), set()]
+    layer_states = [w.layer_state for w in model._streambp.wrappers if hasattr(w, "layer_state")]
+    assert [layer_state.fingerprint._ignored for layer_state in layer_states] == [set(), set()]
     model(**batch).loss.backward()
     assert tried == [0, 1]
 
@@ -833,7 +833,7 @@ def test_adapters_by_row():
 
 @pytest.mark.full
 def test_kinds_are_forgotten_in_the_end(monkeypatch):
-    monkeypatch.setattr(site, "MAX_KINDS_OF_CALLS", 3)
+    monkeypatch.setattr(layer_state, "MAX_KINDS_OF_CALLS", 3)
     trials = counted(monkeypatch)
     stock, ours = pair(lambda layer: None)
     batch = make_batch("plain")
@@ -842,8 +842,10 @@ def test_kinds_are_forgotten_in_the_end(monkeypatch):
             for layer in model.model.layers:
                 layer.mlp.name = f"step {step}"
         check_agree(stock, ours, **batch)
-    sites = [w.site for w in ours.__dict__["_streambp"].wrappers if hasattr(w, "site")]
-    assert all(len(one.tests.results) == 3 == len(one.tests.unread) for one in sites)
+    layer_states = [
+        w.layer_state for w in ours.__dict__["_streambp"].wrappers if hasattr(w, "layer_state")
+    ]
+    assert all(len(one.tests.results) == 3 == len(one.tests.unread) for one in layer_states)
     assert sum(trials.values()) == 10 + 2 * SHARING  # whose trial is of a kind of its own
 
 
@@ -857,7 +859,7 @@ def constant(monkeypatch):
     for module in (function, entry):
         monkeypatch.setattr(module, "versions_of", lambda look: [0] * len(look.body.tensors))
     for module in (kept_values, entry):
-        monkeypatch.setattr(module, "tell", lambda site, look, kind, hidden_states: kind)
+        monkeypatch.setattr(module, "tell", lambda layer_state, look, kind, hidden_states: kind)
 
 
 @pytest.mark.fast(3)

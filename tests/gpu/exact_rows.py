@@ -134,7 +134,9 @@ def judged(found: Any, truth: Any, noise: float) -> tuple[str, list[str]]:
 
 
 def chooser_of(model: Any) -> Any:
-    return next(w.site.saves_policy for w in model._streambp.wrappers if hasattr(w, "site"))
+    return next(
+        w.layer_state.saves_policy for w in model._streambp.wrappers if hasattr(w, "layer_state")
+    )
 
 
 def default_row(

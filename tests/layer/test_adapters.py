@@ -1,7 +1,7 @@
 """Streamed layers whose Linears have LoRA adapters: gradients are those of the unpatched model,
 whatever is saved, and the adapters cost nothing of the size of what the Linears read and write.
 
-covers: layer/adapters.py, layer/adapted.py, layer/products.py, layer/site.py, model/adapters.py
+covers: layer/adapters.py, layer/adapted.py, layer/products.py, layer/layer_state.py, model/adapters.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from streambp.admission import trials
 from streambp.distributed.engines import Hold
 from streambp.layer import adapted as operation
 from streambp.layer import adapters, call, saved
-from streambp.layer import site as site_module
+from streambp.layer import layer_state as site_module
 from streambp.layer.adapters import Adaptation
 from tests.families import build, make_batch
 from tests.oracle import BAR as PRECISE
@@ -385,11 +385,11 @@ def test_what_saves_name(calls):
     stock = with_adapters(build("qwen3"), torch.float32)
     ours = streamed(stock, saves=("*",))
     gradients(ours, **make_batch("plain"))
-    site = ours._streambp.steps.sites[0]
-    assert set(site.linears) == {f"self_attn.{name}_proj" for name in "qkvo"} | {
+    layer_state = ours._streambp.steps.layer_states[0]
+    assert set(layer_state.linears) == {f"self_attn.{name}_proj" for name in "qkvo"} | {
         f"mlp.{name}_proj" for name in ("gate", "up", "down")
     }
-    (unread,) = site.tests.unread.values()
+    (unread,) = layer_state.tests.unread.values()
     assert "mlp.down_proj" in unread.recompute
 
 
@@ -405,10 +405,10 @@ def test_a_wrong_trace_is_found(monkeypatch):
     monkeypatch.setattr(trials, "trace", trace)
     ours = streamed(with_adapters(build("qwen3"), torch.float32), saves=())
     gradients(ours, **make_batch("plain"))
-    for site in ours._streambp.steps.sites:
-        assert {name for found in site.tests.unread.values() for name in found.recompute} <= {
-            "mlp.down_proj"
-        }
+    for layer_state in ours._streambp.steps.layer_states:
+        assert {
+            name for found in layer_state.tests.unread.values() for name in found.recompute
+        } <= {"mlp.down_proj"}
 
 
 def stacks_of_a_step(monkeypatch, held=False, share=1e-9, ends=None, **settings):

@@ -1,7 +1,7 @@
 """Linear FLOPs of a step against torch's non-reentrant checkpointing; attention pairs against the
 spans.
 
-covers: attention/kernels.py, attention/spans.py, head/one_pass.py, head/recipe.py, layer/site.py,
+covers: attention/kernels.py, attention/spans.py, head/one_pass.py, head/recipe.py, layer/layer_state.py,
 lazy/deferred.py
 """
 
@@ -29,7 +29,7 @@ from streambp.attention.spans import Kind
 from streambp.config import StreamConfig
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest, LogitsExpression
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.lazy.deferred import LazyHidden
 from tests.counting import LinearFlops
 from tests.families import build, make_batch
@@ -82,7 +82,7 @@ def layer_flops(layer, sizes, chunk_size=None):
         if chunk_size is None:
             out = checkpoint(lambda x: _without_attention(layer, x, named), x, use_reentrant=False)
         else:
-            out = stream_layer(LayerSite(layer, StreamConfig(chunk_size=chunk_size)), (x,), named)
+            out = stream_layer(LayerState(layer, StreamConfig(chunk_size=chunk_size)), (x,), named)
         out.backward(torch.empty_like(out))
     return flops.total
 
@@ -167,7 +167,7 @@ def test_attention_computes_each_pair_once_a_pass(family, mode, saves, monkeypat
     config = StreamConfig(chunk_size=5, saves=saves, attention="auto", rows="as_given")
     model = streambp.patch(build(family, num_hidden_layers=1), config)
     # no probe: it attends as well
-    monkeypatch.setattr("streambp.layer.site.plain_linears", lambda layer, adapted=(): {})
+    monkeypatch.setattr("streambp.layer.layer_state.plain_linears", lambda layer, adapted=(): {})
     # so do these
     monkeypatch.setattr("streambp.admission.entry.can_stream", lambda call: Verdict(True))
     monkeypatch.setattr("streambp.admission.entry.look_for_writes", lambda call: None)

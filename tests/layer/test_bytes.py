@@ -1,7 +1,7 @@
 """Bytes a token, counted on meta between T = 512k and 1M on a Qwen3-8B-shaped layer (DESIGN.md
 section 4).
 
-covers: head/log_probs.py, layer/site.py, offload/arena.py, offload/engines.py, offload/manager.py
+covers: head/log_probs.py, layer/layer_state.py, offload/arena.py, offload/engines.py, offload/manager.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from streambp.admission.entry import stream_layer
 from streambp.config import StreamConfig
 from streambp.head.log_probs import token_log_probs
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.offload.arena import Arena
 from streambp.offload.engines import Engine
 from streambp.offload.manager import OffloadManager
@@ -97,9 +97,9 @@ def streamed(saves=(), offloader=None):
 
     def forward(layer, x, position_embeddings):
         config = StreamConfig(chunk_size=131072, saves=saves)
-        site = LayerSite(layer, config, offloader=offloader, index=next(index))
+        layer_state = LayerState(layer, config, offloader=offloader, index=next(index))
         return stream_layer(
-            site, (x,), {"attention_mask": None, "position_embeddings": position_embeddings}
+            layer_state, (x,), {"attention_mask": None, "position_embeddings": position_embeddings}
         )
 
     return forward

@@ -1,6 +1,6 @@
 """`kernels="compiled"`: norms, gated activations and rotations that torch compiles.
 
-covers: model/compiled_regions.py, model/chosen_kernels.py, foreign.py, layer/site.py,
+covers: model/compiled_regions.py, model/chosen_kernels.py, foreign.py, layer/layer_state.py,
 model/describe.py
 """
 

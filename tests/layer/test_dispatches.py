@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streambp.admission.entry import stream_layer
 from streambp.config import StreamConfig
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.offload.engines import Engine
 from streambp.offload.manager import OffloadManager
 from tests.counting import Dispatches
@@ -30,12 +30,16 @@ def run(chunks, watch, saves=(), offloader=None):
     """Forward and backward of a Qwen3-8B layer in so many chunks, watched by `watch`, once probes
     and traces are done."""
     layer = qwen3_8b_layer()
-    site = LayerSite(layer, StreamConfig(chunk_size=CHUNK, saves=saves), offloader=offloader)
+    layer_state = LayerState(
+        layer, StreamConfig(chunk_size=CHUNK, saves=saves), offloader=offloader
+    )
 
     def step():
         x = empty(1, chunks * CHUNK, 4096).requires_grad_()
         cos, sin = empty(1, chunks * CHUNK, 128), empty(1, chunks * CHUNK, 128)
-        out = stream_layer(site, (x,), {"attention_mask": None, "position_embeddings": (cos, sin)})
+        out = stream_layer(
+            layer_state, (x,), {"attention_mask": None, "position_embeddings": (cos, sin)}
+        )
         torch.autograd.grad(out, [x, *layer.parameters()], empty(1, chunks * CHUNK, 4096))
 
     step()

@@ -2,7 +2,7 @@
 not divide.
 
 covers: admission/trials.py, layer/call.py, layer/data_flow.py, layer/function.py,
-layer/products.py, layer/site.py
+layer/products.py, layer/layer_state.py
 """
 
 from __future__ import annotations

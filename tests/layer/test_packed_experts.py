@@ -233,7 +233,7 @@ def test_mutant_that_takes_mxfp4(monkeypatch):
 
 def test_mutant_decoded_in_every_call(monkeypatch):
     monkeypatch.setattr(packed_experts, "packed_weights", lambda layer: [])
-    monkeypatch.setattr("streambp.layer.site.packed_weights", lambda layer: [])
+    monkeypatch.setattr("streambp.layer.layer_state.packed_weights", lambda layer: [])
     with pytest.raises(AssertionError):
         test_cover("qwen3_moe", "grouped_mm", "chunks")
 

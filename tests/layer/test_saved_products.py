@@ -110,7 +110,10 @@ def kept_after(model, saves):
 
     def find_products(self):
         real(self)
-        kept[self.site.index] = {*self.products.names, *({"kv", "attn_out"} & set(self.saves))}
+        kept[self.layer_state.index] = {
+            *self.products.names,
+            *({"kv", "attn_out"} & set(self.saves)),
+        }
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavedForBackward, "find_products", find_products)

@@ -143,7 +143,10 @@ def test_it_may_be_switched_off(monkeypatch):
     monkeypatch.setattr(witness.Witness, "see", None)
     by_data(model)
     loss.backward()
-    assert all(site.last_call.report.plan is not None for site in model._streambp.steps.sites)
+    assert all(
+        layer_state.last_call.report.plan is not None
+        for layer_state in model._streambp.steps.layer_states
+    )
 
 
 @pytest.mark.usefixtures("float64_oracle")
@@ -263,7 +266,10 @@ def test_products_rounded_to_less_than_float32_are_no_alarm(known_by):
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=()))
     for _ in range(2):
         model(**make_batch("plain"), use_cache=False).loss.backward()
-    assert all(len(site.last_call.report.plan) == 5 for site in model._streambp.steps.sites)
+    assert all(
+        len(layer_state.last_call.report.plan) == 5
+        for layer_state in model._streambp.steps.layer_states
+    )
 
 
 def test_autocast_around_a_step_of_the_optimizer_is_named():

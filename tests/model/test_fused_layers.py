@@ -22,7 +22,7 @@ import streambp
 from streambp.admission import trials
 from streambp.errors import BackwardError, ConfigError, UnsupportedModelError
 from streambp.known_names import LIGERS_TABLE
-from streambp.layer.site import Overwritten
+from streambp.layer.layer_state import Overwritten
 from streambp.model import chosen_kernels, fused_layers
 from streambp.offload import manager_of
 from tests.families import build, make_batch

@@ -1,6 +1,6 @@
 """A thousand steps cost no more than the first: `scripts/many_steps.py` and its slopes.
 
-covers: chunks.py, layer/site.py
+covers: chunks.py, layer/layer_state.py
 """
 
 from __future__ import annotations

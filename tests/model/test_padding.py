@@ -261,7 +261,9 @@ def test_the_probe_leaves_the_random_numbers_alone():
     seed_torch(3)
     gradients(ours, **make_batch("plain"))
     assert all(
-        layer.site.tests.results for layer in ours._streambp.wrappers if hasattr(layer, "site")
+        layer.layer_state.tests.results
+        for layer in ours._streambp.wrappers
+        if hasattr(layer, "layer_state")
     )
     assert torch.equal(torch.rand(()), expected)
 

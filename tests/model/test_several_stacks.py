@@ -58,7 +58,7 @@ def patched(plain, apart=False, **settings):
     for part in (model.first, model.second) if apart else (model,):
         streambp.patch(part, streambp.StreamConfig(**settings))
         for wrapper in part._streambp.wrappers:
-            policy = getattr(getattr(wrapper, "site", None), "saves_policy", None)
+            policy = getattr(getattr(wrapper, "layer_state", None), "saves_policy", None)
             if policy is not None:
                 policy.free = lambda _: PLENTY
     return model

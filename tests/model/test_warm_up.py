@@ -1,7 +1,7 @@
 """`streambp.warm_up`: hooks that are set after it count what they count on the unpatched model,
 from the first step on.
 
-covers: model/warming.py, model/steps.py, layer/site.py, model/state.py, admission/entry.py
+covers: model/warming.py, model/steps.py, layer/layer_state.py, model/state.py, admission/entry.py
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 import streambp
 from streambp.admission import own_run, probe, trials
 from streambp.errors import StreamBPError
-from streambp.layer.site import LayerTests
+from streambp.layer.layer_state import LayerTests
 from streambp.model import unpatched
 from streambp.model.steps import Steps
 from streambp.prefixes import calls

@@ -12,7 +12,7 @@ import pytest
 
 from scripts import exactness_table
 from streambp.admission.checkpointed import Repeatable
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from tests.what_programs_do import PROGRAMS, WRONG, outcome
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
@@ -42,7 +42,7 @@ def test_the_docs_have_no_other_rows():
 )
 def test_mutants_are_found(mutant, words, monkeypatch):
     if mutant == "nothing is compared":
-        monkeypatch.setattr(LayerSite, "witness", lambda *_: None)
+        monkeypatch.setattr(LayerState, "witness", lambda *_: None)
     else:
         monkeypatch.setattr(Repeatable, "_mismatch_named", lambda _: contextlib.nullcontext())
     (program,) = (each for each in PROGRAMS if words in each.what)

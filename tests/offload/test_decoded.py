@@ -53,7 +53,7 @@ def test_once_for_each_pass_and_the_same_bits(dtype, decodings):
     step(model, 1)  # tries layers, with the Linears' own forwards
     decodings.clear()
     found = step(model, 2)
-    layers = len(weights_of(model).ranges.sites)
+    layers = len(weights_of(model).ranges.layer_states)
     assert len(decodings) == 2 * 2 * layers * len(LINEARS)  # micro-batches, forward and backward
     assert_same(found, step(resident, 2))  # which decodes in each call
     assert not any("forward" in vars(module) for module in decodings)

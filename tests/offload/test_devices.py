@@ -49,7 +49,7 @@ def two_devices(monkeypatch):
         return torch.device("cuda", (index + 1) % 2)
 
     def limit_prefix(self, offloader, real=LayerCall.limit_prefix):
-        here, self.device = self.device, elsewhere(self.site.index)
+        here, self.device = self.device, elsewhere(self.layer_state.index)
         real(self, offloader)
         self.device = here
 

@@ -77,7 +77,9 @@ def patched(monkeypatch):
 
 
 def chooser_of(model):
-    return next(w.site.saves_policy for w in model._streambp.wrappers if hasattr(w, "site"))
+    return next(
+        w.layer_state.saves_policy for w in model._streambp.wrappers if hasattr(w, "layer_state")
+    )
 
 
 def plain(model=None, **settings):
@@ -115,11 +117,11 @@ def kept_by_layer():
             if name != "x" and not name.startswith("state.")
         )
         kv = (
-            sum(site.k.nbytes + site.v.nbytes for site in self.carried.prefix.sites)
+            sum(kv.k.nbytes + kv.v.nbytes for kv in self.carried.prefix.kv_storages)
             if "kv" in self.saves
             else 0
         )
-        found[self.site.index] = (self.saves, optional + kv)
+        found[self.layer_state.index] = (self.saves, optional + kv)
         real(self, size)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -133,7 +135,7 @@ def after_the_first_layer(act):
     real = SavesPolicy.saves
 
     def saves(self, kept, *args):
-        if kept.site.index == 1:
+        if kept.layer_state.index == 1:
             act()
         return real(self, kept, *args)
 

@@ -40,7 +40,11 @@ def both(family="qwen3", dtype=torch.float32, **settings):
 
 
 def of_layers(model):
-    return [p for site in weights_of(model).ranges.sites.values() for p in site.layer.parameters()]
+    return [
+        p
+        for layer_state in weights_of(model).ranges.layer_states.values()
+        for p in layer_state.layer.parameters()
+    ]
 
 
 @pytest.mark.full
@@ -248,7 +252,7 @@ def test_an_error_in_backward_leaves_the_model_usable():
     model, resident = both()
     expected = step(resident)
     assert_same(step(model), expected)
-    parameter = weights_of(model).ranges.sites[1].layer.mlp.up_proj.weight
+    parameter = weights_of(model).ranges.layer_states[1].layer.mlp.up_proj.weight
 
     def fail(gradient):
         raise RuntimeError("no")

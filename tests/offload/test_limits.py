@@ -97,7 +97,9 @@ class Pair:
         )
         self.model, self.plain = map(streambp.patch, models, configs)
         self.chooser = next(
-            w.site.saves_policy for w in self.model._streambp.wrappers if hasattr(w, "site")
+            w.layer_state.saves_policy
+            for w in self.model._streambp.wrappers
+            if hasattr(w, "layer_state")
         )
         self.need = Need()
         self.chooser.states = KnownNeed(self.need)

@@ -144,8 +144,10 @@ def test_copies_and_pickles_start_empty():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert manager_of(other) is not manager_of(model)
         assert manager_of(other).host_bytes == 0
-        sites = [w.site for w in other._streambp.wrappers if hasattr(w, "site")]
-        assert all(site.offloader is manager_of(other) for site in sites)
+        layer_states = [
+            w.layer_state for w in other._streambp.wrappers if hasattr(w, "layer_state")
+        ]
+        assert all(layer_state.offloader is manager_of(other) for layer_state in layer_states)
         assert_same(step(other), expected)
 
 

@@ -264,16 +264,16 @@ def test_gradients_of_keys_are_added_once_wherever_an_attempt_ends(at):
                     raise torch.OutOfMemoryError
             return function(*args, **(kwargs or {}))
 
-    def attempt(site):
-        for block, *_ in site.visit(blocks, gradients=True):
-            site.add(block, *(x[:, block.k0 : block.k1].transpose(1, 2) for x in (dk, dv)))
+    def attempt(layer_state):
+        for block, *_ in layer_state.visit(blocks, gradients=True):
+            layer_state.add(block, *(x[:, block.k0 : block.k1].transpose(1, 2) for x in (dk, dv)))
 
-    whole, site = KVBuffer(k, v), KVBuffer(k, v)
+    whole, layer_state = KVBuffer(k, v), KVBuffer(k, v)
     attempt(whole)
-    site.begin_backward(again=False)
+    layer_state.begin_backward(again=False)
     with Fails(), pytest.raises(torch.OutOfMemoryError):
-        attempt(site)
-    site.begin_backward(again=True)
-    attempt(site)
-    assert torch.equal(site.dk, whole.dk)
-    assert torch.equal(site.dv, whole.dv)
+        attempt(layer_state)
+    layer_state.begin_backward(again=True)
+    attempt(layer_state)
+    assert torch.equal(layer_state.dk, whole.dk)
+    assert torch.equal(layer_state.dv, whole.dv)

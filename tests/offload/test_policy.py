@@ -372,7 +372,7 @@ def planned_and_kept(chooser):
     real = SavedForBackward.seal
 
     def seal(self, size):
-        if self.site.saves_policy is not chooser:
+        if self.layer_state.saves_policy is not chooser:
             return real(self, size)
         sizes = {}
         for (key, _), tensor in self.store.tensors.items():
@@ -381,9 +381,9 @@ def planned_and_kept(chooser):
                 name = name.partition("#")[0] if part == "product" else "attn_out"
                 sizes[name] = sizes.get(name, 0) + tensor.nbytes
         if "kv" in self.saves:
-            sizes["kv"] = sum(site.k.nbytes + site.v.nbytes for site in self.carried.prefix.sites)
-        plan = chooser._batch.plan.get(self.site.index, [])
-        found[self.site.index] = {c.name: c.bytes for c in plan}, sizes
+            sizes["kv"] = sum(kv.k.nbytes + kv.v.nbytes for kv in self.carried.prefix.kv_storages)
+        plan = chooser._batch.plan.get(self.layer_state.index, [])
+        found[self.layer_state.index] = {c.name: c.bytes for c in plan}, sizes
         return real(self, size)
 
     with pytest.MonkeyPatch.context() as patch:

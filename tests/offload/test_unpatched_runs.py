@@ -62,7 +62,9 @@ def patched(model=None, warm=True, room=PLENTY, **settings):
 
 
 def chooser_of(model):
-    return next(w.site.saves_policy for w in model._streambp.wrappers if hasattr(w, "site"))
+    return next(
+        w.layer_state.saves_policy for w in model._streambp.wrappers if hasattr(w, "layer_state")
+    )
 
 
 def streams(loss):
@@ -489,7 +491,9 @@ def test_copies_have_seen_nothing():
     runs = other._streambp.unpatched
     assert runs.most == math.inf
     assert runs.saves_policy is chooser_of(other)
-    assert [site.layer for site in runs.steps.sites] == list(other.model.layers)
+    assert [layer_state.layer for layer_state in runs.steps.layer_states] == list(
+        other.model.layers
+    )
 
 
 def test_hooks_act_as_unpatched():
@@ -687,10 +691,10 @@ def test_the_prediction_grows_with_scores_and_masks(kind):
 
 def test_what_sdpa_leaves_out_streams():
     model = patched(zoo.build("gpt_oss", torch.float32))
-    sites = model._streambp.steps.sites
-    assert not any(site.last_call.sdpa.same for site in sites)  # it has sinks
+    layer_states = model._streambp.steps.layer_states
+    assert not any(layer_state.last_call.sdpa.same for layer_state in layer_states)  # it has sinks
     other = patched()
-    other._streambp.steps.sites[1].last_call.sdpa = sites[1].last_call.sdpa
+    other._streambp.steps.layer_states[1].last_call.sdpa = layer_states[1].last_call.sdpa
     assert streams(other(**make_batch("plain")).loss)
 
 

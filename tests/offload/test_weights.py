@@ -1,7 +1,7 @@
 """Weights on the host: the same bits as with weights on the device, while nobody can read the
 host's but the copies.
 
-covers: offload/weights.py, offload/ranges.py, layer/site.py
+covers: offload/weights.py, offload/ranges.py, layer/layer_state.py
 """
 
 from __future__ import annotations
@@ -288,8 +288,10 @@ def test_one_token_streams_as_one_chunk():
         }
 
     assert_same(run(model), run(resident))
-    sites = next(m for m in model.modules() if "_streambp" in m.__dict__)._streambp.steps.sites
-    assert all(site.last_call.report.plan is not None for site in sites)
+    layer_states = next(
+        m for m in model.modules() if "_streambp" in m.__dict__
+    )._streambp.steps.layer_states
+    assert all(layer_state.last_call.report.plan is not None for layer_state in layer_states)
 
 
 def test_a_layer_that_runs_whole_is_refused_by_name(monkeypatch):

@@ -51,12 +51,13 @@ def test_loads_and_bytes_of_families(family):
     weights = weights_of(model)
     weights.loads.clear()
     step(model, 3)
-    layers = len(weights.ranges.sites)
+    layers = len(weights.ranges.layer_states)
     assert sum(weights.loads.values()) <= 3 * (2 * layers - 2) + 2
     for index in range(layers):
         assert sum(n for (_, layer), n in weights.loads.items() if layer == index) <= 2 * 3
     counted, _ = bytes_on_host(
-        weights.ranges.root, [site.layer for site in weights.ranges.sites.values()]
+        weights.ranges.root,
+        [layer_state.layer for layer_state in weights.ranges.layer_states.values()],
     )
     assert list(counted) == [weights.ranges.layers[index].memory.numel() for index in range(layers)]
 
@@ -311,7 +312,8 @@ def chosen(weights, room):
 def test_the_last_layers_stay_as_many_as_have_room():
     weights = weights_of(made(weights="auto"))
     size = bytes_on_host(
-        weights.ranges.root, [site.layer for site in weights.ranges.sites.values()]
+        weights.ranges.root,
+        [layer_state.layer for layer_state in weights.ranges.layer_states.values()],
     )[0][0]
     assert chosen(weights, 4 * size) == [0, 1, 2, 3]
     assert chosen(weights, 4 * size - 1) == [3]  # two layers more are at work

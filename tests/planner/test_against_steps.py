@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.admission import trials
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.planner import count, skeleton
 from streambp.planner.survey import STREAMED
 from tests.planner.measured import FAMILIES, HYBRIDS, LAYERS, RECIPES, build, measure, predict
@@ -121,7 +121,7 @@ def test_keys_on_the_host_are_predicted(length, monkeypatch):
 def test_every_phase_is_predicted(monkeypatch):
     """Not the peak alone: all phases of a streamed step, in order, to the byte or nearly. What a
     witness notes is a few KB a chunk, which is much for this model and not for others."""
-    monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)
+    monkeypatch.setattr(LayerState, "witness", lambda self, x, autocast: None)
     model = build("llama", False)
     phases, *_ = predict(model, RECIPES["streambp"], 512, 128)
     spans = measure(model, RECIPES["streambp"], 512, 128)
@@ -154,7 +154,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_far_from_what_was_measured(name, monkeypatch):
     """Without a witness, whose few KB a chunk are more than a hundredth of this model's bytes."""
-    monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)
+    monkeypatch.setattr(LayerState, "witness", lambda self, x, autocast: None)
     owner, attribute, mutant, case = MUTANTS[name]
     difference, _ = compare("llama", *case, 256, 6)
     assert abs(difference) <= 0.01

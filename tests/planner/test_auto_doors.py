@@ -97,10 +97,11 @@ def by_launch(monkeypatch):
 def check(found: nn.Module):
     state = found._streambp
     assert isinstance(state.saves_policy, SavesPolicy)
-    sites = [w.site for w in state.wrappers if isinstance(w, LayerForward)]
+    layer_states = [w.layer_state for w in state.wrappers if isinstance(w, LayerForward)]
     assert all(
-        site.saves_policy is state.saves_policy and site.chunk_rule == state.saves_policy.chunk
-        for site in sites
+        layer_state.saves_policy is state.saves_policy
+        and layer_state.chunk_rule == state.saves_policy.chunk
+        for layer_state in layer_states
     )
     assert state.saves_policy.known.need is None  # nothing is decided yet
     state.saves_policy.begins(torch.device("cpu"))

@@ -18,7 +18,7 @@ from transformers import (
 
 from streambp.admission.stacks import find_stacks
 from streambp.attention.mask_scan import find_barriers, find_reach
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.planner import mask_rules, model_class, step
 from streambp.planner.configuration import build
 from streambp.planner.plan import plan
@@ -71,7 +71,7 @@ def peaks(name, recipe, length=1500):
 @pytest.fixture
 def without_witness(monkeypatch):
     """What a witness notes is a few KB a chunk, which is much for these small models."""
-    monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)
+    monkeypatch.setattr(LayerState, "witness", lambda self, x, autocast: None)
 
 
 @pytest.mark.usefixtures("without_witness")

@@ -355,14 +355,16 @@ def forward_of(set_up, layers, tokens, backward=False):
 def look_at_backwards(set_up):
     """What no backward reads, which trials show where there is data: of a few tokens, of the layers
     that have one."""
-    sites = [w.site for w in state_of(set_up.skeleton).wrappers if isinstance(w, LayerForward)]
+    layer_states = [
+        w.layer_state for w in state_of(set_up.skeleton).wrappers if isinstance(w, LayerForward)
+    ]
     costs = dict(set_up.policy.known.costs)
     first, last = min(costs), max(costs)
     forward_of(set_up, sorted({first, first + 1, last}), FEW, backward=True)
     set_up.policy.known.costs.update(costs)
     set_up.policy._seen.clear()
-    for site in sites[first + 1 : last]:
-        site.tests.unread = sites[first + 1].tests.unread
+    for layer_state in layer_states[first + 1 : last]:
+        layer_state.tests.unread = layer_states[first + 1].tests.unread
 
 
 def linears_of(set_up):

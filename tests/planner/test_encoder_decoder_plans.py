@@ -14,7 +14,7 @@ from packaging import version
 from transformers import BartConfig, MarianConfig, T5Config, T5GemmaConfig, WhisperConfig
 
 from streambp.errors import ConfigError, UnsupportedModelError
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.planner import laws, model_class, skeleton, survey
 from streambp.planner.configuration import build
 from streambp.planner.plan import plan
@@ -73,7 +73,7 @@ def built(name):
 )
 def test_live_bytes_are_predicted(name, recipe, encoder_len, monkeypatch):
     """Without a witness, whose few KB a chunk are much for these small models."""
-    monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)
+    monkeypatch.setattr(LayerState, "witness", lambda self, x, autocast: None)
     try:
         predicted, real = measured.peaks(built(name), RECIPES[recipe], 1200, 400, encoder_len)
     except UnsupportedModelError as error:

@@ -507,7 +507,11 @@ def test_auto_chunks_follow_the_device(monkeypatch):
         assert seen == [0, 1]
         seen.clear()
     model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=7))
-    assert all(w.site.chunk_rule is None for w in model._streambp.wrappers if hasattr(w, "site"))
+    assert all(
+        w.layer_state.chunk_rule is None
+        for w in model._streambp.wrappers
+        if hasattr(w, "layer_state")
+    )
 
 
 def test_auto_says_why_it_keeps_the_plain_rule(monkeypatch):

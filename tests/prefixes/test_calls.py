@@ -489,7 +489,7 @@ def test_a_trial_that_fails_in_a_layer_goes_on(error, together, monkeypatch):
     expected = gradients(stock, **batch)[1]
 
     def in_layer(layer, args, kwargs):
-        if layer.site.index == 0 and layer.state.running.failed is not None:
+        if layer.layer_state.index == 0 and layer.state.running.failed is not None:
             entered.append(1)
             raise error
         return call(layer, args, kwargs)

@@ -182,9 +182,11 @@ def test_positions_of_several_axes_in_floats(fraction):
 def no_net(monkeypatch):
     """A look that raises in the user's step."""
 
-    def wanted(self, kwargs, sites, labels, padding_unseen, together=False):
-        reason = self._why_not(kwargs, sites())
-        tree = self._look(kwargs, sites(), labels, padding_unseen) if reason is None else reason
+    def wanted(self, kwargs, layer_states, labels, padding_unseen, together=False):
+        reason = self._why_not(kwargs, layer_states())
+        tree = (
+            self._look(kwargs, layer_states(), labels, padding_unseen) if reason is None else reason
+        )
         return tree, reason is None
 
     monkeypatch.setattr(SharedPrefixes, "_wanted", wanted)

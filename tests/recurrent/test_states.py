@@ -306,7 +306,7 @@ def test_automatic_chunks_are_whole_blocks_of_the_kernels():
     real = call.LayerCall._keep
 
     def keep(self):
-        sizes.append((self.site.kind.states.carries, self.plan.size))
+        sizes.append((self.layer_state.kind.states.carries, self.plan.size))
         return real(self)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():

@@ -145,10 +145,12 @@ def test_copies_and_what_an_exception_left_behind_belong_to_nobody(other):
         clone, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         assert other(lambda: evaluate(clone)).isfinite()
         assert other(lambda: evaluate(loaded)).isfinite()
-    sites = {
-        id(wrapper.site.owner) for wrapper in clone._streambp.wrappers if hasattr(wrapper, "site")
+    layer_states = {
+        id(wrapper.layer_state.owner)
+        for wrapper in clone._streambp.wrappers
+        if hasattr(wrapper, "layer_state")
     }
-    assert sites == {id(clone._streambp.owner)}
+    assert layer_states == {id(clone._streambp.owner)}
     use = model._streambp.owner.enter()  # an interrupt came before `with`
     with pytest.raises(streambp.StreamBPError, match=REFUSED):
         other(lambda: evaluate(model))

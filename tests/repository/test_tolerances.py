@@ -127,12 +127,12 @@ def check_key_sums():
     """The same of a key's gradients, which later chunks add to."""
     k = torch.zeros(1, 5, 2, 4, dtype=torch.bfloat16)
     parts = [torch.randn(1, 2, 5, 4, generator=seeded(n)) for n in range(300)]
-    site = KVBuffer(k, k)
-    site.grow_accumulators()
+    kv_storage = KVBuffer(k, k)
+    kv_storage.grow_accumulators()
     for part in parts:
-        site.add(Block(Kind.FULL, 0, 1, 0, 1, 0, 5), part, -part)
+        kv_storage.add(Block(Kind.FULL, 0, 1, 0, 1, 0, 5), part, -part)
     expected = torch.stack(parts).double().sum(0)
-    for found, sign in zip(site.take_gradients(ChunkPlan(5, 5)[0]), (1, -1), strict=True):
+    for found, sign in zip(kv_storage.take_gradients(ChunkPlan(5, 5)[0]), (1, -1), strict=True):
         check_rounded_once(found.bfloat16(), sign * expected)
 
 

@@ -168,7 +168,9 @@ MUTANTS = {
     ),
     "keys behind the chunk are not read": (KeysOfAll, "read", own_keys_alone),
     "chunks of a causal layer": (
-        bidirectional, "BidirectionalCall", lambda site, arguments, layout: bidirectional.LayerCall(site, arguments),
+        bidirectional,
+        "BidirectionalCall",
+        lambda layer_state, arguments, layout: bidirectional.LayerCall(layer_state, arguments),
     ),
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from transformers.masking_utils import bidirectional_mask_function
 import streambp
 from streambp.admission.stacks import kind_of
 from streambp.attention.masks import LazyMask
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.planner.count import LiveBytes
 from streambp.sharded import layer as halves
 from streambp.sharded.attended import AttendedAtOnce
@@ -115,13 +115,13 @@ def in_halves():
     def forward(layer, x, position_embeddings):
         layer.self_attn.is_causal = False
         config = streambp.StreamConfig(chunk_size=2**14, saves=())
-        site = LayerSite(layer, config, index=next(index), kind=kind_of(layer))
+        layer_state = LayerState(layer, config, index=next(index), kind=kind_of(layer))
         length = x.shape[1]
         mask = LazyMask(
             mask_function=bidirectional_mask_function, q_length=length, kv_length=length
         )
         named = {"attention_mask": mask, "position_embeddings": position_embeddings}
-        return stream_bidirectional(site, (x,), named, None, ())
+        return stream_bidirectional(layer_state, (x,), named, None, ())
 
     return forward
 

@@ -19,7 +19,7 @@ from streambp.attention.spans import Spans
 from streambp.config import StreamConfig
 from streambp.errors import UnsupportedMaskError, UnsupportedModelError
 from streambp.known_names import GATHER, REDUCE_SCATTER
-from streambp.layer.site import LayerSite
+from streambp.layer.layer_state import LayerState
 from streambp.sharded.gathered import GatheredShards
 from streambp.sharded.layer import stream_shard
 from streambp.sharded.shards import Shards
@@ -220,7 +220,7 @@ def test_linear_products_are_not_computed_in_both_halves(name, monkeypatch):
     named = {"attention_mask": None, "position_embeddings": (rotary, rotary)}
     with LinearFlops() as flops:
         out = stream_shard(
-            LayerSite(layer, StreamConfig(chunk_size=512)), (x,), named, over(2, LENGTH)
+            LayerState(layer, StreamConfig(chunk_size=512)), (x,), named, over(2, LENGTH)
         )
         out.backward(torch.empty_like(out))
     ratio = flops.total / layer_flops(layer, sizes)
@@ -233,9 +233,9 @@ def bytes_of_a_token(ranks, over=over):
     index = itertools.count()
 
     def forward(layer, x, position_embeddings):
-        site = LayerSite(layer, StreamConfig(chunk_size=4096), index=next(index))
+        layer_state = LayerState(layer, StreamConfig(chunk_size=4096), index=next(index))
         named = {"attention_mask": None, "position_embeddings": position_embeddings}
-        return stream_shard(site, (x,), named, over(ranks, x.shape[1]))
+        return stream_shard(layer_state, (x,), named, over(ranks, x.shape[1]))
 
     layer, lengths = qwen3_8b_layer(), (8192, 16384)
     short, long = (run_layer(layer, length, forward) for length in lengths)

@@ -339,7 +339,7 @@ class LayerTests:
 
 
 @dataclasses.dataclass
-class LayerSite:
+class LayerState:
     """Everything that streambp stores for one decoder layer: the module, its settings, and the
     results of its tests.
 
