@@ -25,10 +25,10 @@ BATCH, TEMPERATURE = 13, 0.05
 
 def texts(rows: list[dict[str, Any]], name: str) -> list[str]:
     """One column; of a conversation what was said."""
-    found = [row[name] for row in rows]
+    row_texts = [row[name] for row in rows]
     return [
         text if isinstance(text, str) else "\n".join(turn["content"] for turn in text)
-        for text in found
+        for text in row_texts
     ]
 
 
@@ -71,17 +71,17 @@ def main() -> None:
     draw, log = random.Random(args.seed), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     for step in range(args.steps):
-        chosen = draw.sample(pairs, min(BATCH, len(pairs)))
-        asked = embed(model, tokenizer, texts(chosen, "prompt"), args.max_length)  # [B, h]
-        given = embed(model, tokenizer, texts(chosen, "completion"), args.max_length)  # [B, h]
-        scores = asked @ given.T / TEMPERATURE  # [B, B]; the diagonal has the pairs
-        target = torch.arange(len(chosen), device=device)
+        batch = draw.sample(pairs, min(BATCH, len(pairs)))
+        prompts = embed(model, tokenizer, texts(batch, "prompt"), args.max_length)  # [B, h]
+        completions = embed(model, tokenizer, texts(batch, "completion"), args.max_length)  # [B, h]
+        scores = prompts @ completions.T / TEMPERATURE  # [B, B]; the diagonal has the pairs
+        target = torch.arange(len(batch), device=device)
         loss = torch.nn.functional.cross_entropy(scores, target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found = (scores.argmax(1) == target).float().mean().item()
-        log.append({"step": step + 1, "loss": loss.item(), "found": found})
+        accuracy = (scores.argmax(1) == target).float().mean().item()
+        log.append({"step": step + 1, "loss": loss.item(), "found": accuracy})
     print(streambp.describe(model))
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)

@@ -29,9 +29,9 @@ import streambp
 BATCH = 16
 
 
-def text_of(said: Any) -> str:
+def text_of(content: Any) -> str:
     """A text; of a conversation what was said."""
-    return said if isinstance(said, str) else "\n".join(turn["content"] for turn in said)
+    return content if isinstance(content, str) else "\n".join(turn["content"] for turn in content)
 
 
 def small_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> BartForConditionalGeneration:
@@ -63,11 +63,11 @@ def main() -> None:
     streambp.patch(model, streambp.StreamConfig(chunk_size=args.chunk_size))
 
     def tokens(row: dict[str, Any]) -> dict[str, Any]:
-        asked, said = (text_of(row[name]) for name in ("prompt", "completion"))
-        kept = args.max_length - 1
-        read = tokenizer(asked, truncation=True, max_length=args.max_length)["input_ids"]
-        written = tokenizer(said, add_special_tokens=False)["input_ids"][:kept]
-        return {"input_ids": read, "labels": [*written, tokenizer.eos_token_id]}
+        prompt, completion = (text_of(row[name]) for name in ("prompt", "completion"))
+        max_tokens = args.max_length - 1
+        read = tokenizer(prompt, truncation=True, max_length=args.max_length)["input_ids"]
+        label_ids = tokenizer(completion, add_special_tokens=False)["input_ids"][:max_tokens]
+        return {"input_ids": read, "labels": [*label_ids, tokenizer.eos_token_id]}
 
     on_cpu = not torch.cuda.is_available()
     settings = Seq2SeqTrainingArguments(

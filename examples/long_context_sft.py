@@ -339,11 +339,11 @@ class LiveStorages(TorchDispatchMode):
     counts once, however many tensors view it, from the operator that allocates it until it is freed.
     """
 
-    def __init__(self, known: Iterator[Tensor]) -> None:
+    def __init__(self, tensors: Iterator[Tensor]) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._seen = weakref.WeakSet[torch.UntypedStorage]()
-        for tensor in known:
+        for tensor in tensors:
             self._seen.add(tensor.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -413,12 +413,12 @@ def measure_activation_peak(model: PreTrainedModel, input_ids: Tensor) -> Activa
 
 
 def cpu_peak(model: PreTrainedModel, step: Callable[[], float]) -> tuple[int, float]:
-    known = [
+    tensors = [
         *model.parameters(),
         *model.buffers(),
         *(p.grad for p in model.parameters() if p.grad is not None),
     ]
-    with LiveStorages(iter(known)) as storages:
+    with LiveStorages(iter(tensors)) as storages:
         loss = step()
     return storages.peak, loss
 
@@ -426,10 +426,10 @@ def cpu_peak(model: PreTrainedModel, step: Callable[[], float]) -> tuple[int, fl
 def cuda_peak(model: PreTrainedModel, step: Callable[[], float]) -> tuple[int, float]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    start_bytes = torch.cuda.memory_allocated()
     loss = step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, loss
+    return torch.cuda.max_memory_allocated() - start_bytes, loss
 
 
 def forward_backward(model: PreTrainedModel, input_ids: Tensor) -> float:
@@ -530,8 +530,8 @@ def peak_rows(
         if peak is None:
             rows.append((name, "out of memory"))
         else:
-            same = f"loss {peak.loss:.6f}, gradient norm {peak.gradient_norm:.6f}"
-            rows.append((name, f"{peak.bytes / MIB:,.1f} MiB ({same})"))
+            loss_and_norm = f"loss {peak.loss:.6f}, gradient norm {peak.gradient_norm:.6f}"
+            rows.append((name, f"{peak.bytes / MIB:,.1f} MiB ({loss_and_norm})"))
     if plain is not None and streamed is not None:
         rows.append(("  ratio", f"{streamed.bytes / plain.bytes:.3f}"))
     return rows

@@ -131,8 +131,8 @@ def _robust(p: Pairs) -> Tensor:
         raise StreamBPError(
             f"label_smoothing is {p.smoothing}; robust needs a value from 0 to below 0.5."
         )
-    kept = (1.0 - p.smoothing) * F.logsigmoid(p.margin) - p.smoothing * F.logsigmoid(-p.margin)
-    return -kept / (1.0 - 2.0 * p.smoothing)
+    smoothed = (1.0 - p.smoothing) * F.logsigmoid(p.margin) - p.smoothing * F.logsigmoid(-p.margin)
+    return -smoothed / (1.0 - 2.0 * p.smoothing)
 
 
 def _exo_pair(p: Pairs) -> Tensor:
@@ -376,8 +376,8 @@ def _divergence(log_probs: Tensor, ref_log_probs: Tensor | None) -> Tensor:
         raise StreamBPError(
             "beta is not 0, which needs ref_log_probs [B, T] of the reference model."
         )
-    away = ref_log_probs - log_probs
-    return torch.exp(away) - away - 1.0
+    log_ratio = ref_log_probs - log_probs
+    return torch.exp(log_ratio) - log_ratio - 1.0
 
 
 def _clipped(

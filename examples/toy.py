@@ -102,8 +102,11 @@ def answer(word: str) -> str:
 
 def repeated(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
     """A reward for TRL: the share of three words that are the row's `answer`, for each completion."""
-    said = [completion[0]["content"].split() for completion in completions]
-    return [min(3, words.count(word)) / 3 for words, word in zip(said, answer, strict=True)]
+    words_of_completions = [completion[0]["content"].split() for completion in completions]
+    return [
+        min(3, words.count(word)) / 3
+        for words, word in zip(words_of_completions, answer, strict=True)
+    ]
 
 
 def read_rows(file: Path) -> Dataset:
@@ -167,18 +170,18 @@ def trainer_settings(args: argparse.Namespace) -> dict[str, Any]:
 def show(log: list[dict[str, Any]], keys: list[str], file: Path) -> None:
     """Print the first and the last of each logged value, and draw them against steps if matplotlib is installed."""
     logged = {key: [(entry["step"], entry[key]) for entry in log if key in entry] for key in keys}
-    for key, points in logged.items():
-        print(f"{key}: {points[0][1]:.3f} -> {points[-1][1]:.3f}")
+    for key, curve in logged.items():
+        print(f"{key}: {curve[0][1]:.3f} -> {curve[-1][1]:.3f}")
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("no plot: matplotlib is not installed")
         return
     figure = Figure(figsize=(4.5 * len(keys), 3.2), layout="constrained")
-    for (key, points), axis in zip(
+    for (key, curve), axis in zip(
         logged.items(), figure.subplots(1, len(keys), squeeze=False)[0], strict=True
     ):
-        axis.plot(*zip(*points, strict=True))
+        axis.plot(*zip(*curve, strict=True))
         axis.set(xlabel="step", title=key)
         axis.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
@@ -198,14 +201,18 @@ def write_data() -> None:
     draw = random.Random(0)
     chats, completions, preferences, prompts = [], [], [], []
     for word in WORDS:
-        asked = {"prompt": user(f"{FRAME} {word} :")}
-        for other in draw.sample([candidate for candidate in WORDS if candidate != word], 8):
-            chats.append({"messages": asked["prompt"] + assistant(answer(word))})
-            completions.append({**asked, "completion": assistant(answer(word))})
+        prompt = {"prompt": user(f"{FRAME} {word} :")}
+        for wrong_word in draw.sample([candidate for candidate in WORDS if candidate != word], 8):
+            chats.append({"messages": prompt["prompt"] + assistant(answer(word))})
+            completions.append({**prompt, "completion": assistant(answer(word))})
             preferences.append(
-                {**asked, "chosen": assistant(answer(word)), "rejected": assistant(answer(other))}
+                {
+                    **prompt,
+                    "chosen": assistant(answer(word)),
+                    "rejected": assistant(answer(wrong_word)),
+                }
             )
-            prompts.append({**asked, "answer": word})
+            prompts.append({**prompt, "answer": word})
     files = {
         "chats": chats,
         "completions": completions,

@@ -93,13 +93,16 @@ def batch_of(row: dict[str, str], folder: Path, processor: Any) -> dict[str, Ten
         {"type": "image", "path": str(folder / row["image"])},
         {"type": "text", "text": row["prompt"]},
     ]
-    asked = [{"role": "user", "content": content}]
-    said = [*asked, {"role": "assistant", "content": [{"type": "text", "text": row["completion"]}]}]
+    prompt_messages = [{"role": "user", "content": content}]
+    messages = [
+        *prompt_messages,
+        {"role": "assistant", "content": [{"type": "text", "text": row["completion"]}]},
+    ]
     how = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    prompt = processor.apply_chat_template(asked, add_generation_prompt=True, **how)[
+    prompt = processor.apply_chat_template(prompt_messages, add_generation_prompt=True, **how)[
         "input_ids"
     ].shape[1]
-    inputs = dict(processor.apply_chat_template(said, **how))
+    inputs = dict(processor.apply_chat_template(messages, **how))
     inputs["labels"] = inputs["input_ids"].clone()  # [1, T]
     inputs["labels"][:, :prompt] = -100
     return inputs

@@ -59,14 +59,14 @@ def ratios(length: int, sizes: dict[str, int], seed: int) -> list[float]:
     _, truth = gradients(model.bfloat16().float(), **batch)  # of the same weights
     model.bfloat16()
     noise = relative_l2(gradients(model, **batch)[1], truth)
-    found = []
+    errors = []
     for chunk_size in (length, length // 8 - 3):
         streambp.patch(model, streambp.StreamConfig(kernels="own", chunk_size=chunk_size, saves=()))
-        found.append(relative_l2(gradients(model, **batch)[1], truth) / noise)
-        if not math.isfinite(found[-1]):
+        errors.append(relative_l2(gradients(model, **batch)[1], truth) / noise)
+        if not math.isfinite(errors[-1]):
             raise FloatingPointError(f"gradients of chunks of {chunk_size} are not finite")
-    print(f"{length:>4} {seed:>4} {found[0]:>10.3f} {found[1]:>10.3f}")
-    return found
+    print(f"{length:>4} {seed:>4} {errors[0]:>10.3f} {errors[1]:>10.3f}")
+    return errors
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def run_steps(
     device = next(model.parameters()).device
     on_gpu = is_accelerator(device)
     seconds: list[float] = []
-    seen, calls, retries = AttentionSeen(), {BUFFERS: 0}, None
+    attention, calls, retries = AttentionSeen(), {BUFFERS: 0}, None
     spans: list[tuple[str, float, float]] = []
     for number in range(steps):
         if update is None:
@@ -121,7 +121,7 @@ def run_steps(
         # Entered within, so that an error of one does not leave another on for later rows.
         with contextlib.ExitStack() as watched:
             if number == steps - 2:
-                watched.enter_context(seen)
+                watched.enter_context(attention)
                 watched.enter_context(counted_calls(calls))
                 if device.type == "cuda" and timeline:
                     watched.enter_context(kernel_times(spans))
@@ -152,7 +152,7 @@ def run_steps(
     problems += [] if math.isfinite(float(loss)) else [f"the loss is {float(loss)}"]
     names = frozenset(name for name, _, _ in spans)
     buffers = calls.pop(BUFFERS)
-    ran = tuple(sorted(seen.names | {name for name, number in calls.items() if number}))
+    ran = tuple(sorted(attention.names | {name for name, number in calls.items() if number}))
     return Figures(
         seconds[0], seconds[-1], *peaks, retries, share, buffers, float(loss), norm, ran, names, tuple(problems)
     )  # fmt: skip
@@ -169,9 +169,9 @@ def counted_peak(model: nn.Module, forward: Callable[[], Tensor]) -> float:
 def judged_gradients(model: nn.Module) -> tuple[float, list[str]]:
     """The norm of all gradients, and what is wrong: a trained parameter has none, one is no number, or all are zero."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    missing = [name for name, p in trained if p.grad is None]
+    names_without_grad = [name for name, p in trained if p.grad is None]
     norms = {name: float(norm_of(p.grad)) for name, p in trained if p.grad is not None}
-    problems = [f"no gradient of {listed(missing)}"] if missing else []
+    problems = [f"no gradient of {listed(names_without_grad)}"] if names_without_grad else []
     return total_of(norms, "gradient", problems)
 
 
@@ -184,13 +184,13 @@ def judged_weights(model: nn.Module) -> tuple[float, list[str]]:
     )
 
 
-def total_of(norms: dict[str, float], what: str, problems: list[str]) -> tuple[float, list[str]]:
+def total_of(norms: dict[str, float], label: str, problems: list[str]) -> tuple[float, list[str]]:
     wild = [name for name, norm in norms.items() if not math.isfinite(norm)]
     total = math.sqrt(sum(norm**2 for norm in norms.values())) if not wild else math.nan
     if wild:
-        problems.append(f"{what} not finite: {listed(wild)}")
+        problems.append(f"{label} not finite: {listed(wild)}")
     elif total == 0.0:
-        problems.append(f"every {what} is zero")
+        problems.append(f"every {label} is zero")
     return total, problems
 
 
@@ -240,22 +240,22 @@ def counted_calls(calls: dict[str, int]) -> Iterator[None]:
         return call
 
     ops = sys.modules.get("liger_kernel.ops")
-    places: list[tuple[Any, str, str]] = [*OURS]
-    places += [
+    targets: list[tuple[Any, str, str]] = [*OURS]
+    targets += [
         (getattr(ops, kind), "forward", name) for kind, name in LIGERS.items() if hasattr(ops, kind)
     ]
-    calls.update(dict.fromkeys((name for _, _, name in places), 0))
-    real = [vars(owner)[attribute] for owner, attribute, _ in places]
+    calls.update(dict.fromkeys((name for _, _, name in targets), 0))
+    real = [vars(owner)[attribute] for owner, attribute, _ in targets]
     try:
-        for owner, attribute, name in places:
+        for owner, attribute, name in targets:
             function = counted(getattr(owner, attribute), name)
             setattr(
                 owner, attribute, staticmethod(function) if isinstance(owner, type) else function
             )
         yield
     finally:
-        for one, (owner, attribute, _) in zip(real, places, strict=True):
-            setattr(owner, attribute, one)
+        for original, (owner, attribute, _) in zip(real, targets, strict=True):
+            setattr(owner, attribute, original)
 
 
 @contextlib.contextmanager
@@ -284,17 +284,17 @@ def commit() -> str:
     """Of this code; "unknown" in a copy without git."""
     try:
         command = ["git", "rev-parse", "--short", "HEAD"]
-        found = subprocess.run(
+        process = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
         )
     except OSError:
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    return process.stdout.strip() or "unknown"
 
 
 def versions() -> str:
     """Of everything that takes part, "torch 2.13.0; ...; cuDNN 91900"."""
-    found = []
+    texts = []
     for name in (
         "torch",
         "transformers",
@@ -306,6 +306,6 @@ def versions() -> str:
         "fla-core",
     ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            texts.append(f"{name} {importlib.metadata.version(name)}")
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    return "; ".join([*found, f"cuDNN {cudnn}"] if cudnn else found)
+    return "; ".join([*texts, f"cuDNN {cudnn}"] if cudnn else texts)

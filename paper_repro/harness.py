@@ -148,21 +148,23 @@ def run(job: Job, output: Path, deadline: Deadline | None = None, fork: bool = F
 
 def sweep(jobs: Iterable[Job], output: Path, deadline: Deadline) -> None:
     """`run` them until the time is over, and say what was left out."""
-    late = []
+    skipped_jobs = []
     for job in jobs:
         if deadline.left:
             run(job, output, deadline)
         else:
-            late.append(f"{job.objective} {job.method}")
-    if late:
-        print(f"not run, {deadline.minutes:g} minutes are over: {', '.join(late)}", flush=True)
+            skipped_jobs.append(f"{job.objective} {job.method}")
+    if skipped_jobs:
+        print(
+            f"not run, {deadline.minutes:g} minutes are over: {', '.join(skipped_jobs)}", flush=True
+        )
 
 
 def show(row: Row) -> None:
     seconds = f"{row.seconds:9.3f} s" if row.seconds is not None else " " * 11
     peak = f"{row.peak_gib:8.3f} GiB" if row.peak_gib is not None else " " * 12
-    what = f"{row.shape:<10} {row.trained:<5} {row.objective:<5} {row.method:<22}"
-    others = (
+    label = f"{row.shape:<10} {row.trained:<5} {row.objective:<5} {row.method:<22}"
+    columns = (
         "first_seconds",
         "reserved_gib",
         "retries",
@@ -171,10 +173,12 @@ def show(row: Row) -> None:
         "loss",
         "gradient_norm",
     )
-    known = [f"{name} {getattr(row, name):g}" for name in others if getattr(row, name) is not None]
-    print(f"{what} {row.rows} x {row.tokens:>8} {seconds} {peak} {row.status}", flush=True)
-    if known:
-        print(f"{'':<11}{', '.join(known)}; {row.kernels}", flush=True)
+    figures = [
+        f"{name} {getattr(row, name):g}" for name in columns if getattr(row, name) is not None
+    ]
+    print(f"{label} {row.rows} x {row.tokens:>8} {seconds} {peak} {row.status}", flush=True)
+    if figures:
+        print(f"{'':<11}{', '.join(figures)}; {row.kernels}", flush=True)
     if row.step:
         print(f"{'':<11}{row.step}", flush=True)
 
@@ -185,10 +189,10 @@ def store(row: Row, output: Path) -> None:
     with output.open(newline="") if output.exists() else contextlib.nullcontext() as file:
         reader = None if file is None else csv.DictReader(file)
         earlier = [] if reader is None or reader.fieldnames == fields else list(reader)
-        whole = reader is None or bool(earlier)
-    with output.open("w" if whole else "a", newline="") as file:
+        writes_all = reader is None or bool(earlier)
+    with output.open("w" if writes_all else "a", newline="") as file:
         writer = csv.DictWriter(file, fields, lineterminator="\n")
-        if whole:
+        if writes_all:
             writer.writeheader()
         writer.writerows(earlier)
         writer.writerow(dataclasses.asdict(row))
@@ -262,30 +266,32 @@ def measure(
         optimizer.step()
         optimizer.zero_grad()
 
-    found = run_steps(
+    step_figures = run_steps(
         model,
         forward,
         None if optimizer is None else update,
         length <= LONGEST_TIMELINE and job.steps > 2,
         job.steps,
     )
-    problems = [*found.problems, *method.missing(found, model.device.type)]
+    problems = [*step_figures.problems, *method.missing(step_figures, model.device.type)]
     patched = getattr(model, "_streambp", None)
     if patched is not None:
         problems += wrong_paths(model)
     offloader = None if patched is None else patched.offloader
     figures: dict[str, float | str | None] = {
-        "seconds": found.seconds,
-        "first_seconds": found.first,
-        "peak_gib": counted_peak(model, forward) if found.peak_gib is None else found.peak_gib,
-        "reserved_gib": found.reserved_gib,
+        "seconds": step_figures.seconds,
+        "first_seconds": step_figures.first,
+        "peak_gib": counted_peak(model, forward)
+        if step_figures.peak_gib is None
+        else step_figures.peak_gib,
+        "reserved_gib": step_figures.reserved_gib,
         "host_gib": None if offloader is None else offloader.host_bytes / GIB,
-        "retries": found.retries,
-        "kernel_share": found.kernel_share,
-        "gradient_buffers": found.buffers if patched is not None else None,
-        "loss": found.loss,
-        "gradient_norm": found.norm,
-        "kernels": ", ".join(found.ran),
+        "retries": step_figures.retries,
+        "kernel_share": step_figures.kernel_share,
+        "gradient_buffers": step_figures.buffers if patched is not None else None,
+        "loss": step_figures.loss,
+        "gradient_norm": step_figures.norm,
+        "kernels": ", ".join(step_figures.ran),
         "step": "" if patched is None else told(model, start),
     }
     return figures, problems
@@ -295,33 +301,36 @@ def told(model: PreTrainedModel, start: int) -> str:
     """What the last step of a patched model did. start: bytes that were allocated before it."""
     record, state = streambp.last_step(model), model._streambp  # type: ignore[union-attr]
     assert record is not None
-    said = f"{record}; {record.short_steps} steps let go of saves"
+    text = f"{record}; {record.short_steps} steps let go of saves"
     if record.least_free is not None:
-        said += f", {record.least_free / GIB:.3g} GiB were free at least"
+        text += f", {record.least_free / GIB:.3g} GiB were free at least"
     policy = state.saves_policy
-    if policy is None or policy.known.need is None:
-        return said
+    if policy is None or policy.figures.need is None:
+        return text
     chunk = record.rows * min(record.chunk_size, record.tokens // record.rows)
-    kept = record.needed if record.needed is not None else record.saved_bytes or 0.0
+    saved_bytes = record.needed if record.needed is not None else record.saved_bytes or 0.0
     need, waiting = peak_of(
-        policy.known.need.by_layer(record.tokens, chunk, 0.0), kept, policy.layers
+        policy.figures.need.by_layer(record.tokens, chunk, 0.0), saved_bytes, policy.layers
     )
     parts = (
         f"{start / GIB:.3g} at the start, {need / GIB:.3g} of a step without saves, "
-        f"{waiting / GIB:.3g} of {kept / GIB:.3g}"
+        f"{waiting / GIB:.3g} of {saved_bytes / GIB:.3g}"
     )
-    return f"{said}; predicted {(start + need + waiting) / GIB:.4g} GiB: {parts} of saves"
+    return f"{text}; predicted {(start + need + waiting) / GIB:.4g} GiB: {parts} of saves"
 
 
-def peak_of(phases: Iterable[tuple[float, float]], kept: float, layers: int) -> tuple[float, float]:
-    """Bytes that a step without saves takes in the phase of its peak, and those of `kept` that are there then, as much of
-    each layer. phases: the last layer that waits for its backward, and bytes."""
+def peak_of(
+    phases: Iterable[tuple[float, float]], saved_bytes: float, layers: int
+) -> tuple[float, float]:
+    """Bytes that a step without saves takes in the phase of its peak, and those of `saved_bytes`
+    that are there then, as much of each layer. phases: the last layer that waits for its backward,
+    and bytes."""
 
-    def there(upto: float) -> float:
-        return kept * (min(upto, layers - 1) + 1) / layers
+    def saved_at(layer: float) -> float:
+        return saved_bytes * (min(layer, layers - 1) + 1) / layers
 
-    upto, need = max(phases, key=lambda phase: phase[1] + there(phase[0]))
-    return need, there(upto)
+    layer, need = max(phases, key=lambda phase: phase[1] + saved_at(phase[0]))
+    return need, saved_at(layer)
 
 
 def row_of(

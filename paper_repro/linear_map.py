@@ -32,29 +32,29 @@ def whole(x: Tensor, weights: list[Tensor]) -> Tensor:
     return torch.relu(x @ weights[0]) @ weights[1]
 
 
-def differentiate(x: Tensor, weights: list[Tensor], upstream: Tensor, pieces: int) -> list[Tensor]:
+def differentiate(x: Tensor, weights: list[Tensor], upstream: Tensor, chunks: int) -> list[Tensor]:
     """dW1 and dW2, one piece of the rows at a time."""
     sums = [torch.zeros_like(weight) for weight in weights]
-    for part, gradient in zip(x.chunk(pieces), upstream.chunk(pieces), strict=True):
-        for total, found in zip(
+    for part, gradient in zip(x.chunk(chunks), upstream.chunk(chunks), strict=True):
+        for total, gradient_part in zip(
             sums, torch.autograd.grad(whole(part, weights), weights, gradient), strict=True
         ):
-            total += found
+            total += gradient_part
     return sums
 
 
-def measure(pieces: int, x: Tensor, weights: list[Tensor], upstream: Tensor) -> dict[str, object]:
+def measure(chunks: int, x: Tensor, weights: list[Tensor], upstream: Tensor) -> dict[str, object]:
     """One row of the table; the third run is the one that is timed."""
     truth = torch.autograd.grad(whole(x, weights), weights, upstream)
     with LiveBytes() as count, LinearFlops() as flops:
-        found = differentiate(x, weights, upstream, pieces)
+        gradients = differentiate(x, weights, upstream, chunks)
     for _ in range(2):
         start = time.perf_counter()
-        float(differentiate(x, weights, upstream, pieces)[0].sum())  # waits for the device
+        float(differentiate(x, weights, upstream, chunks)[0].sum())  # waits for the device
         seconds = time.perf_counter() - start
-    error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(gradients, truth, strict=True))
     memory = {
-        "pieces": pieces,
+        "pieces": chunks,
         "peak_mib": round(count.peak / 2**20, 2),
         "gflop": round(flops.total / 1e9, 2),
     }
@@ -87,17 +87,17 @@ def main() -> int:
         if writer is not None:
             writer.writeheader()
 
-        def row(pieces: int) -> Result:
-            found = measure(pieces, x, weights, upstream)
+        def row(chunks: int) -> Result:
+            columns = measure(chunks, x, weights, upstream)
             if writer is not None and file is not None:
-                writer.writerow(found)
+                writer.writerow(columns)
                 file.flush()
-            exact = float(found["relative_error"]) <= BAR
-            return "  ".join(f"{name} {value:>8}" for name, value in found.items()) + FAILED * (
+            exact = float(columns["relative_error"]) <= BAR
+            return "  ".join(f"{name} {value:>8}" for name, value in columns.items()) + FAILED * (
                 not exact
             ), exact
 
-        rows = [(str(pieces), functools.partial(row, pieces)) for pieces in (1, 2, 4, 8, 16, 32)]
+        rows = [(str(chunks), functools.partial(row, chunks)) for chunks in (1, 2, 4, 8, 16, 32)]
         return int(not print_rows(each(rows, args.row, Deadline(args.minutes))))
 
 

@@ -63,17 +63,19 @@ class Method:
         """Around forward; what must be on for the saved tensors."""
         yield
 
-    def missing(self, found: Figures, device: str) -> list[str]:
+    def missing(self, figures: Figures, device: str) -> list[str]:
         """Kernels that the method stands for and that did not run on a GPU."""
         if device != "cuda":
             return []
         problems = ["no fused kernel attended"] * (
-            not any(name.endswith("backward") for name in found.ran)
+            not any(name.endswith("backward") for name in figures.ran)
         )
         if self.liger:
-            problems += [f"{name} did not run" for name in LIGERS.values() if name not in found.ran]
-            rotated = any("rope" in kernel for kernel in found.on_device)
-            problems += ["Liger's rotation did not run"] * bool(found.on_device and not rotated)
+            problems += [
+                f"{name} did not run" for name in LIGERS.values() if name not in figures.ran
+            ]
+            rotated = any("rope" in kernel for kernel in figures.on_device)
+            problems += ["Liger's rotation did not run"] * bool(figures.on_device and not rotated)
         return problems
 
 
@@ -112,14 +114,14 @@ class StreamBP(Method):
     def log_probs(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids, output_log_probs=True, use_cache=False).log_probs
 
-    def missing(self, found: Figures, device: str) -> list[str]:
+    def missing(self, figures: Figures, device: str) -> list[str]:
         """Our head's kernels as well; blocks that torch merges are a slower path."""
-        problems = super().missing(found, device)
+        problems = super().missing(figures, device)
         if device == "cuda":
             problems += [
-                f"{kernel} did not run in Triton" for kernel in HEAD if kernel not in found.ran
+                f"{kernel} did not run in Triton" for kernel in HEAD if kernel not in figures.ran
             ]
-            problems += [f"{NOT_FUSED} ran"] * (NOT_FUSED in found.ran)
+            problems += [f"{NOT_FUSED} ran"] * (NOT_FUSED in figures.ran)
         return problems
 
 

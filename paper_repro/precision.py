@@ -111,9 +111,9 @@ def oracle(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Gradients:
         return gradients(model, **batch)[1]
     with pytest.MonkeyPatch.context() as patcher:
         lift_float32_casts(patcher)
-        found = gradients(model.double(), **batch)[1]
+        gradient = gradients(model.double(), **batch)[1]
     model.float()
-    return found
+    return gradient
 
 
 if __name__ == "__main__":

@@ -54,30 +54,30 @@ def main() -> None:
             setting=BACKWARD_ONLY,
             lora=lora,
         ).profile
-        named = {"shape": shape, "trained": f"LoRA {lora}" if lora else "full"}
-        budget = {**named, "gpu_gib": gpu, "host_gib": args.host_gib}
+        columns = {"shape": shape, "trained": f"LoRA {lora}" if lora else "full"}
+        budget = {**columns, "gpu_gib": gpu, "host_gib": args.host_gib}
         for method in profile.methods:
-            found = longest(profile, method, memory, BACKWARD_ONLY)
+            longest_plan = longest(profile, method, memory, BACKWARD_ONLY)
             lengths.append(
                 {
                     **budget,
-                    "method": found.method,
-                    "tokens": found.seq_len,
-                    "stopped_by": found.binds,
+                    "method": longest_plan.method,
+                    "tokens": longest_plan.seq_len,
+                    "stopped_by": longest_plan.binds,
                 }
             )
             if method.offload == "cpu":
-                both = longest_on_both(profile, method, memory)
+                tokens_on_both = longest_on_both(profile, method, memory)
                 lengths.append(
                     {
                         **budget,
-                        "method": f"{found.method}, rest kept",
-                        "tokens": both,
+                        "method": f"{longest_plan.method}, rest kept",
+                        "tokens": tokens_on_both,
                         "stopped_by": "GPU and host",
                     }
                 )
         if gpu == 79.0:
-            curves += [{**named, **row} for row in peaks(profile)]
+            curves += [{**columns, **row} for row in peaks(profile)]
     for row in lengths:
         print("  ".join(str(value) for value in row.values()))
     write(args.output / "predicted_longest.csv", lengths)

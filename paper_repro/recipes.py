@@ -42,8 +42,8 @@ class Axolotl(TRLHead):
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         """For one layer: one mode keeps what its attention gives, the other gives it to the recomputation."""
-        kept: list[Any] = []
-        return Keeping(self.stash, kept), Giving(self.stash, kept)
+        saved: list[Any] = []
+        return Keeping(self.stash, saved), Giving(self.stash, saved)
 
     @contextlib.contextmanager
     def step(self, model: PreTrainedModel) -> Iterator[None]:
@@ -79,38 +79,38 @@ class Stash:
 
     def __init__(self) -> None:
         self.stream: torch.cuda.Stream | None = None
-        self.kept: list[tuple[Tensor, torch.device]] = []
+        self.saved: list[tuple[Tensor, torch.device]] = []
         self.pool: list[Tensor] = []
         self.coming: dict[int, Tensor] = {}
 
     def empty(self) -> None:
         """A new step begins: what the last one left is used again."""
-        self.pool += [host for host, device in self.kept if device.type == "cuda"]
-        self.kept, self.coming = [], {}
+        self.pool += [host for host, device in self.saved if device.type == "cuda"]
+        self.saved, self.coming = [], {}
 
     def put(self, x: Any) -> Any:
         """What `get` takes: x itself if it is no tensor or a small one."""
         if not isinstance(x, Tensor) or (x.is_cuda and x.nbytes < LARGE):
             return x
-        self.kept.append((self._sent(x) if x.is_cuda else x, x.device))
-        return Away(len(self.kept) - 1)
+        self.saved.append((self._sent(x) if x.is_cuda else x, x.device))
+        return Away(len(self.saved) - 1)
 
-    def get(self, put: Any) -> Any:
-        if not isinstance(put, Away):
-            return put
-        number = put.number
-        if not self.kept[number][0].is_pinned():
-            return self.kept[number][0]
+    def get(self, entry: Any) -> Any:
+        if not isinstance(entry, Away):
+            return entry
+        number = entry.number
+        if not self.saved[number][0].is_pinned():
+            return self.saved[number][0]
         self._fetch(number)
-        found = self.coming.pop(number)
-        torch.cuda.current_stream(found.device).wait_stream(self._stream(found.device))
-        found.record_stream(torch.cuda.current_stream(found.device))
+        tensor = self.coming.pop(number)
+        torch.cuda.current_stream(tensor.device).wait_stream(self._stream(tensor.device))
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if number:
             self._fetch(number - 1)
-        return found
+        return tensor
 
     def _sent(self, x: Tensor) -> Tensor:
-        place = next(
+        index = next(
             (
                 i
                 for i, host in enumerate(self.pool)
@@ -120,8 +120,8 @@ class Stash:
         )
         host = (
             torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            if place is None
-            else self.pool.pop(place)
+            if index is None
+            else self.pool.pop(index)
         )
         stream = self._stream(x.device)
         stream.wait_stream(torch.cuda.current_stream(x.device))
@@ -133,7 +133,7 @@ class Stash:
     def _fetch(self, number: int) -> None:
         if number in self.coming:
             return
-        host, device = self.kept[number]
+        host, device = self.saved[number]
         with torch.cuda.stream(self._stream(device)):
             self.coming[number] = host.to(device, non_blocking=True)
 
@@ -155,29 +155,30 @@ def attends(func: Any) -> bool:
 
 
 class Keeping(TorchDispatchMode):
-    """Around a checkpointed layer's forward: what its attention gives goes into `kept`, by way of the stash."""
+    """Around a checkpointed layer's forward: what its attention gives goes into `saved`, by
+    way of the stash."""
 
-    def __init__(self, stash: Stash, kept: list[Any]) -> None:
+    def __init__(self, stash: Stash, saved: list[Any]) -> None:
         super().__init__()
-        self.stash, self.kept = stash, kept
+        self.stash, self.saved = stash, saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if attends(func):
-            self.kept.append(tuple(map(self.stash.put, out)))
+            self.saved.append(tuple(map(self.stash.put, out)))
         return out
 
 
 class Giving(TorchDispatchMode):
     """Around the layer's recomputation: attention gives what it gave."""
 
-    def __init__(self, stash: Stash, kept: list[Any]) -> None:
+    def __init__(self, stash: Stash, saved: list[Any]) -> None:
         super().__init__()
-        self.stash, self.kept = stash, kept
+        self.stash, self.saved = stash, saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if attends(func) and self.kept:
-            return tuple(map(self.stash.get, self.kept.pop(0)))
+        if attends(func) and self.saved:
+            return tuple(map(self.stash.get, self.saved.pop(0)))
         return func(*args, **(kwargs or {}))
 
 

@@ -71,15 +71,15 @@ def each(
 ) -> Iterator[Result]:
     """The rows of these names (None: all), one by one; an error is a row that did not pass. One line names those for which
     no time was left; it does not pass either."""
-    late = []
-    wanted = [
+    skipped_rows = []
+    selected_rows = [
         row
         for row in rows
         if names is None or any(fnmatch.fnmatch(row[0], pattern) for pattern in names)
     ]
-    for number, (name, measure) in enumerate(wanted, 1):
+    for number, (name, measure) in enumerate(selected_rows, 1):
         if not deadline.left:
-            late.append(name)
+            skipped_rows.append(name)
             continue
         try:
             yield measure()
@@ -88,19 +88,19 @@ def each(
                 f"{name}: FAILED, {type(error).__name__}{place_of(error)}: {first_line(error)}",
                 False,
             )
-            if number < len(wanted) and device_is_lost():
+            if number < len(selected_rows) and device_is_lost():
                 yield (
                     "the GPU gives this process nothing but errors; the next rows run in a new one",
                     False,
                 )
-                start_again([name for name, _ in wanted[number:]], deadline)
-    if late:
+                start_again([name for name, _ in selected_rows[number:]], deadline)
+    if skipped_rows:
         yield (
             f"not run, {deadline.minutes:g} minutes are over: "
-            + " ".join(f"--row '{name}'" for name in late),
+            + " ".join(f"--row '{name}'" for name in skipped_rows),
             False,
         )
-    if not wanted:
+    if not selected_rows:
         yield f"no row is named {' or '.join(map(repr, names or ['anything']))}", False
 
 
@@ -119,10 +119,10 @@ def device_is_lost() -> bool:
 def start_again(names: list[str], deadline: Deadline) -> None:
     """This program anew for these rows, in the time that is left. [Note: lost devices]"""
     sys.stdout.flush()
-    words, given = [], iter(sys.orig_argv[1:])
-    for word in given:
+    words, arguments = [], iter(sys.orig_argv[1:])
+    for word in arguments:
         if word in ("--row", "--minutes"):
-            next(given)
+            next(arguments)
         else:
             words.append(word)
     rows = [word for name in names for word in ("--row", name)]
@@ -134,12 +134,12 @@ def place_of(error: BaseException) -> str:
     """The last line of this repository's code on an error's way; where a device works beside the host, it may be a later
     one than the line at fault."""
     root = str(Path(__file__).parents[1])
-    here = [
+    frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename.startswith(root)
     ][1:]  # not `each`
-    return f" in {os.path.relpath(here[-1].filename, root)}:{here[-1].lineno}" if here else ""
+    return f" in {os.path.relpath(frames[-1].filename, root)}:{frames[-1].lineno}" if frames else ""
 
 
 def first_line(error: object) -> str:
@@ -167,13 +167,13 @@ class Forked:
 
     def __init__(self, call: Callable[[], object], errors: IO[str]) -> None:
         sys.stdout.flush()
-        here, there = os.pipe()
+        read_end, write_end = os.pipe()
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
             try:
-                os.dup2(there, 1)
+                os.dup2(write_end, 1)
                 os.dup2(errors.fileno(), 2)
                 sys.stdout, sys.stderr = (
                     os.fdopen(number, "w", closefd=False) for number in (1, 2)
@@ -186,8 +186,8 @@ class Forked:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
-        os.close(there)
-        self.stdout = os.fdopen(here, errors="replace")
+        os.close(write_end)
+        self.stdout = os.fdopen(read_end, errors="replace")
 
     def wait(self) -> int:
         if self.returncode is None:

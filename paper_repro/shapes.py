@@ -9,7 +9,7 @@ COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 
 
 def shape(
-    hidden: int, intermediate: int, layers: int, heads: int, tied: bool, **others: int
+    hidden: int, intermediate: int, layers: int, heads: int, tied: bool, **config_settings: int
 ) -> dict[str, int]:
     return {
         "hidden_size": hidden,
@@ -18,7 +18,7 @@ def shape(
         "num_attention_heads": heads,
         "tie_word_embeddings": tied,
         **COMMON,
-        **others,
+        **config_settings,
     }
 
 
@@ -36,13 +36,13 @@ def build(shape: str, lora: bool, device: torch.device, seed: int) -> PreTrained
     torch.manual_seed(seed)
     config = Qwen3Config(**SHAPES[shape], attn_implementation="sdpa", max_position_embeddings=2**22)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    before = torch.get_default_dtype()
+    previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
             model = Qwen3ForCausalLM(config).train()
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous_dtype)
     if lora:
         from peft import LoraConfig, get_peft_model
 

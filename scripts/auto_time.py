@@ -89,14 +89,14 @@ def main() -> None:
         for step in steps.values():
             step()
             step()
-        found = dict.fromkeys(models, float("inf"))
+        times = dict.fromkeys(models, float("inf"))
         end = time.process_time() + arguments.seconds
         while time.process_time() < end:
             for case, step in steps.items():
-                found[case] = min(found[case], step())
+                times[case] = min(times[case], step())
         for case in models:
-            ratios = "   ".join(f"{found[case] / found[peer]:.3f} of {peer}" for peer in peers)
-            print(f"T = {length:<6} {case:<14} {found[case]:9.1f} ms   {ratios}", flush=True)
+            ratios = "   ".join(f"{times[case] / times[peer]:.3f} of {peer}" for peer in peers)
+            print(f"T = {length:<6} {case:<14} {times[case]:9.1f} ms   {ratios}", flush=True)
         if CASES[3] in models:
             print(streambp.last_step(models[CASES[3]]), flush=True)
 

@@ -91,28 +91,28 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 def measured() -> dict[tuple[str, str, int, str], Measured]:
     """Return seconds and memory by training, shape, tokens and method."""
-    found: dict[tuple[str, str, int, str], Measured] = {}
+    figures: dict[tuple[str, str, int, str], Measured] = {}
     for row in rows(RESULTS / "h100" / "timed.csv"):
         method = METHODS.get(row["method"])
         if method is None or row["status"] != "ok":
             continue
         key = (row["trained"], row["shape"], int(row["tokens"]), method)
-        found.setdefault(key, Measured(float(row["seconds"]), float(row["peak_gib"])))
-    return found
+        figures.setdefault(key, Measured(float(row["seconds"]), float(row["peak_gib"])))
+    return figures
 
 
 def longest() -> dict[str, int]:
     """Return the computed longest sequence of each method."""
-    found = {}
+    max_tokens = {}
     for row in rows(RESULTS / "predicted_longest.csv"):
         if (row["shape"], row["trained"], row["gpu_gib"]) == BUDGET and row["method"] in COMPUTED:
-            found[COMPUTED[row["method"]]] = int(row["tokens"])
-    return found
+            max_tokens[COMPUTED[row["method"]]] = int(row["tokens"])
+    return max_tokens
 
 
 def page() -> str:
     """Return the page's text."""
-    found = measured()
+    figures = measured()
     first = rows(RESULTS / "h100" / "timed.csv")[0]
     lines = [
         "# Benchmarks",
@@ -137,7 +137,7 @@ def page() -> str:
     for trained, shape, tokens in SETUPS:
         cells = [trained, shape, f"{tokens:,}"]
         for method in METHODS.values():
-            row = found.get((trained, shape, tokens, method))
+            row = figures.get((trained, shape, tokens, method))
             cells.append(MISSING if row is None else f"{row.seconds:.2f} s, {row.gib:.1f} GiB")
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
@@ -169,11 +169,11 @@ def panel(title: str, note: str, bars: list[Bar], top: int) -> tuple[list[str], 
         f'<text class="title" x="16" y="{top + 16}">{html.escape(title)}</text>',
         f'<text class="note" x="16" y="{top + 34}">{html.escape(note)}</text>',
     ]
-    most = max(bar.value for bar in bars)
+    max_value = max(bar.value for bar in bars)
     y = top + 46
     for bar in bars:
         kind = "ours" if bar.label.startswith("streambp") else "theirs"
-        width = max(2.0, BAR * bar.value / most)
+        width = max(2.0, BAR * bar.value / max_value)
         parts.append(f'<text x="16" y="{y + 14}">{html.escape(bar.label)}</text>')
         parts.append(
             f'<rect class="{kind}" x="{LABEL}" y="{y}" width="{width:.1f}" height="18" rx="3"/>'
@@ -196,12 +196,12 @@ def picture() -> str:
         bars,
         14,
     )
-    found = measured()
+    figures = measured()
     bars = []
     for method in (LEAN, TRL, ON_DEVICE):
-        row = found["full", "Qwen3-8B", 65536, method]
+        row = figures["full", "Qwen3-8B", 65536, method]
         bars.append(Bar(method, row.gib, f"{row.gib:.1f} GiB, {row.seconds:.2f} s"))
-    more, top = panel(
+    panel_parts, top = panel(
         "Peak memory and seconds of a step, 65,536 tokens",
         "measured on one H100 of 80 GB; streambp on the device uses all free memory",
         bars,
@@ -220,7 +220,7 @@ def picture() -> str:
             'aria-label="Longest sequence and memory beside other methods">',
             f"<style>{STYLE}</style>",
             *parts,
-            *more,
+            *panel_parts,
             legend,
             "</svg>",
             "",

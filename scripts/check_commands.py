@@ -52,17 +52,19 @@ def commands(page: str, text: str) -> Iterator[Command]:
     for line in [*lines, *(span for span in spans if re.fullmatch(PROGRAMS, span))]:
         words = shlex.split(re.sub(r" > \S+", "", line), comments=True)
         for _, part in itertools.groupby(words, lambda word: word not in ("&&", ";")):
-            found = list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), part))
-            if found and found[0] not in ("&&", ";"):
-                yield Command(page, line.strip(), tuple(found))
+            command_words = list(
+                itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), part)
+            )
+            if command_words and command_words[0] not in ("&&", ";"):
+                yield Command(page, line.strip(), tuple(command_words))
 
 
 def check(command: Command) -> tuple[str, str | None]:
     """How a command was checked, and what is wrong with it, if anything is."""
-    program, *rest = (word for word in command.words if word not in ("...", "…"))
-    match Path(program).name, rest:
+    program, *program_arguments = (word for word in command.words if word not in ("...", "…"))
+    match Path(program).name, program_arguments:
         case "streambp", _:
-            return "parsed", _parse(rest)
+            return "parsed", _parse(program_arguments)
         case "python", ["-m", "pytest", *arguments]:
             return "files exist", _pytest(arguments)
         case "pytest", arguments:
@@ -93,9 +95,9 @@ def _pytest(arguments: list[str]) -> str | None:
         elif not value_of and not word.startswith("-"):
             paths.append(word)
         value_of = word if not value_of and word in TAKES_A_VALUE else ""
-    gone = next((path for path in paths if not (ROOT / path).exists()), None)
-    if gone is not None:
-        return f"{gone} does not exist"
+    missing_path = next((path for path in paths if not (ROOT / path).exists()), None)
+    if missing_path is not None:
+        return f"{missing_path} does not exist"
     sources = "".join(_sources(ROOT / path) for path in paths)
     unknown = next((name for name in names if not name.isupper() and name not in sources), None)
     return f"no test there is named {unknown}" if unknown else None
@@ -118,9 +120,9 @@ def missing_files(page: str, text: str) -> list[str]:
     """Paths in code spans that are files neither of this project, nor of its package, nor beside
     the page."""
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    named = {path for span in spans for path in FILE.findall(span) if not path.startswith(FOREIGN)}
+    paths = {path for span in spans for path in FILE.findall(span) if not path.startswith(FOREIGN)}
     bases = (ROOT, ROOT / "streambp", (ROOT / page).parent)
-    return sorted(path for path in named if not any(_exists(base, path) for base in bases))
+    return sorted(path for path in paths if not any(_exists(base, path) for base in bases))
 
 
 def _exists(base: Path, path: str) -> bool:

@@ -53,7 +53,7 @@ def count(text: str) -> Count:
         if any(isinstance(base, ast.Name) and base.id == "Protocol" for base in c.bases)
     ]
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    told = set[int]()  # lines of docstrings
+    docstring_lines = set[int]()  # lines of docstrings
     for node in (tree, *classes, *functions):
         first = node.body[0] if node.body else None
         if (
@@ -61,14 +61,14 @@ def count(text: str) -> Count:
             and isinstance(first.value, ast.Constant)
             and isinstance(first.value.value, str)
         ):
-            told |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+            docstring_lines |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     lines = text.splitlines()
     code = [
         line
         for number, line in enumerate(lines, 1)
-        if number not in told and line.strip() and line.lstrip()[0] != "#"
+        if number not in docstring_lines and line.strip() and line.lstrip()[0] != "#"
     ]
-    names, of_protocols = (tuple(node.name for node in found) for found in (classes, protocols))
+    names, of_protocols = (tuple(node.name for node in nodes) for nodes in (classes, protocols))
     return Count(
         len(lines),
         len(code),
@@ -89,8 +89,8 @@ def in_commit(commit: str) -> Callable[[str], str | None]:
 
     def read(file: str) -> str | None:
         command = ["git", "-C", str(HERE), "show", f"{commit}:streambp/{file}"]
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-        return found.stdout if found.returncode == 0 else None
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        return process.stdout if process.returncode == 0 else None
 
     return read
 
@@ -104,9 +104,9 @@ def report(name: str, read: Callable[[str], str | None]) -> None:
             text = read(file)
             if text is None:
                 continue
-            found = count(text)
-            total = total.plus(found)
-            _row(f"  {file}", found)
+            file_count = count(text)
+            total = total.plus(file_count)
+            _row(f"  {file}", file_count)
         _row(title, total)
         if title == "chooses":
             print(
@@ -115,8 +115,14 @@ def report(name: str, read: Callable[[str], str | None]) -> None:
             )
 
 
-def _row(name: str, found: Count) -> None:
-    sizes = found.lines, found.code, found.functions, len(found.classes), len(found.protocols)
+def _row(name: str, file_count: Count) -> None:
+    sizes = (
+        file_count.lines,
+        file_count.code,
+        file_count.functions,
+        len(file_count.classes),
+        len(file_count.protocols),
+    )
     print(f"{name:<32} {sizes[0]:7,} {sizes[1]:6,} {sizes[2]:10} {sizes[3]:8} {sizes[4]:10}")
 
 

@@ -31,10 +31,10 @@ PYTHON = {"python -c pass": ("-c", "pass"), "python -c 'import typer'": ("-c", "
 
 def spent(words: list[str], environment: dict[str, str]) -> float:
     """Processor seconds of one process and its children."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, *words], env=environment, capture_output=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    end = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
 
 
 def main() -> None:
@@ -46,12 +46,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as compiled:
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": compiled}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        nothing = 0.0
+        empty_time = 0.0
         for name, words in commands.items():
             spent(words, environment)
             time = statistics.median(spent(words, environment) for _ in range(runs))
-            nothing = nothing or time
-            print(f"{time:5.2f} s  {time / nothing:5.1f} x  {name}", flush=True)
+            empty_time = empty_time or time
+            print(f"{time:5.2f} s  {time / empty_time:5.1f} x  {name}", flush=True)
 
 
 if __name__ == "__main__":

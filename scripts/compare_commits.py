@@ -129,16 +129,16 @@ class Tree:
                 f"{served}."
             )
 
-    def _reply(self, asked: object) -> Any:
+    def _reply(self, request: object) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             status = self.process.wait()
             self.errors.seek(0)
-            told = self.errors.read()[-2000:]
+            output = self.errors.read()[-2000:]
             raise SystemExit(
-                f"The process of {self.root} ended with status {status} at: {asked}. It "
-                f"printed:\n{told}"
+                f"The process of {self.root} ended with status {status} at: {request}. It "
+                f"printed:\n{output}"
             )
         return json.loads(line)
 
@@ -164,29 +164,29 @@ class Difference:
     """What is not the same in a case: the tensors or the error (in words), and lines of
     `describe`."""
 
-    what: str
+    summary: str
     largest: float
     lines: tuple[str, ...]
 
-    def known(self, case: Case, same_with: Callable[[dict[str, Any]], bool]) -> list[str]:
+    def known_reasons(self, case: Case, same_with: Callable[[dict[str, Any]], bool]) -> list[str]:
         """The reasons, if those of KNOWN explain all of it; else none."""
-        covering = [known for known in KNOWN if known.covers(case)]
-        used = []
-        if self.what:
+        covering = [entry for entry in KNOWN if entry.covers(case)]
+        reasons = []
+        if self.summary:
             of_tensors = [k for k in covering if self._explains(k, same_with)]
             if not of_tensors:
                 return []
-            used.append(of_tensors[0].reason)
+            reasons.append(of_tensors[0].reason)
         for line in self.lines:
             of_line = [k for k in covering if k.lines and re.search(k.lines, line)]
             if not of_line:
                 return []
-            used.append(of_line[0].reason)
-        return list(dict.fromkeys(used))
+            reasons.append(of_line[0].reason)
+        return list(dict.fromkeys(reasons))
 
-    def _explains(self, known: Known, same_with: Callable[[dict[str, Any]], bool]) -> bool:
-        return self.largest <= known.within or (
-            known.same_with is not None and same_with(known.same_with)
+    def _explains(self, entry: Known, same_with: Callable[[dict[str, Any]], bool]) -> bool:
+        return self.largest <= entry.within or (
+            entry.same_with is not None and same_with(entry.same_with)
         )
 
 
@@ -194,78 +194,84 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference of two elements over the largest element."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return float("inf")
-    apart = (ours.double() - theirs.double()).abs().max()
-    return float(apart / theirs.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny))
+    max_difference = (ours.double() - theirs.double()).abs().max()
+    return float(
+        max_difference / theirs.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+    )
 
 
-def whole_error(found: dict[str, Tensor], oracle: dict[str, Tensor]) -> str:
+def whole_error(tensors: dict[str, Tensor], oracle: dict[str, Tensor]) -> str:
     """Relative L2 error of all tensors taken together, or which of them are missing."""
-    if found.keys() != oracle.keys():
-        return f"{len(found.keys() ^ oracle.keys())} tensors missing or too many"
+    if tensors.keys() != oracle.keys():
+        return f"{len(tensors.keys() ^ oracle.keys())} tensors missing or too many"
     squares = [
-        ((found[n].double() - o.double()).square().sum(), o.double().square().sum())
+        ((tensors[n].double() - o.double()).square().sum(), o.double().square().sum())
         for n, o in oracle.items()
     ]
     return f"{float((sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5):.0e}"
 
 
-def tensors_apart(case: Case, here: Tree, there: Tree) -> tuple[str, float]:
+def tensors_apart(case: Case, this_tree: Tree, base_tree: Tree) -> tuple[str, float]:
     """In words and as a number; ("", 0.0) if torch.equal finds them the same."""
-    ours, theirs = here.tensors(case, {}), there.tensors(case, {})
-    apart = {
+    ours, theirs = this_tree.tensors(case, {}), base_tree.tensors(case, {})
+    errors = {
         n: relative(ours[n], theirs[n])
         for n in theirs
         if n in ours and not torch.equal(ours[n], theirs[n])
     }
-    extra, missing = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+    extra, only_in_base = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
     parts = []
-    if apart:
-        name = max(apart, key=lambda n: apart[n])
+    if errors:
+        name = max(errors, key=lambda n: errors[n])
         parts.append(
-            f"{len(apart)} of {len(theirs)} tensors differ, by up to {apart[name]:.1e} ({name})"
+            f"{len(errors)} of {len(theirs)} tensors differ, by up to {errors[name]:.1e} ({name})"
         )
     parts += [
         f"only {where}: {', '.join(names)}"
-        for where, names in (("here", extra), ("there", missing))
+        for where, names in (("here", extra), ("there", only_in_base))
         if names
     ]
     if parts and case.dtype == "float64":
-        oracle = here.tensors(dataclasses.replace(case, saves="none", offload="none"), None)
+        oracle = this_tree.tensors(dataclasses.replace(case, saves="none", offload="none"), None)
         parts.append(
             f"from the unpatched model: here {whole_error(ours, oracle)}, there "
             f"{whole_error(theirs, oracle)}"
         )
-    return "; ".join(parts), float("inf") if extra or missing else max(apart.values(), default=0.0)
+    return "; ".join(parts), float("inf") if extra or only_in_base else max(
+        errors.values(), default=0.0
+    )
 
 
-def difference(case: Case, here: Tree, there: Tree) -> Difference | None:
+def difference(case: Case, this_tree: Tree, base_tree: Tree) -> Difference | None:
     """None: it is the same in both trees.
 
     Raises:
         NothingComparedError: both trees raise the same error.
     """
-    replies = [tree.start(case, {}) for tree in (here, there)]
+    replies = [tree.start(case, {}) for tree in (this_tree, base_tree)]
     ours, theirs = (reply() for reply in replies)
     if ours["error"] and ours["error"] == theirs["error"]:
         raise NothingComparedError(ours["error"])
-    what, largest = "", 0.0
+    summary, largest = "", 0.0
     if ours["error"] != theirs["error"]:
-        what, largest = (
+        summary, largest = (
             f"here {ours['error'] or 'no error'}; there {theirs['error'] or 'no error'}",
             float("inf"),
         )
     elif ours["tensors"] != theirs["tensors"]:
-        what, largest = tensors_apart(case, here, there)
-    lines = () if what and largest == float("inf") else changed_lines(theirs["text"], ours["text"])
-    return Difference(what, largest, lines) if what or lines else None
+        summary, largest = tensors_apart(case, this_tree, base_tree)
+    lines = (
+        () if summary and largest == float("inf") else changed_lines(theirs["text"], ours["text"])
+    )
+    return Difference(summary, largest, lines) if summary or lines else None
 
 
 class NothingComparedError(Exception):
     """A case that says nothing: both trees raise the same error."""
 
 
-def changed_lines(before: str, after: str) -> tuple[str, ...]:
-    diff = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
+def changed_lines(old_text: str, new_text: str) -> tuple[str, ...]:
+    diff = difflib.unified_diff(old_text.splitlines(), new_text.splitlines(), n=0, lineterm="")
     return tuple(line for line in itertools.islice(diff, 2, None) if not line.startswith("@@"))
 
 
@@ -281,32 +287,39 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 def compare(arguments: argparse.Namespace, say: Callable[[str], object] = print) -> int:
     """The number of cases whose difference nothing in KNOWN explains."""
-    here, there = Tree(arguments.tree), Tree(arguments.against)
+    this_tree, base_tree = Tree(arguments.tree), Tree(arguments.against)
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for case in cases(arguments):
         counts["cases"] += 1
         try:
-            found = difference(case, here, there)
+            case_difference = difference(case, this_tree, base_tree)
         except NothingComparedError as error:
             counts["not known"] += 1
             say(f"NOTHING COMPARED: {case}: both trees: {error}")
             continue
-        if found is None:
+        if case_difference is None:
             continue
-        before = there.start(case, {})()["tensors"]  # it remembers
-        known = found.known(
-            case, lambda s, case=case, before=before: here.start(case, s)()["tensors"] == before
+        base_tensors = base_tree.start(case, {})()["tensors"]  # it remembers
+        case_reasons = case_difference.known_reasons(
+            case,
+            lambda s, case=case, base_tensors=base_tensors: (
+                this_tree.start(case, s)()["tensors"] == base_tensors
+            ),
         )
-        counts["known" if known else "not known"] += 1
-        reasons.update(known)
-        lines = () if known else found.lines
+        counts["known" if case_reasons else "not known"] += 1
+        reasons.update(case_reasons)
+        lines = () if case_reasons else case_difference.lines
         say(
             "\n".join(
-                [f"{'known' if known else 'DIFFERS'}: {case}: {found.what or 'describe'}", *lines]
+                [
+                    f"{'known' if case_reasons else 'DIFFERS'}: {case}: "
+                    f"{case_difference.summary or 'describe'}",
+                    *lines,
+                ]
             )
         )
-    for tree in (here, there):
+    for tree in (this_tree, base_tree):
         tree.process.communicate()
     for reason, number in reasons.items():
         say(f"known in {number} cases: {reason}")

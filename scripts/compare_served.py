@@ -52,8 +52,8 @@ class Case:
     dtype: str = "float64"
 
     def __str__(self) -> str:
-        kept = "offloaded" if self.offload == "cpu" else "kept"
-        return f"{self.family} {self.mode}, saves {self.saves}, {kept}, {self.dtype}"
+        storage = "offloaded" if self.offload == "cpu" else "kept"
+        return f"{self.family} {self.mode}, saves {self.saves}, {storage}, {self.dtype}"
 
 
 def use_tests_of_this_tree() -> None:
@@ -147,35 +147,37 @@ def tensors_of(
             )
             if settings is not None:
                 saves = () if case.saves == "none" else (case.saves,)
-                chosen: dict[str, Any] = {
+                config_settings: dict[str, Any] = {
                     "chunk_size": CHUNK,
                     "saves": saves,
                     "offload": case.offload,
                     **dict(settings),
                 }
-                streambp.patch(model, streambp.StreamConfig(**chosen))
+                streambp.patch(model, streambp.StreamConfig(**config_settings))
                 return steps(model, [(1.0, batch)]), str(streambp.describe(model))
-            apart = case.mode == "packed" and case.family in STATES
-            return steps(model, list(documents_apart(batch)) if apart else [(1.0, batch)]), ""
+            splits_documents = case.mode == "packed" and case.family in STATES
+            return steps(
+                model, list(documents_apart(batch)) if splits_documents else [(1.0, batch)]
+            ), ""
         finally:
             torch.set_default_dtype(torch.float32)
 
 
 def steps(model: nn.Module, parts: list[tuple[float, dict[str, Any]]]) -> dict[str, Tensor]:
     """Loss and gradients of the parts' weighted sum, by name, for each of two steps."""
-    found = {}
+    tensors = {}
     for step in ("first", "warm"):
         total = torch.zeros(())
         for share, batch in parts:
             loss = model(**batch, use_cache=False).loss
             (loss if share == 1.0 else loss * share).backward()
             total = loss.detach() if share == 1.0 else total + loss.detach() * share
-        found[f"{step} loss"] = total
-        found |= {
+        tensors[f"{step} loss"] = total
+        tensors |= {
             f"{step} {name}": p.grad for name, p in model.named_parameters() if p.grad is not None
         }
         model.zero_grad(set_to_none=True)
-    return found
+    return tensors
 
 
 def digest(tensor: Tensor) -> str:
@@ -189,12 +191,12 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     file that is named."""
     try:
         settings = request["settings"]
-        found, text = tensors_of(
+        tensors, text = tensors_of(
             Case(**request["case"]), None if settings is None else tuple(settings.items())
         )
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "tensors": {}, "text": ""}
-    bad = [name for name, tensor in found.items() if not tensor.isfinite().all()]
+    bad = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if bad:
         return {
             "error": f"not finite: {bad[0]} and {len(bad) - 1} others",
@@ -202,10 +204,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             "text": text,
         }
     if request["file"]:
-        torch.save(found, request["file"])
+        torch.save(tensors, request["file"])
     return {
         "error": "",
-        "tensors": {name: digest(tensor) for name, tensor in found.items()},
+        "tensors": {name: digest(tensor) for name, tensor in tensors.items()},
         "text": text,
     }
 

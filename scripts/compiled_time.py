@@ -94,15 +94,15 @@ def main() -> None:
                 model, streambp.StreamConfig(chunk_size=length // CHUNKS, saves=(), kernels=kernels)
             )
             step(model, tokens)
-        before = backend.runs
+        runs_before = backend.runs
         spent = [
             [step(model, tokens) for model in (eager, compiled)] for _ in range(arguments.repeats)
         ]
-        runs = (backend.runs - before) // arguments.repeats
-        own, other = (min(row[index] for row in spent) for index in (0, 1))
+        runs = (backend.runs - runs_before) // arguments.repeats
+        eager_seconds, compiled_seconds = (min(row[index] for row in spent) for index in (0, 1))
         print(
-            f"T={length:,}: eager {own:.2f} s, compiled {other:.2f} s, {other / own:.2f} x, "
-            f"{runs} runs a step",
+            f"T={length:,}: eager {eager_seconds:.2f} s, compiled {compiled_seconds:.2f} s, "
+            f"{compiled_seconds / eager_seconds:.2f} x, {runs} runs a step",
             flush=True,
         )
 

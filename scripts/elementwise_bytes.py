@@ -74,8 +74,11 @@ def parts(device: str) -> dict[str, Part]:
 def backward_of(out: Any, inputs: list[Tensor]) -> Callable[[], Any]:
     """Of what a part gave, a Tensor [...] or two."""
     outs = list(out) if isinstance(out, tuple) else [out]
-    ones, wanted = [torch.ones_like(x) for x in outs], [x for x in inputs if x.requires_grad]
-    return lambda: torch.autograd.grad(outs, wanted, ones)
+    upstream, trained_inputs = (
+        [torch.ones_like(x) for x in outs],
+        [x for x in inputs if x.requires_grad],
+    )
+    return lambda: torch.autograd.grad(outs, trained_inputs, upstream)
 
 
 def counted(run: Callable[..., Any], inputs: list[Tensor]) -> tuple[int, int]:
@@ -83,10 +86,10 @@ def counted(run: Callable[..., Any], inputs: list[Tensor]) -> tuple[int, int]:
     backward = backward_of(run(*inputs), inputs)
     with StepCount(None) as count:
         run(*inputs)
-    forward = count.work.moved
+    forward = count.work.traffic
     with StepCount(None) as count:
         backward()
-    return forward, count.work.moved
+    return forward, count.work.traffic
 
 
 def by_inductor(run: Any, inputs: list[Tensor]) -> tuple[int, int]:
@@ -112,14 +115,14 @@ class Touched:
         from triton.runtime.interpreter import InterpreterBuilder
 
         self.bytes = 0
-        for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
-            self._count(InterpreterBuilder, name, place)
+        for name, mask_position in (("create_masked_load", 1), ("create_masked_store", 2)):
+            self._count(InterpreterBuilder, name, mask_position)
 
-    def _count(self, builder: Any, name: str, place: int) -> None:
+    def _count(self, builder: Any, name: str, mask_position: int) -> None:
         real = getattr(builder, name)
 
         def counting(interpreter: Any, pointers: Any, *args: Any) -> Any:
-            mask = args[place - 1]
+            mask = args[mask_position - 1]
             self.bytes += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
             return real(interpreter, pointers, *args)
 
@@ -169,14 +172,14 @@ def print_bytes() -> None:
         from tests.ligers_kernels import teach_the_interpreter
 
         teach_the_interpreter()
-        found = {}
+        bytes_of_part = {}
         for name, (run, inputs) in by_liger(touched).items():
             touched.bytes = 0
             backward = backward_of(run(*inputs), inputs)
             forward, touched.bytes = touched.bytes, 0
             backward()
-            found[name] = forward, touched.bytes
-        table["liger"] = found
+            bytes_of_part[name] = forward, touched.bytes
+        table["liger"] = bytes_of_part
     except ImportError as error:
         print(f"without Liger's own kernels: {error}")
     for choice in CHOICES:
@@ -211,9 +214,9 @@ def print_seconds(lengths: list[int]) -> None:
                 choice = plan(config, length, kernels=kernels, cache=True, **options).choice  # type: ignore[arg-type]
                 text = "does not fit"
                 if choice is not None:
-                    found = choice.seconds
+                    seconds = choice.seconds
                     text = (
-                        f"{found.total:.2f} s, elementwise {found.elementwise:.2f} "
+                        f"{seconds.total:.2f} s, elementwise {seconds.elementwise:.2f} "
                         f"({choice.method}, {choice.chunk_size:,})"
                     )
                 print(f"{kernels:9}{device:6}{length:>8,}: {text}", flush=True)

@@ -28,13 +28,13 @@ def main() -> None:
     with pytest.MonkeyPatch.context() as patch:
         lift_float32_casts(patch)
         for program in PROGRAMS:
-            found, message = outcome(program)
-            print(f"{program.when}: {program.what}: {found} {message}", flush=True)
-            rows.append((program.when, program.what, found))
+            result, message = outcome(program)
+            print(f"{program.when}: {program.action}: {result} {message}", flush=True)
+            rows.append((program.when, program.action, result))
     order = list(dict.fromkeys(program.when for program in PROGRAMS))
     rows.sort(key=lambda row: order.index(row[0]))
-    before, _, after = split(TARGET.read_text("utf-8"))
-    TARGET.write_text(before + table(rows) + after, "utf-8")
+    head, _, tail = split(TARGET.read_text("utf-8"))
+    TARGET.write_text(head + table(rows) + tail, "utf-8")
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:
@@ -44,8 +44,8 @@ def table(rows: list[tuple[str, str, str]]) -> str:
 
 def split(text: str) -> tuple[str, str, str]:
     """The page up to the table, the table, and what follows."""
-    head, rest = text.split(START + "\n")
-    body, tail = rest.split(END, 1)
+    head, remainder = text.split(START + "\n")
+    body, tail = remainder.split(END, 1)
     return head + START + "\n", body, END + tail
 
 
@@ -53,7 +53,7 @@ def documented() -> dict[tuple[str, str], str]:
     """The outcome of each row of the page, by when and what."""
     _, body, _ = split(TARGET.read_text("utf-8"))
     cells = [re.split(r" \| ", line.strip("| ")) for line in body.strip().splitlines()[2:]]
-    return {(when, what): found for when, what, found in cells}
+    return {(when, action): result for when, action, result in cells}
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def main(target: Path = TARGET) -> None:
     with pytest.MonkeyPatch.context() as patch:
         lift_float32_casts(patch)
         rows = [row(name) for name in EXACT]
-        refused = [refusal(name) for name in sorted(set(zoo.NAMES) & REFUSED.keys())]
+        refusals = [refusal(name) for name in sorted(set(zoo.NAMES) & REFUSED.keys())]
     streaming = sum(streams for _, streams in rows)
     text = HEADER + "\n".join(line for line, _ in rows)
     text += (
@@ -91,7 +91,7 @@ def main(target: Path = TARGET) -> None:
         "Nothing is changed and the message names the reason; use gradient checkpointing for "
         "these.\n\n"
     )
-    text += "| family | reason |\n|---|---|\n" + "\n".join(refused) + "\n"
+    text += "| family | reason |\n|---|---|\n" + "\n".join(refusals) + "\n"
     target.write_text(text)
     print(text)
 

@@ -64,11 +64,11 @@ def main() -> None:
     print(f"patch: {time.perf_counter() - start:.2f} s", flush=True)
     profile = cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):  # a profile sees its own thread
-        used = time.process_time()
+        cpu_seconds = time.process_time()
         profile.enable()
         first = seconds_of(model, ids)
         profile.disable()
-        used = time.process_time() - used
+        cpu_seconds = time.process_time() - cpu_seconds
     print(
         "patched:",
         f"{first:.2f}",
@@ -77,7 +77,7 @@ def main() -> None:
         streambp.last_step(model),
     )
     calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
-    print(f"first step, profiled: {used:.2f} s of processor time, {calls:,} calls")
+    print(f"first step, profiled: {cpu_seconds:.2f} s of processor time, {calls:,} calls")
     for order in ("cumulative", "tottime"):
         pstats.Stats(profile).strip_dirs().sort_stats(order).print_stats(args.lines)
 

@@ -43,8 +43,8 @@ def run(case: str) -> None:
         step()
     gc.collect()
     gc.disable()
-    now = time.monotonic()
-    time.monotonic = lambda: now
+    fixed_time = time.monotonic()
+    time.monotonic = lambda: fixed_time
     step()  # which may still look
     counting = ["callgrind_control", "-i", "on", str(os.getpid())]
     subprocess.run(counting, check=True, capture_output=True)
@@ -65,11 +65,11 @@ def counted(tree: Path, case: str) -> int:
     command += [sys.executable, "-W", "ignore", str(HERE / "host_instructions.py"), "--run", case]
     paths = os.pathsep.join((str(tree), str(HERE)))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"}
-    said = subprocess.run(
+    output = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True
     ).stderr
-    found = re.findall(r"Collected : (\d+)", said)
-    return int(found[-1]) // STEPS
+    counts = re.findall(r"Collected : (\d+)", output)
+    return int(counts[-1]) // STEPS
 
 
 def main() -> None:
@@ -81,17 +81,21 @@ def main() -> None:
         "--cases", nargs="+", default=["plain", "uncompared plain", "lora"], metavar="CASE"
     )
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.run:
-        run(given.run)
+    arguments = parser.parse_args()
+    if arguments.run:
+        run(arguments.run)
         return
-    for case in given.cases:
-        here = counted(HERE.parent, case)
-        against = f"   against {counted(given.against.resolve(), case):,}" if given.against else ""
-        ratio = (
-            f"   ratio {here / int(against.split()[-1].replace(',', '')):.3f}" if against else ""
+    for case in arguments.cases:
+        count = counted(HERE.parent, case)
+        against = (
+            f"   against {counted(arguments.against.resolve(), case):,}"
+            if arguments.against
+            else ""
         )
-        print(f"{case:<24} {here:,} a step{against}{ratio}", flush=True)
+        ratio = (
+            f"   ratio {count / int(against.split()[-1].replace(',', '')):.3f}" if against else ""
+        )
+        print(f"{case:<24} {count:,} a step{against}{ratio}", flush=True)
 
 
 if __name__ == "__main__":

@@ -117,11 +117,11 @@ def stepper(
 
 def serve(arguments: argparse.Namespace) -> None:
     """Run a few steps of a case for each line that comes in, and print the shortest."""
-    made = functools.partial(
+    step_of = functools.partial(
         stepper, layers=arguments.layers, length=arguments.length, width=arguments.width
     )
     models: dict[str, torch.nn.Module] = {}
-    steps = {case: made(case, models=models) for case in WARM if case in arguments.cases}
+    steps = {case: step_of(case, models=models) for case in WARM if case in arguments.cases}
     for step in steps.values():
         step()
         step()
@@ -131,7 +131,7 @@ def serve(arguments: argparse.Namespace) -> None:
         if case in steps:
             print(min(steps[case]() for _ in range(arguments.steps)), flush=True)
         else:
-            print(made(case.removeprefix("first "), models={})(), flush=True)
+            print(step_of(case.removeprefix("first "), models={})(), flush=True)
 
 
 def served(tree: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
@@ -140,16 +140,16 @@ def served(tree: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
         f"--{name}={getattr(arguments, name)}" for name in ("layers", "length", "width", "steps")
     ]
     command += ["--cases", *arguments.cases]
-    found = subprocess.Popen(
+    process = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": str(tree)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert found.stdout is not None
-    found.stdout.readline()
-    return found
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
 
 
 def ask(process: subprocess.Popen[str], case: str) -> float:
@@ -162,25 +162,32 @@ def ask(process: subprocess.Popen[str], case: str) -> float:
 
 def rows(arguments: argparse.Namespace) -> Iterator[str]:
     trees = [HERE, *([arguments.against.resolve()] if arguments.against else [])]
-    found: dict[tuple[str, Path], list[float]] = {}  # for each process the shortest step
+    times_by_case: dict[tuple[str, Path], list[float]] = {}  # for each process the shortest step
     for _ in range(arguments.processes):
         processes = [served(tree, arguments) for tree in trees]
         for turn in range(arguments.rounds):
             for case in arguments.cases:
                 for tree, process in zip(trees, processes, strict=True):
-                    took, known = ask(process, case), found.setdefault((case, tree), [])
-                    known.append(took if turn == 0 else min(took, known.pop()))
+                    step_time, case_times = (
+                        ask(process, case),
+                        times_by_case.setdefault((case, tree), []),
+                    )
+                    case_times.append(step_time if turn == 0 else min(step_time, case_times.pop()))
         for process in processes:
             process.communicate()
     for case in arguments.cases:
-        here, *there = (found[case, tree] for tree in trees)
-        others = there or [found[case, HERE] for case in WARM[:1] if case in arguments.cases]
+        times, *times_against = (times_by_case[case, tree] for tree in trees)
+        references = times_against or [
+            times_by_case[case, HERE] for case in WARM[:1] if case in arguments.cases
+        ]
         peers = WITHOUT_SAVES.get(case, ""), UNCOMPARED + case  # of the same run
-        others += [found[peer, HERE] for peer in peers if peer in arguments.cases]
-        ratios = [statistics.median(map(operator.truediv, here, other)) for other in others]
-        told = zip(others, ratios, strict=True)
-        yield f"{case:<24} {min(here):8.1f} ms" + "".join(
-            f"   against {min(x):8.1f} ms   ratio {r:.3f}" for x, r in told
+        references += [times_by_case[peer, HERE] for peer in peers if peer in arguments.cases]
+        ratios = [
+            statistics.median(map(operator.truediv, times, reference)) for reference in references
+        ]
+        pairs = zip(references, ratios, strict=True)
+        yield f"{case:<24} {min(times):8.1f} ms" + "".join(
+            f"   against {min(x):8.1f} ms   ratio {r:.3f}" for x, r in pairs
         )
 
 

@@ -74,7 +74,7 @@ class Counts:
 
 def counts_of(source: str) -> Counts:
     """Of a file's source."""
-    found = Counts(files=1, lines=source.count("\n"), notes=len(NOTE.findall(source)))
+    counts = Counts(files=1, lines=source.count("\n"), notes=len(NOTE.findall(source)))
     code, commented, documented = set(), set(), set()
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -83,22 +83,22 @@ def counts_of(source: str) -> Counts:
                 set(lines_of(node.body[0])) if ast.get_docstring(node) is not None else set()
             )
         if isinstance(node, ast.ClassDef):
-            found.classes += 1
-            found.protocols += "Protocol" in {
+            counts.classes += 1
+            counts.protocols += "Protocol" in {
                 ast.unparse(base).partition("[")[0] for base in node.bases
             }
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.functions += 1
-            found.tiny += body_lines(node) <= TINY
-            found.longest = max(found.longest, len(lines_of(node)))
+            counts.functions += 1
+            counts.tiny += body_lines(node) <= TINY
+            counts.longest = max(counts.longest, len(lines_of(node)))
     layout = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             commented.add(token.start[0])
         elif token.type not in layout:
             code |= set(range(token.start[0], token.end[0] + 1))
-    found.code, found.commented = len(code - documented), len(commented)
-    return found
+    counts.code, counts.commented = len(code - documented), len(commented)
+    return counts
 
 
 def lines_of(node: ast.stmt) -> range:
@@ -132,22 +132,24 @@ def by_folder(commit: str | None) -> dict[str, Counts]:
     """Of each folder, of the files beside the folders ("."), and of all."""
     folders: dict[str, Counts] = {}
     for path, source in sources(commit):
-        found = counts_of(source)
+        counts = counts_of(source)
         for name in (path.partition("/")[0] if "/" in path else ".", "all"):
             folders[name] = folders.get(name, Counts())
-            folders[name] += found
+            folders[name] += counts
     return folders
 
 
-def table(before: dict[str, Counts], after: dict[str, Counts] | None) -> str:
+def table(old_counts: dict[str, Counts], new_counts: dict[str, Counts] | None) -> str:
     """A Markdown table; with two sets of counts, `before -> after` where they differ."""
     rows = [f"| folder | files | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
-    for name in [*sorted({*before, *(after or {})} - {"all"}), "all"]:
+    for name in [*sorted({*old_counts, *(new_counts or {})} - {"all"}), "all"]:
         cells = []
         for column in ("files", *COLUMNS):
-            one = getattr(before.get(name, Counts()), column)
-            other = getattr((after or before).get(name, Counts()), column)
-            cells.append(f"{one:,}" if one == other else f"{one:,} -> {other:,}")
+            old_value = getattr(old_counts.get(name, Counts()), column)
+            new_value = getattr((new_counts or old_counts).get(name, Counts()), column)
+            cells.append(
+                f"{old_value:,}" if old_value == new_value else f"{old_value:,} -> {new_value:,}"
+            )
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -194,9 +196,9 @@ def main() -> None:
     first = by_folder(options.commit)
     second = by_folder(None) if options.commit and options.and_now else None
     print(table(first, second))
-    for name, found in ((options.commit or "the tree", first), ("the tree", second)):
-        if found is not None:
-            print(f"\n{name}: {densities(found['all'])}")
+    for name, counts in ((options.commit or "the tree", first), ("the tree", second)):
+        if counts is not None:
+            print(f"\n{name}: {densities(counts['all'])}")
 
 
 if __name__ == "__main__":

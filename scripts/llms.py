@@ -77,8 +77,8 @@ def index() -> str:
         lines += ["", f"## {section}", ""]
         for title, file in pages(inner):
             sentence = first_sentence((ROOT / "docs" / file).read_text("utf-8"))
-            told = f": {sentence}" if sentence else ""
-            lines.append(f"- [{title}]({file.removesuffix('.md')}/){told}")
+            suffix = f": {sentence}" if sentence else ""
+            lines.append(f"- [{title}]({file.removesuffix('.md')}/){suffix}")
     return "\n".join([*lines, ""])
 
 

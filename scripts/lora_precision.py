@@ -71,9 +71,9 @@ def model_of(set_up: SetUp, seed: int) -> nn.Module:
     return model
 
 
-def error(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+def error(gradients: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     """Return the norm of the difference of two whole gradients."""
-    parts = [(found[name].double() - value.double()).norm() for name, value in true.items()]
+    parts = [(gradients[name].double() - value.double()).norm() for name, value in true.items()]
     return float(torch.stack(parts).norm())
 
 
@@ -83,33 +83,33 @@ def other_order(x: Tensor, weight: Tensor, left: Tensor, b: adapted.Factor) -> T
     left = left.flatten(0, -2).float()
     bias = left[:, columns:] @ b.stack[columns:].float()
     base = (x.flatten(0, -2).float() @ weight.float().mT + bias).to(x.dtype)
-    found = base.float() + left[:, :columns] @ b.stack[:columns].float()
-    return found.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    result = base.float() + left[:, :columns] @ b.stack[:columns].float()
+    return result.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 def rounded_once(x: Tensor, weight: Tensor, left: Tensor, b: adapted.Factor) -> Tensor:
     """Compute y as `adapted._product`, with no rounding before the sum is whole."""
-    found = left.flatten(0, -2).float() @ b.stack.float()
-    found = found.addmm_(x.flatten(0, -2).float(), weight.float().mT)
-    return found.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    result = left.flatten(0, -2).float() @ b.stack.float()
+    result = result.addmm_(x.flatten(0, -2).float(), weight.float().mT)
+    return result.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
-def one_part(own: torch.dtype, dtype: torch.dtype) -> int:
+def one_part(part_dtype: torch.dtype, dtype: torch.dtype) -> int:
     """Return the parts of a factor that is rounded to the product's dtype."""
     return 2 if dtype in adapted.HALF else 1
 
 
 def variants(why: bool) -> dict[str, tuple[str, Any]]:
     """Return `kernels` and a replacement in `adapted`, by the name of what is measured."""
-    found: dict[str, tuple[str, Any]] = {"one operation": ("auto", None)}
+    setups: dict[str, tuple[str, Any]] = {"one operation": ("auto", None)}
     if why:
-        found |= {
+        setups |= {
             "streamed, peft's code": ("own", None),
             "adapters added to the base's output": ("auto", ("_product", other_order)),
             "rounded once": ("auto", ("_product", rounded_once)),
             "adapters rounded to bfloat16": ("auto", ("_parts", one_part)),
         }
-    return found
+    return setups
 
 
 def errors(set_up: SetUp, seed: int, why: bool) -> list[float]:
@@ -132,19 +132,25 @@ def errors(set_up: SetUp, seed: int, why: bool) -> list[float]:
             )
             ours = streambp.patch(copy.deepcopy(stock), config)
             if change is None:
-                found = gradients(ours, **batch)[1]
+                gradient = gradients(ours, **batch)[1]
             else:
                 with mock.patch.object(adapted, *change):
-                    found = gradients(ours, **batch)[1]
-            found_errors.append(error(found, true))
+                    gradient = gradients(ours, **batch)[1]
+            found_errors.append(error(gradient, true))
     return found_errors
 
 
 def ratio(ours: list[float], stock: list[float]) -> str:
     """Return the ratio of the means with its standard error."""
-    found, below = statistics.fmean(ours) / statistics.fmean(stock), statistics.fmean(stock)
-    off = [(one - found * other) / below for one, other in zip(ours, stock, strict=True)]
-    return f"{found:.3f} ± {statistics.stdev(off) / len(off) ** 0.5:.3f}"
+    mean_ratio, stock_mean = (
+        statistics.fmean(ours) / statistics.fmean(stock),
+        statistics.fmean(stock),
+    )
+    off = [
+        (our_error - mean_ratio * stock_error) / stock_mean
+        for our_error, stock_error in zip(ours, stock, strict=True)
+    ]
+    return f"{mean_ratio:.3f} ± {statistics.stdev(off) / len(off) ** 0.5:.3f}"
 
 
 def measured(set_up: SetUp, seeds: int, why: bool) -> list[str]:
@@ -169,7 +175,7 @@ def print_why(seeds: int) -> None:
     """Print each variant with Qwen2's biases, by the deviations of B and of the biases."""
     columns = [(0.02, 1.0), (0.2, 1.0)]
     print("B's deviation, biases' deviation:", *columns)
-    rows = [measured(SetUp("qwen2", True, False, *one), seeds, True) for one in columns]
+    rows = [measured(SetUp("qwen2", True, False, *column), seeds, True) for column in columns]
     for name, *cells in zip(variants(True), *rows, strict=True):
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 

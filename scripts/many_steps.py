@@ -111,33 +111,33 @@ def run(mode: str, steps: int) -> list[Point]:
     model = streambp.patch(small_llama(), MODES[mode])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     random = torch.Generator().manual_seed(1)
-    same, found = batch(mode, 41, 2), []
+    fixed_batch, points = batch(mode, 41, 2), []
     for step in range(1, steps + 1):
         length, rows = (
             int(torch.randint(low, high, (), generator=random)) for low, high in ((2, 120), (1, 4))
         )
         trained(model, optimizer, mode, batch(mode, length, rows))
         if step % max(1, steps // POINTS) == 0:
-            trained(model, optimizer, mode, same)
-            calls = counted(lambda: trained(model, optimizer, mode, same))
+            trained(model, optimizer, mode, fixed_batch)
+            calls = counted(lambda: trained(model, optimizer, mode, fixed_batch))
             gc.collect()
-            found.append(Point(step, calls, len(gc.get_objects()), resident()))
-    return found
+            points.append(Point(step, calls, len(gc.get_objects()), resident()))
+    return points
 
 
 def slope(points: list[Point], name: str) -> float:
     """Of a field, for a step, by least squares over the second half of the points; NaN where nobody
     tells it."""
-    half = points[len(points) // 2 :]
-    values = [getattr(point, name) for point in half]
+    second_half = points[len(points) // 2 :]
+    values = [getattr(point, name) for point in second_half]
     if None in values:
         return float("nan")
-    x = torch.tensor([point.step for point in half], dtype=torch.float64)
+    x = torch.tensor([point.step for point in second_half], dtype=torch.float64)
     y = torch.tensor(values, dtype=torch.float64)
     return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
 
 
-def told(mode: str, points: list[Point]) -> str:
+def summary_line(mode: str, points: list[Point]) -> str:
     first, last = points[0], points[-1]
     slopes = ", ".join(
         f"{name} {slope(points, name):+.3f}" + (" bytes" if name == "resident" else "")
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()
     for mode in args.modes or MODES:
-        print(told(mode, run(mode, args.steps)), flush=True)
+        print(summary_line(mode, run(mode, args.steps)), flush=True)
 
 
 if __name__ == "__main__":

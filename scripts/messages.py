@@ -64,12 +64,12 @@ class Message(NamedTuple):
     """Text of one error.
 
     Attributes:
-        place: file and line.
+        location: file and line.
         error: name of the error class.
         text: the text, values as `_`.
     """
 
-    place: str
+    location: str
     error: str
     text: str
 
@@ -83,9 +83,9 @@ def error_classes(package: Path) -> set[str]:
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.ClassDef)
     ]
-    before = 0
-    while before < len(names):
-        before = len(names)
+    previous_count = 0
+    while previous_count < len(names):
+        previous_count = len(names)
         for node in classes:
             if any(ast.unparse(base) in names for base in node.bases):
                 names.add(node.name)
@@ -123,9 +123,9 @@ def messages(package: Path) -> Iterator[Message]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in names:
                 text = " ".join(text_of(part, constants) for part in node.args)
-                place = f"{path.relative_to(package)}:{node.lineno}"
+                location = f"{path.relative_to(package)}:{node.lineno}"
                 if len(re.findall(r"[a-z]{2,}", text)) > 3:
-                    yield Message(place, ast.unparse(node.func), text)
+                    yield Message(location, ast.unparse(node.func), text)
 
 
 def rules_broken(text: str) -> list[str]:
@@ -163,7 +163,7 @@ def main() -> int:
         rules = rules_broken(message.text)
         flagged += bool(rules)
         if rules or options.all:
-            print(f"{message.place} {message.error} [{', '.join(rules)}] {message.text}")
+            print(f"{message.location} {message.error} [{', '.join(rules)}] {message.text}")
     print(f"{flagged} of {len(rows)} messages break a rule: {100 * flagged / len(rows):.1f} %")
     return 0
 

@@ -118,68 +118,70 @@ class Chosen:
     """
 
     def __init__(self) -> None:
-        self.made: dict[
+        self.choices: dict[
             tuple[int, ...], list[tuple[Tensor, Tensor]]
         ] = {}  # by the sizes of a token's scores
         self.counts = self.recording = True
         self.otherwise, self.off = 0, 0.0
 
-    def topk(self, own: Callable[..., Any], given: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def topk(
+        self, original: Callable[..., Any], router_scores: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         """In place of torch's: its result, or one with the indices of the first forward."""
-        result = own(given, *args, **kwargs)
-        by_token = given.detach().float().nan_to_num(neginf=0.0)  # groups that are masked
+        result = original(router_scores, *args, **kwargs)
+        by_token = router_scores.detach().float().nan_to_num(neginf=0.0)  # groups that are masked
         by_token = by_token[0] if by_token.dim() == 3 and by_token.shape[0] == 1 else by_token
         scores = by_token.flatten(1)  # [N, ...]
         picks = result.indices.reshape(scores.shape[0], -1)  # [N, ...]
-        made = self.made.setdefault((*by_token.shape[1:], picks.shape[1]), [])
+        choices = self.choices.setdefault((*by_token.shape[1:], picks.shape[1]), [])
         if self.recording:
-            made.append((scores, picks))
+            choices.append((scores, picks))
             return result
-        first, chosen = (torch.cat(parts) for parts in zip(*made, strict=True))
+        first, first_picks = (torch.cat(parts) for parts in zip(*choices, strict=True))
         nearest = torch.cdist(scores, first).min(-1)  # [N]
-        handed = chosen[nearest.indices]
+        handed = first_picks[nearest.indices]
         if self.counts:
             self.otherwise += int((handed.sort(-1).values != picks.sort(-1).values).any(-1).sum())
             self.off += float(nearest.values.square().sum() / first.var(0).sum())
         handed = handed.reshape(result.indices.shape)
-        return type(result)((given.gather(-1, handed), handed))
+        return type(result)((router_scores.gather(-1, handed), handed))
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """Within, it takes the place of torch's: a mode would not be there in backward."""
         self.otherwise, self.off = 0, 0.0
-        own = torch.topk
+        original = torch.topk
         with (
-            mock.patch.object(torch, "topk", functools.partial(self.topk, own)),
-            mock.patch.object(torch.Tensor, "topk", lambda *a, **k: self.topk(own, *a, **k)),
+            mock.patch.object(torch, "topk", functools.partial(self.topk, original)),
+            mock.patch.object(torch.Tensor, "topk", lambda *a, **k: self.topk(original, *a, **k)),
         ):
             yield
         self.recording = False
 
 
 def step(
-    model: nn.Module, ids: Tensor, autocast: bool = False, chosen: Chosen | None = None
+    model: nn.Module, ids: Tensor, autocast: bool = False, choices: Chosen | None = None
 ) -> list[Tensor]:
     """The gradients of one step, parameter by parameter, in float32."""
     model.zero_grad(set_to_none=True)
-    with contextlib.nullcontext() if chosen is None else chosen():
+    with contextlib.nullcontext() if choices is None else choices():
         with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        if chosen is not None:
-            chosen.counts = False  # of the recomputation
+        if choices is not None:
+            choices.counts = False  # of the recomputation
         loss.backward()
-        if chosen is not None:
-            chosen.counts = True
-    found = [torch.zeros(()) if p.grad is None else p.grad.float() for p in model.parameters()]
+        if choices is not None:
+            choices.counts = True
+    gradients = [torch.zeros(()) if p.grad is None else p.grad.float() for p in model.parameters()]
     model.zero_grad(set_to_none=True)
-    return found
+    return gradients
 
 
-def error(found: list[Tensor], truth: list[Tensor]) -> float:
+def error(gradients: list[Tensor], truth: list[Tensor]) -> float:
     """Relative L2 error of the whole gradient."""
     off, size = (
         sum(float(x.double().square().sum()) for x in part)
-        for part in (map(torch.sub, found, truth), truth)
+        for part in (map(torch.sub, gradients, truth), truth)
     )
     return float((off / size) ** 0.5)
 
@@ -197,11 +199,11 @@ def measure(
         plain = build(family, seed)
         ids = torch.randint(3, VOCABULARY, (1, LENGTH))
         plain.set_attn_implementation("eager")  # type: ignore[operator]
-        chosen = Chosen()
-        truth = step(plain, ids, chosen=chosen)
-        models |= {"autocast": plain, "ids": ids, "truth": truth, "chosen": chosen}
+        choices = Chosen()
+        truth = step(plain, ids, choices=choices)
+        models |= {"autocast": plain, "ids": ids, "truth": truth, "chosen": choices}
         models["weights"] = copy.deepcopy(plain).bfloat16()
-    model, ids, truth, chosen = models[precision], models["ids"], models["truth"], models["chosen"]
+    model, ids, truth, choices = models[precision], models["ids"], models["truth"], models["chosen"]
     model.set_attn_implementation(attention)
     row: dict[str, Any] = {
         "family": family,
@@ -211,21 +213,21 @@ def measure(
     }
     autocast = precision == "autocast"
 
-    def compare(who: str) -> None:
-        row[f"{who}_free"] = error(step(model, ids, autocast), truth)
-        row[who] = error(step(model, ids, autocast, chosen), truth)
-        row[f"{who}_otherwise"], row[f"{who}_off"] = chosen.otherwise, chosen.off
+    def compare(side: str) -> None:
+        row[f"{side}_free"] = error(step(model, ids, autocast), truth)
+        row[side] = error(step(model, ids, autocast, choices), truth)
+        row[f"{side}_otherwise"], row[f"{side}_off"] = choices.otherwise, choices.off
 
     compare("unpatched")
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=()))
     try:
         compare("streamed")
-        whole = [
+        unchunked_reasons = [
             layer.reason for layer in streambp.describe(model).layers if layer.path != "streams"
         ]
-        row |= {"whole": whole}
-    except streambp.StreamBPError as refused:
-        row |= {"refused": f"{type(refused).__name__}: {refused}"}
+        row |= {"whole": unchunked_reasons}
+    except streambp.StreamBPError as refusal:
+        row |= {"refused": f"{type(refusal).__name__}: {refusal}"}
     finally:
         streambp.unpatch(model)
     return row
@@ -233,15 +235,17 @@ def measure(
 
 def ratio(rows: list[dict[str, Any]], name: str) -> str:
     """Of the means over rows, streamed to unpatched, and its standard error."""
-    ours, stock = ([float(row[name.format(who)]) for row in rows] for who in reversed(SIDES))
+    ours, stock = ([float(row[name.format(side)]) for row in rows] for side in reversed(SIDES))
     mean = statistics.mean(stock)
     if mean == 0:
         return "-"
-    found = statistics.mean(ours) / mean
-    apart = [our - found * other for our, other in zip(ours, stock, strict=True)]
+    mean_ratio = statistics.mean(ours) / mean
+    deviations = [
+        our - mean_ratio * stock_error for our, stock_error in zip(ours, stock, strict=True)
+    ]
     return (
-        f"{found:.3f} ± "
-        f"{statistics.stdev(apart) / len(rows) ** 0.5 / mean if len(rows) > 1 else 0.0:.3f}"
+        f"{mean_ratio:.3f} ± "
+        f"{statistics.stdev(deviations) / len(rows) ** 0.5 / mean if len(rows) > 1 else 0.0:.3f}"
     )
 
 
@@ -265,11 +269,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [*key, str(len(some)), str(len(some) - len(ran))]
         if ran:
             for row in ran:
-                row |= {f"{who}_rms": row[f"{who}_off"] ** 0.5 for who in SIDES}
+                row |= {f"{side}_rms": row[f"{side}_off"] ** 0.5 for side in SIDES}
             cells += [str(sum(bool(row["whole"]) for row in ran))]
-            cells += [f"{statistics.mean(row[who] for row in ran):.4f}" for who in SIDES]
+            cells += [f"{statistics.mean(row[side] for row in ran):.4f}" for side in SIDES]
             cells += [ratio(ran, "{}"), ratio(ran, "{}_rms")]
-            cells += [str(sum(row[f"{who}_otherwise"] for row in ran)) for who in SIDES]
+            cells += [str(sum(row[f"{side}_otherwise"] for row in ran)) for side in SIDES]
             cells += [ratio(ran, "{}_free")]
         lines += [f"| {' | '.join(cells)} |"] * bool(some)
     return "\n".join(lines)
@@ -293,25 +297,27 @@ def main() -> None:
         type=Path,
         help="a file of rows, one JSON a line; rows that it has are not measured again",
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rows = (
-        [json.loads(line) for line in given.out.read_text().splitlines()]
-        if given.out and given.out.exists()
+        [json.loads(line) for line in arguments.out.read_text().splitlines()]
+        if arguments.out and arguments.out.exists()
         else []
     )
-    done = {(row["family"], row["seed"], row["precision"], row["attention"]) for row in rows}
+    measured_cases = {
+        (row["family"], row["seed"], row["precision"], row["attention"]) for row in rows
+    }
     start = time.monotonic()
-    for seed in range(given.models):
-        for family in given.family or FAMILIES:
+    for seed in range(arguments.models):
+        for family in arguments.family or FAMILIES:
             models: dict[str, Any] = {}
             for precision in PRECISIONS:
                 for attention in attentions_of(family):
-                    if (family, seed, precision, attention) in done:
+                    if (family, seed, precision, attention) in measured_cases:
                         continue
                     rows.append(measure(family, seed, precision, attention, models))
                     print(f"{time.monotonic() - start:6.0f} s  {rows[-1]}", flush=True)
-                    if given.out:
-                        with given.out.open("a") as file:
+                    if arguments.out:
+                        with arguments.out.open("a") as file:
                             file.write(json.dumps(rows[-1]) + "\n")
     print(
         f"\ntorch {torch.__version__}, transformers {transformers.__version__}, "

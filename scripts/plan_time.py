@@ -56,13 +56,13 @@ def configs() -> dict[str, Callable[[], Any]]:
         "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024, "vocab_size": 262208,
         "query_pre_attn_scalar": 168,
     }  # fmt: skip
-    made = (
+    loaded_configs = (
         functools.partial(t.Qwen3Config, **QWEN3, **dense),
         functools.partial(t.Qwen3MoeConfig, **QWEN3, **sparse, **experts),
         functools.partial(t.Gemma3TextConfig, **gemma),
         t.Qwen3_5TextConfig,
     )
-    return dict(zip(MODELS, made, strict=True))
+    return dict(zip(MODELS, loaded_configs, strict=True))
 
 
 def count(name: str) -> dict[str, Any]:
@@ -73,13 +73,13 @@ def count(name: str) -> dict[str, Any]:
     from streambp.planner.profile import to_json
 
     config = configs()[name]()
-    kept = "cache" in inspect.signature(plan).parameters
+    has_cache = "cache" in inspect.signature(plan).parameters
     spent = []
-    for _ in range(1 + kept):
+    for _ in range(1 + has_cache):
         begun = time.process_time()
-        found = plan(config, 65536, gpu_memory="141GiB", **({"cache": True} if kept else {}))
+        result = plan(config, 65536, gpu_memory="141GiB", **({"cache": True} if has_cache else {}))
         spent.append(time.process_time() - begun)
-    methods = to_json(found.profile)["methods"]
+    methods = to_json(result.profile)["methods"]
     numbers = {
         f"{method['name']}, {regime}, {number} {phase['name']}, {field}": value
         for method in methods
@@ -107,17 +107,17 @@ def _counted(tree: Path, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": folder}
         command = [sys.executable, "-W", "ignore", __file__, "--count", name]
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, text=True, check=True
         )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    counts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return counts
 
 
 def differing(ours: dict[str, float], theirs: dict[str, float]) -> list[str]:
     """The numbers that are not the same."""
-    found = [name for name in ours.keys() & theirs.keys() if abs(ours[name] - theirs[name]) > BYTES]
-    return sorted(found) + sorted(ours.keys() ^ theirs.keys())
+    names = [name for name in ours.keys() & theirs.keys() if abs(ours[name] - theirs[name]) > BYTES]
+    return sorted(names) + sorted(ours.keys() ^ theirs.keys())
 
 
 def main() -> int:
@@ -148,7 +148,7 @@ def main() -> int:
             share = theirs["spent"][0] / ours["spent"][0]
             line += f"; the other tree {theirs['spent'][0]:6.1f} s, {share:.2f} x; "
             line += f"{len(ours['numbers'])} memory numbers, {len(different) or 'none'} different"
-            line += "".join(f"\n    {one}" for one in different[:5])
+            line += "".join(f"\n    {name_of_difference}" for name_of_difference in different[:5])
         print(line, flush=True)
     return 1 if wrong else 0
 

@@ -104,7 +104,7 @@ def turn(model: torch.nn.Module, batch: dict[str, torch.Tensor], share: bool) ->
     return spent
 
 
-def look(batch: dict[str, torch.Tensor]) -> float:
+def search_time(batch: dict[str, torch.Tensor]) -> float:
     """Milliseconds of processor time that finding the tree takes, or that there is none; the
     minimum of some."""
     spent = []
@@ -148,19 +148,19 @@ class Added:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.prefixes, name)
 
-    def call(self, kwargs: Any, over: Any, *rest: Any) -> Any:
+    def call(self, kwargs: Any, over: Any, *call_args: Any) -> Any:
         inside = 0.0
 
-        def timed(*args: Any, **more: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             nonlocal inside
             start = time.process_time()
             try:
-                return over(*args, **more)
+                return over(*args, **kwargs)
             finally:
                 inside += time.process_time() - start
 
         start = time.process_time()
-        output = self.prefixes.call(kwargs, timed, *rest)
+        output = self.prefixes.call(kwargs, timed, *call_args)
         self.spent = time.process_time() - start - inside
         return output
 
@@ -170,10 +170,10 @@ def added(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float
     the least of six each."""
     streambp.patch(model, streambp.StreamConfig(rows="packed"))
     wrapper = next(
-        found
+        forward
         for part in model.modules()
-        for found in forwards(part)
-        if isinstance(found, BackboneForward)
+        for forward in forwards(part)
+        if isinstance(forward, BackboneForward)
     )
     step(model, batch)
     assert wrapper.prefixes is not None
@@ -181,16 +181,16 @@ def added(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float
     wrapper.prefixes = counted  # type: ignore[assignment]
     steps = [(step(model, batch), counted.spent) for _ in range(6)]
     streambp.unpatch(model)
-    return min(spent for _, spent in steps), min(whole for whole, _ in steps)
+    return min(spent for _, spent in steps), min(step_time for step_time, _ in steps)
 
 
 def ratio_of(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], turns: int
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], repeats: int
 ) -> tuple[float, float]:
     """Seconds of processor time as rows and as one packed row, each the least of its turns."""
-    pairs = [(turn(model, batch, False), turn(model, batch, True)) for _ in range(turns)]
-    plain, once = (min(times) for times in zip(*pairs, strict=True))
-    return plain, once
+    pairs = [(turn(model, batch, False), turn(model, batch, True)) for _ in range(repeats)]
+    plain, packed = (min(times) for times in zip(*pairs, strict=True))
+    return plain, packed
 
 
 def shared(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
@@ -198,16 +198,17 @@ def shared(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
     per_row = arguments.prompt + arguments.completion
     for shares in (True, False):
         batch = batch_of(arguments, shares)
-        plain, once = ratio_of(model, batch, arguments.turns)
+        plain, packed = ratio_of(model, batch, arguments.turns)
         tokens = arguments.prompt * shares + arguments.rows * (per_row - arguments.prompt * shares)
-        what = "prompt shared" if shares else "nothing shared"
-        times = f"rows {plain:.3f} s, tree {once:.3f} s, ratio {plain / once:.3f}"
+        label = "prompt shared" if shares else "nothing shared"
+        times = f"rows {plain:.3f} s, tree {packed:.3f} s, ratio {plain / packed:.3f}"
         counts = operators(model, batch, False), operators(model, batch, True)
-        more, fewer = (sum((counts[i] - counts[1 - i]).values()) for i in (1, 0))
-        calls = f"operators {sum(counts[0].values())}, {more} more and {fewer} fewer"
+        added_calls, fewer = (sum((counts[i] - counts[1 - i]).values()) for i in (1, 0))
+        calls = f"operators {sum(counts[0].values())}, {added_calls} more and {fewer} fewer"
         ratio = arguments.rows * per_row / tokens
         print(
-            f"{what}: {times}, ratio of tokens {ratio:.2f}, look {look(batch):.2f} ms, {calls}",
+            f"{label}: {times}, ratio of tokens {ratio:.2f}, "
+            f"look {search_time(batch):.2f} ms, {calls}",
             flush=True,
         )
 
@@ -216,12 +217,12 @@ def padded(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
     """Rows with padding on the right."""
     for name, shares in PADDED.items():
         batch = padded_batch(arguments.longest, shares)
-        plain, once = ratio_of(model, batch, arguments.turns)
+        plain, packed = ratio_of(model, batch, arguments.turns)
         share = float(batch["attention_mask"].double().mean())
-        times = f"rows {plain:.3f} s, packed {once:.3f} s, packed / rows {once / plain:.3f}"
+        times = f"rows {plain:.3f} s, packed {packed:.3f} s, packed / rows {packed / plain:.3f}"
         print(
             f"{name} tokens: {times}, share of tokens {share:.3f}, ratio of both "
-            f"{once / plain / share:.3f}",
+            f"{packed / plain / share:.3f}",
             flush=True,
         )
 
@@ -242,11 +243,11 @@ def states(_: torch.nn.Module, arguments: argparse.Namespace) -> None:
     prefixes.A_CHUNK = 0
     for rows, longest in ((64, 16), (32, 64), (8, 256)):
         batch = padded_batch(longest, tuple((row + 1) / rows for row in range(rows)))
-        plain, once = ratio_of(model, batch, max(1, arguments.turns // 3))
+        plain, packed = ratio_of(model, batch, max(1, arguments.turns // 3))
         tokens = int(batch["attention_mask"].sum())
         of_a_token = plain / batch["input_ids"].numel()
-        chunk = (once - of_a_token * tokens) / (rows - 1)
-        times = f"rows {plain:.3f} s, packed {once:.3f} s"
+        chunk = (packed - of_a_token * tokens) / (rows - 1)
+        times = f"rows {plain:.3f} s, packed {packed:.3f} s"
         costs = (
             f"a chunk costs {1000 * chunk:.2f} ms beside its tokens, as {chunk / of_a_token:.0f} "
             "tokens do"
@@ -254,21 +255,21 @@ def states(_: torch.nn.Module, arguments: argparse.Namespace) -> None:
         print(f"layers with states, {rows} rows of up to {longest}: {times}; {costs}", flush=True)
 
 
-def nothing(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
+def nothing_shared(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
     """What the look costs where nothing is saved: rows without a mask, and with one of ones."""
     plain = batch_of(arguments, False)
     masks: dict[str, dict[str, torch.Tensor]] = {
         "no mask": {},
         "a mask of ones": {"attention_mask": torch.ones_like(plain["input_ids"])},
     }
-    for name, more in masks.items():
-        more_time, whole = added(model, {**plain, **more})
-        ratio = 1 + more_time / whole
-        step_of = f"sharing adds {1000 * more_time:.2f} ms to a step of {whole:.3f} s"
+    for name, mask in masks.items():
+        more_time, step_time = added(model, {**plain, **mask})
+        ratio = 1 + more_time / step_time
+        step_of = f"sharing adds {1000 * more_time:.2f} ms to a step of {step_time:.3f} s"
         print(f"nothing shared, {name}: {step_of}, ratio {ratio:.4f}", flush=True)
 
 
-PARTS = {"shared": shared, "padded": padded, "states": states, "nothing": nothing}
+PARTS = {"shared": shared, "padded": padded, "states": states, "nothing": nothing_shared}
 
 
 def main() -> None:

@@ -113,22 +113,22 @@ def blocks(path: Path) -> Iterator[tuple[int, str, bool]]:
         text = token.string.lstrip("#").strip()
         if token.type != tokenize.COMMENT or text.startswith(TOOLS):
             continue
-        alone = token.line.strip().startswith("#")
-        if lines and alone and token.start[0] == last + 1:
+        is_full_line = token.line.strip().startswith("#")
+        if lines and is_full_line and token.start[0] == last + 1:
             lines.append(text)
         else:
             if lines:
                 yield first, " ".join(lines), False
             lines = [text]
             first = token.start[0]
-        last = token.start[0] if alone else -2
+        last = token.start[0] if is_full_line else -2
     if lines:
         yield first, " ".join(lines), False
 
 
 def sentences(text: str, is_docstring: bool) -> list[tuple[str, bool]]:
     """Return the sentences of a text, and for each whether it stands in a section such as Args."""
-    found: list[tuple[str, bool]] = []
+    pairs: list[tuple[str, bool]] = []
     paragraph: list[str] = []
     inside = False
 
@@ -138,7 +138,7 @@ def sentences(text: str, is_docstring: bool) -> list[tuple[str, bool]]:
         for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`\"(\[])", joined):
             words = re.findall(r"[A-Za-z][A-Za-z'-]*", sentence)
             if len(words) >= 3 and sum(map(len, words)) * 2 > len(sentence):
-                found.append((sentence.strip(), inside))
+                pairs.append((sentence.strip(), inside))
 
     for line in text.splitlines() if is_docstring else [text]:
         indented = line.startswith("    ") and not inside
@@ -158,18 +158,18 @@ def sentences(text: str, is_docstring: bool) -> list[tuple[str, bool]]:
                 inside = False
             paragraph.append(line.strip())
     close()
-    return found
+    return pairs
 
 
 def broken(sentence: str, in_section: bool) -> list[str]:
     """Return the names of the rules that a sentence breaks."""
     count = len(re.findall(r"[\w'-]+", sentence))
     links = [match.start() for match in LINKS.finditer(sentence)]
-    near = any(len(sentence[a:b].split()) <= 4 for a, b in itertools.pairwise(links))
+    links_are_close = any(len(sentence[a:b].split()) <= 4 for a, b in itertools.pairwise(links))
     breaks = {
         "clause": bool(CLAUSE.match(sentence)),
         "fragment": bool(FRAGMENT.match(sentence)),
-        "stacked": (len(links) >= 3 and count <= 40) or near,
+        "stacked": (len(links) >= 3 and count <= 40) or links_are_close,
         "vague": len(VAGUE.findall(sentence)) >= 2,
         "long": count > MOST_WORDS,
         "list": sentence.count(";") > 1 or sentence.count(": ") > 2,
@@ -225,7 +225,7 @@ def counts_of(root: Path) -> tuple[dict[str, Row], list[tuple[int, str, str]]]:
     """Return the counts of each folder inside `root`, and every sentence: rules broken, its place,
     and its text."""
     rows: dict[str, Row] = {}
-    places: list[tuple[int, str, str]] = []
+    flagged_sentences: list[tuple[int, str, str]] = []
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root)
         folder = inside.parts[0] if len(inside.parts) > 1 else "."
@@ -238,8 +238,10 @@ def counts_of(root: Path) -> tuple[dict[str, Row], list[tuple[int, str, str]]]:
                 row["any rule"] += bool(rules)
                 row["two rules"] += len(rules) > 1
                 row.update(rules)
-                places.append((len(rules), f"{inside}:{line} [{', '.join(rules)}]", sentence))
-    return rows, places
+                flagged_sentences.append(
+                    (len(rules), f"{inside}:{line} [{', '.join(rules)}]", sentence)
+                )
+    return rows, flagged_sentences
 
 
 def rates_of(row: Row) -> dict[str, float]:
@@ -260,13 +262,13 @@ def rates_of(row: Row) -> dict[str, float]:
 def exceeded(rows: dict[str, Row], limits: dict[str, dict[str, float]]) -> list[str]:
     """Return a line for each rate of a folder that is above its limit; a new folder has the limits
     of the total."""
-    found = []
+    messages = []
     for folder, row in rows.items():
         bars = limits.get(folder, limits["all"])
         for name, rate in rates_of(row).items():
             if rate > bars[name]:
-                found.append(f"{folder}: {name} {rate}, limit {bars[name]}")
-    return found
+                messages.append(f"{folder}: {name} {rate}, limit {bars[name]}")
+    return messages
 
 
 def with_total(rows: dict[str, Row]) -> dict[str, Row]:
@@ -280,12 +282,12 @@ def with_total(rows: dict[str, Row]) -> dict[str, Row]:
 def lower(limits: dict[str, dict[str, float]], rows: dict[str, Row]) -> dict[str, dict[str, float]]:
     """Return the limits, each no higher than today's rate; a folder without limits gets today's
     rates."""
-    found = {}
+    new_limits = {}
     for folder, row in rows.items():
         today = rates_of(row)
-        before = limits.get(folder, today)
-        found[folder] = {name: min(rate, before[name]) for name, rate in today.items()}
-    return found
+        old_limits = limits.get(folder, today)
+        new_limits[folder] = {name: min(rate, old_limits[name]) for name, rate in today.items()}
+    return new_limits
 
 
 def main() -> int:
@@ -295,15 +297,17 @@ def main() -> int:
     parser.add_argument("--worst", type=int, default=0)
     parser.add_argument("--lower", action="store_true")
     options = parser.parse_args()
-    folders, places = counts_of(options.root)
+    folders, flagged_sentences = counts_of(options.root)
     rows = with_total(folders)
     if options.lower:
         limits = json.loads(LIMITS.read_text()) if LIMITS.exists() else {}
         LIMITS.write_text(json.dumps(lower(limits, rows), indent=1) + "\n")
         return 0
     if options.worst:
-        for number, place, sentence in sorted(places, key=lambda found: -found[0])[: options.worst]:
-            print(number, place, sentence[:200])
+        for number, location, sentence in sorted(
+            flagged_sentences, key=lambda flagged: -flagged[0]
+        )[: options.worst]:
+            print(number, location, sentence[:200])
         return 0
     names = list(rates_of(rows["all"]))
     print(f"{'folder':14}{'sentences':>10}" + "".join(f"{name:>15}" for name in names))

@@ -41,10 +41,10 @@ def arguments_of(docstring: str) -> dict[str, str]:
         r"^Args:\n(.*?)(?:^\S|\Z)", inspect.cleandoc(docstring), re.DOTALL | re.MULTILINE
     )
     assert part is not None, docstring
-    found = re.findall(
+    matches = re.findall(
         r"^    (\w[\w, ]*): (.*?)(?=^    \w[\w, ]*: |\Z)", part[1], re.DOTALL | re.MULTILINE
     )
-    return {name: " ".join(text.split()) for name, text in found}
+    return {name: " ".join(text.split()) for name, text in matches}
 
 
 def cell(text: str) -> str:
@@ -69,15 +69,19 @@ def table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def settings() -> str:
     from streambp.config import StreamConfig
 
-    told = arguments_of(StreamConfig.__doc__ or "")
+    descriptions = arguments_of(StreamConfig.__doc__ or "")
     rows = [
-        (f"`{field.name}`", f"`{shown(field.default)}`", cell(sentence(told[field.name])))
+        (
+            f"`{field.name}`",
+            f"`{value_text(field.default)}`",
+            cell(sentence(descriptions[field.name])),
+        )
         for field in dataclasses.fields(StreamConfig)
     ]
     return table(("field", "default", "meaning"), rows)
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     return repr(value).replace("'", '"')
 
 
@@ -90,16 +94,16 @@ def trainer_fields() -> str:
         *((kind.lower(), f"Stream{kind}Config") for kind in TRAINERS),
     ]:
         tree = ast.parse((folder / f"{module}.py").read_text("utf-8"))
-        found = next(
+        class_node = next(
             node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
         )
-        told = (
-            arguments_of(ast.get_docstring(found) or "")
-            if "Args:" in (ast.get_docstring(found) or "")
+        descriptions = (
+            arguments_of(ast.get_docstring(class_node) or "")
+            if "Args:" in (ast.get_docstring(class_node) or "")
             else {}
         )
         of = "all" if name == "StreamArguments" else f"`{name}`"
-        rows += [(code(fields), of, cell(sentence(text))) for fields, text in told.items()]
+        rows += [(code(fields), of, cell(sentence(text))) for fields, text in descriptions.items()]
     return table(("field", "of", "meaning"), rows)
 
 
@@ -111,14 +115,16 @@ def command_line() -> str:
 
     parts = []
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
-        told = re.sub(r"\s+", " ", command.help or "").strip()
-        parts.append(f"\n## streambp {name}\n\n{told}\n")
-        (made,) = (
-            found.callback for found in app.registered_commands if found.callback.__name__ == name
+        help_text = re.sub(r"\s+", " ", command.help or "").strip()
+        parts.append(f"\n## streambp {name}\n\n{help_text}\n")
+        (callback,) = (
+            command_info.callback
+            for command_info in app.registered_commands
+            if command_info.callback.__name__ == name
         )  # type: ignore[union-attr]
         files = {
             field
-            for field, hint in typing.get_type_hints(made).items()
+            for field, hint in typing.get_type_hints(callback).items()
             if Path in (hint, *typing.get_args(hint))
         }
         rows = [row for parameter in command.params if (row := option(parameter, files))]
@@ -131,27 +137,29 @@ def option(parameter: Any, files: set[str]) -> tuple[str, str, str] | None:
         return None
     if getattr(parameter, "rich_help_panel", None) == LAUNCH_FLAGS:
         return None
-    named = parameter.param_type_name == "option"
-    names = [*parameter.opts, *parameter.secondary_opts] if named else [parameter.name.upper()]
+    is_option = parameter.param_type_name == "option"
+    names = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.name.upper()]
     flag = bool(getattr(parameter, "is_flag", False))
     value = (
         ""
-        if flag or not named
+        if flag or not is_option
         else parameter.metavar or ("FILE" if parameter.name in files else "TEXT")
     )
     default = parameter.default
-    known = (
+    has_plain_default = (
         not flag
         and isinstance(default, str | int | float)
         and not isinstance(default, bool)
         and default != ""
     )
-    told = cell(getattr(parameter, "help", "") or "")
-    told += f" (default: {default})" if known and "default" not in told else ""
+    help_text = cell(getattr(parameter, "help", "") or "")
+    help_text += (
+        f" (default: {default})" if has_plain_default and "default" not in help_text else ""
+    )
     return (
         ", ".join(f"`{name}`" for name in names),
         f"`{cell(value)}`" if value else "",
-        sentence(told),
+        sentence(help_text),
     )
 
 
@@ -165,9 +173,9 @@ def errors() -> str:
     rows = []
     # Built on first access, so it may be among the names already.
     for name in dict.fromkeys([*names, "DeviceMemoryError"]):
-        found = getattr(module, name)
-        bases = ", ".join(f"`{base.__name__}`" for base in found.__bases__)
-        rows.append((f"`{name}`", bases, cell(" ".join((found.__doc__ or "").split()))))
+        error_class = getattr(module, name)
+        bases = ", ".join(f"`{base.__name__}`" for base in error_class.__bases__)
+        rows.append((f"`{name}`", bases, cell(" ".join((error_class.__doc__ or "").split()))))
     return table(("error", "is a", "meaning"), rows)
 
 
@@ -222,7 +230,7 @@ FACTS: MappingProxyType[str, Callable[[], str]] = MappingProxyType(
 
 def filled(text: str) -> str:
     """A page with what the code says now."""
-    return PLACE.sub(lambda place: place[1] + FACTS[place[2]]() + place[4], text)
+    return PLACE.sub(lambda match: match[1] + FACTS[match[2]]() + match[4], text)
 
 
 def main() -> int:

@@ -39,7 +39,7 @@ def kept_count(name: str, training: Any, folder: Path | None) -> tuple[Any, floa
         training: the training.
         folder: folder of counts; None: count anew.
     """
-    from streambp.planner.counted import Asked, code_in_use, counted, write
+    from streambp.planner.counted import CountRequest, code_in_use, counted, write
     from streambp.planner.estimate import UNPATCHED
     from streambp.planner.profile import from_json, to_json
     from streambp.planner.survey import STREAMED
@@ -56,23 +56,23 @@ def kept_count(name: str, training: Any, folder: Path | None) -> tuple[Any, floa
             stored = json.loads(file.read_text("utf-8"))
             return from_json(stored["profile"]), stored["seconds"]
     begun = time.process_time()
-    asked = Asked(config, lora=training.lora, bits=training.bits)
-    profile = counted(asked, (*UNPATCHED, *STREAMED))
+    request = CountRequest(config, lora=training.lora, bits=training.bits)
+    profile = counted(request, (*UNPATCHED, *STREAMED))
     spent = time.process_time() - begun
     if file is not None:
         write(file, {"seconds": spent, "profile": to_json(profile)})
     return profile, spent
 
 
-def cell(found: Any, wrong: str) -> dict[str, Any]:
+def cell(plan: Any, wrong: str) -> dict[str, Any]:
     """Return the columns of one plan: bytes, seconds and settings; empty if nothing fits.
 
     Args:
-        found: the plan.
+        plan: the plan.
         wrong: how the plan fails the check; empty if it passes.
     """
     row: dict[str, Any] = {"check": wrong or "passes"}
-    choice = found.choice
+    choice = plan.choice
     if choice is None:
         return {**row, "settings": "does not fit"}
     row["peak_gib"] = f"{choice.peak.total / 2**30:.1f}"
@@ -81,11 +81,11 @@ def cell(found: Any, wrong: str) -> dict[str, Any]:
     row["settings"] = f"{choice.method}, chunks of {choice.chunk_size}"
     if choice.on_host is not None:
         row["layers_on_host"] = choice.on_host.layers
-    if found.default_wins:
-        row["peak_gib"] = f"{found.by_default.peak / 2**30:.1f}"
+    if plan.default_wins:
+        row["peak_gib"] = f"{plan.by_default.peak / 2**30:.1f}"
         row["host_gib"] = "0.0"
-        row["step_s"] = f"{found.by_default.seconds:.3g}"
-        row["settings"] = f"default, chunks of {found.by_default.chunk_size}"
+        row["step_s"] = f"{plan.by_default.seconds:.3g}"
+        row["settings"] = f"default, chunks of {plan.by_default.chunk_size}"
         row["layers_on_host"] = ""
     return row
 
@@ -111,8 +111,8 @@ def checked(name: str, training: Any, profile: Any) -> list[dict[str, Any]]:
                 check_cell(name, memory, training, length, profile)
             except Exception as error:  # a traceback is what this table looks for
                 wrong = f"{type(error).__name__} {str(error).splitlines()[0][:200]}"
-            found = plan_profile(profile(training), length, memory, Setting())
-            rows.append({"card_gib": size, "tokens": length, **cell(found, wrong)})
+            plan = plan_profile(profile(training), length, memory, Setting())
+            rows.append({"card_gib": size, "tokens": length, **cell(plan, wrong)})
     return rows
 
 
@@ -138,8 +138,8 @@ def table(name: str, folder: Path | None, file: Path | None) -> bool:
         passed &= first <= MOST_SECONDS
         begun = time.process_time()
         cells = checked(name, training, lambda how: counts(how)[0])
-        rest = time.process_time() - begun
-        print(f"{name}, {training}: first count {first:.1f} s, nine plans {rest:.1f} s")
+        plan_seconds = time.process_time() - begun
+        print(f"{name}, {training}: first count {first:.1f} s, nine plans {plan_seconds:.1f} s")
         for row in cells:
             line = {"model": name, "training": str(training), "first_count_s": f"{first:.1f}"} | row
             rows.append(line)
@@ -154,15 +154,15 @@ def replace_rows(file: Path, name: str, rows: list[dict[str, Any]]) -> None:
     """Write a model's rows to a CSV file in the order of the models, in place of older ones."""
     from tests.planner.released import COLUMNS, RELEASED
 
-    before = []
+    old_rows = []
     if file.exists():
         with file.open(encoding="utf-8", newline="") as stream:
-            before = [row for row in csv.DictReader(stream) if row["model"] != name]
+            old_rows = [row for row in csv.DictReader(stream) if row["model"] != name]
     order = list(RELEASED)
     with file.open("w", encoding="utf-8", newline="") as stream:
-        written = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
-        written.writeheader()
-        written.writerows(sorted([*before, *rows], key=lambda row: order.index(row["model"])))
+        writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted([*old_rows, *rows], key=lambda row: order.index(row["model"])))
 
 
 def main() -> int:
@@ -181,13 +181,13 @@ def main() -> int:
         return 0 if table(arguments.one, arguments.counts, arguments.csv) else 1
     wrong = 0
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    given = []
+    options = []
     if arguments.counts is not None:
-        given += ["--counts", str(arguments.counts.resolve())]
+        options += ["--counts", str(arguments.counts.resolve())]
     if arguments.csv is not None:
-        given += ["--csv", str(arguments.csv.resolve())]
+        options += ["--csv", str(arguments.csv.resolve())]
     for name in arguments.models:
-        command = [sys.executable, "-W", "ignore", __file__, "--one", name, *given]
+        command = [sys.executable, "-W", "ignore", __file__, "--one", name, *options]
         wrong += subprocess.run(command, env=environment, check=False).returncode != 0
     return 1 if wrong else 0
 

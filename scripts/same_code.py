@@ -38,25 +38,25 @@ def bare_code(source: str) -> str:
 
 def directives(source: str) -> list[str]:
     """Return the comments that tools read, in order, each from its keyword on."""
-    found = []
+    comments = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         match = DIRECTIVE.search(token.string) if token.type == tokenize.COMMENT else None
         if match is not None:
-            found.append(match[0])
-    return found
+            comments.append(match[0])
+    return comments
 
 
-def difference(before: str, after: str) -> str | None:
+def difference(old_source: str, new_source: str) -> str | None:
     """Return the first difference of two sources beside docstrings and comments; None if there is
     none."""
-    trees = (bare_code(before).splitlines(), bare_code(after).splitlines())
+    trees = (bare_code(old_source).splitlines(), bare_code(new_source).splitlines())
     for old, new in zip(*trees, strict=False):
         if old != new:
             return f"{old.strip()} -> {new.strip()}"
     if len(trees[0]) != len(trees[1]):
         return f"{len(trees[0])} -> {len(trees[1])} nodes"
-    if directives(before) != directives(after):
-        return f"{directives(before)} -> {directives(after)}"
+    if directives(old_source) != directives(new_source):
+        return f"{directives(old_source)} -> {directives(new_source)}"
     return None
 
 
@@ -65,13 +65,13 @@ def sources_at(commit: str, paths: Sequence[str], root: Path = ROOT) -> dict[str
     repository."""
     command = ["git", "ls-tree", "-r", "-z", "--name-only", "--full-name", commit, "--", *paths]
     listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
-    found = {}
+    sources = {}
     for name in listed.split("\0"):
         if name.endswith(".py"):
-            shown = ["git", "show", f"{commit}:{name}"]
-            blob = subprocess.run(shown, cwd=root, check=True, capture_output=True).stdout
-            found[name] = blob.decode("utf-8")
-    return found
+            git_command = ["git", "show", f"{commit}:{name}"]
+            blob = subprocess.run(git_command, cwd=root, check=True, capture_output=True).stdout
+            sources[name] = blob.decode("utf-8")
+    return sources
 
 
 def sources_now(paths: Sequence[str], root: Path = ROOT) -> dict[str, str]:
@@ -83,17 +83,17 @@ def sources_now(paths: Sequence[str], root: Path = ROOT) -> dict[str, str]:
     return {name: (root / name).read_text("utf-8") for name in names if (root / name).exists()}
 
 
-def problems(before: dict[str, str], after: dict[str, str]) -> Iterator[str]:
+def problems(old_sources: dict[str, str], new_sources: dict[str, str]) -> Iterator[str]:
     """Generate a line for each file whose code differs."""
-    for name in sorted({*before, *after}):
-        if name not in after:
+    for name in sorted({*old_sources, *new_sources}):
+        if name not in new_sources:
             yield f"{name}: removed"
-        elif name not in before:
+        elif name not in old_sources:
             yield f"{name}: added"
         else:
-            found = difference(before[name], after[name])
-            if found is not None:
-                yield f"{name}: {found}"
+            change = difference(old_sources[name], new_sources[name])
+            if change is not None:
+                yield f"{name}: {change}"
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -107,15 +107,15 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         "paths", nargs="*", default=["streambp"], help="files or folders; default: streambp"
     )
     options = parser.parse_args(arguments)
-    before = sources_at(options.against, options.paths, root)
-    after = sources_now(options.paths, root)
-    if not before and not after:
+    old_sources = sources_at(options.against, options.paths, root)
+    new_sources = sources_now(options.paths, root)
+    if not old_sources and not new_sources:
         parser.error(f"no Python file below {' '.join(options.paths)}")
-    found = list(problems(before, after))
-    for problem in found:
+    messages = list(problems(old_sources, new_sources))
+    for problem in messages:
         print(problem)
-    print(f"{len(before)} files at {options.against}, {len(found)} with other code.")
-    return int(bool(found))
+    print(f"{len(old_sources)} files at {options.against}, {len(messages)} with other code.")
+    return int(bool(messages))
 
 
 if __name__ == "__main__":

@@ -23,16 +23,16 @@ PAGES = {
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
-def moved(text: str, repository: str | None) -> str:
+def move_links(text: str, repository: str | None) -> str:
     """A page of the root as a page of the site: links into docs/, to other such pages, else into
     the repository."""
 
-    def link(found: re.Match[str]) -> str:
-        mark, label, target, anchor = found[1], found[2], found[3], found[4] or ""
+    def link(match: re.Match[str]) -> str:
+        image_mark, label, target, anchor = match[1], match[2], match[3], match[4] or ""
         if target.startswith("docs/"):
-            return f"{mark}[{label}]({target.removeprefix('docs/')}{anchor})"
+            return f"{image_mark}[{label}]({target.removeprefix('docs/')}{anchor})"
         if target in PAGES:
-            return f"{mark}[{label}]({PAGES[target]}{anchor})"
+            return f"{image_mark}[{label}]({PAGES[target]}{anchor})"
         return (
             f"[{label}]({repository.rstrip('/')}/blob/main/{target}{anchor})"
             if repository
@@ -55,5 +55,5 @@ def on_files(files: Any, config: Any) -> Any:
     """Adds them."""
     for source, page in PAGES.items():
         text = (ROOT / source).read_text("utf-8")
-        files.append(File.generated(config, page, content=moved(text, config.repo_url)))
+        files.append(File.generated(config, page, content=move_links(text, config.repo_url)))
     return files

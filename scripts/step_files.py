@@ -144,7 +144,7 @@ def print_each(calls: Sequence[Call]) -> None:
     print()
     counts = collections.Counter(file for file, _ in calls)
     for file, count in counts.most_common():
-        functions = {name for other, name in calls if other == file}
+        functions = {name for file_of_call, name in calls if file_of_call == file}
         print(f"{count:6} calls of {len(functions):3} functions of {file}")
 
 

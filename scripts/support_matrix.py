@@ -40,16 +40,16 @@ and `tests/model/test_kernels_cover.py` (kernels, and LoRA on one device).
 
 def trainings_of_engine(engine: str) -> dict[str, set[str]]:
     """Return the trainings, "full" or "LoRA", of each family under an engine."""
-    found: dict[str, set[str]] = {}
+    trainings: dict[str, set[str]] = {}
     for family in test_engines.MODELS:
-        found[family] = {"full"}
+        trainings[family] = {"full"}
         if any(case.get("lora") for case in test_engines.ALONE[engine]):
-            found[family].add("LoRA")
+            trainings[family].add("LoRA")
     for family in test_engines.HYBRIDS:
-        found[family] = {"full"}
+        trainings[family] = {"full"}
         if family == test_engines.ADAPTED_HYBRID:
-            found[family].add("LoRA")
-    return found
+            trainings[family].add("LoRA")
+    return trainings
 
 
 def stages(family: str) -> str:
@@ -70,12 +70,12 @@ def split_families() -> set[str]:
 
 def kernels_of(family: str) -> dict[str, set[str]]:
     """Return the trainings of a family with each kind of kernels, of the covering design."""
-    found: dict[str, set[str]] = {}
+    kernels: dict[str, set[str]] = {}
     for row in test_kernels_cover.ROWS:
         kind = "Liger" if row[1] == "liger" else "compiled"
         if row[0] == family:
-            found.setdefault(kind, set()).add({"lora": "LoRA"}.get(row[4], row[4]))
-    return found
+            kernels.setdefault(kind, set()).add({"lora": "LoRA"}.get(row[4], row[4]))
+    return kernels
 
 
 def cell(trainings: Any) -> str:
@@ -89,16 +89,16 @@ def rows() -> dict[str, dict[str, str]]:
     context = set(test_context_parallel.FAMILIES)
     split = split_families()
     names = set(test_kernels_cover.FACTORS[0]) | context | split
-    for found in engines.values():
-        names |= set(found)
+    for families in engines.values():
+        names |= set(families)
     table = {}
     for family in sorted(names):
         kernels = kernels_of(family)
-        one = {"full"}.union(*kernels.values())
-        cells = {"one device": cell(one)}
-        for name, found in engines.items():
-            cells[name] = cell(found.get(family, ()))
-            if name == "ZeRO" and family in found:
+        trainings = {"full"}.union(*kernels.values())
+        cells = {"one device": cell(trainings)}
+        for name, families in engines.items():
+            cells[name] = cell(families.get(family, ()))
+            if name == "ZeRO" and family in families:
                 cells[name] += stages(family)
         cells["Ulysses"] = cell({"full"} if family in split else ())
         cells["context parallel"] = cell({"full"} if family in context else ())
@@ -116,9 +116,11 @@ def page() -> str:
     for family, cells in table.items():
         lines.append(f"| {family} | " + " | ".join(cells.values()) + " |")
     listed = set(re.findall(r"^\| (\w+) \|", FAMILIES.read_text("utf-8"), re.MULTILINE))
-    others = int(number_of_families()) - len(listed & set(table))
+    other_families = int(number_of_families()) - len(listed & set(table))
     cells_of_others = ["full", *[NOT_RUN] * (len(columns) - 1)]
-    lines.append(f"| [{others} others](families.md) | " + " | ".join(cells_of_others) + " |")
+    lines.append(
+        f"| [{other_families} others](families.md) | " + " | ".join(cells_of_others) + " |"
+    )
     return HEADER + "\n".join(lines) + "\n" + SOURCES
 
 

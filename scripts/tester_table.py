@@ -95,9 +95,9 @@ def main() -> None:
     parser.add_argument("families", nargs="*")
     parser.add_argument("--form", choices=FORMS, action="append")
     parser.add_argument("--rows", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    sys.path[0] = given.tree  # instead of this folder; `tests` is theirs from here on
+    sys.path[0] = arguments.tree  # instead of this folder; `tests` is theirs from here on
     import torch
 
     import streambp  # noqa: F401 - before the forks
@@ -105,13 +105,13 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in UNUSED:
         sys.modules[name] = Absent(name)
-    kept = Kept(given.rows)
+    row_cache = Kept(arguments.rows)
     rows: list[Row] = []
-    for path in sorted(Path(given.tree).glob("tests/models/*/test_modeling_*.py")):
-        if not given.families or path.parent.name in given.families:
-            rows += rows_of(path, given.form or list(FORMS), kept)
-    if not (given.families or given.form):
-        TARGET.write_text(page(rows, given.tree))
+    for path in sorted(Path(arguments.tree).glob("tests/models/*/test_modeling_*.py")):
+        if not arguments.families or path.parent.name in arguments.families:
+            rows += rows_of(path, arguments.form or list(FORMS), row_cache)
+    if not (arguments.families or arguments.form):
+        TARGET.write_text(page(rows, arguments.tree))
 
 
 class Kept:
@@ -145,13 +145,13 @@ class Kept:
                 file.write(json.dumps(module) + "\n")
 
 
-def rows_of(path: Path, forms: list[str], kept: Kept) -> list[Row]:
+def rows_of(path: Path, forms: list[str], row_cache: Kept) -> list[Row]:
     """Return rows of all model classes of a test module, in all forms. Print those that are new."""
-    found = kept.rows(path, forms)
-    if found is None:
-        found = run_module(path, forms)
-        kept.add(path, forms, found)
-    return found
+    rows = row_cache.rows(path, forms)
+    if rows is None:
+        rows = run_module(path, forms)
+        row_cache.add(path, forms, rows)
+    return rows
 
 
 def run_module(path: Path, forms: list[str]) -> list[Row]:
@@ -182,9 +182,9 @@ def import_with_stand_ins(name: str) -> types.ModuleType:
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            missing, absent = NAME.search(str(error)), MODULE.search(str(error))
-            if missing:
-                setattr(sys.modules[missing[2]], missing[1], stand_in(missing[1]))
+            missing_name, absent = NAME.search(str(error)), MODULE.search(str(error))
+            if missing_name:
+                setattr(sys.modules[missing_name[2]], missing_name[1], stand_in(missing_name[1]))
             elif absent and not absent[1].startswith("transformers.models"):
                 sys.modules[absent[1]] = Absent(absent[1])
             else:
@@ -227,7 +227,7 @@ def stand_in(name: str) -> type:
 
 def testers(module: types.ModuleType) -> Iterator[tuple[type, type]]:
     """The module's test classes that build models, each with the model classes that it builds."""
-    found: dict[str, tuple[type, type]] = {}
+    testers_by_name: dict[str, tuple[type, type]] = {}
     for test in vars(module).values():
         if not (
             inspect.isclass(test)
@@ -248,8 +248,8 @@ def testers(module: types.ModuleType) -> Iterator[tuple[type, type]]:
                 and not isinstance(model_class, StandIn)
                 and WANTED.search(model_class.__name__)
             ):
-                found.setdefault(model_class.__name__, (test, model_class))
-    yield from found.values()
+                testers_by_name.setdefault(model_class.__name__, (test, model_class))
+    yield from testers_by_name.values()
 
 
 def in_a_process(test: type, model_class: type, family: str, form: str = MAIN) -> Row:
@@ -279,15 +279,19 @@ def row(test: type, model_class: type, family: str, form: str = MAIN) -> Row:
     float32."""
     import torch
 
-    found = row_in(
+    result = row_in(
         torch.float64, test, model_class, Row(family, model_class.__name__, "", form=form)
     )
-    if found.outcome not in ("not built", "not run unpatched"):
-        return found
-    again = row_in(torch.float32, test, model_class, dataclasses.replace(found, outcome="", why=""))
-    if again.outcome in ("not built", "not run unpatched"):
-        return found
-    return dataclasses.replace(again, why="; ".join(filter(None, ("in float32", again.why))))
+    if result.outcome not in ("not built", "not run unpatched"):
+        return result
+    float32_result = row_in(
+        torch.float32, test, model_class, dataclasses.replace(result, outcome="", why="")
+    )
+    if float32_result.outcome in ("not built", "not run unpatched"):
+        return result
+    return dataclasses.replace(
+        float32_result, why="; ".join(filter(None, ("in float32", float32_result.why)))
+    )
 
 
 def row_in(dtype: Any, test: type, model_class: type, result: Row) -> Row:
@@ -322,7 +326,7 @@ def row_in(dtype: Any, test: type, model_class: type, result: Row) -> Row:
             return dataclasses.replace(result, outcome="not run unpatched", why=short(error))
         chunks = checks.count_chunks(patch)
         try:
-            found_loss, found = gradients(ours, batch)
+            found_loss, our_gradients = gradients(ours, batch)
         except streambp.StreamBPError as error:
             return dataclasses.replace(
                 result, outcome="refused in the first step", why=short(error)
@@ -333,7 +337,7 @@ def row_in(dtype: Any, test: type, model_class: type, result: Row) -> Row:
             result,
             described := streambp.describe(ours),
             (loss, expected),
-            (found_loss, found),
+            (found_loss, our_gradients),
             oracle.worst_error if dtype is torch.float64 else oracle.relative_l2,
         )
         exact = EXACT if dtype is torch.float64 else EXACT_IN_FLOAT32
@@ -342,9 +346,9 @@ def row_in(dtype: Any, test: type, model_class: type, result: Row) -> Row:
             result.why = f"two unpatched runs differ by {noise:.0e}; {result.why}"
             result.outcome = result.outcome if result.error <= 2 * noise else "INEXACT"
         # A step under the defaults, of one chunk, shows the batch without its padding.
-        nothing = side is None and checks.why_nothing(described, chunks, expected)
-        if nothing and result.outcome in ("streams", "runs whole"):
-            result.outcome, result.why = "shows nothing", nothing
+        nothing_reason = side is None and checks.why_nothing(described, chunks, expected)
+        if nothing_reason and result.outcome in ("streams", "runs whole"):
+            result.outcome, result.why = "shows nothing", nothing_reason
         return result
 
 
@@ -370,7 +374,7 @@ def pad(model: Any, batch: dict[str, Any], side: str) -> bool:
     return True
 
 
-def compared(result: Row, description: Any, expected: Any, found: Any, distance: Any) -> None:
+def compared(result: Row, description: Any, expected: Any, ours: Any, distance: Any) -> None:
     """Fill in what the patched model did, and how far its loss and gradients are off."""
     paths = [layer.path for layer in description.layers]
     result.layers = ", ".join(
@@ -381,12 +385,12 @@ def compared(result: Row, description: Any, expected: Any, found: Any, distance:
         (kind for kind in ("blockwise", "logits", "none") if kind in description.head),
         description.head,
     )
-    if found[1].keys() != expected[1].keys():
-        differing = sorted(found[1].keys() ^ expected[1].keys())
+    if ours[1].keys() != expected[1].keys():
+        differing = sorted(ours[1].keys() ^ expected[1].keys())
         result.outcome, result.why = "INEXACT", f"gradients of {differing[:3]} on one side only"
         return
-    loss_error = float(abs(found[0] - expected[0]) / abs(expected[0]).clamp(min=1e-30))
-    result.error = max(distance(found[1], expected[1]), loss_error)
+    loss_error = float(abs(ours[0] - expected[0]) / abs(expected[0]).clamp(min=1e-30))
+    result.error = max(distance(ours[1], expected[1]), loss_error)
     result.outcome = "streams" if "streams" in paths else "runs whole"
 
 
@@ -494,8 +498,8 @@ def gradients(model: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         parts = [part for part in fields if isinstance(part, torch.Tensor) and part.requires_grad]
         loss = sum(part.square().mean() for part in parts)
     loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
 
 
 def short(error: Exception) -> str:
@@ -568,7 +572,7 @@ def page(rows: list[Row], tree: str) -> str:
     import torch
     import transformers
 
-    every, rows = rows, [row for row in rows if row.form == MAIN]
+    all_rows, rows = rows, [row for row in rows if row.form == MAIN]
     encoders = [
         row
         for row in rows
@@ -579,8 +583,8 @@ def page(rows: list[Row], tree: str) -> str:
         for name in SECTIONS
     }
     counts = [
-        f"{len(found)} {SECTIONS[name][0].lower() + SECTIONS[name][1:]}"
-        for name, found in listed.items()
+        f"{len(section_rows)} {SECTIONS[name][0].lower() + SECTIONS[name][1:]}"
+        for name, section_rows in listed.items()
         if name != "not padded"
     ]
     version = re.search(r'version="([^"]+)"', (Path(tree) / "setup.py").read_text())
@@ -591,13 +595,15 @@ def page(rows: list[Row], tree: str) -> str:
         transformers=transformers.__version__,
         torch=torch.__version__.split("+")[0],
         counts="\n".join(f"- {count}" for count in [*counts, f"{len(encoders)} no decoders"]),
-        forms=counts_by_form(every),
+        forms=counts_by_form(all_rows),
     )
-    for name, found in listed.items():
+    for name, section_rows in listed.items():
         if name != "not padded":
-            text += f"\n## {SECTIONS[name]}\n\n" + (table(found, name) if found else "None.\n")
+            text += f"\n## {SECTIONS[name]}\n\n" + (
+                table(section_rows, name) if section_rows else "None.\n"
+            )
     text += "\n## Other forms\n\nClasses that are not exact in another form, where chunks are:\n\n"
-    text += others(every)
+    text += other_models(all_rows)
     text += (
         "\n## No decoders\n\nEncoders, encoder-decoders and models without transformers' decoder "
         "layers; refused when patched.\n\n"
@@ -605,14 +611,16 @@ def page(rows: list[Row], tree: str) -> str:
     return text + table(encoders, "refused")
 
 
-def others(rows: list[Row]) -> str:
+def other_models(rows: list[Row]) -> str:
     """A table of classes that were exact in chunks, and have another outcome in another form."""
     exact = ("streams", "runs whole", "shows nothing", "not padded")
-    known = {(row.family, row.model) for row in rows if row.form == MAIN and row.outcome in exact}
+    exact_models = {
+        (row.family, row.model) for row in rows if row.form == MAIN and row.outcome in exact
+    }
     lines = [
         f"| {row.form} | {row.model} | {row.outcome} | {cell(row.why)} |"
         for row in rows
-        if row.outcome not in exact and (row.family, row.model) in known
+        if row.outcome not in exact and (row.family, row.model) in exact_models
     ]
     if not lines:
         return "None.\n"

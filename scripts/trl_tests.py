@@ -67,13 +67,13 @@ def tokenizer() -> Any:
         pre_tokenizers.ByteLevel(add_prefix_space=False),
         decoders.ByteLevel(),
     )
-    found = PreTrainedTokenizerFast(
+    result = PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
-    found.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    result.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     template = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
-    found.chat_template = template.read_text() if template.exists() else None
-    return found
+    result.chat_template = template.read_text() if template.exists() else None
+    return result
 
 
 def stand_in(name: str, cache: Path) -> str | None:
@@ -114,16 +114,16 @@ def datasets_of(checkout: Path) -> dict[str, Any]:
     )
     assert spec is not None
     assert spec.loader is not None
-    module, found, real = importlib.util.module_from_spec(spec), {}, DatasetDict.push_to_hub
+    module, by_name, real = importlib.util.module_from_spec(spec), {}, DatasetDict.push_to_hub
     spec.loader.exec_module(module)
-    DatasetDict.push_to_hub = lambda self, *_, config_name, **__: found.setdefault(
+    DatasetDict.push_to_hub = lambda self, *_, config_name, **__: by_name.setdefault(
         config_name, self
     )
     try:
         module.main(0.1, True, "")
     finally:
         DatasetDict.push_to_hub = real
-    return found
+    return by_name
 
 
 def pytest_configure() -> None:
@@ -136,30 +136,30 @@ def pytest_configure() -> None:
     import trl
     from trl import import_utils
 
-    own = transformers.TrainingArguments.__post_init__
+    original_init = transformers.TrainingArguments.__post_init__
 
     def on_cpu(self: Any) -> None:
         self.use_cpu = True
-        own(self)
+        original_init(self)
 
     transformers.TrainingArguments.__post_init__ = on_cpu
 
-    asked = (Path(os.environ[CHECKOUT]) / "tests" / "testing_utils.py").read_text("utf-8")
-    for name, package in set(re.findall(r"\b(is_(\w+)_available)\b", asked)):
+    source = (Path(os.environ[CHECKOUT]) / "tests" / "testing_utils.py").read_text("utf-8")
+    for name, package in set(re.findall(r"\b(is_(\w+)_available)\b", source)):
         if not hasattr(import_utils, name):
-            there = importlib.util.find_spec(package) is not None
-            setattr(import_utils, name, lambda there=there: there)
+            is_installed = importlib.util.find_spec(package) is not None
+            setattr(import_utils, name, lambda is_installed=is_installed: is_installed)
     for file in (Path(os.environ[CHECKOUT]) / "tests").glob("test_*_trainer.py"):
-        for wanted in (
+        for import_node in (
             node
             for node in ast.parse(file.read_text("utf-8")).body
             if isinstance(node, ast.ImportFrom)
         ):
             # names that the installed release no longer has
-            if (wanted.module or "").startswith("trl.trainer."):
-                module = importlib.import_module(str(wanted.module))
+            if (import_node.module or "").startswith("trl.trainer."):
+                module = importlib.import_module(str(import_node.module))
                 for name in (
-                    alias.name for alias in wanted.names if not hasattr(module, alias.name)
+                    alias.name for alias in import_node.names if not hasattr(module, alias.name)
                 ):
                     setattr(
                         module,
@@ -168,12 +168,12 @@ def pytest_configure() -> None:
                             f"TRL {trl.__version__} has no {name}"
                         ),
                     )
-    real, made = datasets.load_dataset, datasets_of(Path(os.environ[CHECKOUT]))
+    real, hub_datasets = datasets.load_dataset, datasets_of(Path(os.environ[CHECKOUT]))
 
     def load(path: str, name: str | None = None, split: str | None = None, **kwargs: Any) -> Any:
-        if path != f"{HUB}/zen" or name not in made:
+        if path != f"{HUB}/zen" or name not in hub_datasets:
             return real(path, name, split=split, **kwargs)
-        return made[name] if split is None else made[name][split]
+        return hub_datasets[name] if split is None else hub_datasets[name][split]
 
     datasets.load_dataset = load
 
@@ -204,11 +204,11 @@ def run(
 ) -> dict[str, tuple[str, str, int]]:
     """Each test's outcome, if it did not pass what it said last, and how many calls of layers
     streamed."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     environment = {
         **os.environ,
         "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", CHECKOUT: str(tests.parent), PART: part, "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(here), str(here.parent), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), str(folder.parent), os.environ.get("PYTHONPATH")))),
     }  # fmt: skip
     plugins = ("-p", Path(__file__).stem, "-p", "no:cacheprovider")
     pytest = ("-m", "pytest", "-q", *plugins, "-o", "addopts=", f"--junitxml={report}")
@@ -222,28 +222,28 @@ def run(
     subprocess.run(
         command, cwd=tests.parent, env=environment, stdout=subprocess.DEVNULL, check=False
     )
-    found = {}
+    outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):
         bad = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-        said = "" if bad is None else f"{bad.get('message', '')} {bad.text or ''}"
+        message = "" if bad is None else f"{bad.get('message', '')} {bad.text or ''}"
         counts = (
-            int(each.get("value", 0))
-            for each in case.iter("property")
-            if each.get("name") == "streams"
+            int(property_node.get("value", 0))
+            for property_node in case.iter("property")
+            if property_node.get("name") == "streams"
         )
-        found[f"{case.get('classname')}::{case.get('name')}"] = (
+        outcomes[f"{case.get('classname')}::{case.get('name')}"] = (
             "passed" if bad is None else bad.tag,
-            said,
+            message,
             sum(counts),
         )
-    return found
+    return outcomes
 
 
-def reason(outcome: str, said: str) -> str:
+def reason(outcome: str, message: str) -> str:
     """Why the stock run could not do a test, in a few words."""
-    if NO_HUB.search(said):
+    if NO_HUB.search(message):
         return "asks the hub for what has no stand-in"
-    return f"{outcome}: {said.strip().splitlines()[0][:100] if said.strip() else ''}"
+    return f"{outcome}: {message.strip().splitlines()[0][:100] if message.strip() else ''}"
 
 
 def main() -> None:
@@ -272,31 +272,31 @@ def main() -> None:
         paths = [tests / name for name in args.files]
         arguments = [*map(str, paths), *(["-k", args.k] if args.k else [])]
         text = "".join(path.read_text("utf-8") for path in paths)
-        asked = set(re.findall(rf"{HUB}/(tiny-[\w.-]+)", text))
-        missing = {
+        models = set(re.findall(rf"{HUB}/(tiny-[\w.-]+)", text))
+        absent_names = {
             name: why
-            for name in sorted(asked)
+            for name in sorted(models)
             if (why := stand_in(name, scratch / "hub")) is not None
         }
         print(
-            f"stand-ins for {len(asked) - len(missing)} of {len(asked)} models; none for "
-            f"{', '.join(missing) or 'no other'}"
+            f"stand-ins for {len(models) - len(absent_names)} of {len(models)} models; none "
+            f"for {', '.join(absent_names) or 'no other'}"
         )
         stock, launched = (
             run(tests, scratch, arguments, args.part, how, scratch / f"{how}.xml")
             for how in (False, True)
         )
     passed, ours = (
-        {name for name, (how, *_) in found.items() if how == "passed"}
-        for found in (stock, launched)
+        {name for name, (how, *_) in outcomes.items() if how == "passed"}
+        for outcomes in (stock, launched)
     )
     streamed = sum(launched[name][2] > 0 for name in ours)
     print(
         f"stock: {len(stock)} tests, {len(passed)} passed; under streambp launch: {len(ours)} "
         f"passed, {streamed} of them with streamed layers"
     )
-    others = Counter(reason(*stock[name][:2]) for name in sorted(stock.keys() - passed))
-    for why, number in others.most_common():
+    reasons = Counter(reason(*stock[name][:2]) for name in sorted(stock.keys() - passed))
+    for why, number in reasons.most_common():
         print(f"  not runnable in stock: {number} x {why}")
     for title, names in (
         ("passed in stock alone", passed - ours),
@@ -304,8 +304,8 @@ def main() -> None:
     ):
         print(f"{title}: {len(names)}")
         for name in sorted(names):
-            said = (launched if name in passed else stock).get(name, ("", "did not run"))[1]
-            print(f"  {name}: {said.strip().splitlines()[0][:160] if said.strip() else ''}")
+            message = (launched if name in passed else stock).get(name, ("", "did not run"))[1]
+            print(f"  {name}: {message.strip().splitlines()[0][:160] if message.strip() else ''}")
     sys.exit(bool(passed - ours))
 
 

@@ -35,22 +35,33 @@ def run(family: str, dtype: torch.dtype, autocast: bool, steps: int) -> tuple[in
     from streambp.layer import witness
     from tests import zoo
 
-    seen, furthest = 0, 0.0
+    count, furthest = 0, 0.0
     real, at_once = witness._differ, witness.answered_at_once
 
     def differ(group: list[Any], kind: torch.dtype, tolerance: float) -> torch.Tensor:
-        nonlocal seen, furthest
-        seen += len(group)
-        for one in group:
-            then, now = one.then.double(), one.now.double()
-            same = torch.zeros_like(now) if one.unchanged is None else one.unchanged.double()
-            limit = tolerance * (now - same).norm() + torch.finfo(kind).eps * now.norm()
+        nonlocal count, furthest
+        count += len(group)
+        for comparison in group:
+            forward_value, recomputed = (
+                comparison.forward_value.double(),
+                comparison.backward_value.double(),
+            )
+            unchanged = (
+                torch.zeros_like(recomputed)
+                if comparison.unchanged is None
+                else comparison.unchanged.double()
+            )
+            limit = (
+                tolerance * (recomputed - unchanged).norm()
+                + torch.finfo(kind).eps * recomputed.norm()
+            )
             if bool(limit > 0):
-                furthest = max(furthest, float((then - now).norm() / limit))
+                furthest = max(furthest, float((forward_value - recomputed).norm() / limit))
         return real(group, kind, tolerance)
 
     witness._differ = differ
-    witness.answered_at_once = lambda then, now: False  # how far apart they are is to be seen
+    # how far apart they are is to be seen
+    witness.answered_at_once = lambda forward, recomputed: False
     alarms, random = 0, torch.Generator().manual_seed(1)
     try:
         for saves in SAVES:
@@ -78,7 +89,7 @@ def run(family: str, dtype: torch.dtype, autocast: bool, steps: int) -> tuple[in
                 optimizer.zero_grad(set_to_none=True)
     finally:
         witness._differ, witness.answered_at_once = real, at_once
-    return seen, alarms, furthest
+    return count, alarms, furthest
 
 
 def main() -> None:
@@ -89,13 +100,13 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=2000, help="of each case and dtype (default %(default)s)"
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    for case in given.cases or FAMILIES:
+    for case in arguments.cases or FAMILIES:
         for (name, dtype), autocast in itertools.product(DTYPES.items(), (False, True)):
-            seen, alarms, furthest = run(FAMILIES[case], dtype, autocast, given.steps)
+            count, alarms, furthest = run(FAMILIES[case], dtype, autocast, arguments.steps)
             print(
-                f"{case:15} {'autocast ' * autocast + name:17} {given.steps} steps: {seen} "
+                f"{case:15} {'autocast ' * autocast + name:17} {arguments.steps} steps: {count} "
                 f"compared, {alarms} alarms, {furthest:.3f} of the limit",
                 flush=True,
             )

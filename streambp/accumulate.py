@@ -88,16 +88,16 @@ class GradientSum:
         parts: number of chunks, each of which adds one gradient for each parameter.
 
     Attributes:
-        alone: True if there is one chunk. Each parameter then gets one gradient, which is returned
-            without a sum.
-        places: index of each parameter by id() of the detached alias that is differentiated in its
-            place.
+        is_single_chunk: True if there is one chunk. Each parameter then gets one gradient, which is
+            returned without a sum.
+        index_by_alias: index of each parameter by id() of the detached alias that is differentiated
+            in its place.
     """
 
     def __init__(self, count: int, parts: int) -> None:
         self._sums: list[Tensor | None] = [None] * count
-        self.alone = parts == 1
-        self.places: dict[int, int] = {}
+        self.is_single_chunk = parts == 1
+        self.index_by_alias: dict[int, int] = {}
         self._casts: dict[
             tuple[int, torch.dtype, bool], Tensor
         ] = {}  # by id, dtype and whether with a graph
@@ -106,15 +106,15 @@ class GradientSum:
         ] = {}  # by parameter, added products of the current chunk
         self._products_to_skip: dict[int, int] = {}  # added products that a retry still has to skip
 
-    def begin(self, again: bool = False) -> None:
+    def begin(self, is_retry: bool = False) -> None:
         """Start the differentiation of one chunk. [Note: once for each chunk]
 
         Args:
-            again: True if the chunk is differentiated a second time, after running out of memory.
-                The matrix products that the first attempt has added are then skipped.
+            is_retry: True if the chunk is differentiated a second time, after running out of
+                memory. The matrix products that the first attempt has added are then skipped.
         """
-        self._products_to_skip = dict(self._products_added) if again else {}
-        if not again:
+        self._products_to_skip = dict(self._products_added) if is_retry else {}
+        if not is_retry:
             self._products_added.clear()
 
     def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
@@ -126,8 +126,8 @@ class GradientSum:
         Args:
             weight: the detached alias that is differentiated in the parameter's place.
         """
-        index = self.places.get(id(weight))
-        if index is None or self.alone:
+        index = self.index_by_alias.get(id(weight))
+        if index is None or self.is_single_chunk:
             return None
 
         def add(left: Tensor, right: Tensor) -> None:
@@ -163,7 +163,7 @@ class GradientSum:
             if gradient is None:
                 continue
             total = self._sums[index]
-            if self.alone:
+            if self.is_single_chunk:
                 self._sums[index] = gradient
             elif total is None:
                 self._sums[index] = gradient.to(

@@ -17,18 +17,18 @@ import typer
 from typer.main import get_command
 
 from streambp.errors import ConfigError
-from streambp.fields import parse_bytes, parse_tokens, shown
+from streambp.fields import parse_bytes, parse_tokens, short_repr
 
 UsageError, ClickException = typer.BadParameter.__mro__[1:3]
 DIGITS = 18  # of a whole number
 
 
-def amount(known: Callable[[str, Any], int], longest: bool = False) -> Callable[[Any], Any]:
+def amount(parse_number: Callable[[str, Any], int], longest: bool = False) -> Callable[[Any], Any]:
     """Return a function that converts the text of a command-line value, such as 64k or 80GiB, to a
     number.
 
     Args:
-        known: function of (field name, text) that returns the number, or raises ConfigError.
+        parse_number: function of (field name, text) that returns the number, or raises ConfigError.
         longest: True if "max" is accepted too, and returned as it is.
     """
 
@@ -36,7 +36,7 @@ def amount(known: Callable[[str, Any], int], longest: bool = False) -> Callable[
         if longest and text == "max":
             return text
         try:
-            return known("", text)
+            return parse_number("", text)
         except ConfigError as error:
             or_max = '; or "max"' if longest else ""
             raise typer.BadParameter(str(error).rstrip(".") + or_max) from None
@@ -48,26 +48,26 @@ tokens = functools.partial(amount, parse_tokens)
 size = amount(parse_bytes)
 
 
-def number(low: int, high: float | None = None, whole: bool = True) -> Callable[[Any], Any]:
+def number(low: int, high: float | None = None, integers_only: bool = True) -> Callable[[Any], Any]:
     """Return a function that converts the text of a command-line value to a number, and raises
     `typer.BadParameter` if the number is out of range.
 
     Args:
         low: smallest value.
         high: largest value; None: no limit.
-        whole: True to allow integers only.
+        integers_only: True to allow integers only.
     """
-    expected = f"a {'whole ' if whole else ''}number from {low}" + (
+    expected = f"a {'whole ' if integers_only else ''}number from {low}" + (
         "" if high is None else f" to {high:g}"
     )
 
     def parse(text: Any) -> Any:
         value: float = math.nan
-        if not whole or re.fullmatch(rf"-?[0-9]{{1,{DIGITS}}}", str(text)):
+        if not integers_only or re.fullmatch(rf"-?[0-9]{{1,{DIGITS}}}", str(text)):
             with contextlib.suppress(ValueError):
-                value = int(text) if whole else float(text)
+                value = int(text) if integers_only else float(text)
         if not low <= value <= (math.inf if high is None else high) or math.isinf(value):
-            raise typer.BadParameter(f"is {shown(text)}; it must be {expected}")
+            raise typer.BadParameter(f"is {short_repr(text)}; it must be {expected}")
         return value
 
     return parse
@@ -82,7 +82,7 @@ def one_of(*names: Any) -> dict[str, Any]:
             if str(text) == str(name):
                 return name
         raise typer.BadParameter(
-            f"is {shown(text)}; it must be one of {', '.join(map(str, names))}"
+            f"is {short_repr(text)}; it must be one of {', '.join(map(str, names))}"
         )
 
     return {

@@ -29,7 +29,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from streambp.known_names import CACHE_CALLS, SEQUENCE_LENGTH, UPDATE
-from streambp.source import written
+from streambp.source import undecorate
 
 ENDING = "Cache"  # the ending of cache classes' names
 READS = ("LOAD_FAST", "LOAD_DEREF")  # prefixes of instructions that read a parameter
@@ -68,7 +68,7 @@ def cache_parameters(forward: Any) -> tuple[str, ...]:
     Parameters that are annotated with a cache class come first. Other parameters are found in the
     bytecode, if the function calls a cache's methods on them.
     """
-    forward = written(forward)
+    forward = undecorate(forward)
     code = getattr(forward, "__code__", None)
     if not isinstance(code, CodeType):
         return ()
@@ -102,7 +102,7 @@ def cache_arguments(layer: nn.Module) -> tuple[str, ...]:
         names = cache_parameters(forward)
         if names:
             return names
-        code = getattr(written(forward), "__code__", None)
+        code = getattr(undecorate(forward), "__code__", None)
         if not isinstance(code, CodeType):
             return ()
         handed = tuple(name for name in _parameters(code) if name in inner)

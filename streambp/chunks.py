@@ -126,7 +126,7 @@ class ChunkPlan:
         return self.chunks[::-1]
 
     @functools.cached_property
-    def before(self) -> tuple[int | None, ...]:
+    def predecessors(self) -> tuple[int | None, ...]:
         """Return for each chunk the index of the chunk from which it continues; None: the chunk
         begins a sequence."""
         ending = {end: index for index, end in enumerate(self.ends)}
@@ -138,7 +138,7 @@ class ChunkPlan:
         """Return a dict from a chunk's index to the indices (first, last) of the chunks that
         continue from this chunk. A chunk is left out if no other chunk continues from it."""
         ranges: dict[int, tuple[int, int]] = {}
-        for index, predecessor in enumerate(self.before):
+        for index, predecessor in enumerate(self.predecessors):
             if predecessor is not None:
                 ranges[predecessor] = (ranges.get(predecessor, (index,))[0], index)
         return ranges
@@ -176,24 +176,24 @@ class ChunkPlan:
             start = end
         return ChunkPlan(self.length, self.size, tuple(ends))
 
-    def forked(self, forks: Forks, least: int) -> ChunkPlan:
+    def forked(self, forks: Forks, min_size: int) -> ChunkPlan:
         """Return a plan for a packed row in which several batch rows share prefixes. A chunk ends
         at the end of each prefix, and before each position where a batch row branches off.
 
-        Between these ends chunks end after every `size` positions, if at least `least` positions
+        Between these ends chunks end after every `size` positions, if at least `min_size` positions
         remain.
 
         Args:
             forks: pairs (start, origin): the chunk that starts at `start` continues from the prefix
-                that ends at `origin`. All positions are at least `least` apart.
-            least: smallest number of positions of a chunk.
+                that ends at `origin`. All positions are at least `min_size` apart.
+            min_size: smallest number of positions of a chunk.
         """
-        size = max(self.size, least)
+        size = max(self.size, min_size)
         ends = list[int]()
         for start, stop in itertools.pairwise(
             sorted({0, self.length, *itertools.chain.from_iterable(forks)})
         ):
-            ends += [*range(start + size, stop - least + 1, size), stop]
+            ends += [*range(start + size, stop - min_size + 1, size), stop]
         return ChunkPlan(self.length, self.size, tuple(ends), forks)
 
     def with_least(self, tokens: int) -> ChunkPlan:

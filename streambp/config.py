@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from streambp.errors import ConfigError
-from streambp.fields import check_fields, parse_bytes, parse_tokens, shown
+from streambp.fields import check_fields, parse_bytes, parse_tokens, short_repr
 
 SAVES = ("attn_out", "kv")
 LAST = "@"  # separates a name in `saves` from a number of last layers
@@ -179,9 +179,9 @@ class StreamConfig:
             start, last, count = name.partition(LAST)
             if last and not (start and count.isdecimal() and len(count) <= DIGITS and int(count)):
                 raise ConfigError(
-                    f"saves names {shown(name)}, where a number must follow {LAST}. Write how many "
-                    f"of the last layers save the tensor, such as 'attn_out@12', or leave {LAST} "
-                    "out for all layers."
+                    f"saves names {short_repr(name)}, where a number must follow {LAST}. Write how "
+                    f"many of the last layers save the tensor, such as 'attn_out@12', or leave "
+                    f"{LAST} out for all layers."
                 )
         for field in ("host_memory", "gpu_memory"):
             moves = self.always_moves
@@ -217,6 +217,6 @@ def config_of(found: Mapping[str, Any], source: str, base: StreamConfig) -> Stre
     unknown = [name for name in found if name not in FIELDS]
     if unknown:
         raise ConfigError(
-            f"{source} has the unknown settings {shown(unknown)}. Use some of {list(FIELDS)}."
+            f"{source} has the unknown settings {short_repr(unknown)}. Use some of {list(FIELDS)}."
         )
     return dataclasses.replace(base, **found)

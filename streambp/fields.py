@@ -47,7 +47,7 @@ def check_fields(instance: Any, **ranges: float | tuple[float, float]) -> None:
                 bound = f" from {low:g}"
             else:
                 bound = f" from {low:g} to {high:,}"
-            raise ConfigError(f"{field} is {shown(value)}; it must be {_told(hint, bound)}.")
+            raise ConfigError(f"{field} is {short_repr(value)}; it must be {_told(hint, bound)}.")
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def _told(hint: Any, bound: str) -> str:
     return words.get(hint, "None" if hint is type(None) else f"a {hint.__name__}")
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return a value's repr in one line for an error message, shortened, and even if the repr
     raises.
 
@@ -131,8 +131,8 @@ def parse_tokens(field: str, value: int | str) -> int:
         number = float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
     if not 1 <= number <= LARGEST_NUMBER:
         raise ConfigError(
-            f"{field} is {shown(value)}; it must be a positive number of tokens such as 65536, 64k "
-            "or 1M."
+            f"{field} is {short_repr(value)}; it must be a positive number of tokens such as "
+            "65536, 64k or 1M."
         )
     return int(number)
 
@@ -168,13 +168,13 @@ def parse_bytes(field: str, value: int | str) -> int:
     ):
         units = ", ".join(unit for unit in UNITS if unit)
         raise ConfigError(
-            f"{field} is {shown(value)}; it must be a positive number of bytes, or text of a "
+            f"{field} is {short_repr(value)}; it must be a positive number of bytes, or text of a "
             "number and a unit, such as "
             f'"96GiB". The units are {units}; a number without one is bytes.'
         )
     if match is not None and not unit and number < FEW:
         raise ConfigError(
-            f"{field} is {shown(value)}, which has no unit. Write {match[1]}GiB, or {match[1]}B "
-            "for bytes."
+            f"{field} is {short_repr(value)}, which has no unit. Write {match[1]}GiB, or "
+            f"{match[1]}B for bytes."
         )
     return int(number)

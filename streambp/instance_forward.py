@@ -206,13 +206,15 @@ def as_unpatched(module: nn.Module, protocol: Any) -> Any:
 
     A partial of this function is set as `__reduce_ex__` on patched modules.
     """
-    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    state_parts: Any = type(module).__reduce_ex__(module, protocol)
     if sys._getframe(1).f_globals.get("__name__") != torch.serialization.__name__:
-        return reduced
-    attributes = {name: value for name, value in reduced[2].items() if name not in (PATCH, REDUCES)}
+        return state_parts
+    attributes = {
+        name: value for name, value in state_parts[2].items() if name not in (PATCH, REDUCES)
+    }
     for wrapper in reversed(attributes.pop(WRAPPERS, ())):
         wrapper.leave(attributes)
-    return (*reduced[:2], attributes, *reduced[3:])
+    return (*state_parts[:2], attributes, *state_parts[3:])
 
 
 def unmark(module: nn.Module) -> None:
@@ -381,8 +383,8 @@ class Living(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         return sum(item() is not None for item in self._items)
 
-    def __getitem__(self, place: Any) -> Any:
-        return list(self)[place]
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
 
     def __reduce__(self) -> Any:
         return Living, ()
@@ -394,7 +396,7 @@ class Living(Sequence[T], Generic[T]):
             item: the object.
             order: function from an object to its sort key.
         """
-        self._items = [weakref.ref(one) for one in sorted((*self, item), key=order)]
+        self._items = [weakref.ref(member) for member in sorted((*self, item), key=order)]
 
 
 class Home:
@@ -417,7 +419,7 @@ class Home:
         return Home, ()
 
     @property
-    def known(self) -> bool:
+    def is_alive(self) -> bool:
         """True if the module of this reference was set and still exists."""
         return self._reference is not None and self._reference() is not None
 

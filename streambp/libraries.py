@@ -45,11 +45,11 @@ def required(library: str) -> Iterator[None]:
         if (error.name or "").partition(".")[0] != library:
             raise
         if library in EXTRAS:
-            what = f"'{DISTRIBUTION}[{EXTRAS[library]}]'"
+            requirement = f"'{DISTRIBUTION}[{EXTRAS[library]}]'"
         else:
-            what = PROGRAMS[library]
+            requirement = PROGRAMS[library]
         raise MissingLibraryError(
-            f"{library} is not installed. Install it: pip install {what}."
+            f"{library} is not installed. Install it: pip install {requirement}."
         ) from error
     warn_of_untested(library)
 
@@ -69,11 +69,11 @@ def warn_of_untested(*libraries: str) -> None:
             version = importlib.metadata.version(library)
             matched = re.match(r"(\d+)\.(\d+)", version)
             if matched is not None and (int(matched[1]), int(matched[2])) > newest:
-                shown = ".".join(map(str, newest))
+                newest_text = ".".join(map(str, newest))
                 warnings.warn(
-                    f"{library} {version} is newer than {shown}, the newest that streambp was "
-                    f"tested with. Check your model with `streambp verify`, or install {library} "
-                    f"{shown}.",
+                    f"{library} {version} is newer than {newest_text}, the newest that streambp "
+                    f"was tested with. Check your model with `streambp verify`, or install "
+                    f"{library} {newest_text}.",
                     stacklevel=3,
                 )
 
@@ -90,15 +90,18 @@ def refuse_other_distribution() -> None:
     """
     init = Path(__file__).resolve().with_name("__init__.py")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        other = importlib.metadata.distribution(OTHER_DISTRIBUTION)
+        other_distribution = importlib.metadata.distribution(OTHER_DISTRIBUTION)
         # A clone's .egg-info lists the same files, and has no record of an installation.
-        if other.read_text("RECORD") is None:
+        if other_distribution.read_text("RECORD") is None:
             return
-        for file in other.files or ():
-            if file.name == init.name and Path(str(other.locate_file(file))).resolve() == init:
+        for file in other_distribution.files or ():
+            if (
+                file.name == init.name
+                and Path(str(other_distribution.locate_file(file))).resolve() == init
+            ):
                 raise ConflictingDistributionError(
                     f"{init.parent} has files of two distributions: {DISTRIBUTION}, and "
-                    f"{OTHER_DISTRIBUTION} {other.version}, which is another project. Uninstall "
-                    f"both and install this one again: pip uninstall -y {OTHER_DISTRIBUTION} "
-                    f"{DISTRIBUTION} && pip install {DISTRIBUTION}"
+                    f"{OTHER_DISTRIBUTION} {other_distribution.version}, which is another project. "
+                    f"Uninstall both and install this one again: pip uninstall -y "
+                    f"{OTHER_DISTRIBUTION} {DISTRIBUTION} && pip install {DISTRIBUTION}"
                 )

@@ -203,10 +203,10 @@ USUAL = {
 def device_of(memory: int) -> str | None:
     """Return the name of the most usual device with `memory` bytes of memory; None if no device has
     that size. Datasheets give sizes in GB or GiB, so a range of bytes counts as one size."""
-    near = (
+    matches = (
         name for name, size in USUAL.items() if 0.95 * size * 1e9 <= memory <= 1.02 * size * 2**30
     )
-    return next(near, None)
+    return next(matches, None)
 
 
 def assumed_rates(memory: int) -> Rates:
@@ -214,7 +214,7 @@ def assumed_rates(memory: int) -> Rates:
     return those of the device with the nearest size."""
     name = device_of(memory)
     if name is None:
-        name = min(USUAL, key=lambda one: abs(math.log(USUAL[one] * 1e9 / max(1, memory))))
+        name = min(USUAL, key=lambda device: abs(math.log(USUAL[device] * 1e9 / max(1, memory))))
     return dataclasses.replace(DEVICES[name], assumed=True)
 
 
@@ -244,9 +244,14 @@ def rates_of(name: str | Path | Rates) -> Rates:
             return rates
     if Path(name).suffix == ".json" or Path(name).is_file():
         return read_rates(Path(name))
-    near = difflib.get_close_matches(plain_name, [_plain(device) for device in DEVICES], 1)
+    matches = difflib.get_close_matches(plain_name, [_plain(device) for device in DEVICES], 1)
     hint = next(
-        (f" Did you mean {device}?" for device in DEVICES if near and _plain(device) == near[0]), ""
+        (
+            f" Did you mean {device}?"
+            for device in DEVICES
+            if matches and _plain(device) == matches[0]
+        ),
+        "",
     )
     raise ConfigError(
         f"The device {str(name)!r} is not in the table, which has {', '.join(DEVICES)}.{hint} To "

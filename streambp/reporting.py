@@ -2,8 +2,8 @@
 
 Code that only reports must never raise: a run of days must not end over a line of text. Such code
 is `describe`, the account of `streambp launch`, callbacks, and hooks that print. Each part of a
-report goes through `told`. A part that fails is replaced by the reason. Code that decides, or
-changes the model, raises as usual.
+report goes through `report_safely`. A part that fails is replaced by the reason. Code that decides,
+or changes the model, raises as usual.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from streambp.fields import shown
+from streambp.fields import short_repr
 
 T = TypeVar("T")
 LONGEST = 400  # characters of an error in a report
 
 
-def told(part: Callable[..., T], *args: Any, otherwise: Callable[[str], T]) -> T:
+def report_safely(part: Callable[..., T], *args: Any, otherwise: Callable[[str], T]) -> T:
     """Return the result of `part(*args)`. If the call raises, return `otherwise(reason)` with the
     error as text: a failed report must not end the program."""
     try:
@@ -31,7 +31,7 @@ def reason(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split())
     except Exception:
-        text = shown(error)
+        text = short_repr(error)
     if text:
         text = f"{type(error).__name__}: {text}"
     else:

@@ -19,11 +19,11 @@ def written_forward(module: nn.Module) -> Any:
     Decorators made with `functools.wraps` are removed. A decorator of another kind, as around
     mixers in transformers up to 5.15, is removed if its closure holds a single function.
     """
-    return written(getattr(type(module), "forward", None))
+    return undecorate(getattr(type(module), "forward", None))
 
 
 @functools.lru_cache
-def written(decorated: Any) -> Any:
+def undecorate(decorated: Any) -> Any:
     """Return the function inside of a forward's decorators. Decorators made with `functools.wraps`
     are removed; other decorators are removed if their closure holds a single function."""
     forward: Any = inspect.unwrap(decorated)
@@ -57,7 +57,7 @@ def with_globals(space: dict[str, Any], decorated: Any) -> FunctionType:
         result = _copied(decorated, decorated.__globals__, closure)
         result.__dict__.update(vars(decorated), __wrapped__=copy)
         return result
-    function = written(decorated)
+    function = undecorate(decorated)
     return _copied(function, space, function.__closure__)
 
 

@@ -20,20 +20,20 @@ KINDS = {"floating": "a floating tensor", "whole": "a tensor of whole numbers", 
 ANY_DIMS = "..."
 
 
-def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
+def check_tensors(**specifications: tuple[Any, str, Kind]) -> None:
     """Check that arguments are tensors with the expected kind of dtype and the expected dimensions,
     such as "... h" or "B T".
 
     Args:
-        wanted: a tuple (argument, dimensions, kind of dtype) for each argument's name. A dimension
-            must have the same size in all arguments. "..." are any leading dimensions. An argument
-            that is None is skipped.
+        specifications: a tuple (argument, dimensions, kind of dtype) for each argument's name. A
+            dimension must have the same size in all arguments. "..." are any leading dimensions. An
+            argument that is None is skipped.
 
     Raises:
         StreamBPError: an argument is no tensor, or has another kind or shape.
     """
     sizes: dict[str, tuple[Any, str]] = {}  # by dimension, its size and the argument that set it
-    for name, (tensor, text, kind) in wanted.items():
+    for name, (tensor, text, kind) in specifications.items():
         if tensor is None:
             continue
         shape = _shown(text)
@@ -66,7 +66,7 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
                     requirement = f"{dim} = {expected}"
                 raise StreamBPError(
                     f"{name} has shape {tuple(tensor.shape)}, but {whose} has "
-                    f"{tuple(wanted[whose][0].shape)}; {name} must be {shape} with "
+                    f"{tuple(specifications[whose][0].shape)}; {name} must be {shape} with "
                     f"{requirement}."
                 )
 
@@ -136,7 +136,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def replaced(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
+def replace_attribute(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
     """Context manager that sets the attribute `name` of several objects, each to its value in
     `values`, and restores the attributes afterwards."""
     previous_values = [getattr(holder, name) for holder in objects]

@@ -25,9 +25,9 @@ ROWS = os.environ.get("STREAMBP_TEST_ROWS", "auto")
 SHARING = ROWS != "auto"
 if SHARING:  # in this process, wherever a test does not say otherwise
     names = [field.name for field in dataclasses.fields(StreamConfig)]
-    given = zip(names, StreamConfig.__init__.__defaults__ or (), strict=True)
+    pairs = zip(names, StreamConfig.__init__.__defaults__ or (), strict=True)
     StreamConfig.__init__.__defaults__ = tuple(
-        ROWS if name == "rows" else value for name, value in given
+        ROWS if name == "rows" else value for name, value in pairs
     )
 
 
@@ -63,15 +63,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers.leave_out(items)
     if not tested.EMULATED:
         for item in items:
-            mark = item.get_closest_marker("emulated")
-            if mark and not (mark.kwargs.get("any") and tested.DEVICE.type != "cpu"):
+            marker = item.get_closest_marker("emulated")
+            if marker and not (marker.kwargs.get("any") and tested.DEVICE.type != "cpu"):
                 item.add_marker(
                     pytest.mark.skip(reason=tested.WHY_NOT or "needs STREAMBP_TEST_DEVICE=emulated")
                 )
     if not torch.cuda.is_available():
         for item in items:
-            mark = item.get_closest_marker("gpu")
-            if mark and not (mark.kwargs.get("any") and tested.ACCELERATOR.type != "cpu"):
+            marker = item.get_closest_marker("gpu")
+            if marker and not (marker.kwargs.get("any") and tested.ACCELERATOR.type != "cpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
@@ -152,25 +152,25 @@ def float64_everywhere(float64_oracle: None) -> Iterator[None]:
 @pytest.fixture
 def attended_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the query chunks that streamed attention saw."""
-    seen: list[int] = []
+    lengths: list[int] = []
     real = prefix.PrefixChunkAttention.attend
     monkeypatch.setattr(
         prefix.PrefixChunkAttention,
         "attend",
-        lambda self, given: seen.append(given.q.shape[2]) or real(self, given),
+        lambda self, call: lengths.append(call.q.shape[2]) or real(self, call),
     )
-    return seen
+    return lengths
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of x that the operation of adapted Linears was called with."""
-    seen: list[torch.Size] = []
+    shapes: list[torch.Size] = []
     real = adapted._forward
 
     def forward(*args: Any) -> Any:
-        seen.append(args[2].shape)
+        shapes.append(args[2].shape)
         return real(*args)
 
     monkeypatch.setattr(adapted, "_forward", forward)
-    return seen
+    return shapes

@@ -73,7 +73,7 @@ class WrittenBytes(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {
+        input_storages = {
             x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
         }
         result = func(*args, **(kwargs or {}))
@@ -81,6 +81,8 @@ class WrittenBytes(TorchDispatchMode):
             a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
         )
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and (in_place or x.untyped_storage()._cdata not in before):
+            if isinstance(x, Tensor) and (
+                in_place or x.untyped_storage()._cdata not in input_storages
+            ):
                 self.total += x.numel() * x.element_size()
         return result

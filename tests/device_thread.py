@@ -39,16 +39,16 @@ def use(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return real(*args, **kwargs)
         state = _handed_on()
 
-        def there() -> Any:
+        def task() -> Any:
             ran.append(threading.get_ident())
             with _taken_over(*state):
                 return real(*args, **kwargs)
 
-        done = THREAD.submit(there)
+        future = THREAD.submit(task)
         try:
-            return done.result()
+            return future.result()
         finally:
-            del done  # its error holds the frames of this call
+            del future  # its error holds the frames of this call
 
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", run)
     return ran

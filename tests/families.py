@@ -103,25 +103,25 @@ def make_batch(
     labels = ids.clone()
     batch = {"input_ids": ids, "labels": labels}
     if mode == "packed":
-        cuts = [[0, 5, 6, 14, length], [0, 9, length]]
+        boundaries = [[0, 5, 6, 14, length], [0, 9, length]]
         positions = [
-            torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(c)]) for c in cuts
+            torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(c)]) for c in boundaries
         ]
         batch["position_ids"] = torch.stack([positions[row % 2] for row in range(rows)])
         labels[batch["position_ids"] == 0] = -100
     if mode in ("left-padded", "right-padded"):
-        kept = torch.ones_like(ids)
+        mask = torch.ones_like(ids)
         for row in range(rows):
             pads = (7, 2, 0)[row % 3]
             columns = slice(0, pads) if mode == "left-padded" else slice(length - pads, length)
-            kept[row, columns] = 0
+            mask[row, columns] = 0
             if mode == "left-padded":
                 labels[
                     row, pads
                 ] = -100  # predicted by padding, which reads nothing: tests/model/test_padding.py
-        ids[kept == 0] = 0
-        labels[kept == 0] = -100
-        batch["attention_mask"] = kept
+        ids[mask == 0] = 0
+        labels[mask == 0] = -100
+        batch["attention_mask"] = mask
     return {name: x.to(device) for name, x in batch.items()}
 
 

@@ -49,7 +49,7 @@ def rotation(q, k, cos, sin, *args, **kwargs):
 """
 
 
-def written(name, source, **names):
+def write_module(name, source, **names):
     """A module of that name."""
     module = types.ModuleType(name)
     module.__dict__.update(kernels=opaque_kernels, nn=nn, **names)
@@ -70,10 +70,10 @@ def stand_in(monkeypatch):
     Gives what a user does before `patch`, to one model alone but for the rotation.
     """
     home = "liger_kernel.transformers"
-    norm, rope = written(f"{home}.rms_norm", NORM), written(f"{home}.rope", ROTATION)
-    swiglu = written(f"{home}.swiglu", MLP, act=opaque_kernels.silu)
-    experts = written(f"{home}.swiglu", EXPERTS)
-    geglu = written(f"{home}.geglu", MLP, act=opaque_kernels.gelu_tanh)
+    norm, rope = write_module(f"{home}.rms_norm", NORM), write_module(f"{home}.rope", ROTATION)
+    swiglu = write_module(f"{home}.swiglu", MLP, act=opaque_kernels.silu)
+    experts = write_module(f"{home}.swiglu", EXPERTS)
+    geglu = write_module(f"{home}.geglu", MLP, act=opaque_kernels.gelu_tanh)
 
     def apply(
         rope=None,
@@ -140,6 +140,6 @@ def built(family, seed=0, **sizes):
     )
 
 
-def own(model):
+def own_attributes(model):
     """What each module has of its own, without what calls leave behind."""
     return {name: dict(module.__dict__) for name, module in model.named_modules()}

@@ -78,26 +78,29 @@ def compare():
             kernels != "liger" and (family, kernels) != ("qwen3_5_text", "auto"),
         )
         modeling = sys.modules[type(stock).__module__]
-        before = dict(vars(modeling))
+        globals_before = dict(vars(modeling))
         apply(stock, rotation)
         expected = gradients(stock, **batch)[1]
         if kernels == "auto":
-            vars(modeling).update(before)
+            vars(modeling).update(globals_before)
         elif rotation:
             apply(ours, rotation)
         by = "own" if kernels == "liger and rotation" else kernels
         streambp.patch(ours, streambp.StreamConfig(chunk_size=4, kernels=by, **settings))
-        off, own = relative_l2(gradients(ours, **batch)[1], expected), relative_l2(expected, plain)
-        vars(modeling).update(before)
+        off, own_error = (
+            relative_l2(gradients(ours, **batch)[1], expected),
+            relative_l2(expected, plain),
+        )
+        vars(modeling).update(globals_before)
         print(
             family,
             kernels,
             settings,
-            f"{off:.1e}, beside transformers' own operations {own:.1e}",
+            f"{off:.1e}, beside transformers' own operations {own_error:.1e}",
             flush=True,
         )
         assert off <= 1e-6
-        assert 0.0 < own <= 1e-5
+        assert 0.0 < own_error <= 1e-5
         notes = " ".join(
             note for note in streambp.describe(ours).notes if "Liger's kernels compute" in note
         )

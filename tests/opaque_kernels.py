@@ -17,14 +17,14 @@ def memory(x: Tensor) -> np.ndarray:
     return x.detach().numpy()
 
 
-def made(values: np.ndarray) -> Tensor:
+def opaque_tensor(values: np.ndarray) -> Tensor:
     """A tensor of these values that no operation of torch gave them."""
     out = torch.empty(values.shape, dtype=getattr(torch, str(values.dtype)))
     memory(out)[...] = values
     return out
 
 
-def written(x: Tensor, values: np.ndarray) -> Tensor:
+def write_values(x: Tensor, values: np.ndarray) -> Tensor:
     memory(x)[...] = values
     return x
 
@@ -44,8 +44,8 @@ def rotate(x, cos, sin):
     """x [..., T, D], of which the first features, as many as cos [..., T, R] has, are rotated."""
     size = cos.shape[-1]
     part = x[..., :size]
-    turned = np.concatenate((-part[..., size // 2 :], part[..., : size // 2]), -1)
-    return np.concatenate((part * cos + turned * sin, x[..., size:]), -1)
+    rotated_half = np.concatenate((-part[..., size // 2 :], part[..., : size // 2]), -1)
+    return np.concatenate((part * cos + rotated_half * sin, x[..., size:]), -1)
 
 
 class Norm(torch.autograd.Function):
@@ -55,15 +55,21 @@ class Norm(torch.autograd.Function):
     def forward(ctx, x, weight, eps, offset, in_place):
         y, rstd = norm(memory(x), memory(weight) + offset, eps)
         ctx.offset, ctx.in_place = offset, in_place
-        ctx.save_for_backward(x, weight, made(rstd))
-        return made(y.astype(memory(x).dtype))
+        ctx.save_for_backward(x, weight, opaque_tensor(rstd))
+        return opaque_tensor(y.astype(memory(x).dtype))
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, rstd = map(memory, ctx.saved_tensors)
         grad = grad.contiguous()
         d_x, d_weight = norm_backward(memory(grad), x, weight + ctx.offset, rstd)
-        return written(grad, d_x) if ctx.in_place else made(d_x), made(d_weight), None, None, None
+        return (
+            write_values(grad, d_x) if ctx.in_place else opaque_tensor(d_x),
+            opaque_tensor(d_weight),
+            None,
+            None,
+            None,
+        )
 
 
 class Rotation(torch.autograd.Function):
@@ -74,7 +80,7 @@ class Rotation(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         angles = memory(cos)[:, None], memory(sin)[:, None]  # [B, 1, T, R]
         for x in (q, k):
-            written(x, rotate(memory(x), *angles))
+            write_values(x, rotate(memory(x), *angles))
         return q.transpose(1, 2).transpose(1, 2), k.transpose(1, 2).transpose(1, 2)
 
     @staticmethod
@@ -82,7 +88,7 @@ class Rotation(torch.autograd.Function):
         cos, sin = (memory(x)[:, None] for x in ctx.saved_tensors)
         return (
             *(
-                written(g, rotate(memory(g), cos, -sin))
+                write_values(g, rotate(memory(g), cos, -sin))
                 for g in (grad.contiguous() for grad in grads)
             ),
             None,
@@ -97,14 +103,14 @@ class Gate(torch.autograd.Function):
     def forward(ctx, a, b, act):
         ctx.act = act
         ctx.save_for_backward(a, b)
-        return written(torch.empty_like(a), act(memory(a))[0] * memory(b))
+        return write_values(torch.empty_like(a), act(memory(a))[0] * memory(b))
 
     @staticmethod
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
         value, slope = ctx.act(memory(a))
         d_a, d_b = memory(grad) * memory(b) * slope, memory(grad) * value
-        return written(a, d_a), written(b, d_b), None
+        return write_values(a, d_a), write_values(b, d_b), None
 
 
 def silu(x):
@@ -129,20 +135,20 @@ class AddNorm(torch.autograd.Function):
         added = np.nan_to_num(memory(x)) if over == "clean" else memory(x)
         total = memory(residual) + added
         y, rstd = norm(total, memory(weight), eps)
-        kept = (
-            written({"residual": residual, "x": x}[over], total)
+        sum_tensor = (
+            write_values({"residual": residual, "x": x}[over], total)
             if over in ("residual", "x")
-            else made(total)
+            else opaque_tensor(total)
         )
-        ctx.save_for_backward(kept, weight, made(rstd))
-        return made(y), kept.view_as(kept)
+        ctx.save_for_backward(sum_tensor, weight, opaque_tensor(rstd))
+        return opaque_tensor(y), sum_tensor.view_as(sum_tensor)
 
     @staticmethod
     def backward(ctx, d_y, d_total):
         total, weight, rstd = map(memory, ctx.saved_tensors)
         d_x, d_weight = norm_backward(memory(d_y.contiguous()), total, weight, rstd)
         d_x = d_x + memory(d_total.contiguous())
-        return made(d_x), made(d_x), made(d_weight), None, None
+        return opaque_tensor(d_x), opaque_tensor(d_x), opaque_tensor(d_weight), None, None
 
 
 class QueriesKeysValues(torch.autograd.Function):
@@ -154,17 +160,17 @@ class QueriesKeysValues(torch.autograd.Function):
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         ctx.size, ctx.eps = size, eps
         angles = memory(cos)[:, None], memory(sin)[:, None]
-        found = []
+        outputs = []
         for x, weight in ((q, q_weight), (k, k_weight)):
             heads = split(memory(x), size)
-            found.append(
-                made(
+            outputs.append(
+                opaque_tensor(
                     rotate(
                         heads if weight is None else norm(heads, memory(weight), eps)[0], *angles
                     )
                 )
             )
-        return *found, made(split(memory(v), size))
+        return *outputs, opaque_tensor(split(memory(v), size))
 
     @staticmethod
     def backward(ctx, d_q, d_k, d_v):
@@ -177,9 +183,17 @@ class QueriesKeysValues(torch.autograd.Function):
                 heads = split(memory(x), ctx.size)
                 rstd = norm(heads, memory(weight), ctx.eps)[1]
                 grad, d_weight = norm_backward(grad, heads, memory(weight), rstd)
-            products.append(made(joined(grad)))
-            weights.append(None if d_weight is None else made(d_weight))
-        return *products, made(joined(memory(d_v.contiguous()))), *weights, None, None, None, None
+            products.append(opaque_tensor(joined(grad)))
+            weights.append(None if d_weight is None else opaque_tensor(d_weight))
+        return (
+            *products,
+            opaque_tensor(joined(memory(d_v.contiguous()))),
+            *weights,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class Halved(torch.autograd.Function):
@@ -187,11 +201,11 @@ class Halved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        return written(x, 0.5 * memory(x)).view_as(x)
+        return write_values(x, 0.5 * memory(x)).view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return made(0.5 * memory(grad.contiguous()))
+        return opaque_tensor(0.5 * memory(grad.contiguous()))
 
 
 def split(x, size):
@@ -254,8 +268,10 @@ def layer_forward(over):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        after = self.post_attention_layernorm
-        x, residual = AddNorm.apply(hidden_states, x, after.weight, after.variance_epsilon, over)
+        norm_after = self.post_attention_layernorm
+        x, residual = AddNorm.apply(
+            hidden_states, x, norm_after.weight, norm_after.variance_epsilon, over
+        )
         return residual + self.mlp(x)
 
     return forward

@@ -90,9 +90,9 @@ def gradients(model: nn.Module, scale: float = 1.0, **batch: Any) -> tuple[Tenso
     model.zero_grad(set_to_none=True)
     loss = model(**batch, use_cache=False).loss
     (loss * scale).backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return loss.detach(), found
+    return loss.detach(), grads
 
 
 EXACT = 1e-10  # the bar of float64 gradients
@@ -185,12 +185,12 @@ def assert_as_precise(errors: Iterable[tuple[float, float]], bar: float = BAR) -
         if len(ratios) >= MOST or (len(ratios) >= FEWEST and resolution <= RESOLUTION):
             break
     mean = statistics.fmean(ratios)
-    found = (
+    text = (
         f"{math.exp(mean):.3f} +- {resolution:.3f} times the unpatched model's own error over "
         f"{len(ratios)} models"
     )
-    print(found)
+    print(text)
     assert resolution <= RESOLUTION, (
-        f"{found}: too few, or they scatter too much, to tell {bar} from more"
+        f"{text}: too few, or they scatter too much, to tell {bar} from more"
     )
-    assert mean <= math.log(bar) + resolution, f"{found}: more than {bar}"
+    assert mean <= math.log(bar) + resolution, f"{text}: more than {bar}"

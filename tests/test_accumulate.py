@@ -31,10 +31,10 @@ def check_sums(dtype, device="cpu"):
     each product away."""
     wide = torch.promote_types(dtype, torch.float32)
     assert add_product(None, *factors(dtype, 0, device)).dtype == wide
-    whole = torch.full((11, 3), torch.nan, dtype=wide, device=device)
+    buffer = torch.full((11, 3), torch.nan, dtype=wide, device=device)
     pairs = [factors(dtype, seed, device) for seed in range(3)]
-    whole[2:9] = add_product(None, *pairs[0])
-    part = whole[2:9]
+    buffer[2:9] = add_product(None, *pairs[0])
+    part = buffer[2:9]
     assert add_product(part, *pairs[1]) is part
     add_product(part, *pairs[2])
     exact = [left.double() @ right.double() for left, right in pairs]
@@ -43,8 +43,8 @@ def check_sums(dtype, device="cpu"):
         + 16 * torch.finfo(wide).eps
     )
     assert ((part.double() - sum(exact)).abs() <= bound).all()
-    assert whole[:2].isnan().all()
-    assert whole[9:].isnan().all()
+    assert buffer[:2].isnan().all()
+    assert buffer[9:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -71,10 +71,10 @@ def test_factors_that_want_gradients_get_no_graph():
 class Operations(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.functions = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
+        self.functions.append(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -88,7 +88,7 @@ def test_cuda_adds_inside_the_product(dtype, operation):
     total = torch.empty(7, 3, device="meta")
     with Operations() as operations:
         assert add_product(total, left, right) is total
-    assert operations.seen == [operation]
+    assert operations.functions == [operation]
     first = add_product(None, left, right)
     assert (first.dtype, first.shape) == (torch.float32, (7, 3))
 

@@ -48,11 +48,11 @@ def test_config_values(field, value):
         streambp.StreamConfig(**{field: value})
 
 
-@pytest.mark.parametrize(("given", "rows"), [(True, "packed"), (False, "as_given")])
-def test_the_former_name_of_packed_rows(given, rows):
-    with pytest.warns(DeprecationWarning, match=f"share_prefixes={given} is now rows='{rows}'"):
-        found = streambp.StreamConfig(rows="auto", share_prefixes=given)
-    assert found == streambp.StreamConfig(rows=rows)
+@pytest.mark.parametrize(("old_value", "rows"), [(True, "packed"), (False, "as_given")])
+def test_the_former_name_of_packed_rows(old_value, rows):
+    with pytest.warns(DeprecationWarning, match=f"share_prefixes={old_value} is now rows='{rows}'"):
+        config = streambp.StreamConfig(rows="auto", share_prefixes=old_value)
+    assert config == streambp.StreamConfig(rows=rows)
 
 
 @pytest.mark.parametrize("field", ["eval_logits", "lazy_logits"])
@@ -116,18 +116,18 @@ def test_unsupported_models(make):
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
-@pytest.mark.parametrize("replaced", ["Qwen3DecoderLayer", "Qwen3Model"])
-def test_unsloths_forwards(replaced, monkeypatch):
+@pytest.mark.parametrize("class_name", ["Qwen3DecoderLayer", "Qwen3Model"])
+def test_unsloths_forwards(class_name, monkeypatch):
     """It replaces them on transformers' classes, for every model of the process."""
     model = build("qwen3")
-    owner = {type(module).__name__: type(module) for module in model.modules()}[replaced]
+    owner = {type(module).__name__: type(module) for module in model.modules()}[class_name]
     forward = types.FunctionType(
         (lambda self, *args: args[0]).__code__, {"__name__": "unsloth.models.llama"}
     )
     monkeypatch.setattr(owner, "forward", forward)
     with pytest.raises(
         streambp.StreamBPError,
-        match=rf"Unsloth has replaced the forward of {replaced} \(in unsloth\.models",
+        match=rf"Unsloth has replaced the forward of {class_name} \(in unsloth\.models",
     ):
         streambp.patch(model)
     assert not any("forward" in m.__dict__ for m in model.modules())
@@ -168,8 +168,8 @@ def test_decoders_that_are_encoders_unless_told(family):
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         expected = gradients(copy.deepcopy(model), input_ids=tokens, labels=tokens)[1]
         streambp.patch(model, streambp.StreamConfig(chunk_size=5))
-        found = gradients(model, input_ids=tokens, labels=tokens)[1]
-        assert worst_error(found, expected) <= 1e-4
+        grads = gradients(model, input_ids=tokens, labels=tokens)[1]
+        assert worst_error(grads, expected) <= 1e-4
         assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}
 
 
@@ -342,7 +342,7 @@ def a_group_of_one():
 
 
 @pytest.mark.parametrize(
-    ("missing", "message"),
+    ("left_out", "message"),
     [
         ("shift_labels", "labels were given without shift_labels"),
         ("position_ids", "position_ids are missing"),
@@ -350,14 +350,14 @@ def a_group_of_one():
         ("one split", "DeepSpeed Ulysses and torch's context parallelism both split this batch"),
     ],
 )
-def test_torch_context_parallelism(missing, message, a_group_of_one, monkeypatch):
+def test_torch_context_parallelism(left_out, message, a_group_of_one, monkeypatch):
     """What accelerate's ParallelismConfig(cp_size=...) enters around every step."""
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     batch, model = with_shifted_labels(make_batch("plain", length=24)), streamed()
-    batch = {name: tensor.clone() for name, tensor in batch.items() if name != missing}
-    if missing == "mesh":
+    batch = {name: tensor.clone() for name, tensor in batch.items() if name != left_out}
+    if left_out == "mesh":
         monkeypatch.setattr(distributed_context, "CONTEXT_PARALLEL_MESH", "a mesh of another name")
-    if missing == "one split":
+    if left_out == "one split":
         monkeypatch.setattr(model_split, "find_ulysses", lambda implementation: SplitOver(None))
     split = context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch))
     with split, pytest.raises(streambp.StreamBPError, match=message):

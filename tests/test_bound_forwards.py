@@ -36,22 +36,22 @@ def accelerators():
     AcceleratorState._reset_state(True)
 
 
-def used(model, rounds):
+def use_model(model, rounds):
     """Loss and gradients of a step; what the model generates, in eval mode, before it."""
     model.eval()
-    made = model.generate(
+    tokens = model.generate(
         input_ids=IDS[:1, :5], max_new_tokens=4, do_sample=False, use_cache=True, pad_token_id=0
     )
     model.train()
-    return made, gradients(model, **BATCH)[1], rounds
+    return tokens, gradients(model, **BATCH)[1], rounds
 
 
-def same(ours, stock):
-    (made, found, bar), (expected_made, expected, _) = ours, stock
-    assert torch.equal(made, expected_made)
-    assert relative_l2(found, expected) <= bar
+def assert_same(ours, stock):
+    (tokens, grads, bar), (expected_made, expected, _) = ours, stock
+    assert torch.equal(tokens, expected_made)
+    assert relative_l2(grads, expected) <= bar
     # Where the bar is float32's, a run in bf16 does not pass for one.
-    assert bar == FLOAT32 or relative_l2(found, expected) > FLOAT32
+    assert bar == FLOAT32 or relative_l2(grads, expected) > FLOAT32
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -67,18 +67,18 @@ def test_accelerate_prepares_and_unwraps(order, precision, keep):
                 accelerator.prepare(model) if act == "prepare" else streambp.patch(model, CONFIG)
             )
         bar = BF16 if precision == "bf16" else FLOAT32
-        seen = [used(model, bar)]
+        results = [use_model(model, bar)]
         model = accelerator.unwrap_model(model, keep_fp32_wrapper=keep)
         bar = bar if keep else FLOAT32
-        seen.append(used(model, bar))
+        results.append(use_model(model, bar))
         if streamed:
             assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}
             streambp.unpatch(model)
             assert not streambp.model.installed.is_patched(model)
-        seen.append((*used(model, bar)[:2], FLOAT32))
-        runs.append(seen)
+        results.append((*use_model(model, bar)[:2], FLOAT32))
+        runs.append(results)
     for stock, ours in zip(*runs, strict=True):
-        same(ours, stock)
+        assert_same(ours, stock)
 
 
 def by_method(model):
@@ -87,17 +87,19 @@ def by_method(model):
 
 
 def by_wraps(model):
-    own = model.forward
-    model.forward = functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))
+    real_forward = model.forward
+    model.forward = functools.wraps(real_forward)(
+        lambda *args, **kwargs: real_forward(*args, **kwargs)
+    )
     return model
 
 
 def by_wraps_bound(model):
-    own = model.forward
+    real_forward = model.forward
 
-    @functools.wraps(own)
+    @functools.wraps(real_forward)
     def forward(self, *args, **kwargs):
-        return own(self, *args, **kwargs)
+        return real_forward(self, *args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
     return model
@@ -124,12 +126,12 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forward_that_was_bound_as_a_function(kind):
     torch._dynamo.reset()
-    stock = used(build("llama", torch.float64), 0)
+    stock = use_model(build("llama", torch.float64), 0)
     ours = KINDS[kind](streambp.patch(build("llama", torch.float64), CONFIG))
     for patched in (True, False):
-        made, found, _ = used(ours, 0)
-        assert torch.equal(made, stock[0])
-        assert worst_error(found, stock[1]) <= 1e-10
+        tokens, grads, _ = use_model(ours, 0)
+        assert torch.equal(tokens, stock[0])
+        assert worst_error(grads, stock[1]) <= 1e-10
         assert streambp.model.installed.is_patched(ours) == patched
         if patched:
             assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
@@ -138,12 +140,12 @@ def test_a_forward_that_was_bound_as_a_function(kind):
 
 def test_a_copy_of_a_bound_forward_runs_its_own_weights():
     ours = by_method(streambp.patch(build("llama"), CONFIG))
-    other = copy.deepcopy(ours)
+    twin = copy.deepcopy(ours)
     with torch.no_grad():
-        for p in other.parameters():
+        for p in twin.parameters():
             p.mul_(1.5)
-    expected = gradients(streambp.unpatch(copy.deepcopy(other)), **BATCH)[1]
-    assert relative_l2(gradients(other, **BATCH)[1], expected) <= FLOAT32
+    expected = gradients(streambp.unpatch(copy.deepcopy(twin)), **BATCH)[1]
+    assert relative_l2(gradients(twin, **BATCH)[1], expected) <= FLOAT32
     assert relative_l2(gradients(ours, **BATCH)[1], expected) > 1e-2
 
 

@@ -25,7 +25,7 @@ from streambp.admission import stacks
 from streambp.cache_arguments import cache_parameters, is_cache, without_caches
 from streambp.model.state import has_cache
 from streambp.recurrent import segments
-from streambp.source import with_globals, written
+from streambp.source import undecorate, with_globals
 from tests import zoo
 from tests.families import make_batch
 from tests.oracle import EXACT, gradients, worst_error
@@ -89,11 +89,11 @@ class Renames(ast.NodeTransformer):
     def visit_arg(self, node):
         if node.arg not in NAMES:
             return node
-        kept = {
+        new_annotations = {
             "not at all": None,
             "as something else": ast.parse("tuple | None", mode="eval").body,
         }
-        return ast.arg(NEW, kept.get(self.says, node.annotation))
+        return ast.arg(NEW, new_annotations.get(self.says, node.annotation))
 
     def visit_keyword(self, node):
         return ast.keyword(NEW if node.arg in NAMES else node.arg, self.visit(node.value))
@@ -105,9 +105,9 @@ class Renames(ast.NodeTransformer):
 def rename(monkeypatch, model, says):
     """Give the caches of all modules inside the model's layers another name, and another
     annotation."""
-    layers = [layer for found in stacks.find_stacks(model).stacks for layer in found.layers]
+    layers = [layer for stack in stacks.find_stacks(model).stacks for layer in stack.layers]
     for kind in {type(module) for layer in layers for module in layer.modules()}:
-        forward = written(kind.forward)
+        forward = undecorate(kind.forward)
         if not set(NAMES) & set(inspect.signature(forward).parameters):
             continue
         tree = Renames(says).visit(ast.parse(textwrap.dedent(inspect.getsource(forward))))
@@ -117,10 +117,10 @@ def rename(monkeypatch, model, says):
             compile(ast.fix_missing_locations(tree), "renamed", "exec", flags, dont_inherit=True),
             space,
         )
-        own = space["forward"]
-        own.__qualname__ = forward.__qualname__
-        assert NEW in inspect.signature(own).parameters
-        monkeypatch.setattr(kind, "forward", renaming(own))
+        renamed_forward = space["forward"]
+        renamed_forward.__qualname__ = forward.__qualname__
+        assert NEW in inspect.signature(renamed_forward).parameters
+        monkeypatch.setattr(kind, "forward", renaming(renamed_forward))
 
 
 def check(name):
@@ -128,9 +128,9 @@ def check(name):
     ours = streambp.patch(
         copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, documents="as_given")
     )
-    (expected_loss, expected), (loss, found) = gradients(stock, **batch), gradients(ours, **batch)
+    (expected_loss, expected), (loss, grads) = gradients(stock, **batch), gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12
-    assert worst_error(found, expected) <= EXACT
+    assert worst_error(grads, expected) <= EXACT
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
 
@@ -170,26 +170,26 @@ def test_packed_rows_of_mixers_whose_cache_has_any_name(monkeypatch, float64):
     forward.__wrapped__ = real
     monkeypatch.setattr(kind, "forward", forward)
     layer = type(stock.model.layers[0])
-    own = layer.forward
+    real_forward = layer.forward
 
     def calls(self, *args, **kwargs):
         mixer = next(iter(segments.mixers_of(self)), None)
         if mixer is None:
-            return own(self, *args, **kwargs)
-        before = mixer.__dict__.get("forward")
+            return real_forward(self, *args, **kwargs)
+        previous_forward = mixer.__dict__.get("forward")
         inner = mixer.forward
         mixer.forward = lambda *a, **k: inner(
             *a, **k, **{name: name for name in mixers - {"cache"}}
         )
         try:
-            return own(self, *args, **kwargs)
+            return real_forward(self, *args, **kwargs)
         finally:
-            if before is None:
+            if previous_forward is None:
                 del mixer.forward
             else:
-                mixer.forward = before
+                mixer.forward = previous_forward
 
-    calls.__wrapped__ = own
+    calls.__wrapped__ = real_forward
     monkeypatch.setattr(layer, "forward", calls)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
     assert gradients(ours, **batch)[0].isfinite()
@@ -265,7 +265,7 @@ def test_what_takes_a_cache():
 
 def test_what_is_a_cache():
     caches = (DynamicCache(), Remembers())
-    others = (
+    no_caches = (
         None,
         {},
         [],
@@ -276,10 +276,10 @@ def test_what_is_a_cache():
         nn.ModuleDict(),
     )
     assert all(map(is_cache, caches))
-    assert not any(map(is_cache, others))
-    given = {"anything": caches[1], "mask": torch.ones(1), "flag": False}
-    assert has_cache(given)
-    assert without_caches(given) == {**given, "anything": None}
+    assert not any(map(is_cache, no_caches))
+    arguments = {"anything": caches[1], "mask": torch.ones(1), "flag": False}
+    assert has_cache(arguments)
+    assert without_caches(arguments) == {**arguments, "anything": None}
     assert not has_cache(
         {"cache": None, "past_key_values": None, "mask": torch.ones(1), "kept": {}}
     )
@@ -295,6 +295,6 @@ def test_a_forward_with_other_globals_keeps_its_decorators():
     copied = with_globals({"factor": lambda x: 3 * x}, decorated)
     assert copied(2, cache=5) == (6, 5)
     assert inspect.signature(copied) == inspect.signature(tripled)
-    assert written(decorated) is tripled
+    assert undecorate(decorated) is tripled
     with pytest.raises(NameError):
         decorated(2)

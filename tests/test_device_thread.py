@@ -54,7 +54,7 @@ def loss_of(output, ids):
 
 def compare(model, batch, ran=None, within=None, **settings):
     """Both kinds of steps of a patched copy; returns the model of the last."""
-    found = []
+    runs = []
     for thread in (False, True):
         patched = copy.deepcopy(model)
         streambp.patch(
@@ -65,10 +65,10 @@ def compare(model, batch, ran=None, within=None, **settings):
             chooser.free = lambda _: PLENTY
         with pytest.MonkeyPatch.context() as patch:
             threads = device_thread.use(patch) if thread else []
-            found.append(steps(patched, within=within, **batch))
+            runs.append(steps(patched, within=within, **batch))
     assert threads
     assert threading.get_ident() not in threads
-    assert_same(*found)
+    assert_same(*runs)
     return patched
 
 
@@ -109,15 +109,15 @@ def test_layers_that_run_whole(monkeypatch):
 
 
 def test_graphs_that_are_kept(monkeypatch):
-    kept = []
+    decisions = []
     real = saved.SavedForBackward.choose
     monkeypatch.setattr(
         saved.SavedForBackward,
         "choose",
-        lambda self, *given: (real(self, *given), kept.append(self.keeps_graph))[0],
+        lambda self, *given: (real(self, *given), decisions.append(self.keeps_graph))[0],
     )
     compare(build("qwen3"), make_batch("plain"), chunk_size=LENGTH)
-    assert kept[-2:] == [True, True]
+    assert decisions[-2:] == [True, True]
 
 
 def test_micro_batches_as_unpatched(monkeypatch):

@@ -84,10 +84,10 @@ def check(how, monkeypatch):
     if how == "afterwards":
         ours.forward = types.MethodType(fused_forward, ours)
     try:
-        _, found = gradients(ours, **batch)
+        _, grads = gradients(ours, **batch)
     except streambp.StreamBPError as error:
         raise AssertionError(str(error)) from error
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(grads, expected) <= 1e-10
     assert streambp.describe(ours).head.startswith("as another library computes it: ")
     return ours
 
@@ -107,8 +107,8 @@ def test_every_parameter_gets_its_gradient(how, monkeypatch, attended_chunks):
 
 @pytest.mark.usefixtures("float64_oracle")
 def test_mutant_a_class_is_asked_once_and_for_all(monkeypatch):
-    once = functools.lru_cache(lambda kind: causal_lm.foreign_forward(kind))
-    monkeypatch.setattr(causal_lm, "foreign_of_class", lambda kind, forwards: once(kind))
+    cached_check = functools.lru_cache(lambda kind: causal_lm.foreign_forward(kind))
+    monkeypatch.setattr(causal_lm, "foreign_of_class", lambda kind, forwards: cached_check(kind))
     with pytest.raises(AssertionError):
         check("class after a step", monkeypatch)
 
@@ -152,8 +152,8 @@ def model_classes():
             modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
             modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         )
-        for found in mapping.values()
-        for name in ([found] if isinstance(found, str) else found)
+        for entry in mapping.values()
+        for name in ([entry] if isinstance(entry, str) else entry)
     }
     return [getattr(transformers, name) for name in sorted(names) if hasattr(transformers, name)]
 
@@ -162,7 +162,7 @@ def model_classes():
 def test_no_class_of_transformers_is_foreign():
     classes = model_classes()
     assert len(classes) > 200
-    assert not [found for found in map(foreign_forward, classes) if found is not None]
+    assert not [name for name in map(foreign_forward, classes) if name is not None]
 
 
 @pytest.mark.parametrize("first", ["patch", "accelerate"])

@@ -29,16 +29,16 @@ def halved(output, factor=0.5):
 
 
 def closure(layer):
-    own = layer.forward
-    return lambda *args, **kwargs: halved(own(*args, **kwargs))
+    real_forward = layer.forward
+    return lambda *args, **kwargs: halved(real_forward(*args, **kwargs))
 
 
 def wrapped(layer):
-    own = layer.forward
+    real_forward = layer.forward
 
-    @functools.wraps(own)
+    @functools.wraps(real_forward)
     def around(*args, **kwargs):
-        return halved(own(*args, **kwargs))
+        return halved(real_forward(*args, **kwargs))
 
     return around
 
@@ -51,13 +51,13 @@ def bound(layer):
 
 
 def partial(layer):
-    def forward(own, factor, hidden_states, attention_mask=None, **kwargs):
-        return halved(own(hidden_states, attention_mask=attention_mask, **kwargs), factor)
+    def forward(real_forward, factor, hidden_states, attention_mask=None, **kwargs):
+        return halved(real_forward(hidden_states, attention_mask=attention_mask, **kwargs), factor)
 
     return functools.partial(forward, layer.forward, 3.0)
 
 
-def replaced(model, kind):
+def replace_forward(model, kind):
     layers = getattr(model, "model", None) or model.transformer
     layers = getattr(layers, "layers", None) or layers.h
     layers[1].forward = kind(layers[1])
@@ -87,11 +87,11 @@ def test_a_forward_on_the_instance_is_computed_in_chunks(kind, order, family):
         (lambda: build(family, torch.float64)) if family == "qwen3" else lambda: zoo.build(family)
     )
     batch = make_batch("left-padded")
-    _, expected = gradients(replaced(make(), kind), **batch)
+    _, expected = gradients(replace_forward(make(), kind), **batch)
     if order == "before":
-        ours = streambp.patch(replaced(make(), kind), CONFIG)
+        ours = streambp.patch(replace_forward(make(), kind), CONFIG)
     else:
-        ours = replaced(streambp.patch(make(), CONFIG), kind)
+        ours = replace_forward(streambp.patch(make(), CONFIG), kind)
     for _ in range(2):
         assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
     expected_paths = HYBRID_PATHS if family == "lfm2" else {"streams"}
@@ -102,14 +102,14 @@ def test_a_forward_on_the_instance_is_computed_in_chunks(kind, order, family):
 
 def test_a_forward_on_the_instance_of_a_layer_that_runs_whole():
     def shifts(layer):
-        own = layer.forward
-        return lambda hidden_states, **kwargs: own(
+        real_forward = layer.forward
+        return lambda hidden_states, **kwargs: real_forward(
             hidden_states + torch.roll(hidden_states, 1, 1), **kwargs
         )
 
     batch = make_batch("plain")
-    _, expected = gradients(replaced(build("qwen3", torch.float64), shifts), **batch)
-    ours = streambp.patch(replaced(build("qwen3", torch.float64), shifts), CONFIG)
+    _, expected = gradients(replace_forward(build("qwen3", torch.float64), shifts), **batch)
+    ours = streambp.patch(replace_forward(build("qwen3", torch.float64), shifts), CONFIG)
     assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
     assert [layer.path for layer in streambp.describe(ours).layers] == ["streams", "checkpoints"]
 
@@ -117,14 +117,14 @@ def test_a_forward_on_the_instance_of_a_layer_that_runs_whole():
 def test_a_copy_runs_its_own_layers():
     """A bound method is bound to the copy's layer; a closure would hold the original's, unpatched
     as well."""
-    ours = streambp.patch(replaced(build("qwen3", torch.float64), bound), CONFIG)
-    other = copy.deepcopy(ours)
+    ours = streambp.patch(replace_forward(build("qwen3", torch.float64), bound), CONFIG)
+    twin = copy.deepcopy(ours)
     with torch.no_grad():
-        for p in other.parameters():
+        for p in twin.parameters():
             p.mul_(1.5)
     batch = make_batch("plain")
-    expected = gradients(streambp.unpatch(copy.deepcopy(other)), **batch)[1]
-    assert worst_error(gradients(other, **batch)[1], expected) <= 1e-10
+    expected = gradients(streambp.unpatch(copy.deepcopy(twin)), **batch)[1]
+    assert worst_error(gradients(twin, **batch)[1], expected) <= 1e-10
     assert worst_error(gradients(ours, **batch)[1], expected) > 1e-3
 
 
@@ -135,7 +135,7 @@ def compiled(layer):
 def test_a_compiled_forward_stays_eager():
     batch = make_batch("plain")
     _, expected = gradients(build("qwen3", torch.float64), **batch)
-    model = replaced(build("qwen3", torch.float64), compiled)
+    model = replace_forward(build("qwen3", torch.float64), compiled)
     ours = streambp.patch(model, CONFIG)
     assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
     around = wrapped(streambp.unpatch(ours).model.layers[1])

@@ -95,8 +95,8 @@ def of_flat_scores(self, do, q, k, v, o, lse, task, real=kernels.MathKernel.back
 
 
 def without_sink_gradient(ctx, grad, real=attend.PrefixAttention.backward):
-    dq, dk, dv, dsink, *others = real(ctx, grad)
-    return dq, dk, dv, None if dsink is None else torch.zeros_like(dsink), *others
+    dq, dk, dv, dsink, *other_grads = real(ctx, grad)
+    return dq, dk, dv, None if dsink is None else torch.zeros_like(dsink), *other_grads
 
 
 def bottom_right_block():
@@ -113,9 +113,9 @@ def skips_second(real):
     """`real` as a method that does nothing the second time that it is given something."""
     calls = []
 
-    def method(self, given):
-        calls.extend([given] if given else [])
-        return None if given and len(calls) == 2 else real(self, given)
+    def method(self, argument):
+        calls.extend([argument] if argument else [])
+        return None if argument and len(calls) == 2 else real(self, argument)
 
     return method
 
@@ -125,7 +125,7 @@ def lose_autocast(self, enabled=True, real=recompute.Autocast.restored):
 
 
 @contextlib.contextmanager
-def nothing(self):
+def no_replay(self):
     yield
 
 
@@ -134,8 +134,8 @@ def real_parameters(self, *_):
     yield self.current()
 
 
-def without_onehot(logits, given, block):
-    return torch.exp(logits - given.lse[:, None]) * -given.d_log_probs[:, None]
+def without_onehot(logits, saved, block):
+    return torch.exp(logits - saved.lse[:, None]) * -saved.d_log_probs[:, None]
 
 
 def only_this_chunk(self):
@@ -185,9 +185,9 @@ def several_blocks():
 
 def objective():
     """The mean of PPO's terms over tokens of which some do not count."""
-    kept = torch.tensor([[True, False, True]])
+    mask = torch.tensor([[True, False, True]])
     x = torch.tensor([[1.0, 5.0, 2.0]])
-    assert masked.masked_mean(x, kept) == 1.5
+    assert masked.masked_mean(x, mask) == 1.5
 
 
 @contextlib.contextmanager
@@ -273,7 +273,7 @@ def from_the_start(self, block):
         yield index, slice(0, k1 - k0), slice(k0 - block.k0, k1 - block.k0)
 
 
-def put_once(self, name, chunk, tensor, real=manager.HostTensors.put):
+def put_once(self, name, chunk, tensor, real=manager.HostTensors.save):
     if not self.has(name, chunk):
         real(self, name, chunk, tensor)
 
@@ -288,16 +288,16 @@ def split(family="qwen3", mode="plain", saves=()):
         test_sharded.test_gradients_are_exact(family, mode, saves, None, None)
 
 
-def second_half_alone(self, chunk, gradients, again=False, real=function.BackwardPass.add):
-    real(self, chunk, [None] * len(gradients) if again else gradients, again)
+def second_half_alone(self, chunk, gradients, accumulate=False, real=function.BackwardPass.add):
+    real(self, chunk, [None] * len(gradients) if accumulate else gradients, accumulate)
 
 
 def first_copy_alone(self, x, heads, real=shards.Shards.tokens):
     return real(self, x, self.size * x.shape[1])[:, :: (self.size * x.shape[1]) // heads]
 
 
-def without_window(mask, whole, *_):
-    return whole
+def without_window(mask, spans, *_):
+    return spans
 
 
 def without_packing(batch_size, length, padding, position_ids):
@@ -320,7 +320,7 @@ MUTANTS = {
     "a cache that returns no gradient for earlier chunks": (
         prefix.KVBuffer, "grow_accumulators", only_this_chunk, lambda: family("bloom"),
     ),
-    "lose the random state": (device.RandomState, "replayed", nothing, dropout),
+    "lose the random state": (device.RandomState, "replayed", no_replay, dropout),
     "lose autocast": (recompute.Autocast, "restored", lose_autocast, autocast),
     "top-left instead of bottom-right": (kernels, "_tile", top_left, bottom_right_block),
     "keys before the chunk left out": (spans.Tiling, "keys", lambda *_: [], oracle),
@@ -421,7 +421,7 @@ MUTANTS = {
         of(uneven, test_uneven_chunks.check_images),
     ),
     "empty queries that read what they like": (
-        cached.OwnMask, "cut", lambda self, chunk: self.mask[:, :, chunk.start : chunk.stop, : chunk.stop],
+        cached.OwnMask, "chunk_mask", lambda self, chunk: self.mask[:, :, chunk.start : chunk.stop, : chunk.stop],
         lambda: uneven(test_padding.check_chunk_sizes, "bloom"),
     ),
     "empty queries that read themselves": (
@@ -476,7 +476,7 @@ MUTANTS = {
     ),
     "accumulators that stay behind": (keys.KVTiles, "_leave", leave_without_sums, streamed_prefix),
     "tiles read from their start": (keys.KVTiles, "_overlaps", from_the_start, streamed_prefix),
-    "a tile that comes back as it was first": (manager.HostTensors, "put", put_once, streamed_prefix),
+    "a tile that comes back as it was first": (manager.HostTensors, "save", put_once, streamed_prefix),
     "a tile of another chunk": (
         manager.HostTensors, "peek",
         lambda self, name, chunk, real=manager.HostTensors.peek: real(self, name, chunk - ((name, chunk) == ("k.0", 2))),
@@ -492,8 +492,8 @@ MUTANTS = {
         function.BackwardPass, "add", second_half_alone, split,
     ),
     "half after attention without its gradient of o": (
-        attended.AttendedAtOnce, "put",
-        lambda self, chunk, _, real=attended.AttendedAtOnce.put: real(self, chunk, [None]),
+        attended.AttendedAtOnce, "store_gradients",
+        lambda self, chunk, _, real=attended.AttendedAtOnce.store_gradients: real(self, chunk, [None]),
         split,
     ),
     "split: leave out every product": (sharded_call, "_unread_in_halves", leave_out_everything, split),
@@ -508,7 +508,7 @@ MUTANTS = {
     "other libraries' forwards taken for transformers'": (causal_lm, "foreign_of_class", lambda *_: None, foreign_forward),
     "weights that changed since a hook kept what they made": (deferred.LazyHidden, "check", lambda *_: None, kept_too_long),
     "writes to what shares memory with logits unseen": (
-        deferred.SharedMemory, "watch", lambda self, tensor: None, written_alias,
+        deferred.SharedMemory, "track_alias", lambda self, tensor: None, written_alias,
     ),
     "final norm left out": (
         recipe, "make_inputs",
@@ -562,8 +562,8 @@ def test_merging_empty_blocks_needs_its_guard(monkeypatch):
         "tiling",
         dataclasses.replace(kernels.MATH.tiling, q_block=4, k_block=4, k_forward=4),
     )
-    _, found = gradients(ours, **batch)
-    assert all(g.isfinite().all() for g in found.values())
+    _, grads = gradients(ours, **batch)
+    assert all(g.isfinite().all() for g in grads.values())
     monkeypatch.setattr(
         torch.Tensor,
         "masked_fill",
@@ -582,10 +582,10 @@ LEAVES_UP_PROJ = types.SimpleNamespace(
 )
 
 
-@pytest.mark.parametrize("tried", [True, False])
-def test_a_wrongly_left_out_product_is_found_and_would_be_loud(tried, monkeypatch):
+@pytest.mark.parametrize("is_tried", [True, False])
+def test_a_wrongly_left_out_product_is_found_and_would_be_loud(is_tried, monkeypatch):
     _, ours = test_contract.model_pair()
-    if not tried:
+    if not is_tried:
         monkeypatch.setattr(trials, "same_gradients", lambda *_: True)
     monkeypatch.setattr(
         trials,
@@ -593,8 +593,8 @@ def test_a_wrongly_left_out_product_is_found_and_would_be_loud(tried, monkeypatc
         lambda linears, run: (run(), LEAVES_UP_PROJ)[1],
     )
     for _ in range(2):  # the first leaves out no product
-        _, found = gradients(ours, **make_batch("plain"))
-    assert any(g.isnan().any() for g in found.values()) != tried
+        _, grads = gradients(ours, **make_batch("plain"))
+    assert any(g.isnan().any() for g in grads.values()) != is_tried
 
 
 def test_mutants_run_on_a_model_that_can_show_them():

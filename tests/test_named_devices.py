@@ -49,7 +49,7 @@ PLACES = {
         cli/runs.py:_notes
         cli/runs.py:_write_page
         planner/auto.py:_skeleton
-        planner/counted.py:Asked
+        planner/counted.py:CountRequest
         planner/estimate.py:estimate
         planner/layer_costs.py:
         planner/measure.py:compare_default
@@ -84,17 +84,17 @@ class Places(ast.NodeVisitor):
 
     def __init__(self) -> None:
         self.scope: list[str] = []
-        self.found: set[str] = set()
+        self.scopes: set[str] = set()
 
     def visit(self, node: ast.AST) -> None:
         """Go through a tree, but for docstrings."""
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             return
-        said = (
+        texts = (
             getattr(node, name, None) for name in ("id", "attr", "value", "arg", "name", "module")
         )
-        if any(isinstance(text, str) and "cuda" in text.lower() for text in said):
-            self.found.add(".".join(self.scope))
+        if any(isinstance(text, str) and "cuda" in text.lower() for text in texts):
+            self.scopes.add(".".join(self.scope))
         scoped = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
         if scoped:
             self.scope.append(node.name)
@@ -106,10 +106,10 @@ class Places(ast.NodeVisitor):
 def places_in(text: str) -> set[str]:
     finder = Places()
     finder.visit(ast.parse(text))
-    return finder.found
+    return finder.scopes
 
 
-def places() -> Iterator[str]:
+def code_places() -> Iterator[str]:
     for path in sorted(SOURCE.rglob("*.py")):
         name = path.relative_to(SOURCE).as_posix()
         yield from (f"{name}:{scope}" for scope in sorted(places_in(path.read_text("utf-8"))))
@@ -118,9 +118,9 @@ def places() -> Iterator[str]:
 def test_each_place_that_names_cuda_has_its_reason():
     """A place that asks a device for its name hides what follows from every other accelerator, and
     from these tests."""
-    known = [place for listed in PLACES.values() for place in listed.split()]
-    assert len(known) == len(set(known))
-    assert sorted(places()) == sorted(known)
+    listed_places = [scope for listed in PLACES.values() for scope in listed.split()]
+    assert len(listed_places) == len(set(listed_places))
+    assert sorted(code_places()) == sorted(listed_places)
 
 
 NEW = {

@@ -56,10 +56,10 @@ def test_gradients_are_exact(family, mode, chunk_size, saves, float64_oracle):
     model = streambp.patch(
         build(family, torch.float64), streambp.StreamConfig(chunk_size=chunk_size, saves=saves)
     )
-    loss, found = gradients(model, **make_batch(mode))
-    assert found.keys() == {name for name, _ in model.named_parameters()}
+    loss, grads = gradients(model, **make_batch(mode))
+    assert grads.keys() == {name for name, _ in model.named_parameters()}
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(grads, expected) <= 1e-10
 
 
 @pytest.mark.fast(3)
@@ -71,9 +71,9 @@ def test_math_attention_and_two_pass_head_are_exact(family, mode, float64_oracle
     model = streambp.patch(
         build(family, torch.float64), streambp.StreamConfig(chunk_size=5, attention="math")
     )
-    loss, found = gradients(model, **make_batch(mode))
+    loss, grads = gradients(model, **make_batch(mode))
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(grads, expected) <= 1e-10
 
 
 def bf16_errors(attention="auto", length=256, chunk_size=29, layers=3):

@@ -40,15 +40,15 @@ def terminal(monkeypatch):
 
 def lines(stream):
     """The lines that a stream got, each of which was erased."""
-    shown, rest = stream.getvalue().split(ERASE), []
-    assert shown[0] == shown[-1] == ""
-    for text, after in zip(shown[1:-1:2], shown[2::2], strict=True):
-        assert after == ""
+    parts, messages = stream.getvalue().split(ERASE), []
+    assert parts[0] == parts[-1] == ""
+    for text, gap in zip(parts[1:-1:2], parts[2::2], strict=True):
+        assert gap == ""
         assert text.startswith("streambp: ")
         assert text.endswith("\r")
         assert len(text) < 80
-        rest.append(text.removeprefix("streambp: ").removesuffix("\r"))
-    return rest
+        messages.append(text.removeprefix("streambp: ").removesuffix("\r"))
+    return messages
 
 
 def first_step(monkeypatch, tmp_path):
@@ -82,23 +82,25 @@ def test_the_number_of_layers_is_left_out_if_unknown(terminal):
 
 
 @pytest.mark.parametrize(
-    ("size", "shown"),
+    ("size", "expected"),
     [(36 * 2**30, ["pinning 36 GiB, about 11 s"]), (2**30, ["pinning 1 GiB, about 1 s"]), (2**29, [])],
 )  # fmt: skip
-def test_pinning_tells_its_size_and_seconds(size, shown, terminal, monkeypatch):
+def test_pinning_tells_its_size_and_seconds(size, expected, terminal, monkeypatch):
     engine = object.__new__(AcceleratorEngine)
     engine.pinned, engine._first, engine.device = True, None, torch.device("meta")
-    made = []
+    allocations = []
     monkeypatch.setattr(
-        engines.torch, "empty", lambda size, **named: made.append((size, named["pin_memory"]))
+        engines.torch,
+        "empty",
+        lambda size, **named: allocations.append((size, named["pin_memory"])),
     )
     engine.host_buffer(size)
-    assert made == [(size, True)]
-    assert lines(terminal) == shown
+    assert allocations == [(size, True)]
+    assert lines(terminal) == expected
     engine.pinned = False
     monkeypatch.setattr(engines.torch, "empty", lambda size, **named: None)
     engine.host_buffer(size)
-    assert lines(terminal) == shown
+    assert lines(terminal) == expected
 
 
 def off_terminal(patch):
@@ -143,8 +145,8 @@ def test_a_terminal_that_goes_away_ends_no_step(terminal, monkeypatch):
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
         monkeypatch.setattr(progress.sys, "stderr", stream)
         with progress_line("counting"):
-            done = True
-    assert done
+            finished = True
+    assert finished
 
 
 def test_an_error_inside_is_raised_and_the_line_is_erased(terminal):

@@ -26,12 +26,12 @@ def tokens(*shape):
     return torch.randn(*shape, generator=seeded(0))
 
 
-def ones():
+def mask_of_ones():
     return torch.ones(ROWS, LENGTH, dtype=torch.bool)
 
 
 def of_ppo(*names):
-    return {name: tokens(ROWS, LENGTH) for name in names} | {"mask": ones()}
+    return {name: tokens(ROWS, LENGTH) for name in names} | {"mask": mask_of_ones()}
 
 
 # Each function, and arguments that it takes; those that end in "mask" may be of any kind.
@@ -67,14 +67,14 @@ def wrong(name, good):
 def test_what_does_not_fit_is_refused_by_name(function, name):
     arguments = FUNCTIONS[function]()
     function(**arguments)
-    for what, value in wrong(name, arguments[name]):
+    for aspect, value in wrong(name, arguments[name]):
         # "..." fits by itself; then labels do not
-        fitting = name == "hidden_states" and what == "dimensions"
+        fitting = name == "hidden_states" and aspect == "dimensions"
         with pytest.raises(streambp.StreamBPError) as error:
             function(**{**arguments, name: value})
         text = str(error.value)
-        assert any(text.startswith(f"{other} ") for other in arguments), text
-        assert fitting or f"{name} " in text, (what, text)
+        assert any(text.startswith(f"{argument} ") for argument in arguments), text
+        assert fitting or f"{name} " in text, (aspect, text)
         assert "must be" in text
 
 
@@ -93,9 +93,11 @@ def test_the_table_has_all_functions():
         for module in (streambp.head, streambp.losses)
         for name in module.__all__
     ]
-    functions = [one for one in public if inspect.isfunction(one)]
+    functions = [function for function in public if inspect.isfunction(function)]
     takes_tensors = {
-        one for one in functions if "Tensor" in str([*inspect.signature(one).parameters.values()])
+        function
+        for function in functions
+        if "Tensor" in str([*inspect.signature(function).parameters.values()])
     }
     assert takes_tensors == set(FUNCTIONS)
 

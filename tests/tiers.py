@@ -18,11 +18,13 @@ import pytest
 def thinned(cases: Iterable[Any], fast: Callable[..., bool]) -> list[Any]:
     """For `parametrize`: cases for which `fast` is false are marked `full`. A case of several
     arguments is a tuple."""
-    found = []
+    parameter_sets = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
-        found.append(pytest.param(*values, marks=() if fast(*values) else pytest.mark.full))
-    return found
+        parameter_sets.append(
+            pytest.param(*values, marks=() if fast(*values) else pytest.mark.full)
+        )
+    return parameter_sets
 
 
 def leave_out(items: list[pytest.Item]) -> None:
@@ -37,16 +39,16 @@ def leave_out(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("fast") and not item.get_closest_marker("full")
     ]
     tests = [item.nodeid.partition("[")[0] for item in marked]
-    before: Counter[str] = Counter()
-    left: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    left_out_counts: Counter[str] = Counter()
     for item, test in zip(marked, tests, strict=True):
         names = item.get_closest_marker("fast").args
         name = item.nodeid.partition("[")[2].removesuffix("]")
-        runs = before[test] % names[0] == 0 if isinstance(names[0], int) else name in names
-        before[test] += 1
+        runs = counts[test] % names[0] == 0 if isinstance(names[0], int) else name in names
+        counts[test] += 1
         if not runs:
-            left[test] += 1
+            left_out_counts[test] += 1
             item.add_marker(pytest.mark.full)
-    for test, number in before.items():
-        if number > 1 and left[test] == number:
+    for test, number in counts.items():
+        if number > 1 and left_out_counts[test] == number:
             raise pytest.UsageError(f"{test}: no case has a name of its mark `fast`.")

@@ -86,8 +86,8 @@ needs_deepseeks_picks = pytest.mark.skipif(
 )
 # 5.5.0 and the newest give the mask of images to sliding layers alone.
 IMAGES_IN_FULL_LAYERS = not any(
-    mark in inspect.getsource(modeling_gemma4)
-    for mark in ("Full attention: causal only", "sliding_mask_kwargs[")
+    marker in inspect.getsource(modeling_gemma4)
+    for marker in ("Full attention: causal only", "sliding_mask_kwargs[")
 )
 _rembert = inspect.getsource(modeling_rembert.RemBertModel.forward)
 needs_decoders_of_encoders = pytest.mark.skipif(

@@ -96,7 +96,7 @@ class Program:
     """A program, when it does what, and what it runs on."""
 
     when: str
-    what: str
+    action: str
     run: Callable[[Trial], None]
     family: str = "llama"
     overrides: tuple[tuple[str, Any], ...] = ()
@@ -112,9 +112,11 @@ PROGRAMS: list[Program] = []
 Run = Callable[[Trial], None]
 
 
-def program(when: str, what: str, family: str = "llama", **overrides: Any) -> Callable[[Run], Run]:
+def program(
+    when: str, action: str, family: str = "llama", **overrides: Any
+) -> Callable[[Run], Run]:
     def add(run: Run) -> Run:
-        PROGRAMS.append(Program(when, what, run, family, tuple(overrides.items())))
+        PROGRAMS.append(Program(when, action, run, family, tuple(overrides.items())))
         return run
 
     return add
@@ -133,8 +135,8 @@ def outcome(program: Program) -> tuple[str, str]:
         return f"raises {type(error).__name__}{also}", str(error)
     except Exception as error:
         return f"{WRONG} ({type(error).__name__})", str(error)
-    found = ours.gradients()
-    if expected is None or found.keys() != expected.keys() or worst_error(found, expected) > EXACT:
+    grads = ours.gradients()
+    if expected is None or grads.keys() != expected.keys() or worst_error(grads, expected) > EXACT:
         return WRONG, ""
     streams = all(layer.path == "streams" for layer in streambp.describe(ours.model).layers)
     return ("exact" if streams else "exact, whole"), ""
@@ -378,8 +380,8 @@ def _(t: Trial) -> None:
 @program(WITHIN, "changes a number in a global, which a module inside adds to one token")
 def _(t: Trial) -> None:
     def forward(mlp: Any, x: Tensor) -> Tensor:
-        one = torch.nn.functional.one_hot(torch.tensor(1), x.shape[1]).to(x)
-        return mlp(x + NUMBERS["one"] * one[None, :, None])  # type: ignore[no-any-return]
+        one_hot = torch.nn.functional.one_hot(torch.tensor(1), x.shape[1]).to(x)
+        return mlp(x + NUMBERS["one"] * one_hot[None, :, None])  # type: ignore[no-any-return]
 
     with until_backward(t, forward, one=0.5) as loss:
         loss.backward()
@@ -394,14 +396,14 @@ def _(t: Trial) -> None:
     t.patch()
     t.step()
     t.clear()
-    own = modeling_llama.apply_rotary_pos_emb
+    real_rotary = modeling_llama.apply_rotary_pos_emb
     modeling_llama.apply_rotary_pos_emb = lambda *args, **kwargs: tuple(
-        0.5 * x for x in own(*args, **kwargs)
+        0.5 * x for x in real_rotary(*args, **kwargs)
     )
     try:
         loss = t.forward()
     finally:
-        modeling_llama.apply_rotary_pos_emb = own
+        modeling_llama.apply_rotary_pos_emb = real_rotary
     loss.backward()
 
 
@@ -489,28 +491,28 @@ def _(t: Trial) -> None:
 
 @program(BEFORE, "adds a loss of outputs that a hook collects with their graph")
 def _(t: Trial) -> None:
-    kept: list[Tensor] = []
-    t.layer.mlp.register_forward_hook(lambda m, args, out: kept.append(out))
+    outputs: list[Tensor] = []
+    t.layer.mlp.register_forward_hook(lambda m, args, out: outputs.append(out))
     t.patch()
     with contextlib.suppress(streambp.errors.BackwardError):
         (
-            t.forward() + kept[-1].pow(2).mean()
+            t.forward() + outputs[-1].pow(2).mean()
         ).backward()  # the hook has seen the tokens of a trial as well
-    kept.clear()
+    outputs.clear()
     t.clear()
-    (t.forward() + kept[-1].pow(2).mean()).backward()
+    (t.forward() + outputs[-1].pow(2).mean()).backward()
 
 
 @program(BETWEEN, "adds a loss of outputs that a hook collects with their graph")
 def _(t: Trial) -> None:
-    kept: list[Tensor] = []
+    outputs: list[Tensor] = []
     on = False
-    t.layer.mlp.register_forward_hook(lambda m, args, out: kept.append(out) if on else None)
+    t.layer.mlp.register_forward_hook(lambda m, args, out: outputs.append(out) if on else None)
     t.patch()
     t.step()
     on = True
     t.clear()
-    (t.forward() + kept[-1].pow(2).mean()).backward()
+    (t.forward() + outputs[-1].pow(2).mean()).backward()
 
 
 @program(BEFORE, "hooks a module inside: the hook changes tokens at absolute positions")
@@ -681,10 +683,10 @@ class Noisy(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.own = inner, seeded(3)
+        self.inner, self.generator = inner, seeded(3)
 
     def forward(self, x: Tensor) -> Tensor:
-        noise = torch.randn(x.shape, dtype=x.dtype, generator=self.own)
+        noise = torch.randn(x.shape, dtype=x.dtype, generator=self.generator)
         return self.inner(x + 0.1 * noise)
 
 
@@ -990,15 +992,15 @@ def _(t: Trial) -> None:
 
 @contextlib.contextmanager
 def attention_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    before = ALL_ATTENTION_FUNCTIONS._global_mapping.get(name)
+    previous_function = ALL_ATTENTION_FUNCTIONS._global_mapping.get(name)
     AttentionInterface.register(name, function)
     try:
         yield
     finally:
-        if before is None:
+        if previous_function is None:
             ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
         else:
-            AttentionInterface.register(name, before)
+            AttentionInterface.register(name, previous_function)
 
 
 def normed(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -1105,16 +1107,16 @@ def _(t: Trial) -> None:
 @contextlib.contextmanager
 def z_loss() -> Iterator[None]:
     """Within, a wrapper stands in the place of `F.cross_entropy`, and calls it."""
-    own = nn.functional.cross_entropy
+    real_loss = nn.functional.cross_entropy
 
     def around(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return own(x, *args, **kwargs) + 0.1 * x.logsumexp(-1).pow(2).mean()
+        return real_loss(x, *args, **kwargs) + 0.1 * x.logsumexp(-1).pow(2).mean()
 
     nn.functional.cross_entropy = around  # type: ignore[assignment]
     try:
         yield
     finally:
-        nn.functional.cross_entropy = own
+        nn.functional.cross_entropy = real_loss
 
 
 @program(BEFORE, "wraps `F.cross_entropy` (a z-loss)")
@@ -1136,14 +1138,14 @@ def _(t: Trial) -> None:
 def _(t: Trial) -> None:
     t.patch(lazy_logits=True)
     t.step()
-    own = nn.functional.log_softmax
-    nn.functional.log_softmax = lambda *args, **kwargs: own(*args, **kwargs) * 1.5
+    real_log_softmax = nn.functional.log_softmax
+    nn.functional.log_softmax = lambda *args, **kwargs: real_log_softmax(*args, **kwargs) * 1.5
     try:
         t.clear()
         logits = t.model(input_ids=t.batch["input_ids"], use_cache=False).logits
         nn.functional.log_softmax(logits, -1).square().mean().backward()
     finally:
-        nn.functional.log_softmax = own
+        nn.functional.log_softmax = real_log_softmax
 
 
 def padded_statistic(t: Trial, read: Callable[[Tensor], Tensor]) -> None:
@@ -1156,8 +1158,8 @@ def padded_statistic(t: Trial, read: Callable[[Tensor], Tensor]) -> None:
     labels = ids.masked_fill(mask == 0, -100)
     for _ in range(2):
         t.clear()
-        found = t.model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
-        (found.loss + read(found.logits)).backward()
+        output = t.model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
+        (output.loss + read(output.logits)).backward()
 
 
 @program(DURING, "takes the mean of squares of all lazy logits, padding included")
@@ -1301,54 +1303,54 @@ def wrap(t: Trial) -> None:
 
 @program(DURING, "trains two models of one config object in two threads")
 def _(t: Trial) -> None:
-    other = Trial(t.streamed)
-    other.model = type(t.model)(t.model.config).to(torch.float64)
-    other.model.load_state_dict(t.model.state_dict())
+    second_trial = Trial(t.streamed)
+    second_trial.model = type(t.model)(t.model.config).to(torch.float64)
+    second_trial.model.load_state_dict(t.model.state_dict())
     t.patch()
-    other.patch()
+    second_trial.patch()
     threads = [
         threading.Thread(target=lambda trial=trial: [trial.step() for _ in range(4)])
-        for trial in (t, other)
+        for trial in (t, second_trial)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    t.extra = {f"other.{name}": p for name, p in other.model.named_parameters()}
+    t.extra = {f"other.{name}": p for name, p in second_trial.model.named_parameters()}
 
 
 # What forwards and hooks keep without a graph.
 
 
-def recording(t: Trial, kept: list[Any]) -> None:
+def recording(t: Trial, outputs: list[Any]) -> None:
     """What the last step left, as a gradient: it is compared with the unpatched model's."""
-    t.layer.mlp.register_forward_hook(lambda m, args, out: kept.append(out.detach()))
+    t.layer.mlp.register_forward_hook(lambda m, args, out: outputs.append(out.detach()))
 
 
-def told_as_gradients(t: Trial, kept: list[Any]) -> None:
+def told_as_gradients(t: Trial, outputs: list[Any]) -> None:
     t.extra["kept"] = torch.zeros(
-        len(kept), *kept[-1].shape, requires_grad=True, dtype=torch.float64
+        len(outputs), *outputs[-1].shape, requires_grad=True, dtype=torch.float64
     )
-    t.extra["kept"].grad = torch.stack(kept)
+    t.extra["kept"].grad = torch.stack(outputs)
 
 
 @program(BEFORE, "records outputs of a module inside by a hook, without their graph")
 def _(t: Trial) -> None:
-    kept: list[Any] = []
-    recording(t, kept)
+    outputs: list[Any] = []
+    recording(t, outputs)
     t.patch()
     t.step()
-    told_as_gradients(t, kept)
+    told_as_gradients(t, outputs)
 
 
 @program(BETWEEN, "records outputs of a module inside by a hook, without their graph")
 def _(t: Trial) -> None:
-    kept: list[Any] = []
+    outputs: list[Any] = []
     t.patch()
     t.step()
-    recording(t, kept)
+    recording(t, outputs)
     t.step()
-    told_as_gradients(t, kept)
+    told_as_gradients(t, outputs)
 
 
 @program(BEFORE, "keeps a mean of its tokens in an attribute of a module inside")
@@ -1365,16 +1367,16 @@ def _(t: Trial) -> None:
 @program(BEFORE, "replays routes of experts that a call without gradients has recorded")
 def _(t: Trial) -> None:
     t.model = zoo.build("qwen3_moe")
-    gate, kept = t.layer.mlp.gate, {}
+    gate, outputs = t.layer.mlp.gate, {}
 
     def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         probs = torch.nn.functional.linear(flat, gate.weight).softmax(-1)
         top = probs.topk(2).indices
         if not torch.is_grad_enabled():
-            kept["top"] = top
-        elif len(kept["top"]) == len(flat):
-            top = kept["top"]
+            outputs["top"] = top
+        elif len(outputs["top"]) == len(flat):
+            top = outputs["top"]
         return probs, probs.gather(-1, top), top
 
     gate.forward = forward
@@ -1410,9 +1412,9 @@ class Product(torch.autograd.Function):
     """What `F.linear` gives of rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, own: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, real_linear: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        product: Tensor = own(x, weight)
+        product: Tensor = real_linear(x, weight)
         return product
 
     @staticmethod
@@ -1427,12 +1429,12 @@ class Product(torch.autograd.Function):
 def _(t: Trial) -> None:
     t.patch()
     t.step()
-    own = nn.functional.linear
-    nn.functional.linear = lambda x, weight, bias=None: Product.apply(x, weight, own)  # type: ignore[assignment]
+    linear = nn.functional.linear
+    nn.functional.linear = lambda x, weight, bias=None: Product.apply(x, weight, linear)  # type: ignore[assignment]
     try:
         t.step()
     finally:
-        nn.functional.linear = own
+        nn.functional.linear = linear
 
 
 @program(BETWEEN, "patches the model anew with settings that are refused, and goes on")
@@ -1462,20 +1464,20 @@ class KeptElsewhere(nn.Module):
     def __init__(self, inner: nn.Module, how: str) -> None:
         super().__init__()
         self.inner, self.how = inner, how
-        self.kept: dict[str, Tensor] = {}
+        self.store: dict[str, Tensor] = {}
         KeptElsewhere.number = None
 
     def forward(self, x: Tensor) -> Tensor:
         size = x.detach().abs().mean()
         if self.how == "dict":
-            found = self.kept.setdefault("number", size)
+            factor = self.store.setdefault("number", size)
         elif self.how == "class":
-            KeptElsewhere.number = found = (
+            KeptElsewhere.number = factor = (
                 size if KeptElsewhere.number is None else KeptElsewhere.number
             )
         else:
-            self.found = found = getattr(self, "found", size)
-        y: Tensor = self.inner(x) * found
+            self.factor = factor = getattr(self, "factor", size)
+        y: Tensor = self.inner(x) * factor
         return y
 
 
@@ -1680,11 +1682,11 @@ def _(t: Trial) -> None:
 
 @program(BETWEEN, "asks for an optimizer in backward that cannot be made, and goes on")
 def _(t: Trial) -> None:
-    made: list[Any] = []
+    parameter_lists: list[Any] = []
 
     def make(parameters: Any) -> Any:
-        made.append(parameters)
-        if len(made) > 3:
+        parameter_lists.append(parameters)
+        if len(parameter_lists) > 3:
             raise ValueError("no")
         return torch.optim.SGD(parameters, lr=0.1)
 

@@ -190,12 +190,12 @@ def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
         small.update(_one_layer_of_each_kind(default, default[depth_name], depth_name))
     if isinstance(default.get("intermediate_size"), list):
         small["intermediate_size"] = 40
-    chosen = {**small, **OVERRIDES.get(name, {}), **changes}
+    settings = {**small, **OVERRIDES.get(name, {}), **changes}
     # by number: their names are not the same in all versions
-    if 0 in chosen.get("layer_types", ()):
+    if 0 in settings.get("layer_types", ()):
         kinds = list(dict.fromkeys(default["layer_types"]))
-        chosen["layer_types"] = [kinds[number] for number in chosen["layer_types"]]
-    config: PreTrainedConfig = config_class(**chosen)
+        settings["layer_types"] = [kinds[number] for number in settings["layer_types"]]
+    config: PreTrainedConfig = config_class(**settings)
     config._experts_implementation = "eager"  # grouped products know no float64
     return config
 

@@ -107,9 +107,9 @@ def pipeline(
     stage: Stage, device: torch.device, microbatches: int, name: str = "1f1b"
 ) -> Schedule1F1B | ScheduleGPipe:
     """The schedule that runs this rank's stage. The loss is the sum of micro-batches' parts, so nothing is rescaled."""
-    there = PipelineStage(stage, dist.get_rank(), dist.get_world_size(), device)
+    pipeline_stage = PipelineStage(stage, dist.get_rank(), dist.get_world_size(), device)
     return SCHEDULES[name](
-        there, microbatches, loss_fn=lambda part, target: part.sum(), scale_grads=False
+        pipeline_stage, microbatches, loss_fn=lambda part, target: part.sum(), scale_grads=False
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streambp.layer.call import LayerCall
 from streambp.layer.choices import ReplayedChoices
-from streambp.tensors import replaced
+from streambp.tensors import replace_attribute
 
 # relative to the layer's addition to its input
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -42,7 +42,7 @@ def gradient_tolerance(dtype: torch.dtype) -> float:
     return TOLERANCE.get(dtype, HALF_TOLERANCE) + EPS * torch.finfo(dtype).eps
 
 
-def agree(unchunked: Tensor, pieces: Tensor, residual: Tensor, tolerance: float) -> bool:
+def agree(unchunked: Tensor, chunked: Tensor, residual: Tensor, tolerance: float) -> bool:
     """True if the results of two runs of a layer, such as with and without chunks, differ by no
     more than rounding.
 
@@ -55,14 +55,14 @@ def agree(unchunked: Tensor, pieces: Tensor, residual: Tensor, tolerance: float)
     """
     limit = tolerance * (unchunked - residual).float().norm()
     return bool(
-        (unchunked - pieces).float().norm()
+        (unchunked - chunked).float().norm()
         <= limit + EPS * torch.finfo(unchunked.dtype).eps * unchunked.float().norm()
     )
 
 
 def all_agree(
     unchunked: Sequence[Tensor],
-    pieces: Sequence[Tensor],
+    chunked: Sequence[Tensor],
     residuals: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> bool:
@@ -76,10 +76,10 @@ def all_agree(
         residuals: the input and the gradient of the output, both [..., B, T, h].
         dtype: the result of `coarsest`.
     """
-    if (len(unchunked) > 1) != (len(pieces) > 1):
+    if (len(unchunked) > 1) != (len(chunked) > 1):
         return False
     tolerances = (TOLERANCE.get(dtype, HALF_TOLERANCE), gradient_tolerance(dtype))
-    compared = zip(unchunked, pieces, residuals, tolerances, strict=False)
+    compared = zip(unchunked, chunked, residuals, tolerances, strict=False)
     return all(agree(*results) for results in compared)
 
 
@@ -89,7 +89,7 @@ def choices_once(call: LayerCall) -> Iterator[ReplayedChoices]:
     MoE routers choose experts freely in the first run, and later runs replay these choices. Yields
     the record of the choices. [Note: choices]"""
     choices = ReplayedChoices()
-    with replaced([call.layer_state], "choices", [choices]):
+    with replace_attribute([call.layer_state], "choices", [choices]):
         yield choices
 
 

@@ -19,10 +19,15 @@ from streambp.admission.generators import generator_states, generators_of, set_g
 from streambp.attention.masks import LazyMask
 from streambp.cache_arguments import without_caches
 from streambp.chunks import Chunk
-from streambp.distributed.engines import JoinGradients, engine_hooks_silenced, held, reductions_of
+from streambp.distributed.engines import (
+    JoinGradients,
+    engine_hooks_silenced,
+    engine_ownership,
+    reductions_of,
+)
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.fingerprint.hooks import HookKey, again, described, watching
-from streambp.fingerprint.snapshots import changed, versions_of
+from streambp.fingerprint.hooks import HookKey, described, routing_hooks, watching
+from streambp.fingerprint.snapshots import change_error, versions_of
 from streambp.layer.arguments import refuse_written
 from streambp.layer.call import switched_off
 from streambp.layer.layer_state import CallReport, LayerState
@@ -60,7 +65,9 @@ def run_whole(layer_state: LayerState, args: Any, kwargs: Any, report: CallRepor
                 kwargs["hidden_states"] = kwargs["hidden_states"].clone()
         # The recomputation runs after the model's forward has ended.
         segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
-        unchunked_run, args, kwargs = layer_state.kind.attention.whole(configs, args, kwargs)
+        unchunked_run, args, kwargs = layer_state.kind.attention.unchunked_run(
+            configs, args, kwargs
+        )
         # ZeRO-3 counts the modules that ran, while other ranks may stream. ZeRO-3 leaf
         # modules inside the layer reduce their gradients by hooks of their own.
         hooks, modules = layer_state.of(switched_off)
@@ -90,10 +97,10 @@ def run_whole(layer_state: LayerState, args: Any, kwargs: Any, report: CallRepor
         if LazyMask.__name__ not in str(error):
             raise
         raise UnsupportedModelError(
-            f"{type(layer_state.layer).__name__} cannot stream: {report.because}. It cannot run unchunked "
-            f"either, because it reads the attention mask itself ({error}). If its attention's "
-            "forward was replaced after streambp.patch, call streambp.patch again: the layer then "
-            "gets the model's own mask. Otherwise use gradient checkpointing "
+            f"{type(layer_state.layer).__name__} cannot stream: {report.reason}. It cannot run "
+            f"unchunked either, because it reads the attention mask itself ({error}). If its "
+            "attention's forward was replaced after streambp.patch, call streambp.patch again: the "
+            "layer then gets the model's own mask. Otherwise use gradient checkpointing "
             "(streambp.unpatch(model))."
         ) from error
 
@@ -113,8 +120,8 @@ def _as_one(
         layer_state: the decoder layer.
         args, kwargs: the arguments of its forward.
     """
-    holds = held(layer_state.layer)
-    if not torch.is_grad_enabled() or holds.weights or not holds.gradients:
+    ownership = engine_ownership(layer_state.layer)
+    if not torch.is_grad_enabled() or ownership.weights or not ownership.gradients:
         return contextlib.nullcontext(), args, kwargs
     layer_input = args[0] if args else kwargs["hidden_states"]
     parameters = Parameters(layer_state.layer, layer_input.device)
@@ -124,7 +131,7 @@ def _as_one(
         if args
         else (args, {**kwargs, "hidden_states": hidden_states})
     )
-    return parameters.replaced(aliases), args, kwargs
+    return parameters.replace(aliases), args, kwargs
 
 
 class Repeatable:
@@ -146,7 +153,7 @@ class Repeatable:
             layer_state.fingerprint,
         )
         self._backward_begins = layer_state.backward_begins
-        self._look = self._fingerprint.look(layer_state.layer)
+        self._look = self._fingerprint.take_snapshot(layer_state.layer)
         self._generators, self._training = (
             generators_of(layer_state, self._look),
             layer_state.layer.training,
@@ -179,7 +186,7 @@ class Repeatable:
             trained = Parameters(self._layer, self._device)
             if trained.names != self._parameters.names:  # a first call may make parameters
                 self._parameters = trained
-            self._forward_snapshot = self._fingerprint.seen(
+            self._forward_snapshot = self._fingerprint.record_forward(
                 self._layer, self._look, versions, modifying_hooks
             )
             self._buffers = written_since(buffer_copies)
@@ -190,7 +197,7 @@ class Repeatable:
         check_mode(self._layer, self._training)
         self._parameters.check_unchanged()
         refuse_written(self._seen_arguments)
-        snapshot = self._fingerprint.look(self._layer)
+        snapshot = self._fingerprint.take_snapshot(self._layer)
         self._fingerprint.check(self._layer, self._forward_snapshot, snapshot)
         # peft's modules get the same arguments, and the layer draws the same random numbers.
         states = generator_states(self._generators)
@@ -198,7 +205,7 @@ class Repeatable:
         modifying_hooks = set[HookKey]()
         try:
             nothing_left = kept_values.recomputed(self._site, snapshot)
-            routing = again(self._look.hooks.routing)
+            routing = routing_hooks(self._look.hooks.routing)
             with (
                 in_place_of_buffers(self._buffers),
                 routing,
@@ -210,8 +217,8 @@ class Repeatable:
             set_generators(self._generators, states)
             # The reverse shows nothing: torch stops a recomputation early, so some hooks do not
             # run.
-            for key in sorted(modifying_hooks - self._forward_snapshot.acted):
-                raise changed(
+            for key in sorted(modifying_hooks - self._forward_snapshot.modifying_hooks):
+                raise change_error(
                     self._layer,
                     f"{described(key)} changes what it is given, and changed nothing in forward",
                 )

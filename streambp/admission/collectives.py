@@ -25,17 +25,19 @@ class Watched(TorchDispatchMode):
 
     Attributes:
         layer: the decoder layer that is tested.
-        seen: the name of the first collective; None: no collective was called.
+        collective_name: the name of the first collective; None: no collective was called.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
-        self.seen: str | None = None
+        self.collective_name: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in COLLECTIVES:
-            self.seen = self.seen or str(func._schema.name).rpartition("::")[2].strip("_")
+            self.collective_name = self.collective_name or str(func._schema.name).rpartition("::")[
+                2
+            ].strip("_")
             raise self.error()
         return func(*args, **(kwargs or {}))
 
@@ -43,10 +45,11 @@ class Watched(TorchDispatchMode):
         """Return the error that names the layer and the collective, for a layer that cannot be
         chunked."""
         return UnsupportedModelError(
-            f"{type(self.layer).__name__} makes collectives inside its forward ({self.seen}), as "
-            "under tensor or expert parallelism (DeepSpeed's AutoTP). Each chunk would make them, "
-            "and ranks with other numbers of chunks would wait for ever. Use DDP, ZeRO or FSDP2 "
-            "around whole decoder layers, or run the model unpatched (streambp.unpatch(model))."
+            f"{type(self.layer).__name__} makes collectives inside its forward "
+            f"({self.collective_name}), as under tensor or expert parallelism (DeepSpeed's "
+            "AutoTP). Each chunk would make them, and ranks with other numbers of chunks would wait "
+            "for ever. Use DDP, ZeRO or FSDP2 around whole decoder layers, or run the model unpatched "
+            "(streambp.unpatch(model))."
         )
 
 
@@ -66,8 +69,10 @@ def no_collectives(layer: nn.Module) -> Iterator[None]:
         with watched:
             yield
     except Exception as error:
-        if watched.seen is not None:
+        if watched.collective_name is not None:
             raise watched.error() from error
         raise
-    if watched.seen is not None:  # the trial took the exception for a failure of the layer
+    if (
+        watched.collective_name is not None
+    ):  # the trial took the exception for a failure of the layer
         raise watched.error()

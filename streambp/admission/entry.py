@@ -54,7 +54,7 @@ from streambp.progress import progress_line
 from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_of
 from streambp.recurrent.segments import arguments_that_tell, mixers_of
-from streambp.tensors import replaced
+from streambp.tensors import replace_attribute
 
 backward_in_chunks = functools.partial(run_backward, without_traces(unread_products))
 
@@ -94,15 +94,20 @@ def stream_layer(
         layer_state.last_call.report = call
         try:
             with layer_state.weights_for_once(
-                args, kwargs, call.because or "its only token cannot be tried in chunks"
+                args, kwargs, call.reason or "its only token cannot be tried in chunks"
             ):
-                return strategy.whole(layer_state, args, kwargs, call)
+                return strategy.run_unchunked(layer_state, args, kwargs, call)
         except Exception:
-            layer_state.tests.forget(call.because)
+            layer_state.tests.forget(call.reason)
             raise
     longest = (call.plan.longest, call.why_longer) if call.plan.longest > call.plan.size else None
     layer_state.last_call.report = CallReport(
-        None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan
+        None,
+        longest,
+        call.packing.document_arguments,
+        call.packing.rows,
+        call.carried.layout.document_source,
+        call.plan,
     )
     if strategy is IN_CHUNKS and REACH not in dict(call.arguments.kind):
         strategy = WITHOUT_THIRD_PARTY
@@ -128,14 +133,13 @@ def admit(
         strategy: functions that compute the layer on one rank, or with a sequence split over ranks.
         forks: positions where recurrent states continue from an earlier one, at a shared prefix.
     """
-    # The kind of call: the layer's structure, and which arguments it gets.
-    look = layer_state.fingerprint.look(layer_state.layer)
+    snapshot = layer_state.fingerprint.take_snapshot(layer_state.layer)
     layer_state.of(_refuse_inner_fsdp)
     counts_when_alone()
     carries = layer_state.kind.states.carries
     if rows is not None and carries:
         _refuse_inseparable_documents(layer_state, rows)
-    trained = look.trained
+    trained = snapshot.trained
     arguments = Arguments(
         type(layer_state.layer).forward,
         layer_state.layer,
@@ -143,7 +147,7 @@ def admit(
         kwargs,
         layer_state.kind.position_cache,
         rows if carries else None,
-        (look.body.kind, look.hooks.kind, trained),
+        (snapshot.body.kind, snapshot.hooks.kind, trained),
     )
     # A trial with torch's own attention does not cover another attention.
     if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
@@ -152,37 +156,37 @@ def admit(
             arguments.kind |= {("torch's attention", attends)}
     # Global hooks may change without a new snapshot. [Note: kept values]
     if hooked_everywhere() or layer_state.of(
-        lambda _: bool(roots_of(layer_state, look)), "third party"
+        lambda _: bool(roots_of(layer_state, snapshot)), "third party"
     ):
-        arguments.kind = tell(layer_state, look, arguments.kind, arguments.hidden_states)
+        arguments.kind = tell(layer_state, snapshot, arguments.kind, arguments.hidden_states)
     arguments.forks = forks if carries else ()
     if rows is not None:
         _tell_of_documents(layer_state, rows, arguments)
     marked = None if rows is None else rows.number
     if layer_state.tests.warm_up is not None and not may_edit_gradients(layer_state.layer):
-        layer_state.tests.reuse_result(arguments.kind, look)
+        layer_state.tests.reuse_result(arguments.kind, snapshot)
     # Reasons to run unchunked that need no trial, or that a trial has found.
     findings = layer_state.tests.results[arguments.kind]
-    because = (
-        (look.hooks.why_whole() if look.hooks.routing else None)
-        or findings.because
+    reason = (
+        (snapshot.hooks.why_whole() if snapshot.hooks.routing else None)
+        or findings.reason
         or (_why_not_between_documents(layer_state, arguments) if carries else None)
         or layer_state.kind.attention.take_mask(
-            layer_state.layer, arguments.named, arguments.hidden_states, marked
+            layer_state.layer, arguments.by_name, arguments.hidden_states, marked
         )
     )
-    if because is not None:
-        return CallReport(because, rows=rows)
+    if reason is not None:
+        return CallReport(reason, rows=rows)
     call: LayerCall = strategy.make(layer_state, arguments)
-    call.look = look
+    call.snapshot = snapshot
     parameters = layer_state.of(
         lambda layer: Parameters(layer, call.device, layer_state.of(slots_of)),
         ("parameters", call.device, trained),
     )
-    call.backward.parameters = parameters.renewed(look, trained)
+    call.backward.parameters = parameters.renewed(snapshot, trained)
     # A tested kind streams. A new kind is tested first, on a few random tokens.
     if (
-        findings.judged
+        findings.is_tested
         and call.autocast in findings.seen_writing
         and layer_state.tests.cover(findings, call.plan)
     ):
@@ -210,7 +214,7 @@ def _tested(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallReport 
         if call.arguments.tells:
             tests.kernels_take_documents = False
             return None
-        return CallReport(verdict.because, rows=rows)
+        return CallReport(verdict.reason, rows=rows)
     if failed is not None:
         tests.results[call.arguments.kind].doubt(broken(failed))
         return CallReport(broken(failed), rows=rows)
@@ -248,24 +252,31 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
         and the decision whether the call runs in chunks.
     """
     layer_state = call.layer_state
-    if call.look.hooks.ids and has_data(call.hidden_states):
+    if call.snapshot.hooks.ids and has_data(call.hidden_states):
         layer_state.tests.hooks_run_in_tests |= hooks_of_others(call.layer_state.layer)
     try:
         weights_on_device = layer_state.weights_here("trial", call.device)
         # [Note: choices] [Note: autocast]
-        free_choices = replaced([layer_state], "choices", [None])
+        free_choices = replace_attribute([layer_state], "choices", [None])
         # Layers of a split sequence exchange keys and values with other ranks themselves.
         local = no_collectives(call.layer_state.layer) if call.has_full_sequence else NULL_CONTEXT
-        shown = (
+        progress = (
             progress_line(_trying(layer_state)) if has_data(call.hidden_states) else NULL_CONTEXT
         )
-        with shown, weights_on_device, nothing_compiled(), call.autocast.off(), free_choices, local:
+        with (
+            progress,
+            weights_on_device,
+            nothing_compiled(),
+            call.autocast.off(),
+            free_choices,
+            local,
+        ):
             results = call.attempt(lambda _: _looked(call))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
             raise
         raise explained(error, layer_state, call.plan) from error
-    layer_state.tests.tested_hooks |= call.look.hooks.places.keys()
+    layer_state.tests.tested_hooks |= call.snapshot.hooks.locations.keys()
     return results
 
 
@@ -285,21 +296,21 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
         and the decision whether the call runs in chunks.
     """
     refuse_compiled_attention(call.layer_state.layer)
-    because = why_untestable(call) or why_scaled(call.layer_state.layer)
-    if because is not None:
-        call.layer_state.tests.results[call.arguments.kind].judge(because)
-        return None, Verdict(False, because)
+    reason = why_untestable(call) or why_scaled(call.layer_state.layer)
+    if reason is not None:
+        call.layer_state.tests.results[call.arguments.kind].set_result(reason)
+        return None, Verdict(False, reason)
     with leaving_nothing(call):
-        because, error = why_kept(call)
+        reason, error = why_kept(call)
         failed = look_for_writes(call)
         verdict = can_stream(call)
     findings = call.layer_state.tests.results[call.arguments.kind]
-    if verdict.streams and because is not None:
-        findings.judge(because)
-        verdict = Verdict(False, because)
+    if verdict.streams and reason is not None:
+        findings.set_result(reason)
+        verdict = Verdict(False, reason)
     # one trial's exception is no verdict about the layer
     elif verdict.streams and error is not None:
-        findings.judged = False
+        findings.is_tested = False
         findings.doubt(broken(error))
         verdict = Verdict(False, broken(error))
     return failed, verdict
@@ -320,15 +331,15 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
         if layer_state.saves_policy is not None:
-            call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
+            call.saved.choose(call.rows, functools.partial(can_keep_graph, call))
         weights = parameters.current()
         if layer_state.weights is not None:
             call.backward.send_gradients, weights = layer_state.weights.arriving(
                 layer_state.index, weights, call.device
             )
-        if call.kept.moves:
+        if call.saved.moves:
             assert layer_state.offloader is not None
-            call.kept.store = layer_state.offloader.open(layer_state.index, call.device)
+            call.saved.store = layer_state.offloader.open(layer_state.index, call.device)
         reductions = layer_state.of(reductions_of)
         hidden_states = (
             EngineReduce.apply(hidden_states, reductions) if reductions else hidden_states
@@ -338,7 +349,7 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         )
         call.arguments.inputs = []
     else:
-        versions = versions_of(call.look)
+        versions = versions_of(call.snapshot)
         on_device = (
             NULL_CONTEXT
             if layer_state.weights is None
@@ -346,7 +357,7 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         )
         with (
             on_device,
-            watching(call.look.hooks)
+            watching(call.snapshot.hooks)
             if layer_state.tests.warm_up is not None
             else NO_HOOKS as modifying_hooks,
         ):
@@ -354,7 +365,7 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         if modifying_hooks:
             layer_state.tests.refuse_untested(modifying_hooks, layer_state.layer)
         if layer_state.fingerprint.pending:
-            layer_state.fingerprint.learn(layer_state.layer, call.look, versions)
+            layer_state.fingerprint.learn(layer_state.layer, call.snapshot, versions)
     by_place = dict(zip(call.form.extras, extras, strict=True))
     if by_place:
         deliver(by_place, call.arguments.mappings)
@@ -398,7 +409,7 @@ def _tell_of_documents(layer_state: LayerState, rows: PackedRows, arguments: Arg
         rows: the documents.
         arguments: the layer's arguments, which are changed.
     """
-    mask = attention_mask_of(arguments.named)
+    mask = attention_mask_of(arguments.by_name)
     if isinstance(mask, LazyMask):
         mask.ends = rows.ends
     if layer_state.kind.states.carries and layer_state.tests.kernels_take_documents:

@@ -39,7 +39,7 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     names = state.changes()
     if not names:
         return []
-    call.look = call.layer_state.fingerprint.learn(call.layer_state.layer, call.look)
+    call.snapshot = call.layer_state.fingerprint.learn(call.layer_state.layer, call.snapshot)
     state.rewind()
     first = _once(call, x)
     state.end_run()

@@ -38,9 +38,9 @@ def why_scaled(module: nn.Module) -> str | None:
     names = [name for name, inner in module.named_modules() if _scales_over_tokens(inner)]
     if not names:
         return None
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    more_names = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"{FLOAT8_LINEAR} ({names[0]}{others}) has scales that all tokens of a call share; set "
+        f"{FLOAT8_LINEAR} ({names[0]}{more_names}) has scales that all tokens of a call share; set "
         f"{POWERS_OF_TWO}=True in Float8LinearConfig, which gives chunks the same rounding"
     )
 

@@ -30,22 +30,22 @@ from streambp.layer.side_effects import buffers_of, in_place_of_buffers
 OF_ALL: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
 
 
-def generators_of(layer_state: LayerState, look: LayerSnapshot) -> list[Generator]:
+def generators_of(layer_state: LayerState, snapshot: LayerSnapshot) -> list[Generator]:
     """Return the random generators that the layer may draw from, without torch's default
     generators. These are generators in modules' attributes, and those of `random` and
     `numpy.random` if third-party code runs in the layer.
 
     Args:
         layer_state: the decoder layer.
-        look: snapshot of its modules, hooks and attributes.
+        snapshot: snapshot of its modules, hooks and attributes.
     """
     shared = (
         layer_state.previous is not None
-        or look.hooks.places
+        or snapshot.hooks.locations
         or hooked_everywhere()
         or layer_state.of(foreign_parts)
     )
-    return [*look.body.generators, *(OF_ALL if shared else ())]
+    return [*snapshot.body.generators, *(OF_ALL if shared else ())]
 
 
 def generator_states(generators: Sequence[Generator]) -> list[Any]:
@@ -79,10 +79,10 @@ def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
     """True if random numbers were drawn since `generator_states` returned `states`: a generator's
     state has changed. A layer that draws from such a generator runs unchunked."""
     return not all(
-        torch.equal(one, other)
-        if isinstance(one, Tensor)
-        else pickle.dumps(one) == pickle.dumps(other)
-        for one, other in zip(states, generator_states(generators), strict=True)
+        torch.equal(earlier_state, current_state)
+        if isinstance(earlier_state, Tensor)
+        else pickle.dumps(earlier_state) == pickle.dumps(current_state)
+        for earlier_state, current_state in zip(states, generator_states(generators), strict=True)
     )
 
 
@@ -118,7 +118,7 @@ def on_trial(call: LayerCall) -> Iterator[Restored]:
     """
     buffers, generators = (
         buffers_of(call.layer_state.layer),
-        generators_of(call.layer_state, call.look),
+        generators_of(call.layer_state, call.snapshot),
     )
     with (
         in_place_of_buffers(buffers),

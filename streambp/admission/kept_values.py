@@ -83,18 +83,18 @@ MISSING = object()
 _DIGITS = re.compile(r"\d+")
 
 
-def roots_of(layer_state: LayerState, look: LayerSnapshot) -> Roots:
+def roots_of(layer_state: LayerState, snapshot: LayerSnapshot) -> Roots:
     """Return the objects in which third-party code inside a layer may store values, as (name,
     object): the layer's modules, third-party hooks, forwards and classes. [] if no third-party code
     runs inside.
 
     Args:
         layer_state: the decoder layer.
-        look: snapshot of its modules, hooks and attributes.
+        snapshot: snapshot of its modules, hooks and attributes.
     """
     hooks = [
         ("", unwatched(table[number]))
-        for table, number in look.hooks.places.values()
+        for table, number in snapshot.hooks.locations.values()
         if number in table
     ]
     everywhere = vars(torch.nn.modules.module)
@@ -108,7 +108,9 @@ def roots_of(layer_state: LayerState, look: LayerSnapshot) -> Roots:
     return [*layer_state.layer.named_modules(), *hooks, *code]
 
 
-def tell(layer_state: LayerState, look: LayerSnapshot, kind: Kind, hidden_states: Tensor) -> Kind:
+def tell(
+    layer_state: LayerState, snapshot: LayerSnapshot, kind: Kind, hidden_states: Tensor
+) -> Kind:
     """Return `kind`, the key of test results, with an added entry for values that third-party code
     inside the layer stores. A changed flag or string therefore makes the layer be tested again, and
     so does a call with the length of a stored tensor.
@@ -117,18 +119,18 @@ def tell(layer_state: LayerState, look: LayerSnapshot, kind: Kind, hidden_states
 
     Args:
         layer_state: the decoder layer.
-        look: snapshot of the layer at the call.
+        snapshot: snapshot of the layer at the call.
         kind: the form of the call's arguments and the layer's structure.
         hidden_states: the layer's input [..., B, T, h].
     """
-    roots = roots_of(layer_state, look)
+    roots = roots_of(layer_state, snapshot)
     if not roots:
         return kind
     structure = frozenset(pair for pair in kind if pair[0] != REACH)
     rows, length = hidden_states.shape[-3:-1]
     as_long, flags = False, []
     for path, value in Memory(roots).values.items():
-        if path in layer_state.fingerprint.kept:
+        if path in layer_state.fingerprint.stored_paths:
             continue
         if isinstance(value, PLAIN):
             flags += _flag(path, value)
@@ -184,21 +186,21 @@ def _code_of_others(layer: nn.Module) -> Roots:
 def leaving_nothing(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager for a test run of a layer on random tokens. Values that third-party
     code stores during the run are removed afterwards."""
-    roots = roots_of(call.layer_state, call.look) if call.device.type != "meta" else []
+    roots = roots_of(call.layer_state, call.snapshot) if call.device.type != "meta" else []
     return undone(roots) if roots else contextlib.nullcontext()
 
 
 def recomputed(
-    layer_state: LayerState, look: LayerSnapshot
+    layer_state: LayerState, snapshot: LayerSnapshot
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager for the recomputation in backward. Values that third-party code
     stores meanwhile are removed afterwards; those of forward stay.
 
     Args:
         layer_state: the decoder layer.
-        look: snapshot of its modules, hooks and attributes.
+        snapshot: snapshot of its modules, hooks and attributes.
     """
-    roots = roots_of(layer_state, look)
+    roots = roots_of(layer_state, snapshot)
     return undone(roots) if roots else contextlib.nullcontext()
 
 
@@ -206,11 +208,11 @@ def without_traces(find: Callable[..., T]) -> Callable[..., T]:
     """Wrap `find`, a function that tests a layer and takes a `LayerCall` as first argument. Values
     that third-party code in the layer stores during the function's run are removed afterwards."""
 
-    def found(call: LayerCall, *args: Any) -> T:
+    def find_and_restore(call: LayerCall, *args: Any) -> T:
         with leaving_nothing(call):
             return find(call, *args)
 
-    return found
+    return find_and_restore
 
 
 def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerCall, bool], T]:
@@ -224,7 +226,7 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
     def run(call: LayerCall, keep: bool) -> T:
         layer_state = call.layer_state
         roots = (
-            roots_of(layer_state, call.look)
+            roots_of(layer_state, call.snapshot)
             if len(call.plan) > 1 and has_data(call.hidden_states)
             else []
         )
@@ -232,8 +234,8 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
             return forward(call, keep)
         memory = Memory(roots)
         outputs = forward(call, keep)
-        for path, value in Memory(roots).changed(memory).items():
-            is_expected = path in layer_state.fingerprint.kept
+        for path, value in Memory(roots).changes_since(memory).items():
+            is_expected = path in layer_state.fingerprint.stored_paths
             if (
                 not is_expected
                 and isinstance(value, (Tensor, np.ndarray))
@@ -248,7 +250,9 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
 def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
     """True if a stored tensor of this shape may have one entry for each token of a chunk: [B, C,
     ...] or [B * C, ...]. False if the size may be a dimension of the layer's parameters."""
-    parameter_sizes = {size for parameter in call.look.body.parameters for size in parameter.shape}
+    parameter_sizes = {
+        size for parameter in call.snapshot.body.parameters for size in parameter.shape
+    }
     for length in {chunk.stop - chunk.start for chunk in call.plan}:
         rows = tuple(shape[:2]) == (call.rows, length) and (
             len(shape) > 2 or length not in parameter_sizes
@@ -258,16 +262,16 @@ def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
     return False
 
 
-def _refuse(call: LayerCall, what: str) -> NoReturn:
+def _refuse(call: LayerCall, value_text: str) -> NoReturn:
     """Raise the error for a value of one chunk that third-party code stored. Later calls with the
     same arguments and hooks run unchunked.
 
     Args:
         call: the call of the layer.
-        what: the value's name and shape, for the message.
+        value_text: the value's name and shape, for the message.
     """
     layer_state = call.layer_state
-    layer_state.tests.results[call.arguments.kind].judge(f"{KEEPS_VALUES} ({what})")
+    layer_state.tests.results[call.arguments.kind].set_result(f"{KEEPS_VALUES} ({value_text})")
     when = "did not when it was tried"
     if layer_state.tests.warm_up is not None and layer_state.tests.warm_up.on:
         layer_state.tests.warm_up.on = False
@@ -277,15 +281,15 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
         )
     raise StreamBPError(
         f"{type(call.layer_state.layer).__name__}, or a hook inside it, stores values of single chunks "
-        f"({what}), and {when}. Delete the stored values and repeat the step: from now on the "
-        "layer runs unchunked, which is exact."
+        f"({value_text}), and {when}. Delete the stored values and repeat the step: from now on "
+        "the layer runs unchunked, which is exact."
     )
 
 
 def why_untestable(call: LayerCall) -> str | None:
     """Return the reason, as text for `describe`, to run the layer unchunked and without a test:
     third-party code may advance iterators, which a test cannot reset. None if a test may run."""
-    if not roots_of(call.layer_state, call.look):
+    if not roots_of(call.layer_state, call.snapshot):
         return None
     iterators = Snapshot(call.layer_state.layer).iterators()
     return ADVANCES.format(", ".join(iterators)) if iterators else None
@@ -304,18 +308,18 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     layer_state, x = call.layer_state, call.hidden_states.detach()
     if not call.has_full_sequence or not has_data(x) or x.shape[-2] == 1 or not x.numel():
         return None, None
-    roots = roots_of(layer_state, call.look)
-    if not roots or layer_state.tests.results[call.arguments.kind].judged:
+    roots = roots_of(layer_state, call.snapshot)
+    if not roots or layer_state.tests.results[call.arguments.kind].is_tested:
         return None, None
     failed: Exception | None = None
-    because = None
+    reason = None
     try:
         with nothing_compiled(), _plain_dropout(call), contextlib.ExitStack() as stack:
             stack.enter_context(rehearsing(call))
-            because = _why_kept(call, x, roots, stack.enter_context(on_trial(call)))
-            if because is None and dict(call.arguments.kind).get(REACH, ("", False))[1]:
+            reason = _why_kept(call, x, roots, stack.enter_context(on_trial(call)))
+            if reason is None and dict(call.arguments.kind).get(REACH, ("", False))[1]:
                 stack.enter_context(_as_in_a_step(call))
-                because = why_not_at_length(call)
+                reason = why_not_at_length(call)
     except Exception as error:
         # the unpatched forward failed, which may happen in any trial
         other_model = isinstance(error, StreamingMismatchError)
@@ -323,14 +327,14 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
             raise
         failed = error
     earlier_kind = call.arguments.kind
-    call.arguments.kind = tell(layer_state, call.look, earlier_kind, x)
+    call.arguments.kind = tell(layer_state, call.snapshot, earlier_kind, x)
     if earlier_kind != call.arguments.kind and earlier_kind in layer_state.tests.results:
         remember(
             layer_state.tests.results,
             call.arguments.kind,
             layer_state.tests.results.pop(earlier_kind),
         )
-    return because, failed
+    return reason, failed
 
 
 def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str | None:
@@ -348,21 +352,24 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
     trial = _Trial(call, tokens, upstream, roots, state)
     for roll in ROLLS:
         trial.x = tokens.roll(roll, -2)
-        unchunked, chunks = trial.left(trial.whole), trial.left(trial.in_chunks)
-        call.layer_state.fingerprint.kept |= unchunked.keys() | chunks.keys()
+        unchunked, chunks = (
+            trial.stored_values(trial.run_unchunked),
+            trial.stored_values(trial.in_chunks),
+        )
+        call.layer_state.fingerprint.stored_paths |= unchunked.keys() | chunks.keys()
         differing = _differing(unchunked, chunks, coarsest(call, x))
         if differing or not unchunked:
             break
     if differing:  # a value that changes at each run, such as a time, shows nothing
-        repeated = trial.left(trial.whole)
+        repeated = trial.stored_values(trial.run_unchunked)
         noisy = _differing(unchunked, repeated, coarsest(call, x))
         differing = {path: shapes for path, shapes in differing.items() if path not in noisy}
     if not differing:
         return _why_kept_before(call.layer_state, roots)
     # A value that only the first call sets is no record of later calls.
-    recorded = _differing(unchunked, trial.left(trial.twice), coarsest(call, x))
+    recorded = _differing(unchunked, trial.stored_values(trial.run_twice), coarsest(call, x))
     call.layer_state.tests.differing |= differing.keys() & recorded.keys()
-    otherwise = _differing(unchunked, trial.left(trial.at_once), coarsest(call, x))
+    otherwise = _differing(unchunked, trial.stored_values(trial.at_once), coarsest(call, x))
     # Tensors in graphs are out of sight as well, and differ for another attention.
     otherwise = {
         path: shapes
@@ -429,19 +436,21 @@ class _Trial:
         )
         self.graph = torch.is_grad_enabled() and bool(differentiable) and may_have_graphs(call)
 
-    def left(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
+    def stored_values(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
         """Run the layer, and return the values that third-party code stored meanwhile, in attributes,
         containers or closures. The result is a dict from the value's path to the value. The earlier
         values are restored afterwards.
 
         Args:
-            run: the method that runs the layer: `whole`, `at_once` or `in_chunks`.
+            run: the method that runs the layer: `run_unchunked`, `at_once` or `in_chunks`.
         """
-        named, length = self.call.arguments.named, self.x.shape[-2]
-        documents = in_several(named, length) if self.call.packing.told else {}
+        named_arguments, length = self.call.arguments.by_name, self.x.shape[-2]
+        documents = (
+            in_several(named_arguments, length) if self.call.packing.document_arguments else {}
+        )
         rows = None if self.call.packing.rows is None else tried_rows(self.x.shape[-3], length)
-        test_arguments = self.call.arguments.replaced(
-            {**nothing_masked(named, length), **documents}, rows
+        test_arguments = self.call.arguments.replace(
+            {**nothing_masked(named_arguments, length), **documents}, rows
         )
         self.state.rewind()
         with undone(self.roots) as (start, writes):
@@ -455,13 +464,13 @@ class _Trial:
             }
             del shadows
             end = Memory(self.roots)
-            values, unreachable = end.changed(start, writes), writes.kept_elsewhere(end)
+            values, unreachable = end.changes_since(start, writes), writes.kept_elsewhere(end)
             values.update(on_weights)
             return {**values, OUT_OF_SIGHT: unreachable} if unreachable else values
 
-    def whole(self, shadows: list[Tensor]) -> None:
-        """Run the unpatched layer once, with backward if the call has one. `left` then collects
-        what the layer's code stored.
+    def run_unchunked(self, shadows: list[Tensor]) -> None:
+        """Run the unpatched layer once, with backward if the call has one. `stored_values` then
+        collects what the layer's code stored.
 
         Args:
             shadows: replacements of the layer's trainable parameters.
@@ -472,18 +481,18 @@ class _Trial:
         else:
             UnpatchedRun(self.call, self.x, self.upstream, shadows)
 
-    def twice(self, shadows: list[Tensor]) -> None:
-        """Run the layer as in `whole`, and again on tokens that are `LOUDER` times larger, because
-        later calls may change a stored value too.
+    def run_twice(self, shadows: list[Tensor]) -> None:
+        """Run the layer as in `run_unchunked`, and again on tokens that are `LOUDER` times larger,
+        because later calls may change a stored value too.
 
         Args:
             shadows: replacements of the layer's trainable parameters.
         """
-        self.whole(shadows)
+        self.run_unchunked(shadows)
         x = self.x
         try:
             self.x = LOUDER * x
-            self.whole(shadows)
+            self.run_unchunked(shadows)
         finally:
             self.x = x
 
@@ -504,7 +513,7 @@ class _Trial:
         prefix = causal_prefix(self.call, length)
         with torch.no_grad():
             ran = list(rehearsed(self.call, self.x.detach(), chunks, Stage.FORWARD, prefix))
-        if self.graph and prefix.picked:  # indexers pick keys in the order of the sequence
+        if self.graph and prefix.chunk_picks:  # indexers pick keys in the order of the sequence
             self._run(Stage.RECOMPUTE, chunks, lambda ended: ended)
         elif self.graph:
             prefix.overwritten = True  # as in `_run`
@@ -639,6 +648,6 @@ def _as_in_a_step(call: LayerCall) -> Iterator[None]:
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     grad_mode: contextlib.AbstractContextManager[Any] = torch.no_grad()
     if graph:
-        grad_mode = parameters.replaced([p.detach() for p in parameters.current()])
-    with undone(roots_of(call.layer_state, call.look)), grad_mode:
+        grad_mode = parameters.replace([p.detach() for p in parameters.current()])
+    with undone(roots_of(call.layer_state, call.snapshot)), grad_mode:
         yield

@@ -40,7 +40,7 @@ def why_not_at_length(call: LayerCall) -> str | None:
     """
     layer_state, length = call.layer_state, call.plan.length
     chunks = len(call.plan)
-    with call.arguments.replaced({}):
+    with call.arguments.replace({}):
         while True:
             try:
                 is_alike = _is_alike(call, chunks)
@@ -64,7 +64,11 @@ def why_not_at_length(call: LayerCall) -> str | None:
     if tested_tokens < length:
         layer_state.tests.max_tested_tokens = tested_tokens
     findings = layer_state.tests.results[call.arguments.kind]
-    findings.tried = {ANY_SIZE: 0, **(findings.tried or {}), call.plan.size: length}
+    findings.tested_lengths = {
+        ANY_SIZE: 0,
+        **(findings.tested_lengths or {}),
+        call.plan.size: length,
+    }
     return None
 
 
@@ -88,18 +92,18 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
     ):  # chunks of the test have no keys of later chunks
         layout = Spans.causal(call.rows, carried.length)
 
-    def given(parts: Sequence[Chunk]) -> Iterator[Tensor]:
+    def outputs_of(parts: Sequence[Chunk]) -> Iterator[Tensor]:
         prefix = Prefix(layout, carried.length, carried.attention)
         for _, output in rehearsed(call, x, parts, Stage.FORWARD, prefix):
             assert output is not None
             yield output.hidden_states
 
-    (unchunked,) = given([Chunk(0, 0, length)])
+    (unchunked,) = outputs_of([Chunk(0, 0, length)])
     differences, residuals, sizes = [], [], []  # sums of squares, [..., B, C] each
     parts = call.plan.chunks[:chunks]
-    for chunk, piece in zip(parts, given(parts), strict=True):
+    for chunk, output_chunk in zip(parts, outputs_of(parts), strict=True):
         unchunked_chunk = chunk.part(unchunked, -2)
-        differences.append(_squares(unchunked_chunk - piece))
+        differences.append(_squares(unchunked_chunk - output_chunk))
         residuals.append(_squares(unchunked_chunk - chunk.part(x, -2)))
         sizes.append(_squares(unchunked_chunk))
     padding = (0, -length % BLOCK)

@@ -73,7 +73,7 @@ class UnpatchedRun:
         other_leaf: a leaf of the graph that requires a gradient, but is neither a parameter nor an
             argument of the layer; None: there is none.
         cuts_graph: True if a graph is required, and the output has none that leads to x.
-        foreign: names of third-party modules, forwards and hooks inside the layer.
+        third_party_names: names of third-party modules, forwards and hooks inside the layer.
     """
 
     def __init__(self, call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]) -> None:
@@ -96,13 +96,13 @@ class UnpatchedRun:
             if is_out_of_memory(error):
                 raise
             raise StreamingMismatchError(
-                f"{self.named} streams a few random tokens and fails to compute them unpatched "
-                f"({type(error).__name__}: {error}), so the two results cannot be compared. "
-                f"{WHAT_TO_DO}"
+                f"{self.layer_names} streams a few random tokens and fails to compute them "
+                f"unpatched ({type(error).__name__}: {error}), so the two results cannot be "
+                f"compared. {WHAT_TO_DO}"
             ) from error
 
     @property
-    def named(self) -> str:
+    def layer_names(self) -> str:
         """Return the names of the layer and its attention modules, for error messages."""
         layer = self.call.layer_state.layer
         attentions = distinct_attentions([layer])
@@ -164,15 +164,15 @@ class UnpatchedRun:
             watched_hooks(call.layer_state.layer) as changing,
         ):
             # The first tokens, without caches and states, and with the model's own masks.
-            named = call.arguments.cut(Chunk(0, 0, length))
-            named = without_caches(named)
-            if STATE in named:
-                named[STATE] = None
-            named = call.layer_state.kind.attention.unpatched(
-                named, length, lambda mask: self._mask(mask, x)
+            named_arguments = call.arguments.slice_chunk(Chunk(0, 0, length))
+            named_arguments = without_caches(named_arguments)
+            if STATE in named_arguments:
+                named_arguments[STATE] = None
+            named_arguments = call.layer_state.kind.attention.unpatched(
+                named_arguments, length, lambda mask: self._mask(mask, x)
             )
-            result = call.layer_state.forward(call.arguments.as_given(x), **named)
-        self.foreign = list(
+            result = call.layer_state.forward(call.arguments.as_given(x), **named_arguments)
+        self.third_party_names = list(
             dict.fromkeys(
                 [*foreign_parts(call.layer_state.layer, call.layer_state.previous), *changing]
             )
@@ -240,9 +240,9 @@ def own_run(
     if not call.has_full_sequence:
         return None
     unpatched = UnpatchedRun(call, x, upstream, shadows)
-    call.layer_state.tests.third_party_modules = unpatched.foreign
-    call.layer_state.tests.results[call.arguments.kind].tried = {
-        ANY_SIZE: 0 if unpatched.foreign else sys.maxsize
+    call.layer_state.tests.third_party_modules = unpatched.third_party_names
+    call.layer_state.tests.results[call.arguments.kind].tested_lengths = {
+        ANY_SIZE: 0 if unpatched.third_party_names else sys.maxsize
     }
     return unpatched
 
@@ -290,8 +290,8 @@ def why_unlike_unpatched(
         return None
     if not unpatched.agrees(streamed) and all(bool(part.isfinite().all()) for part in streamed):
         raise StreamingMismatchError(
-            f"{unpatched.named} computes other values unpatched than streamed: outputs or gradients "
-            "for "
+            f"{unpatched.layer_names} computes other values unpatched than streamed: outputs or "
+            "gradients for "
             "a few random tokens differ by more than rounding. A replaced attention function, "
             "mask function or inner forward is a common cause, because streaming does not call "
             "the replacement. Another cause is a module that counts or keeps a running scale. "

@@ -81,12 +81,12 @@ class Verdict(NamedTuple):
 
     Attributes:
         streams: True if the call runs in chunks.
-        because: the reason to run the call unchunked; None if it runs in chunks, and for a single
+        reason: the reason to run the call unchunked; None if it runs in chunks, and for a single
             token.
     """
 
     streams: bool
-    because: str | None = None
+    reason: str | None = None
 
 
 def can_stream(call: LayerCall) -> Verdict:
@@ -112,7 +112,7 @@ def can_stream(call: LayerCall) -> Verdict:
     x = call.hidden_states.detach()
     if not x.numel():
         return Verdict(False, EMPTY)
-    if findings.judged:  # layers that cannot stream return earlier
+    if findings.is_tested:  # layers that cannot stream return earlier
         return (
             Verdict(True)
             if layer_state.tests.cover(findings, call.plan)
@@ -122,7 +122,7 @@ def can_stream(call: LayerCall) -> Verdict:
         # the structure alone does not decide
         if not (layer_state.kind.states.carries or layer_state.kind.attention.reads_a_mask):
             return Verdict(False)
-        because = (
+        reason = (
             CONVOLVES
             if not layer_state.kind.states.carries and _convolves(call.layer_state.layer)
             else None
@@ -130,29 +130,29 @@ def can_stream(call: LayerCall) -> Verdict:
         if layer_state.kind.states.carries:
             try:
                 with call.streaming(), on_trial(call), evaluated(call):
-                    because = _unread_state(call, x)
+                    reason = _unread_state(call, x)
             except StreamBPError:
                 raise
             except Exception as error:
-                because = broken(error)
-        if because is not None:
-            findings.judge(because)
-        return Verdict(because is None, because)
+                reason = broken(error)
+        if reason is not None:
+            findings.set_result(reason)
+        return Verdict(reason is None, reason)
     if x.shape[-2] == 1:
         return Verdict(layer_state.on_host)
     try:
-        call.arguments.cut(Chunk(0, 0, call.arguments.length))
+        call.arguments.slice_chunk(Chunk(0, 0, call.arguments.length))
     except StreamBPError as error:
         return Verdict(False, str(error))
     if call.parts.configs:
         refuse_foreign_attention(distinct_attentions([call.layer_state.layer]))
-    because, certain, _ = _judged(call, x)
+    reason, certain, _ = _judged(call, x)
     if (
-        because is not None
+        reason is not None
         or not certain
         or layer_state.tests.cover(layer_state.tests.results[call.arguments.kind], call.plan)
     ):
-        return Verdict(because is None, because)
+        return Verdict(reason is None, reason)
     return _judged_at_length(call)
 
 
@@ -160,14 +160,14 @@ class Found(NamedTuple):
     """Result of a test that compares a layer's output in chunks with its unchunked output.
 
     Attributes:
-        because: the reason to run the layer unchunked; None: the layer may run in chunks.
+        reason: the reason to run the layer unchunked; None: the layer may run in chunks.
         certain: True if the result may be stored for all later calls with arguments of the same
             form; False if the result holds for this call alone.
         passes: True if the reason may be temporary, so that the layer is tested again at the next
             call.
     """
 
-    because: str | None
+    reason: str | None
     certain: bool = True
     passes: bool = False
 
@@ -182,14 +182,14 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
     """
     layer_state, kind = call.layer_state, call.arguments.kind
     outcome = _why_not(call, x)
-    call.arguments.renamed(call.look.kind)  # without changes by the layer's own forward
+    call.arguments.renamed(call.snapshot.kind)  # without changes by the layer's own forward
     findings = remember(
         layer_state.tests.results, call.arguments.kind, layer_state.tests.results.pop(kind)
     )
-    if outcome.because is not None and outcome.passes:
-        findings.doubt(outcome.because)
+    if outcome.reason is not None and outcome.passes:
+        findings.doubt(outcome.reason)
     elif outcome.certain:
-        findings.judge(outcome.because)
+        findings.set_result(outcome.reason)
     return outcome
 
 
@@ -199,7 +199,7 @@ def _judged_at_length(call: LayerCall) -> Verdict:
     findings = call.layer_state.tests.results[call.arguments.kind]
     with rehearsing(call), on_trial(call), evaluated(call), torch.no_grad():
         try:
-            because = why_not_at_length(call)
+            reason = why_not_at_length(call)
         except Exception as error:
             if (
                 isinstance(error, StreamBPError)
@@ -207,11 +207,11 @@ def _judged_at_length(call: LayerCall) -> Verdict:
                 or failed_in_a_kernel(error, call.device)
             ):
                 raise
-            findings.judged = False
+            findings.is_tested = False
             findings.doubt(broken(error))
             return Verdict(False, broken(error))
-    findings.judge(because)
-    return Verdict(because is None, because)
+    findings.set_result(reason)
+    return Verdict(reason is None, reason)
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
@@ -228,24 +228,26 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
     with rehearsing(call), on_trial(call) as state:
         with torch.no_grad():
             x, upstream = random_like(hidden_states), random_like(hidden_states)
-        named, length = call.arguments.named, x.shape[-2]
+        named_arguments, length = call.arguments.by_name, x.shape[-2]
         # Use several documents if the call has several.
-        documents = in_several(named, length) if call.packing.told else {}
+        documents = in_several(named_arguments, length) if call.packing.document_arguments else {}
         rows = None if call.packing.rows is None else tried_rows(x.shape[-3], length)
-        with call.arguments.replaced({**nothing_masked(named, length), **documents}, rows):
+        with call.arguments.replace({**nothing_masked(named_arguments, length), **documents}, rows):
             try:
                 outcome = _compared(call, x, upstream, state)
             except Exception as error:
                 outcome = _failed(call, x, upstream, error, state)
-        if outcome.because in (None, MIXES) and call.layer_state.kind.states.carries:
+        if outcome.reason in (None, MIXES) and call.layer_state.kind.states.carries:
             state.rewind()
             try:
                 with evaluated(call):
-                    outcome = outcome._replace(because=_unread_state(call, x) or outcome.because)
+                    outcome = outcome._replace(reason=_unread_state(call, x) or outcome.reason)
             except Exception as error:
                 outcome = _failed(call, x, upstream, error, state)
         if not outcome.passes:
-            call.look = call.layer_state.fingerprint.learn(call.layer_state.layer, call.look)
+            call.snapshot = call.layer_state.fingerprint.learn(
+                call.layer_state.layer, call.snapshot
+            )
     return outcome._replace(certain=outcome.certain and hidden_states.shape[-2] > CHUNK)
 
 
@@ -261,15 +263,15 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
         state: restores the layer's stored values.
     """
     chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
-    generators = generators_of(call.layer_state, call.look)
+    generators = generators_of(call.layer_state, call.snapshot)
     states = generator_states(generators)
     with watched_hooks(call.layer_state.layer, BACKWARD_HOOKS) as editing:
-        because = _try(call, x, upstream, chunk_size)
+        reason = _try(call, x, upstream, chunk_size)
         if has_drawn(generators, states):
             return Found(DRAWS)
-        if because is not None and not editing:
-            return Found(because)
-        if because is None and (names := set_once(call, x, state)):
+        if reason is not None and not editing:
+            return Found(reason)
+        if reason is None and (names := set_once(call, x, state)):
             return Found(SETS.format(", ".join(names)), passes=True)
         with evaluated(call), as_trained(call) as shadows:
             outcome = _why_unlike(call, x, upstream, chunk_size, shadows or [], state)
@@ -314,7 +316,12 @@ def _failed(
 
 
 def _why_unlike(
-    call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored
+    call: LayerCall,
+    x: Tensor,
+    upstream: Tensor,
+    chunk_size: int,
+    shadows: list[Tensor],
+    state: Restored,
 ) -> Found:
     """Compare the layer's chunks with the unpatched layer on random tokens, and return the result.
 
@@ -326,33 +333,33 @@ def _why_unlike(
         call: the call of the layer.
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
-        cut: length of a chunk.
+        chunk_size: length of a chunk.
         shadows: replacements of the layer's trainable parameters.
         state: restores the layer's stored values.
     """
-    if (unpatched := _alike(call, x, upstream, cut, shadows, state)) is not None:
+    if (unpatched := _alike(call, x, upstream, chunk_size, shadows, state)) is not None:
         return Found(unpatched.why_whole())
     # The runs differ by more than rounding, or a router has a tie.
     state.rewind()
     with choices_once(call) as choices:
-        unchunked = _run(call, x, upstream, judged=small_ones(shadows))
+        unchunked = _run(call, x, upstream, parameters=small_ones(shadows))
         state.rewind()
         # one document per row, because the unpatched layer may not accept several
         if call.packing.marks_documents:
-            with call.arguments.replaced(in_one(call.arguments.named)), choices_once(call):
-                streamed = _run(call, x, upstream, judged=small_ones(shadows))
+            with call.arguments.replace(in_one(call.arguments.by_name)), choices_once(call):
+                streamed = _run(call, x, upstream, parameters=small_ones(shadows))
                 state.rewind()
-                because = why_unlike_unpatched(call, x, upstream, streamed, shadows)
+                reason = why_unlike_unpatched(call, x, upstream, streamed, shadows)
         else:
-            because = why_unlike_unpatched(call, x, upstream, unchunked, shadows)
-        if because is not None:
-            return Found(because)
+            reason = why_unlike_unpatched(call, x, upstream, unchunked, shadows)
+        if reason is not None:
+            return Found(reason)
         state.rewind()
-        pieces = _run(call, x, upstream, cut)
+        chunked = _run(call, x, upstream, chunk_size)
         dtype = coarsest(call, x)
-        if (len(unchunked) > 1) != (len(pieces) > 1):
+        if (len(unchunked) > 1) != (len(chunked) > 1):
             return Found(GRAPHS)
-        is_alike = all_agree(unchunked, pieces, (x, upstream), dtype)
+        is_alike = all_agree(unchunked, chunked, (x, upstream), dtype)
         if is_alike and chose_alike(choices, dtype):
             return Found(None)
     if not all(bool(part.isfinite().all()) for part in unchunked):
@@ -363,7 +370,12 @@ def _why_unlike(
 
 
 def _alike(
-    call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored
+    call: LayerCall,
+    x: Tensor,
+    upstream: Tensor,
+    chunk_size: int,
+    shadows: list[Tensor],
+    state: Restored,
 ) -> UnpatchedRun | None:
     """Return the run of the unpatched layer if the layer in chunks agrees with it. None if they
     differ, if either raises, or if the layer needs packed documents as arguments.
@@ -372,7 +384,7 @@ def _alike(
         call: the call of the layer.
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
-        cut: length of a chunk.
+        chunk_size: length of a chunk.
         shadows: replacements of the layer's trainable parameters.
         state: restores the layer's stored values.
     """
@@ -382,15 +394,17 @@ def _alike(
         state.rewind()
         unpatched = own_run(call, x, upstream, shadows)
         state.rewind()
-        pieces = [] if unpatched is None else _run(call, x, upstream, cut, small_ones(shadows))
+        chunked = (
+            [] if unpatched is None else _run(call, x, upstream, chunk_size, small_ones(shadows))
+        )
     except Exception as error:  # `_why_unlike` finds out which run failed, and why
         if is_out_of_memory(error):
             raise
         return None
-    return unpatched if unpatched is not None and unpatched.agrees(pieces) else None
+    return unpatched if unpatched is not None and unpatched.agrees(chunked) else None
 
 
-def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
+def _try(call: LayerCall, x: Tensor, upstream: Tensor, second_start: int) -> str | None:
     """Run the layer with attention limited to keys of the query's own chunk. Return the reason, as
     text for `describe`, to run the layer unchunked; None if this test finds no reason.
 
@@ -401,7 +415,7 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
         call: the call of the layer.
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
-        cut: first position of the second chunk.
+        second_start: first position of the second chunk.
     """
     if not may_have_graphs(call):
         return None
@@ -409,7 +423,7 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     marker = weakref.ref(origin)
     buffers = buffers_of(call.layer_state.layer)
     with in_place_of_buffers(buffers):
-        mixes = _crosses(call, x, upstream, cut, origin)
+        mixes = _crosses(call, x, upstream, second_start, origin)
         names = sorted({name for _, name in written_since(buffers)})
     origin.trying = False
     del origin
@@ -423,7 +437,9 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     return MIXES if mixes else None
 
 
-def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: GraphMarker) -> bool:
+def _crosses(
+    call: LayerCall, x: Tensor, upstream: Tensor, second_start: int, origin: GraphMarker
+) -> bool:
     """Run the layer. True if a gradient flows between tokens of two chunks other than through
     attention. Always False for layers that pass on recurrent states or read a cache.
 
@@ -431,15 +447,18 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Gra
         call: the call of the layer.
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
-        cut: first position of the second chunk.
+        second_start: first position of the second chunk.
         origin: marker of the graph's first node.
     """
-    first_chunk, second_chunk = slice(cut), slice(cut, x.shape[-2])
+    first_chunk, second_chunk = slice(second_start), slice(second_start, x.shape[-2])
     kind = call.layer_state.kind
     if kind.states.carries or not kind.attention.ours:
         _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
         return False
-    layout = Spans(x.shape[-2], ((Run(0, cut, 0), Run(cut, x.shape[-2], cut)),) * x.shape[-3])
+    layout = Spans(
+        x.shape[-2],
+        ((Run(0, second_start, 0), Run(second_start, x.shape[-2], second_start)),) * x.shape[-3],
+    )
     with as_trained(call), torch.enable_grad():
         for sources, readers in ((first_chunk, second_chunk), (second_chunk, first_chunk)):
             leaf, output = _on_trial(call, x, layout, origin)
@@ -506,11 +525,17 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
         parameter.is_inference() for parameter in call.layer_state.layer.parameters()
     ):
         return None
-    named = {**nothing_masked(call.arguments.named, x.shape[-2]), **in_one(call.arguments.named)}
+    named_arguments = {
+        **nothing_masked(call.arguments.by_name, x.shape[-2]),
+        **in_one(call.arguments.by_name),
+    }
     with torch.inference_mode(False), torch.enable_grad():
         if x.is_inference():  # a graph may not save tensors made in inference mode
-            x, named = x.clone(), rebuilt({**call.arguments.named, **named}, Tensor.clone)
-        with call.arguments.replaced(named):
+            x, named_arguments = (
+                x.clone(),
+                rebuilt({**call.arguments.by_name, **named_arguments}, Tensor.clone),
+            )
+        with call.arguments.replace(named_arguments):
             chunks, prefix = ChunkPlan(2 * size, size), causal_prefix(call, 2 * size)
             _, (states, output) = rehearsed(call, x, chunks, Stage.RECOMPUTE, prefix, leaves_of)
     assert output is not None
@@ -546,10 +571,10 @@ def _run(
     x: Tensor,
     upstream: Tensor,
     chunk_size: int | None = None,
-    judged: Sequence[Tensor] = (),
+    parameters: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """Run the layer with streambp's attention on x [..., B, t, h]. Return its output and, if a
-    graph is required, the gradients of x and of `judged`.
+    graph is required, the gradients of x and of `parameters`.
 
     Args:
         call: the call of the layer.
@@ -557,7 +582,7 @@ def _run(
         upstream: [..., B, t, h], the gradient of the output.
         chunk_size: length of a chunk, if the layer runs in chunks that pass on states; None: run
             unchunked, without a cache.
-        judged: parameters whose gradients are returned.
+        parameters: parameters whose gradients are returned.
     """
     graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     stage = Stage.RECOMPUTE if graph else Stage.FORWARD
@@ -577,4 +602,4 @@ def _run(
         return [joined.detach()]
     # Autograd also differentiates one graph over all chunks from last to first: newest nodes run
     # first.
-    return [joined.detach(), *gradients_of(joined, [x, *judged], upstream)]
+    return [joined.detach(), *gradients_of(joined, [x, *parameters], upstream)]

@@ -98,23 +98,25 @@ def random_like(hidden_states: Tensor) -> Tensor:
     return x.to(hidden_states.dtype)
 
 
-def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
+def nothing_masked(named_arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
     """Return a dict from argument name to its replacement for a test. Masks are replaced by causal
     masks without padding. Key indices selected by an earlier layer's indexer (sparse attention) are
     replaced by two keys that every query may read.
 
     Args:
-        named: the layer's arguments by name.
+        named_arguments: the layer's arguments by name.
         length: number of tokens of the test.
     """
     replacements = {
-        name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")
+        name: _unmasked(mask, length)
+        for name, mask in named_arguments.items()
+        if name.endswith("mask")
     }
-    if isinstance(named.get(PICKED), Tensor):
-        queries = torch.arange(length, device=named[PICKED].device)
+    if isinstance(named_arguments.get(PICKED), Tensor):
+        queries = torch.arange(length, device=named_arguments[PICKED].device)
         # [B, T, 2]
         replacements[PICKED] = torch.stack((queries, queries // 2), -1).expand(
-            len(named[PICKED]), -1, -1
+            len(named_arguments[PICKED]), -1, -1
         )
     return replacements
 
@@ -191,7 +193,7 @@ def may_have_graphs(call: LayerCall) -> bool:
     """True if autograd can record the layer's operations: inference mode is off, and no parameter
     of the layer is an inference tensor. Otherwise a test compares outputs alone."""
     return not torch.is_inference_mode_enabled() and not any(
-        p.is_inference() for p in call.look.body.parameters
+        p.is_inference() for p in call.snapshot.body.parameters
     )
 
 

@@ -68,10 +68,10 @@ from streambp.admission.values import (
     Values,
     Writes,
     can_be_copied,
+    changed_values,
     copied_memory,
     put_back,
     values_of,
-    written,
 )
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import (
@@ -145,9 +145,9 @@ class Snapshot:
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
         self._classes: set[type] = set()
         self._room = SMALL
-        named = list(module.named_modules())
-        self._objects.update((id(inner), inner) for _, inner in named)
-        for path, inner in named:
+        named_modules = list(module.named_modules())
+        self._objects.update((id(inner), inner) for _, inner in named_modules)
+        for path, inner in named_modules:
             self._read_module(path, inner, inside=True)
         everywhere = vars(torch.nn.modules.module)
         self._wait((name, everywhere[name]) for name in GLOBAL_HOOKS if everywhere[name])
@@ -165,9 +165,9 @@ class Snapshot:
         names: list[str] = []
         if not self._iterators:
             return names
-        named = self._names_in_code()
+        names_in_code = self._names_in_code()
         for key, name in self._iterators.items():
-            if key not in self._attributes or self._attributes[key] in named:
+            if key not in self._attributes or self._attributes[key] in names_in_code:
                 names.append(name)
         return names
 
@@ -194,18 +194,20 @@ class Snapshot:
                 continue
             if kind is SET and saved.keys() == current.keys():  # an equal entry was added again
                 continue
-            if kind.named is None:
+            if kind.entry_name is None:
                 changes[name] = Change(tuple(current.values()))
                 continue
             for key in (*saved, *(key for key in current if key not in saved)):
                 came = key not in saved
                 differs = is_replaced if kind.names_alone else operator.is_not
-                other = came or key not in current or differs(saved[key], current[key])
-                if other and key not in (MODE, CAPTURES):
-                    changes[kind.named(name, key)] = Change(
+                is_different = came or key not in current or differs(saved[key], current[key])
+                if is_different and key not in (MODE, CAPTURES):
+                    changes[kind.entry_name(name, key)] = Change(
                         _copied(current.get(key)), name if came and kind.grows else ""
                     )
-        changes |= {values.name: Change(_copied(values.holder)) for values in written(self._values)}
+        changes |= {
+            values.name: Change(_copied(values.holder)) for values in changed_values(self._values)
+        }
         return changes
 
     def restore(self, structure: bool = True) -> None:
@@ -218,13 +220,13 @@ class Snapshot:
         """
         for table in self._tables:
             current = table.kind.read(table.holder)
-            if (table.structure and not structure) or same_entries(table.kept, current):
+            if (table.structure and not structure) or same_entries(table.content, current):
                 continue
-            content = table.kept
+            content = table.content
             if table.kind is OWN and not structure and MODE in current:
                 content = {**content, MODE: current[MODE]}
             table.kind.refill(table.holder, content)
-        for values in written(self._values):
+        for values in changed_values(self._values):
             put_back(values)
 
     def _wait(self, pairs: Iterable[tuple[str, Any]]) -> None:
@@ -301,17 +303,17 @@ class Snapshot:
             if base in self._classes or base in (object, nn.Module):
                 continue
             self._classes.add(base)
-            foreign = is_foreign(base)
-            if not (foreign or issubclass(base, nn.Module)):
+            is_third_party = is_foreign(base)
+            if not (is_third_party or issubclass(base, nn.Module)):
                 continue
             attributes = self._note(base.__qualname__, base, CLASS)
             for name, value in attributes.items():
-                if foreign and isinstance(value, types.FunctionType):
+                if is_third_party and isinstance(value, types.FunctionType):
                     self._methods.setdefault(name, []).append(value)
             self._wait(
                 (f"{base.__qualname__}.{name}", value)
                 for name, value in attributes.items()
-                if foreign or not isinstance(value, types.FunctionType)
+                if is_third_party or not isinstance(value, types.FunctionType)
             )
 
     def _follow(self, name: str, value: Any) -> None:
@@ -528,8 +530,10 @@ class Restored:
             return []
         later_changes = self._end_of_first_run.changes()
         grown = {change.came_into for change in later_changes.values()} - {""}
-        changed = [name for name, change in self._first.items() if change.came_into not in grown]
-        return [name for name in changed if not _touched(name, later_changes)]
+        changed_names = [
+            name for name, change in self._first.items() if change.came_into not in grown
+        ]
+        return [name for name in changed_names if not _touched(name, later_changes)]
 
     def set_otherwise(self) -> list[str]:
         """Return the names of the values that the first run set, and that the latest run has set to
@@ -547,7 +551,7 @@ class Restored:
             self._writes.__exit__(*error)
         self._snapshot.restore()
         if self._writes is not None:
-            for values in self._writes.before:
+            for values in self._writes.copies:
                 put_back(values)
 
 
@@ -587,5 +591,6 @@ def _touched(name: str, changed_names: Iterable[str]) -> bool:
     """True if the value of this name, or a value inside it, is among the values that a later run
     changed."""
     return any(
-        other == name or other.startswith((f"{name}.", f"{name}[")) for other in changed_names
+        changed_name == name or changed_name.startswith((f"{name}.", f"{name}["))
+        for changed_name in changed_names
     )

@@ -177,8 +177,8 @@ def _deeper_stacks(
             if id(module) in inner_ids or not isinstance(module, nn.ModuleList) or not len(module):
                 continue
             layers = bare_layers(module)
-            holds = attends(layers[0]) or cache_argument(layers[0])
-            if _is_stack(module) or (holds and ATTENDING.isdisjoint(_names(layers[0]))):
+            is_layer = attends(layers[0]) or cache_argument(layers[0])
+            if _is_stack(module) or (is_layer and ATTENDING.isdisjoint(_names(layers[0]))):
                 stacks.insert(0, (model, layers))
                 inner_ids |= {id(inner) for inner in module.modules()}
     return stacks
@@ -214,12 +214,12 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
         return None
     # Layers that transformers does not checkpoint are identified by their content.
     [inner] = children
-    holds = (
+    is_layer = (
         ATTENDING.isdisjoint(_names(inner))
         and bool(list(inner.children()))
         and (attends(inner) or cache_argument(inner))
     )
-    return _wrapped(inner) or (inner if holds else None)
+    return _wrapped(inner) or (inner if is_layer else None)
 
 
 def _refuse_unsloth(*modules: nn.Module) -> None:
@@ -289,7 +289,7 @@ def kind_of(layer: nn.Module) -> LayerKind:
     """Return how a layer's chunks read keys, values and states of earlier chunks, found in the code
     of its forwards. [Note: carriers]"""
     cache, states = cache_argument(layer), states_argument(layer)
-    replaced = replaced_attention(layer)
+    attention_function = replaced_attention(layer)
     if cache is not None:
         ahead = attends_ahead_by_itself(layer)
         attention: NoAttention = BidirectionalOverCache(cache) if ahead else OverCache(cache)
@@ -309,7 +309,9 @@ def kind_of(layer: nn.Module) -> LayerKind:
             top = None
         attention = Picking(top) if picks else ThroughInterface()
     else:
-        attention = NoAttention() if replaced is None else ForeignAttention(replaced)
+        attention = (
+            NoAttention() if attention_function is None else ForeignAttention(attention_function)
+        )
     carrier = StateCarrier(states or "", returned=states == STATE)
     return LayerKind(attention, carrier, position_cache(layer))
 
@@ -361,8 +363,8 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
                 "only where it keeps no keys and values, and streambp turns use_cache off"
             )
     by_itself = all(map(attends_ahead_by_itself, layers))
-    if not (ahead or by_itself) and (because := _why_config_differs(backbone)) is not None:
-        return because
+    if not (ahead or by_itself) and (reason := _why_config_differs(backbone)) is not None:
+        return reason
     for layer in layers:
         if isinstance(layer, GradientCheckpointingLayer) != isinstance(
             layers[0], GradientCheckpointingLayer
@@ -469,8 +471,8 @@ def _reads_ahead(layers: tuple[nn.Module, ...]) -> bool:
     """True if the attention of one of these layers is bidirectional. A layer that attends to an
     encoder's output, too, is a decoder's, whose mask is causal."""
     for layer in layers:
-        alone = len(_attentions(layer)) == 1
-        if (alone and is_bidirectional(layer)) or attends_ahead_by_itself(layer):
+        has_one_attention = len(_attentions(layer)) == 1
+        if (has_one_attention and is_bidirectional(layer)) or attends_ahead_by_itself(layer):
             return True
     return False
 
@@ -500,7 +502,9 @@ def _takes_states(layer: nn.Module) -> bool:
 def adds_bias(layer: nn.Module) -> bool:
     """True if an attention module of the layer passes a bias for each distance between two
     positions to transformers' attention function, as T5 does."""
-    return any(_adds_biases(one) and biases_distances(one) for one in _attentions(layer))
+    return any(
+        _adds_biases(attention) and biases_distances(attention) for attention in _attentions(layer)
+    )
 
 
 def _is_decoder(backbone: PreTrainedModel) -> bool:

@@ -30,8 +30,8 @@ class Kind(NamedTuple):
     Attributes:
         read: returns the content as a dict.
         refill: restores this content.
-        named: returns an entry's name from the container's name and the key; None: entries have no
-            names.
+        entry_name: returns an entry's name from the container's name and the key; None: entries
+            have no names.
         grows: True if every run may add entries to the container, as to a dict of results.
         names_alone: True if values are compared by `is_replaced` alone, because tests replace and
             restore parameters and buffers.
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
     read: Callable[[Any], dict[Any, Any]]
     refill: Callable[[Any, dict[Any, Any]], None]
-    named: Callable[[str, Any], str] | None
+    entry_name: Callable[[str, Any], str] | None
     grows: bool = False
     names_alone: bool = False
 
@@ -51,14 +51,14 @@ class Table(NamedTuple):
     Attributes:
         name: the container's name in messages.
         holder: the container.
-        kept: the saved content.
+        content: the saved content.
         kind: functions that read and refill the container.
         structure: True if the container holds a module's hooks, which test runs wrap.
     """
 
     name: str
     holder: Any
-    kept: dict[Any, Any]
+    content: dict[Any, Any]
     kind: Kind
     structure: bool = False
 

@@ -64,7 +64,7 @@ from streambp.known_names import (
     SOFTMAX,
     VERLS_SIZE,
 )
-from streambp.source import written, written_forward
+from streambp.source import undecorate, written_forward
 from streambp.tensors import tensors_in
 
 # Compilers of older releases raise at a lookup by a subclass of str, such as a routed config's name.
@@ -142,7 +142,7 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
         module: the attention module.
         implementation: the config's `_attn_implementation`.
     """
-    forward = written(type(module).forward)
+    forward = undecorate(type(module).forward)
     names = forward.__globals__
     table = names.get(ATTENTION_TABLE, ALL_ATTENTION_FUNCTIONS)
     function = table.get(implementation) if implementation else None
@@ -209,7 +209,7 @@ def _why_foreign(
         mask: the mask function; None: none is registered for the implementation.
     """
     function, mask = undecorated(function), undecorated(mask)
-    who = f"The attention function of {kind} (attn_implementation={implementation!r})"
+    subject = f"The attention function of {kind} (attn_implementation={implementation!r})"
     if not registered:
         # The expected place is its modeling file (transformers' or a user's), or elsewhere in
         # transformers.
@@ -218,14 +218,14 @@ def _why_foreign(
             and home_of(function) != home
             and not home_of(function).startswith("transformers.")
         ):
-            return f"{who} is {full_name(function)}, where {home}.{EAGER_FORWARD} is expected"
+            return f"{subject} is {full_name(function)}, where {home}.{EAGER_FORWARD} is expected"
     elif not _is_softmax(function, implementation):
-        return f"{who} is {full_name(function)}, where a function of transformers is expected"
+        return f"{subject} is {full_name(function)}, where a function of transformers is expected"
     if inner is not None:
-        return f"{who} calls {inner}, where transformers' own {FLASH_FORWARD} is expected"
+        return f"{subject} calls {inner}, where transformers' own {FLASH_FORWARD} is expected"
     if mask is None:
         return (
-            f"{who} has no mask function registered by its name, so that the unpatched model "
+            f"{subject} has no mask function registered by its name, so that the unpatched model "
             "ignores padding and windows"
         )
     if home_of(mask) != MASKING:
@@ -360,11 +360,11 @@ def why_rows(module: nn.Module) -> str | None:
         for function in (*instance_forwards, getattr(type(inner), "forward", inner), type(inner)):
             if not is_known(function):
                 if function is type(inner):
-                    what = type(inner).__name__
+                    owner = type(inner).__name__
                 else:
-                    what = f"the forward {full_name(function)}"
+                    owner = f"the forward {full_name(function)}"
                 return (
-                    f"{what} (in {path or 'the model'}) is another's, and would see another row "
+                    f"{owner} (in {path or 'the model'}) is another's, and would see another row "
                     "than the batch's"
                 )
     return None
@@ -508,13 +508,13 @@ def _may_change(hook: Callable[..., Any]) -> bool:
 def _gives_back(code: CodeType) -> bool:
     """True if the function's code can return anything but None: a hook with this code may replace a
     value."""
-    nothing = False  # the previous instruction loads None
+    loads_none = False  # the previous instruction loads None
     for step in dis.get_instructions(code):
         if (step.opname == "RETURN_CONST" and step.argval is not None) or (
-            step.opname == "RETURN_VALUE" and not nothing
+            step.opname == "RETURN_VALUE" and not loads_none
         ):
             return True
-        nothing = step.opname == "LOAD_CONST" and step.argval is None
+        loads_none = step.opname == "LOAD_CONST" and step.argval is None
     return False
 
 

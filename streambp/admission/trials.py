@@ -95,12 +95,12 @@ def look_for_writes(call: LayerCall) -> Exception | None:
     chunks = call.first_chunks(TOKENS)
     failed: Exception | None = None
     # a layer may count its keys by their positions, and find none at the highest ones
-    for turned in (True, False):
+    for at_last_positions in (True, False):
         try:
             with (
                 torch.no_grad(),
                 call.streaming(),
-                few_tokens(call, x, chunks[-1].stop, turned) as tokens,
+                few_tokens(call, x, chunks[-1].stop, at_last_positions) as tokens,
             ):
                 layer_state.tests.overwritten = _writes(call, tokens, chunks)
         except Exception as error:
@@ -108,33 +108,33 @@ def look_for_writes(call: LayerCall) -> Exception | None:
                 raise
             failed = error
             continue
-        layer_state.tests.at_last_positions = turned
+        layer_state.tests.at_last_positions = at_last_positions
         if x.shape[-2] > CHUNK:
             findings.seen_writing |= {call.autocast}
         return None
     return failed
 
 
-def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
-    """Return the names of the Linears that can be skipped, those for which `holds` is true. All
+def confirmed(names: Labels, passes: Callable[[Labels], bool]) -> Labels:
+    """Return the names of the Linears that can be skipped, those for which `passes` is true. All
     names are tested together; if they fail, all names that pass alone are tested together. The
     result is empty if both tests fail.
 
     Args:
         names: names of Linears that may be skipped.
-        holds: returns True if results are right without these Linears' outputs.
+        passes: returns True if results are right without these Linears' outputs.
     """
-    if not names or _holds(holds, names):
+    if not names or _holds(passes, names):
         return names
-    passing = frozenset(name for name in names if _holds(holds, frozenset({name})))
-    return passing if passing and passing != names and _holds(holds, passing) else frozenset()
+    passing = frozenset(name for name in names if _holds(passes, frozenset({name})))
+    return passing if passing and passing != names and _holds(passes, passing) else frozenset()
 
 
-def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
+def _holds(passes: Callable[[Labels], bool], names: Labels) -> bool:
     """True if the test `holds(names)` returns true. False if the test raises anything but an
     out-of-memory error, so that no Linear is skipped."""
     try:
-        return holds(names)
+        return passes(names)
     except Exception as error:  # the layer needs one of the products
         if is_out_of_memory(error):
             raise
@@ -142,7 +142,9 @@ def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
 
 
 @contextlib.contextmanager
-def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) -> Iterator[Tensor]:
+def few_tokens(
+    call: LayerCall, like: Tensor, length: int, at_last_positions: bool = True
+) -> Iterator[Tensor]:
     """Context manager for a test, which yields random tokens [..., B, length, h] at the scale of
     `like` [..., B, T, h]. If `like` is a meta or fake tensor, the yielded tensor has no data.
 
@@ -154,11 +156,12 @@ def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) 
         call: the call of the layer.
         like: [..., B, T, h].
         length: number of tokens.
-        turned: True: the tokens get the highest positions of the call; False: the first ones.
+        at_last_positions: True: the tokens get the highest positions of the call; False: the first
+            ones.
     """
-    named = call.arguments.named
+    named_arguments = call.arguments.by_name
     if not has_data(like):
-        with call.arguments.replaced(in_one(named)), on_trial(call):
+        with call.arguments.replace(in_one(named_arguments)), on_trial(call):
             yield like.new_empty((*like.shape[:-2], length, like.shape[-1]))
         return
     with (
@@ -170,9 +173,9 @@ def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) 
         with torch.no_grad():
             parts = [random_like(like) for _ in range(-(-length // min(TOKENS, like.shape[-2])))]
             x = torch.cat(parts, -2)[..., :length, :]  # [..., B, length, h]
-        positions = _turned(call, length) if turned else {}
-        with call.arguments.replaced(
-            {**nothing_masked(named, length), **in_one(named), **positions}
+        positions = _turned(call, length) if at_last_positions else {}
+        with call.arguments.replace(
+            {**nothing_masked(named_arguments, length), **in_one(named_arguments), **positions}
         ):
             yield x
 
@@ -191,8 +194,8 @@ def _turned(call: LayerCall, length: int) -> dict[str, Any]:
     Returns:
         The replaced arguments by name; {} if the call has no position_ids for all its tokens.
     """
-    named, total = call.arguments.named, call.arguments.length
-    positions = named.get("position_ids")
+    named_arguments, total = call.arguments.by_name, call.arguments.length
+    positions = named_arguments.get("position_ids")
     if not isinstance(positions, Tensor) or positions.shape[-1] != total:
         return {}
     highest = int(positions.reshape(-1, total).amax(0).argmax())
@@ -203,9 +206,9 @@ def _turned(call: LayerCall, length: int) -> dict[str, Any]:
         return x.roll(-start, dim) if isinstance(x, Tensor) else x
 
     return {
-        name: rebuilt(named[name], functools.partial(turn, dim=dim))
+        name: rebuilt(named_arguments[name], functools.partial(turn, dim=dim))
         for name, dim in dims.items()
-        if name in named
+        if name in named_arguments
     }
 
 
@@ -256,11 +259,11 @@ class _Watched(PrefixChunkAttention):
 
     def __init__(self, prefix: Prefix, chunk: Chunk) -> None:
         super().__init__(prefix, chunk, Stage.FORWARD)
-        self.given: list[tuple[Tensor, Tensor]] = []
+        self.output_copies: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
         o = super().attend(call)
-        self.given.append((o, o.clone()))
+        self.output_copies.append((o, o.clone()))
         return o
 
 
@@ -286,12 +289,12 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
             (part, part.clone(), None if part.is_inference() else part._version)
             for part in inputs_of_chunk
         ]
-        point = _Watched(prefix, chunk)
+        chunk_attention = _Watched(prefix, chunk)
         states_of_chunk = dict(zip(states, inputs_of_chunk[1:], strict=True))
         with tapped(linears, linears, lambda name, out: products.append((name, out, out.clone()))):
-            output = call.run(inputs_of_chunk[0], chunk, point, states=states_of_chunk)
+            output = call.run(inputs_of_chunk[0], chunk, chunk_attention, states=states_of_chunk)
         assert output is not None
-        attended |= any(_changed(*pair) for pair in point.given)
+        attended |= any(_changed(*pair) for pair in chunk_attention.output_copies)
         inputs |= any(
             _changed(part, old) and (version in (None, part._version))
             for part, old, version in records
@@ -368,7 +371,7 @@ class Trial:
 
         def leaves(chunk: Chunk) -> list[Tensor]:
             # an encoder's output may be all that needs a gradient
-            arguments = self.call.arguments.leaves(chunk, self.call.backward.wanted[1])
+            arguments = self.call.arguments.leaves(chunk, self.call.backward.needs_grad[1])
             results.leaves += arguments
             return arguments
 
@@ -447,7 +450,7 @@ def _find_unread(
         linears: the layer's Linears by name.
         needs_input: True if hidden_states need a gradient.
     """
-    like = call.kept.store.peek("x", 0)
+    like = call.saved.store.peek("x", 0)
     chunks = call.first_chunks(TRIAL_TOKENS)
     with_data = has_data(like)
     with few_tokens(call, like, chunks[-1].stop, call.layer_state.tests.at_last_positions) as x:

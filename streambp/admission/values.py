@@ -27,13 +27,13 @@ class Values(NamedTuple):
     Attributes:
         name: the name for messages.
         holder: the tensor or array.
-        kept: the copied values.
+        copy: the copied values.
         version: the tensor's version counter; None: it has no counter.
     """
 
     name: str
     holder: Any
-    kept: Any
+    copy: Any
     version: int | None
 
 
@@ -51,7 +51,7 @@ def put_back(values: Values) -> None:
 
     Autograd graphs that saved the tensor stay valid with the old counter.
     """
-    holder, saved = values.holder, values.kept
+    holder, saved = values.holder, values.copy
     if isinstance(holder, np.ndarray):
         holder[...] = saved
         return
@@ -81,14 +81,14 @@ class Writes(TorchDispatchMode):
     it in place.
 
     Attributes:
-        before: the copies.
+        copies: the copies.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        self.before: list[Values] = []
+        self.copies: list[Values] = []
         self._watched: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             self._watched.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
@@ -110,17 +110,17 @@ class Writes(TorchDispatchMode):
 
     def _keep(self, target: Tensor) -> None:
         for tensor in self._watched.pop(target.untyped_storage()._cdata, ()):
-            self.before.append(values_of("", tensor))
+            self.copies.append(values_of("", tensor))
 
 
-def written(snapshots: Iterable[Values]) -> list[Values]:
+def changed_values(snapshots: Iterable[Values]) -> list[Values]:
     """Return the entries whose tensors or arrays differ now from their copies, because a test run
     has written to them. Synchronizes once with each device."""
     entries: list[Values] = []
     by_device: dict[torch.device, list[tuple[Values, Tensor]]] = {}
     with _disable_current_modes(), torch.no_grad():
         for values in snapshots:
-            holder, saved = values.holder, values.kept
+            holder, saved = values.holder, values.copy
             if isinstance(holder, ARRAYS):
                 entries += [values] if content_of(holder) != content_of(saved) else []
             elif (
@@ -129,8 +129,12 @@ def written(snapshots: Iterable[Values]) -> list[Values]:
                 entries.append(values)
             else:
                 # comparing bytes makes NaN equal to NaN
-                one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (holder, saved))
-                by_device.setdefault(holder.device, []).append((values, (one != other).any()))
+                current_bytes, saved_bytes = (
+                    x.detach().reshape(-1).view(torch.uint8) for x in (holder, saved)
+                )
+                by_device.setdefault(holder.device, []).append(
+                    (values, (current_bytes != saved_bytes).any())
+                )
         for pairs in by_device.values():
             flags = torch.stack([differs for _, differs in pairs]).tolist()
             entries += [

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from streambp.attention.backend import Backend, BlockPlan, Use
-from streambp.attention.kernels import MATH, Task, cut, narrowed, upload, widened
+from streambp.attention.kernels import MATH, Task, block_views, narrowed, upload, widened
 from streambp.attention.kv import KVBuffer, KVStorage
 from streambp.attention.masks import DenseMask
 from streambp.attention.spans import Block, Kind, Spans
@@ -61,7 +61,7 @@ class Attended:
     version: int | None = None
 
     @property
-    def changed(self) -> bool:
+    def is_overwritten(self) -> bool:
         """True if the layer has written to o in place since attention returned o. Backward then
         cannot use o."""
         return self.version is not None and self.o._version != self.version
@@ -303,9 +303,9 @@ class Params(NamedTuple):
         elif block.kind is Kind.VARLEN:
             # cached for all layers: an upload synchronizes the host
             key = (block.cu_q, block.cu_k, device)
-            if key not in layout.derived:
-                layout.derived[key] = upload(block, device)
-            ends = layout.derived[key]
+            if key not in layout.caches:
+                layout.caches[key] = upload(block, device)
+            ends = layout.caches[key]
         return Task(
             block,
             self.scale,
@@ -354,13 +354,13 @@ def attend_blocks(
     size = kv_storage.value_size
     output = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None)
     padded = size != kv_storage.width
-    (all_queries,) = cut((0, q.shape[0], 0, q.shape[1]), q)
+    (all_queries,) = block_views((0, q.shape[0], 0, q.shape[1]), q)
     visits = zip(kv_storage.visit(plan.blocks), params.tasks(plan, layout, q.device), strict=True)
     for number, ((block, k, v), task) in enumerate(visits):
         q_here = all_queries
         if not plan.covers[number]:
             queries = (block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start)
-            (q_here,) = cut(queries, q)
+            (q_here,) = block_views(queries, q)
         o, lse = plan.kernels[number].forward(q_here, k, v, task)
         if padded:
             o = narrowed(o, size)
@@ -404,8 +404,8 @@ class PrefixRead(torch.autograd.Function):
         buffers.
 
         Args:
-            k: [B, H_kv, C, D], the chunk's keys, only to connect the graph: `kv_storage` holds their
-                values.
+            k: [B, H_kv, C, D], the chunk's keys, only to connect the graph: `kv_storage` holds
+                their values.
             v: the chunk's values, only to connect the graph.
             kv_storage: the buffers of K and V.
             chunk: the chunk's range of positions.
@@ -514,7 +514,7 @@ class PrefixAttention(torch.autograd.Function):
         if size != width:
             do_wide = widened(do, width)
             o_wide = widened(o, width)
-        do_whole, q_whole, o_whole = cut((0, q.shape[0], 0, q.shape[1]), do_wide, q, o_wide)
+        do_whole, q_whole, o_whole = block_views((0, q.shape[0], 0, q.shape[1]), do_wide, q, o_wide)
         uncast = without_autocast(q.device.type)
         visits = zip(
             kv_storage.visit(plan.blocks, gradients=True),
@@ -529,7 +529,9 @@ class PrefixAttention(torch.autograd.Function):
             if not plan.covers[number]:
                 t0 = block.q0 - chunk.start
                 t1 = block.q1 - chunk.start
-                do_here, q_here, o_here = cut((block.b0, block.b1, t0, t1), do_wide, q, o_wide)
+                do_here, q_here, o_here = block_views(
+                    (block.b0, block.b1, t0, t1), do_wide, q, o_wide
+                )
                 lse_here = lse[block.b0 : block.b1, :, t0:t1]
             with uncast:
                 dq, dk, dv = plan.kernels[number].backward(

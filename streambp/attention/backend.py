@@ -59,19 +59,19 @@ class Use(enum.Enum):
     STREAMED = "streamed"  # keys and values reach the device in tiles
 
 
-class Used(NamedTuple):
+class KernelUse(NamedTuple):
     """Kernel that computed blocks (rectangles of queries and keys) of one kind in a layer's last
     call, for `describe`.
 
     Attributes:
         kernel: name of the kernel.
         kind: rule by which pairs of a query and a key counted, such as CAUSAL or MASK.
-        because: reason why plain matrix products are the only kernel; "" otherwise.
+        reason: reason why plain matrix products are the only kernel; "" otherwise.
     """
 
     kernel: str
     kind: Kind
-    because: str
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class BlockPlan:
             a block reads a mask tensor or document boundaries (cu_seqlens).
         all_read: True if each query reads a key in the first block, and in every other block that
             contains the query.
-        used: (kernel, kind of block, reason) of the blocks, without duplicates, for reports.
+        kernel_uses: (kernel, kind of block, reason) of the blocks, without duplicates, for reports.
     """
 
     blocks: tuple[Block, ...]
@@ -99,7 +99,7 @@ class BlockPlan:
     covers: tuple[bool, ...]
     by_place: bool = False
     all_read: bool = False
-    used: frozenset[Used] = frozenset()
+    kernel_uses: frozenset[KernelUse] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +111,12 @@ class Backend:
         kernels: the kernels; the last one supports every block.
         width: number of columns to which V is padded in its buffer, more than D_v; None: no
             padding. [Note: padded values]
-        because: reason why plain matrix products are the only kernel; "" otherwise.
+        reason: reason why plain matrix products are the only kernel; "" otherwise.
     """
 
     kernels: tuple[Kernel, ...]
     width: int | None = None
-    because: str = ""
+    reason: str = ""
 
     @property
     def name(self) -> str:
@@ -158,7 +158,7 @@ class Backend:
             native_varlen = native_varlen or tiling.native_varlen
         first = limited[0]
         tail = None
-        if first.few is not None:
+        if first.min_tokens is not None:
             tail = limited[1]
         return dataclasses.replace(
             first,
@@ -179,12 +179,12 @@ class Backend:
             use: purpose of the blocks.
         """
         key = (self, chunk.start, chunk.stop, use)
-        plan: BlockPlan | None = layout.derived.get(key)
+        plan: BlockPlan | None = layout.caches.get(key)
         if plan is not None:
             return plan
-        tiling: Tiling | None = layout.derived.get((self.kernels, use))
+        tiling: Tiling | None = layout.caches.get((self.kernels, use))
         if tiling is None:
-            tiling = layout.derived[self.kernels, use] = self.tiling(use)
+            tiling = layout.caches[self.kernels, use] = self.tiling(use)
         blocks = tuple(
             sorted(layout.blocks(chunk.start, chunk.stop, tiling), key=operator.attrgetter("k0"))
         )
@@ -192,20 +192,20 @@ class Backend:
         kernels = list[Kernel]()
         covers = list[bool]()
         kinds = set[Kind]()
-        uses = set[Used]()
+        uses = set[KernelUse]()
         for block in blocks:
             kernel = self.kernel(block)
             kernels.append(kernel)
             covers.append((block.b0, block.b1, block.q0, block.q1) == all_queries)
             kinds.add(block.kind)
-            uses.add(Used(kernel.name, block.kind, self.because))
+            uses.add(KernelUse(kernel.name, block.kind, self.reason))
         queries = rows * (chunk.stop - chunk.start)
         if blocks and all(covers):
             depth = len(blocks)
             covered = queries
         else:
             depth, covered = _depth(blocks)
-        plan = layout.derived[key] = BlockPlan(
+        plan = layout.caches[key] = BlockPlan(
             blocks,
             tuple(kernels),
             depth,
@@ -213,7 +213,7 @@ class Backend:
             covers=tuple(covers),
             by_place=kinds.isdisjoint((Kind.MASK, Kind.VARLEN)),
             all_read=any(covers[:1]) and kinds <= {Kind.FULL, Kind.CAUSAL},
-            used=frozenset(uses),
+            kernel_uses=frozenset(uses),
         )
         return plan
 
@@ -335,13 +335,13 @@ def choose_backend(
     )
 
 
-PLAIN_PRODUCTS = Backend((MATH,), because="attention='math'")
+PLAIN_PRODUCTS = Backend((MATH,), reason="attention='math'")
 
 
 @functools.lru_cache
 def _chosen(choice: str, call: AttentionShape, sink: bool, platform: Platform) -> Backend:
     if choice == "auto" and platform.device == "cpu" and sink and call.dtype in HALF:
-        return Backend((MATH,), because="attention sinks in half precision on a CPU")
+        return Backend((MATH,), reason="attention sinks in half precision on a CPU")
     no_flash = next(why_not_flash(call, platform), None)
     no_cudnn = next(why_not_cudnn(call, platform), None)
     pads_on_cpu = platform.device == "cpu" and call.size != call.value_size
@@ -373,12 +373,12 @@ def _chosen(choice: str, call: AttentionShape, sink: bool, platform: Platform) -
     if choice == "auto":
         if efficient:
             return Backend((EFFICIENT, MATH))
-        because = ""
+        fallback_reason = ""
         if no_flash:
-            because = f"FlashAttention cannot: {no_flash}"
+            fallback_reason = f"FlashAttention cannot: {no_flash}"
         elif not platform.flash_on:
-            because = "FlashAttention is switched off"
-        return Backend((MATH,), because=because)
+            fallback_reason = "FlashAttention is switched off"
+        return Backend((MATH,), reason=fallback_reason)
     reason = no_flash if choice == "flash" else no_cudnn
     raise AttentionChoiceError(
         f"attention={choice!r} cannot attend here: {reason}. Set attention='auto' or 'math' in "
@@ -393,24 +393,28 @@ class AsSdpa:
     micro-batch may run unpatched.
 
     Attributes:
-        same: True if sdpa computes the same numbers. False with a softcap or sinks, which sdpa does
-            not support.
+        same_numbers: True if sdpa computes the same numbers. False with a softcap or sinks, which
+            sdpa does not support.
         heads: number of heads for which sdpa builds the scores [B, H, T, T], because no fused
             kernel supports the call; 0: a fused kernel supports all calls.
     """
 
-    same: bool = True
+    same_numbers: bool = True
     heads: int = 0
 
-    def with_call(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, same: bool) -> AsSdpa:
+    def with_call(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, same_numbers: bool
+    ) -> AsSdpa:
         """Return a copy that includes one more attention call, of q [B, H, C, D], k [B, H_kv, C, D]
         and v [B, H_kv, C, D_v].
 
         Args:
-            same: True if sdpa computes this call's numbers.
+            same_numbers: True if sdpa computes this call's numbers.
         """
         grouped = q.shape[1] != k.shape[1]
         fused = not has_data(q) or torch._fused_sdp_choice(
             q, k, v, None, dropout, True, enable_gqa=grouped
         )
-        return AsSdpa(self.same and same, self.heads if fused else max(self.heads, q.shape[1]))
+        return AsSdpa(
+            self.same_numbers and same_numbers, self.heads if fused else max(self.heads, q.shape[1])
+        )

@@ -36,18 +36,20 @@ def indexers_of(module: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def picking(indexers: Sequence[nn.Module], point: ChunkAttention) -> Iterator[None]:
+def picking(indexers: Sequence[nn.Module], chunk_attention: ChunkAttention) -> Iterator[None]:
     """Context manager in which indexers (modules that pick the keys of each query) compute their
     picks for one chunk's queries. In backward the indexers return the picks saved in forward.
 
     Args:
         indexers: the layer's indexers.
-        point: the object that computes the chunk's attention.
+        chunk_attention: the object that computes the chunk's attention.
     """
-    assert isinstance(point, PrefixChunkAttention)
+    assert isinstance(chunk_attention, PrefixChunkAttention)
     instance_forwards = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
     for number, indexer in enumerate(indexers):
-        indexer.forward = functools.partial(_pick, indexer, indexer.forward, number, point)  # type: ignore[method-assign]
+        indexer.forward = functools.partial(
+            _pick, indexer, indexer.forward, number, chunk_attention
+        )  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -62,7 +64,7 @@ def _pick(
     indexer: nn.Module,
     forward: Callable[..., Tensor],
     number: int,
-    point: PrefixChunkAttention,
+    chunk_attention: PrefixChunkAttention,
     /,
     *args: Any,
     **kwargs: Any,
@@ -75,22 +77,27 @@ def _pick(
         indexer: module of sparse attention that picks keys.
         forward: the indexer's own forward.
         number: the indexer's index within the layer.
-        point: the object that computes the chunk's attention, and has the picks of forward.
+        chunk_attention: the object that computes the chunk's attention, and has the picks of
+            forward.
         args: positional arguments of the indexer's call.
         kwargs: keyword arguments of the indexer's call.
     """
-    named = dict(inspect.signature(type(indexer).forward).bind(indexer, *args, **kwargs).arguments)
-    named.pop(next(iter(named)))
-    x: Tensor = next(value for value in named.values() if isinstance(value, Tensor))  # [B, C, h]
-    if point.stage is Stage.REFILL:
+    arguments = dict(
+        inspect.signature(type(indexer).forward).bind(indexer, *args, **kwargs).arguments
+    )
+    arguments.pop(next(iter(arguments)))
+    x: Tensor = next(
+        value for value in arguments.values() if isinstance(value, Tensor)
+    )  # [B, C, h]
+    if chunk_attention.stage is Stage.REFILL:
         # the layer stops before reading the picks
         return x.new_empty(*x.shape[:2], 0, dtype=torch.int32)
-    if point.picks is not None:
-        picks = point.picks[number]
+    if chunk_attention.picks is not None:
+        picks = chunk_attention.picks[number]
     else:
         with torch.no_grad():
-            picks = _few_queries_at_a_time(indexer, forward, number, point, named, x)
-    point.picked.append(picks)
+            picks = _few_queries_at_a_time(indexer, forward, number, chunk_attention, arguments, x)
+    chunk_attention.chunk_picks.append(picks)
     return picks
 
 
@@ -98,8 +105,8 @@ def _few_queries_at_a_time(
     indexer: nn.Module,
     forward: Callable[..., Tensor],
     number: int,
-    point: PrefixChunkAttention,
-    named: dict[str, Any],
+    chunk_attention: PrefixChunkAttention,
+    arguments: dict[str, Any],
     x: Tensor,
 ) -> Tensor:
     """Return the keys [B, C, k] that an indexer picks for the queries x [B, C, h]. The indexer is
@@ -109,11 +116,11 @@ def _few_queries_at_a_time(
         indexer: module of sparse attention that picks keys.
         forward: the indexer's own forward.
         number: the indexer's index within the layer.
-        point: the object that computes the chunk's attention.
-        named: the arguments of the indexer's call, by name.
+        chunk_attention: the object that computes the chunk's attention.
+        arguments: the arguments of the indexer's call, by name.
         x: the hidden states from which the indexer computes its queries.
     """
-    chunk = point.chunk
+    chunk = chunk_attention.chunk
     rows = x.shape[0]
     heads: int = getattr(indexer, INDEX_HEADS)
     caches = cache_parameters(type(indexer).forward)
@@ -124,7 +131,9 @@ def _few_queries_at_a_time(
         for start in range(chunk.start, chunk.stop, step):
             stop = min(start + step, chunk.stop)
             # [1, queries, k]
-            parts.append(forward(**_part(named, caches, number, point, row, rows, start, stop)))
+            parts.append(
+                forward(**_part(arguments, caches, number, chunk_attention, row, rows, start, stop))
+            )
         # The first queries may have fewer keys: they pick all, and key 0 repeatedly.
         widest = parts[-1].shape[-1]
         picks.append(
@@ -136,10 +145,10 @@ def _few_queries_at_a_time(
 
 
 def _part(
-    named: dict[str, Any],
+    arguments: dict[str, Any],
     caches: tuple[str, ...],
     number: int,
-    point: PrefixChunkAttention,
+    chunk_attention: PrefixChunkAttention,
     row: int,
     rows: int,
     start: int,
@@ -149,46 +158,46 @@ def _part(
     picks the keys for these few queries alone.
 
     Args:
-        named: arguments for all queries of the chunk, by name.
+        arguments: arguments for all queries of the chunk, by name.
         caches: names of the arguments that take a cache.
         number: the indexer's index within the layer.
-        point: the object that computes the chunk's attention.
+        chunk_attention: the object that computes the chunk's attention.
         row: index of the row.
         rows: number of rows of the batch.
         start: first query.
         stop: end of the queries, exclusive.
     """
-    prefix = point.prefix
-    chunk = point.chunk
+    prefix = chunk_attention.prefix
+    chunk = chunk_attention.chunk
 
-    def cut(x: Tensor) -> Tensor:
+    def queries_of(x: Tensor) -> Tensor:
         if x.dim() < 2 or x.shape[0] not in (1, rows) or x.shape[1] != chunk.stop - chunk.start:
             return x
         return _row(x, row)[:, start - chunk.start : stop - chunk.start]
 
-    def read(k: Tensor, nothing: Tensor) -> tuple[Tensor, Tensor]:
+    def read(k: Tensor, placeholder: Tensor) -> tuple[Tensor, Tensor]:
         """Store an indexer's keys k [1, 1, queries, D], and return the indexer's keys of all tokens
         up to the last query, [1, 1, stop, D]. The indexer calls this function as its cache.
-        `nothing`, which takes the place of values in the cache's interface, is returned unchanged.
-        """
+        `placeholder`, which takes the place of values in the cache's interface, is returned
+        unchanged."""
         keys = prefix.index_keys.get(number)
         if keys is None:
             # [B, T, D]
             keys = prefix.index_keys[number] = k.new_empty(rows, prefix.length, k.shape[-1])
         keys[row, start:stop] = k[0, 0]
-        return keys[row, :stop][None, None], nothing
+        return keys[row, :stop][None, None], placeholder
 
-    arguments: dict[str, Any] = {}
-    for name, value in named.items():
+    part: dict[str, Any] = {}
+    for name, value in arguments.items():
         if name in caches:
-            arguments[name] = ChunkCache(start, read)
-        elif value is point:
-            device = next(x for x in named.values() if isinstance(x, Tensor)).device
+            part[name] = ChunkCache(start, read)
+        elif value is chunk_attention:
+            device = next(x for x in arguments.values() if isinstance(x, Tensor)).device
             tile = visible(prefix.layout, start, stop, 0, stop, device)
-            arguments[name] = _row(tile, row)[:, 0]  # [1, queries, stop]
+            part[name] = _row(tile, row)[:, 0]  # [1, queries, stop]
         else:
-            arguments[name] = rebuilt(value, cut)
-    return arguments
+            part[name] = rebuilt(value, queries_of)
+    return part
 
 
 def _row(x: Tensor, row: int) -> Tensor:

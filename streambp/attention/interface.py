@@ -8,8 +8,8 @@ kind a layer is. An attention carrier replaces the layer's mask and cache:
 
     `NoAttention`        the layer reads no keys                             nothing is replaced
     `ThroughInterface`   it attends through transformers' attention          a `ChunkAttention` for its mask
-    `Bidirectional`           the same, and its mask may let queries read ahead   the same
-    `Picking`            the same, over keys that an indexer picks           the point, and the indexer's forward
+    `Bidirectional`      the same, and its mask may let queries read ahead   the same
+    `Picking`            the same, over keys that an indexer picks           the same, and the indexer's forward
     `OverCache`          it attends by itself over what its cache returns    a `ChunkCache`, and its mask cut
 """
 
@@ -110,11 +110,11 @@ def stream_attention(
                 module, query, key, value, attention_mask, **kwargs
             )
             return result
-    foreign = list[str]()
+    features = list[str]()
     sink = None
     picks = None
     if not kwargs.keys().isdisjoint(UNUSUAL):
-        foreign, sink, picks = _unusual(attention_mask, kwargs)
+        features, sink, picks = _unusual(attention_mask, kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
     if not is_streamed and (
         not is_causal
@@ -123,21 +123,21 @@ def stream_attention(
     ):
         kwargs.update(dropout=dropout, scaling=scaling)
         return _attend_elsewhere(
-            module, (query, key, value), attention_mask, softcap, foreign, is_causal, kwargs
+            module, (query, key, value), attention_mask, softcap, features, is_causal, kwargs
         )
     if not (
         is_causal
         or getattr(attention_mask, "bidirectional", False)
         or _is_causal_without_a_mask(module)
     ):
-        foreign.append("is_causal=False")
+        features.append("is_causal=False")
     bias = kwargs.get(POSITION_BIAS)
     if bias is not None:
         bias = _distance_bias(module, bias, attention_mask)
         if bias is None:
-            foreign.append(POSITION_BIAS)
-    if foreign:
-        raise _unsupported(module, foreign)
+            features.append(POSITION_BIAS)
+    if features:
+        raise _unsupported(module, features)
     if not isinstance(attention_mask, ChunkAttention):
         attention_mask = _whole_sequence(query, key, attention_mask, kwargs)
     dtype = autocast_dtype(query.device.type)
@@ -204,7 +204,7 @@ def _attend_elsewhere(
     tensors: tuple[Tensor, Tensor, Tensor],
     mask: Any,
     softcap: float | None,
-    foreign: list[str],
+    features: list[str],
     is_causal: bool,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
@@ -218,25 +218,26 @@ def _attend_elsewhere(
         tensors: query [B, H, C, D], key [B, H_kv, S, D] and value [B, H_kv, S, D_v].
         mask: the mask over the S keys.
         softcap: limit of the scores; None: no limit.
-        foreign: unsupported arguments that the caller found, by name; others are appended here.
+        features: unsupported arguments that the caller found, by name; others are appended
+            here.
         is_causal: False for a bidirectional module.
         kwargs: the other arguments of the attention call.
 
     Raises:
         UnsupportedModelError: an argument is not supported, or a causal module has no mask.
     """
-    foreign += [name for name in SINKS if kwargs.get(name) is not None]
+    features += [name for name in SINKS if kwargs.get(name) is not None]
     # sdpa and eager attention differ in queries without any key
     eager = _eager_function(module)
     if softcap is not None:
         kwargs["softcap"] = softcap
         if eager is None:
-            foreign.append("softcap")
+            features.append("softcap")
     # Without a mask, sdpa would be causal from the first key on, for every chunk.
     if mask is None and is_causal:
-        foreign.append("no mask over keys from elsewhere")
-    if foreign:
-        raise _unsupported(module, foreign)
+        features.append("no mask over keys from elsewhere")
+    if features:
+        raise _unsupported(module, features)
     if eager is not None:
         output: Tensor = eager(module, *tensors, mask, **kwargs)[0]
         return output, None
@@ -252,16 +253,16 @@ def _eager_function(module: nn.Module) -> Any:
     return getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
 
 
-def _unsupported(module: nn.Module, foreign: list[str]) -> UnsupportedModelError:
+def _unsupported(module: nn.Module, features: list[str]) -> UnsupportedModelError:
     """Return the error for an attention module with arguments or properties that are not supported.
 
     Args:
         module: the attention module.
-        foreign: names of these arguments or properties.
+        features: names of these arguments or properties.
     """
     return UnsupportedModelError(
-        f"{type(module).__name__} attends with {foreign}, which streambp does not support; "
-        "ignoring it would give wrong numbers. Use gradient checkpointing for this model "
+        f"{type(module).__name__} attends with {features}, which streambp does not "
+        "support; ignoring it would give wrong numbers. Use gradient checkpointing for this model "
         "(streambp.unpatch(model))."
     )
 
@@ -295,11 +296,11 @@ def _unusual(
     [H] of an attention sink, and the keys [B, S, k] that an indexer picked. Sink and keys are None
     if the call has none."""
     passed = {name for name, value in kwargs.items() if value is not None}
-    foreign = [name for name in FOREIGN_ARGUMENTS if name in passed]
+    features = [name for name in FOREIGN_ARGUMENTS if name in passed]
     picks = kwargs.get(PICKS)
     if picks is not None and not (isinstance(mask, ChunkAttention) and mask.takes_picks):
-        foreign.append(PICKS)
-    return foreign, next((kwargs[name] for name in SINKS if name in passed), None), picks
+        features.append(PICKS)
+    return features, next((kwargs[name] for name in SINKS if name in passed), None), picks
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
@@ -335,17 +336,17 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Prefi
     return PrefixChunkAttention(Prefix(layout, length, "auto"), Chunk(0, 0, length), stage)
 
 
-def over_encoders(named: Mapping[Any, Any], configs: list[PreTrainedConfig]) -> dict[Any, Any]:
+def over_encoders(arguments: Mapping[Any, Any], configs: list[PreTrainedConfig]) -> dict[Any, Any]:
     """Return the masks of a decoder layer's cross-attention, by argument, as tensors [B, 1, 1, S].
     None stands for a mask by which all S positions of the encoder are read.
 
     Args:
-        named: the layer's arguments. A bidirectional mask belongs to cross-attention if there is
-            another mask too, for the layer's own attention.
+        arguments: the layer's arguments. A bidirectional mask belongs to cross-attention if there
+            is another mask too, for the layer's own attention.
         configs: the configs of the layer's attention modules.
     """
     masks: dict[Any, LazyMask] = {}
-    for name, value in named.items():
+    for name, value in arguments.items():
         if isinstance(value, LazyMask):
             masks[name] = value
     if len(masks) < 2:
@@ -363,17 +364,17 @@ class Routed(str):
     string with the name of `stream_attention`.
 
     Attributes:
-        own: the config's own implementation, which a copied or pickled config gets back.
+        original: the config's own implementation, which a copied or pickled config gets back.
         config: id() of the config.
         holders: one object for each running `routed` context manager that has set this value.
     """
 
-    own: str | None
+    original: str | None
     config: int
     holders: set[object]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self.own), () if self.own is None else (self.own,))
+        return (type(self.original), () if self.original is None else (self.original,))
 
 
 LOCK = threading.RLock()  # held while a config's name changes
@@ -395,7 +396,7 @@ def own_implementation(config: PreTrainedConfig) -> str | None:
     manager `routed`, which replaces it by streambp's. The unpatched model would attend with this
     implementation."""
     name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
-    return name.own if isinstance(name, Routed) else name
+    return name.original if isinstance(name, Routed) else name
 
 
 @contextlib.contextmanager
@@ -424,9 +425,9 @@ def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
             with LOCK:
                 name = _plain(config, "__dict__")[IMPLEMENTATION]
                 if not isinstance(name, Routed) or not name.holders or name.config != id(config):
-                    own = own_implementation(config)
+                    original = own_implementation(config)
                     name = Routed(NAME)
-                    name.own = own
+                    name.original = original
                     name.config = id(config)
                     name.holders = set()
                 entered.append((config, name))  # first: Ctrl-C may come between any two of these
@@ -445,7 +446,7 @@ def _leave(config: PreTrainedConfig, name: Routed, holder: object) -> None:
     with LOCK:
         name.holders.discard(holder)
         if not name.holders and _plain(config, "__dict__")[IMPLEMENTATION] is name:
-            _plain(config, "__dict__")[IMPLEMENTATION] = name.own
+            _plain(config, "__dict__")[IMPLEMENTATION] = name.original
 
 
 @contextlib.contextmanager
@@ -493,13 +494,13 @@ class Layout(NamedTuple):
         spans: keys of each query.
         barriers: positions where no chunk may end, because an earlier query would read a later key.
             [Note: chunk ends]
-        told: name of the argument that marks the documents of packed rows, and the number of
-            documents; None: no argument marks documents.
+        document_source: name of the argument that marks the documents of packed rows, and the
+            number of documents; None: no argument marks documents.
     """
 
     spans: Spans | DenseMask
     barriers: tuple[Barrier, ...] = ()
-    told: tuple[str, int] | None = None
+    document_source: tuple[str, int] | None = None
 
 
 class NoAttention:
@@ -537,29 +538,29 @@ class NoAttention:
         return attention_configs(layer) if self.ours else []
 
     def take_mask(
-        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+        self, layer: nn.Module, arguments: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """Check the arguments of a layer's call, and replace its mask in `named` where needed.
+        """Check the arguments of a layer's call, and replace its mask in `arguments` where needed.
         Return the reason why the layer cannot be chunked with these arguments, or None.
 
         Args:
             layer: the decoder layer.
-            named: the layer's arguments by name.
+            arguments: the layer's arguments by name.
             x: hidden_states [..., B, T, h].
             documents: number of documents that position_ids mark in packed rows; None: no
                 documents.
         """
         return None
 
-    def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
+    def layout(self, arguments: Mapping[str, Any], x: Tensor) -> Layout:
         """Return the keys that each query of the sequence may read, from the layer's mask of any
         type.
 
         Args:
-            named: the layer's arguments by name.
+            arguments: the layer's arguments by name.
             x: hidden_states [..., B, T, h].
         """
-        mask = attention_mask_of(named)
+        mask = attention_mask_of(arguments)
         batch_size, length = x.shape[-3:-1]
         barriers: tuple[Barrier, ...] = ()
         # attention does not read the mask, or the layer reads it itself
@@ -571,18 +572,18 @@ class NoAttention:
             mask,
             batch_size,
             length,
-            named.get("position_ids"),
-            named.get(DOCUMENT_ENDS),
+            arguments.get("position_ids"),
+            arguments.get(DOCUMENT_ENDS),
             x.device,
             self.reads_ahead,
         )
         if isinstance(spans, DenseMask):
             barriers = spans.barriers
-        documents = mask.told if isinstance(mask, LazyMask) else None
+        documents = mask.document_source if isinstance(mask, LazyMask) else None
         return Layout(spans, barriers, documents)
 
-    def hand(
-        self, named: dict[str, Any], point: ChunkAttention
+    def chunk_arguments(
+        self, arguments: dict[str, Any], chunk_attention: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
         """Return the layer's arguments for one chunk, with mask and cache replaced.
 
@@ -591,12 +592,12 @@ class NoAttention:
         the layer gets no cache, as here.
 
         Args:
-            named: the layer's arguments by name.
-            point: the object that computes the chunk's attention.
+            arguments: the layer's arguments by name.
+            chunk_attention: the object that computes the chunk's attention.
         """
-        return named, None
+        return arguments, None
 
-    def whole(
+    def unchunked_run(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
         """Return a context manager and the layer's arguments for an unchunked run of the layer
@@ -610,17 +611,17 @@ class NoAttention:
         return routed(configs), args, kwargs
 
     def unpatched(
-        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+        self, arguments: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
         """Return the layer's arguments for the first `length` tokens, with the masks that the
         unpatched model would pass to the layer.
 
         Args:
-            named: the layer's arguments by name.
+            arguments: the layer's arguments by name.
             length: number of tokens.
             mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
         """
-        return named
+        return arguments
 
 
 class ThroughInterface(NoAttention):
@@ -630,14 +631,14 @@ class ThroughInterface(NoAttention):
     reads_a_mask = True
 
     def take_mask(
-        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+        self, layer: nn.Module, arguments: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
         """Return the reason why the layer cannot be chunked with its attention_mask; None if it
         can. Accepted are a `LazyMask`, a tensor [B or 1, H or 1, T, T] and None.
 
         Args:
             layer: the decoder layer.
-            named: the layer's arguments by name. The mask of cross-attention is replaced by a
+            arguments: the layer's arguments by name. The mask of cross-attention is replaced by a
                 tensor [B, 1, 1, S], or by None if all S keys are read.
             x: hidden_states [..., B, T, h].
             documents: number of documents that position_ids mark; not read here.
@@ -646,9 +647,9 @@ class ThroughInterface(NoAttention):
             UnsupportedMaskError: the mask is bool and the model's attention is eager, which would
                 add the values of the mask to the scores.
         """
-        if list(map(type, named.values())).count(LazyMask) > 1:  # the layer has cross-attention
-            named.update(over_encoders(named, self.configs(layer)))
-        mask = attention_mask_of(named)
+        if list(map(type, arguments.values())).count(LazyMask) > 1:  # the layer has cross-attention
+            arguments.update(over_encoders(arguments, self.configs(layer)))
+        mask = attention_mask_of(arguments)
         if mask is None or isinstance(mask, LazyMask):
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 4:
@@ -657,37 +658,37 @@ class ThroughInterface(NoAttention):
             _refuse_added_bools(self.configs(layer))
         return None
 
-    def hand(
-        self, named: dict[str, Any], point: ChunkAttention
+    def chunk_arguments(
+        self, arguments: dict[str, Any], chunk_attention: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
-        """Return the layer's arguments for one chunk, in which `point` replaces the attention mask,
-        and None (no cache).
+        """Return the layer's arguments for one chunk, in which `chunk_attention` replaces the
+        attention mask, and None (no cache).
 
         Args:
-            named: the layer's arguments by name.
-            point: the object that computes the chunk's attention.
+            arguments: the layer's arguments by name.
+            chunk_attention: the object that computes the chunk's attention.
         """
-        point.takes_picks = self.picks_keys
-        point.bidirectional = self.reads_ahead
+        chunk_attention.takes_picks = self.picks_keys
+        chunk_attention.bidirectional = self.reads_ahead
         replacements: dict[str, Any] = {}
-        for name, value in named.items():
+        for name, value in arguments.items():
             if type(value) in VALUE_TYPES:
                 continue
             if isinstance(value, LazyMask):
-                replacements[name] = point
+                replacements[name] = chunk_attention
             elif isinstance(value, Mapping):
                 parts: dict[Any, Any] = {}
                 has_mask = False
                 for key, part in value.items():
                     parts[key] = part
                     if isinstance(part, LazyMask):
-                        parts[key] = point
+                        parts[key] = chunk_attention
                         has_mask = True
                 if has_mask:
                     replacements[name] = parts
-        return {**named, **(replacements or {"attention_mask": point})}, None
+        return {**arguments, **(replacements or {"attention_mask": chunk_attention})}, None
 
-    def whole(
+    def unchunked_run(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
         """Return a context manager and the layer's arguments, for running the layer unchunked under
@@ -703,20 +704,20 @@ class ThroughInterface(NoAttention):
         return routed(configs), tuple(map(masks.get, range(len(args)), args)), kwargs
 
     def unpatched(
-        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+        self, arguments: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
         """Return the layer's arguments with the model's own mask in place of each `LazyMask`.
         Arguments without a `LazyMask` get a causal mask.
 
         Args:
-            named: the layer's arguments by name.
+            arguments: the layer's arguments by name.
             length: number of tokens.
             mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
         """
-        arguments = {name: masks_replaced(value, mask) for name, value in named.items()}
-        if not isinstance(attention_mask_of(named), LazyMask):
-            arguments["attention_mask"] = mask(LazyMask())
-        return arguments
+        replacements = {name: masks_replaced(value, mask) for name, value in arguments.items()}
+        if not isinstance(attention_mask_of(arguments), LazyMask):
+            replacements["attention_mask"] = mask(LazyMask())
+        return replacements
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:

@@ -10,10 +10,10 @@ Tq] in float32, float64 for float64 inputs. A query that reads nothing has o = 0
 
 [Note: one layout] torch caches cuDNN's graphs by the sizes and strides of q, k and v. The strides
 of o, dO and the logsumexp are part of a graph but not of its key. So for one key these strides must
-always be the same, or a later call reads the tensors wrongly. Therefore `cut` makes q, o, dO, K and
-V from contiguous [B, T, H, D] tensors. Sizes and strides of a block's q and v then fix the strides
-of its o and dO, which have D_v columns. The strides of a block with one row do not depend on T, so
-other lengths find the same graphs.
+always be the same, or a later call reads the tensors wrongly. Therefore `block_views` makes q, o,
+dO, K and V from contiguous [B, T, H, D] tensors. Sizes and strides of a block's q and v then fix
+the strides of its o and dO, which have D_v columns. The strides of a block with one row do not
+depend on T, so other lengths find the same graphs.
 
 [Note: padded values] FlashAttention has one head size for q, k and v. If D_v < D, v and dO get
 columns of zeros behind. The scores, their logsumexp and the weights P do not contain v: only o = P
@@ -83,7 +83,7 @@ class Kernel(Protocol):
         is_square = (block.q0, block.q1) == (block.k0, block.k1)
         if kind is Kind.CAUSAL and not tiling.bottom_right and not is_square:
             return False
-        if tiling.few is None:
+        if tiling.min_tokens is None:
             return True
         return tiling.takes(block.q1 - block.q0) and tiling.takes(block.k1 - block.k0)
 
@@ -116,19 +116,19 @@ class Kernel(Protocol):
         ...
 
 
-def cut(bounds: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
+def block_views(bounds: tuple[int, int, int, int], *tensors: Tensor) -> list[Tensor]:
     """Return rows [b0, b1) and tokens [t0, t1) of contiguous tensors [B, T, H, D], as views [b, H,
     t, D]. [Note: one layout]
 
     Args:
         bounds: the four indices b0, b1, t0 and t1.
-        whole: the tensors.
+        tensors: the tensors.
     """
     b0, b1, t0, t1 = bounds
     rows = b1 - b0
     tokens = t1 - t0
     parts = list[Tensor]()
-    for x in whole:
+    for x in tensors:
         _, length, heads, size = x.shape
         token = heads * size
         start = x.storage_offset() + (b0 * length + t0) * token
@@ -336,7 +336,7 @@ class CudnnKernel(Kernel):
 
     name = "cudnn"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
-    tiling = Tiling(k_block=2 * K_BLOCK, k_forward=4 * K_BLOCK, few=CUDNN_FEW)
+    tiling = Tiling(k_block=2 * K_BLOCK, k_forward=4 * K_BLOCK, min_tokens=CUDNN_FEW)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return the attention output o [B, H, Tq, D_v] in q's dtype, and its logsumexp lse [B, H,

@@ -93,9 +93,9 @@ class EfficientKernel(Kernel):
         q's dtype or wider. Arguments as in `Kernel.backward`."""
         causal = task.block.kind is Kind.CAUSAL
         groups = q.shape[1] // k.shape[1]
-        more = -lse.shape[2] % LSE_ALIGNMENT
-        if more:
-            lse = torch.nn.functional.pad(lse, (0, more), value=torch.inf)
+        padding = -lse.shape[2] % LSE_ALIGNMENT
+        if padding:
+            lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf)
         else:
             lse = lse.contiguous()
         no_dropout = torch.empty((), dtype=torch.int64, device=q.device)

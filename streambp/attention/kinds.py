@@ -56,13 +56,13 @@ def _with_own_masks(
     def mask(lazy: LazyMask) -> Any:
         return AttentionMaskInterface()[implementations[0]](**lazy.description)
 
-    replaced: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in kwargs.items():
-        replaced[name] = masks_replaced(value, mask)
+        arguments[name] = masks_replaced(value, mask)
     return (
         unrouted(configs, implementations),
         [masks_replaced(value, mask) for value in args],
-        replaced,
+        arguments,
     )
 
 
@@ -89,7 +89,7 @@ class Bidirectional(ThroughInterface):
     why_not_split = "its attention is bidirectional, and sequences are split for causal models"
 
     def take_mask(
-        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+        self, layer: nn.Module, arguments: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
         """Return the reason why the layer cannot be chunked with its attention_mask; None if it
         can. Accepted are a `LazyMask` and a tensor [B or 1, H or 1, T or 1, T].
@@ -99,18 +99,18 @@ class Bidirectional(ThroughInterface):
 
         Args:
             layer: the decoder layer.
-            named: the layer's arguments by name. A mask with one row of keys for all queries gets
-                T rows, as a view.
+            arguments: the layer's arguments by name. A mask with one row of keys for all queries
+                gets T rows, as a view.
             x: hidden_states [..., B, T, h].
             documents: number of documents that position_ids mark; not read here.
         """
-        because = super().take_mask(layer, named, x, documents)
-        if because is not None:
-            return because
-        mask = attention_mask_of(named)
+        reason = super().take_mask(layer, arguments, x, documents)
+        if reason is not None:
+            return reason
+        mask = attention_mask_of(arguments)
         if isinstance(mask, Tensor):
             if mask.shape[-2] == 1:
-                mask = named["attention_mask"] = mask.expand(-1, -1, x.shape[-2], -1)
+                mask = arguments["attention_mask"] = mask.expand(-1, -1, x.shape[-2], -1)
             return _why_empty_queries(mask)
         if mask is None:
             return "its attention is bidirectional, and has no mask that tells which keys exist"
@@ -124,7 +124,7 @@ class Bidirectional(ThroughInterface):
             )
         return None
 
-    def whole(
+    def unchunked_run(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
         """Return a context manager and the layer's arguments, for running the layer unchunked under
@@ -158,7 +158,7 @@ class ForeignAttention(NoAttention):
         return f"{self.by} attends in its place, to this rank's shard"
 
     def take_mask(
-        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+        self, layer: nn.Module, arguments: dict[str, Any], x: Tensor, documents: int | None
     ) -> str:
         """Return the reason why the layer cannot be chunked: its attention's forward was replaced.
         The reason is the same for all hidden states x [..., B, T, h] and all masks."""
@@ -167,18 +167,18 @@ class ForeignAttention(NoAttention):
         )
 
 
-def _with_bias_of_pairs(named: dict[str, Any], length: int) -> dict[str, Any]:
+def _with_bias_of_pairs(arguments: dict[str, Any], length: int) -> dict[str, Any]:
     """Return arguments of a layer for its own forward without chunks, with the bias of all pairs
     [1, H, T, T] in place of the bias of each distance.
 
     Args:
-        named: arguments of the layer by name.
+        arguments: arguments of the layer by name.
         length: T.
     """
-    bias = named.get(POSITION_BIAS)
+    bias = arguments.get(POSITION_BIAS)
     if not is_by_distance(bias):
-        return named
-    return {**named, POSITION_BIAS: of_pairs(bias, 0, length, 0, length)}
+        return arguments
+    return {**arguments, POSITION_BIAS: of_pairs(bias, 0, length, 0, length)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,22 +202,22 @@ class Biased(ThroughInterface):
     )
 
     def take_mask(
-        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+        self, layer: nn.Module, arguments: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
         """Return the reason why the layer cannot be chunked with its attention_mask and with the
         bias of its cross-attention; None if it can.
 
         Args:
             layer: the decoder layer.
-            named: the layer's arguments by name.
+            arguments: the layer's arguments by name.
             x: hidden_states [..., B, T, h].
             documents: number of documents that position_ids mark; not read here.
         """
-        if named.get(CROSS_BIAS) is not None:
+        if arguments.get(CROSS_BIAS) is not None:
             return "its cross-attention gets a bias for each pair of positions"
-        return super().take_mask(layer, named, x, documents)
+        return super().take_mask(layer, arguments, x, documents)
 
-    def whole(
+    def unchunked_run(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
         """Return the context manager and the arguments for an unchunked run of the layer, in which
@@ -226,11 +226,11 @@ class Biased(ThroughInterface):
         return _with_own_masks(configs, args, kwargs)
 
     def unpatched(
-        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+        self, arguments: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
         """Return the layer's arguments for the first `length` tokens, with the model's own masks
         and the bias of all pairs."""
-        return _with_bias_of_pairs(super().unpatched(named, length, mask), length)
+        return _with_bias_of_pairs(super().unpatched(arguments, length, mask), length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,11 +245,11 @@ class Picking(ThroughInterface):
     query reads. [Note: indexers]
 
     Attributes:
-        kept: number of keys that the layer's own indexer picks for a query; None: the layer uses
-            the keys that an earlier layer's indexer picked.
+        picks_per_query: number of keys that the layer's own indexer picks for a query; None: the
+            layer uses the keys that an earlier layer's indexer picked.
     """
 
-    kept: int | None = None
+    picks_per_query: int | None = None
 
     why_not_split = "its indexer compares all keys of the sequence, of which this rank has a shard"
     picks_keys = True
@@ -261,11 +261,11 @@ class Picking(ThroughInterface):
             "sparse attention: plain products with all keys before, which are masked if they are "
             "not picked"
         )
-        if self.kept is None:
+        if self.picks_per_query is None:
             return text
-        return f"{text}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
+        return f"{text}; its indexer's picks are kept, {4 * self.picks_per_query:,} bytes a token"
 
-    def whole(
+    def unchunked_run(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
         """Return the context manager and the arguments for an unchunked run of the layer, in which
@@ -294,14 +294,14 @@ class OverCache(NoAttention):
     ours = False
 
     def take_mask(
-        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+        self, layer: nn.Module, arguments: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """Check the arguments of a layer's call, and replace its mask in `named` by an `OwnMask`.
-        Return the reason why the layer cannot be chunked, or None.
+        """Check the arguments of a layer's call, and replace its mask in `arguments` by an
+        `OwnMask`. Return the reason why the layer cannot be chunked, or None.
 
         Args:
             layer: the decoder layer.
-            named: the layer's arguments by name.
+            arguments: the layer's arguments by name.
             x: hidden_states [..., B, T, h].
             documents: number of documents that position_ids mark in packed rows; None: no
                 documents.
@@ -310,7 +310,7 @@ class OverCache(NoAttention):
             UnsupportedModelError: position_ids mark packed documents, which the model's recurrent
                 layers separate and this layer's attention does not.
         """
-        mask = attention_mask_of(named)
+        mask = attention_mask_of(arguments)
         length = x.shape[-2]
         by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
         layer_mask: OwnMask | str
@@ -328,56 +328,58 @@ class OverCache(NoAttention):
                 "row, or set StreamConfig(documents='as_given') so that no layer separates "
                 "documents, as in the unpatched model."
             )
-        because = why_picked_blocks_stay_whole(
-            layer, named.get("position_ids"), layer_mask, length, by_sdpa
+        reason = why_picked_blocks_stay_whole(
+            layer, arguments.get("position_ids"), layer_mask, length, by_sdpa
         )
-        if because is not None:
-            return because
+        if reason is not None:
+            return reason
         # sdpa gives an empty query 0, in a chunk and in the sequence. A position bias gives
         # sdpa another mask.
         if by_sdpa and layer_mask.mask.dtype == torch.bool and not biases_positions(layer):
             layer_mask = dataclasses.replace(layer_mask, empty=None)
-        named["attention_mask"] = layer_mask
+        arguments["attention_mask"] = layer_mask
         return None
 
-    def hand(
-        self, named: dict[str, Any], point: ChunkAttention
+    def chunk_arguments(
+        self, arguments: dict[str, Any], chunk_attention: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
         """Return the layer's arguments for one chunk, and the function that the replaced cache
         calls on new keys and values. That function returns all keys and values up to the chunk's
         end. The mask is cut to the chunk.
 
         Args:
-            named: the layer's arguments by name.
-            point: the object that stores the chunk's keys and values.
+            arguments: the layer's arguments by name.
+            chunk_attention: the object that stores the chunk's keys and values.
         """
-        assert isinstance(point, PrefixChunkAttention)
-        chunk = point.chunk
-        mask = named["attention_mask"]
+        assert isinstance(chunk_attention, PrefixChunkAttention)
+        chunk = chunk_attention.chunk
+        mask = arguments["attention_mask"]
 
         def read(
             k: Tensor, v: Tensor
         ) -> tuple[Tensor, Tensor]:  # [B, H_kv, C, D] -> all up to the chunk's end
-            return point.read(k, mask.values(v, chunk))
+            return chunk_attention.read(k, mask.values(v, chunk))
 
         replacements: dict[str, Any] = {
             self.argument: ChunkCache(chunk.start, read),
-            "attention_mask": mask.cut(chunk),
+            "attention_mask": mask.chunk_mask(chunk),
         }
         for name in PER_KEY:
-            if isinstance(named.get(name), Tensor):
-                replacements[name] = named[name][..., : chunk.stop]
-        return {**named, **replacements}, read
+            if isinstance(arguments.get(name), Tensor):
+                replacements[name] = arguments[name][..., : chunk.stop]
+        return {**arguments, **replacements}, read
 
     def unpatched(
-        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+        self, arguments: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
         """Return the layer's arguments for the first `length` tokens, with the model's own mask."""
-        replacements = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
+        replacements = {
+            "attention_mask": arguments["attention_mask"].chunk_mask(Chunk(0, 0, length))
+        }
         for name in PER_KEY:
-            if isinstance(named.get(name), Tensor):
-                replacements[name] = named[name][..., :length]
-        return {**named, **replacements}
+            if isinstance(arguments.get(name), Tensor):
+                replacements[name] = arguments[name][..., :length]
+        return {**arguments, **replacements}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,19 +394,19 @@ class BidirectionalOverCache(OverCache):
     reads_ahead = True
 
     def take_mask(
-        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+        self, layer: nn.Module, arguments: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """Check the arguments of a layer's call, and replace its mask in `named` by an `OwnMask`.
-        Return the reason why the layer cannot be chunked, or None. Accepted is an added mask [B or
-        1, H or 1, T or 1, T], or None in eager attention.
+        """Check the arguments of a layer's call, and replace its mask in `arguments` by an
+        `OwnMask`. Return the reason why the layer cannot be chunked, or None. Accepted is an added
+        mask [B or 1, H or 1, T or 1, T], or None in eager attention.
 
         Args:
             layer: the layer.
-            named: the layer's arguments by name.
+            arguments: the layer's arguments by name.
             x: hidden_states [..., B, T, h].
             documents: number of documents that position_ids mark; not read here.
         """
-        mask = attention_mask_of(named)
+        mask = attention_mask_of(arguments)
         length = x.shape[-2]
         implementations = {config._attn_implementation for config in attention_configs(layer)}
         if mask is None and implementations <= {EAGER}:
@@ -412,31 +414,31 @@ class BidirectionalOverCache(OverCache):
         if not isinstance(mask, Tensor) or not mask.is_floating_point():
             return "its attention is bidirectional and its own, and gets no mask that it adds"
         if mask.dim() == 4 and tuple(mask.shape[-2:]) == (1, length):
-            mask = named["attention_mask"] = mask.expand(-1, -1, length, -1)
-        because = super().take_mask(layer, named, x, documents)
-        if because is not None:
-            return because
-        taken: OwnMask = named["attention_mask"]
-        if taken.empty is not None:
+            mask = arguments["attention_mask"] = mask.expand(-1, -1, length, -1)
+        reason = super().take_mask(layer, arguments, x, documents)
+        if reason is not None:
+            return reason
+        own_mask: OwnMask = arguments["attention_mask"]
+        if own_mask.empty is not None:
             return "a query reads no key, for which an added mask gives the mean over all keys"
-        if not has_data(taken.mask):  # every query reads all keys
-            named["attention_mask"] = OwnMask(taken.mask, (Barrier(1, length - 1),))
+        if not has_data(own_mask.mask):  # every query reads all keys
+            arguments["attention_mask"] = OwnMask(own_mask.mask, (Barrier(1, length - 1),))
         return None
 
-    def hand(
-        self, named: dict[str, Any], point: ChunkAttention
+    def chunk_arguments(
+        self, arguments: dict[str, Any], chunk_attention: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
         """Return the layer's arguments for one chunk, and the function that the replaced cache
         calls on the chunk's keys and values. That function returns keys and values of all tokens,
         if the layer is cut in two.
 
         Args:
-            named: the layer's arguments by name.
-            point: the object that has the keys and values.
+            arguments: the layer's arguments by name.
+            chunk_attention: the object that has the keys and values.
         """
-        if not isinstance(point, KeysOfAll):
-            return super().hand(named, point)
-        chunk = point.chunk
-        mask = named["attention_mask"].mask[:, :, chunk.start : chunk.stop]
-        cache = ChunkCache(chunk.start, point.read)
-        return {**named, self.argument: cache, "attention_mask": mask}, point.read
+        if not isinstance(chunk_attention, KeysOfAll):
+            return super().chunk_arguments(arguments, chunk_attention)
+        chunk = chunk_attention.chunk
+        mask = arguments["attention_mask"].mask[:, :, chunk.start : chunk.stop]
+        cache = ChunkCache(chunk.start, chunk_attention.read)
+        return {**arguments, self.argument: cache, "attention_mask": mask}, chunk_attention.read

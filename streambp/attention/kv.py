@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from streambp.attention.kernels import cut, narrowed, widened
+from streambp.attention.kernels import block_views, narrowed, widened
 from streambp.attention.spans import Block
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.errors import BackwardError
@@ -55,8 +55,8 @@ class KVBuffer:
         versions: version counters of K and V if the buffers are the layer's own tensors; None: the
             buffers are copies.
         added: number of additions to dK and dV in the current chunk's backward.
-        again: number of additions that a retry of the chunk must skip, because the first attempt
-            made them. [Note: once for each chunk]
+        additions_to_skip: number of additions that a retry of the chunk must skip, because the
+            first attempt made them. [Note: once for each chunk]
     """
 
     k: Tensor  # [B, T, H_kv, D], contiguous
@@ -67,7 +67,7 @@ class KVBuffer:
     packed: int | None = None
     versions: tuple[int, int] | None = None
     added: int = 0
-    again: int = 0
+    additions_to_skip: int = 0
     streams = False
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class KVBuffer:
             )
         visited = []
         for block in blocks:
-            k, v = cut((block.b0, block.b1, block.k0, block.k1), self.k, self.v)
+            k, v = block_views((block.b0, block.b1, block.k0, block.k1), self.k, self.v)
             visited.append((block, k, v))
         return visited
 
@@ -198,21 +198,21 @@ class KVBuffer:
 
         An addition that fails does not count. [Note: once for each chunk]
         """
-        if self.again:
-            self.again -= 1
+        if self.additions_to_skip:
+            self.additions_to_skip -= 1
             return
         total.add_(part)
         self.added += 1
 
-    def begin_backward(self, again: bool) -> None:
+    def begin_backward(self, is_retry: bool) -> None:
         """Start the backward of a chunk, which adds to the gradient buffers.
 
         Args:
-            again: True if the chunk is differentiated for the second time, after running out of
+            is_retry: True if the chunk is differentiated for the second time, after running out of
                 memory. [Note: once for each chunk]
         """
-        self.added *= again
-        self.again = self.added
+        self.added *= is_retry
+        self.additions_to_skip = self.added
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return the complete gradients dK and dV of a chunk's own tokens, as views [B, H_kv, C, D]
@@ -285,10 +285,10 @@ class KVTiles:
         # no other chunk reads the last tile
         if self.keeps_all or self.resident <= chunk.index < len(self.plan) - 1:
             for name, part in ((self._k, tile.k), (self._v, tile.v)):
-                self._keys.put(name, chunk.index, part)
+                self._keys.save(name, chunk.index, part)
                 # `keys` declined the tile, which backward recomputes; this pass still needs it
                 if not self._keys.has(name, chunk.index):
-                    self._scratch.put(name, chunk.index, part)
+                    self._scratch.save(name, chunk.index, part)
         self._on_device[chunk.index] = tile
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
@@ -374,8 +374,8 @@ class KVTiles:
             if index >= self.resident and index in self._on_device:
                 tile = self._on_device.pop(index)
                 if tile.dk is not None and tile.dv is not None:
-                    self._scratch.put(self._dk, index, tile.dk)
-                    self._scratch.put(self._dv, index, tile.dv)
+                    self._scratch.save(self._dk, index, tile.dk)
+                    self._scratch.save(self._dv, index, tile.dv)
 
     def _home(self, name: str, index: int) -> HostTensors:
         return self._keys if self._keys.has(name, index) else self._scratch
@@ -398,18 +398,18 @@ class KVTiles:
             )
 
     def _part(
-        self, block: Block, which: Callable[[KVBuffer], Tensor], width: int | None = None
+        self, block: Block, select: Callable[[KVBuffer], Tensor], width: int | None = None
     ) -> Tensor:
         """Return K or V of a block's keys, [b, H_kv, k, D], padded with zeros to `width` columns if
         `width` is passed.
 
         Args:
             block: the block.
-            which: function that returns K or V of a chunk's tile.
+            select: function that returns K or V of a chunk's tile.
             width: number of columns; None: no padding.
         """
         tiles = [
-            (which(self._on_device[index]), in_tile) for index, in_tile, _ in self._overlaps(block)
+            (select(self._on_device[index]), in_tile) for index, in_tile, _ in self._overlaps(block)
         ]
         if width is not None and tiles[0][0].shape[3] != width:
             rows = block.b1 - block.b0
@@ -419,12 +419,12 @@ class KVTiles:
             padded[..., columns:] = 0.0
             for (tile, in_tile), (_, _, of_block) in zip(tiles, self._overlaps(block), strict=True):
                 padded[:, of_block, :, :columns] = tile[block.b0 : block.b1, in_tile]
-            return cut((0, rows, 0, size), padded)[0]
+            return block_views((0, rows, 0, size), padded)[0]
         if len(tiles) == 1:
             ((tile, in_tile),) = tiles
-            return cut((block.b0, block.b1, in_tile.start, in_tile.stop), tile)[0]
+            return block_views((block.b0, block.b1, in_tile.start, in_tile.stop), tile)[0]
         joined = torch.cat([tile[block.b0 : block.b1, in_tile] for tile, in_tile in tiles], 1)
-        return cut((0, block.b1 - block.b0, 0, block.k1 - block.k0), joined)[0]
+        return block_views((0, block.b1 - block.b0, 0, block.k1 - block.k0), joined)[0]
 
 
 # storage of one attention call's keys, values and gradients
@@ -438,7 +438,8 @@ class PrefixMemory:
 
     Attributes:
         plan: the chunks.
-        room: bytes on the device; None: no limit, so K and V of each attention call are one buffer.
+        headroom: bytes on the device; None: no limit, so K and V of each attention call are one
+            buffer.
         scratch: function that creates host storage for K and V that leave the device within one
             pass over the chunks.
         saved: host storage of the K and V that forward saves for backward; None: K and V are not
@@ -447,7 +448,7 @@ class PrefixMemory:
     """
 
     plan: ChunkPlan
-    room: int | None
+    headroom: int | None
     scratch: Callable[[], HostTensors]
     saved: HostTensors | None = None
     tiles: HostTensors | None = None

@@ -145,16 +145,16 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
     reading: list[Tensor] = []
     read: list[Tensor | None] = [None] * -(-length // SCAN)
     for q0 in range(0, length, SCAN):
-        anything: Tensor | None = None
+        has_key: Tensor | None = None
         for index, k0 in enumerate(range(0, length, SCAN)):
             part = tile(q0, min(q0 + SCAN, length), k0, min(k0 + SCAN, length))
             queries = part.any(-1)
             keys = part.any(-2)
-            anything = queries if anything is None else anything | queries
+            has_key = queries if has_key is None else has_key | queries
             previous = read[index]
             read[index] = keys if previous is None else previous | keys
-        assert anything is not None
-        reading.append(anything)
+        assert has_key is not None
+        reading.append(has_key)
     empty = ~torch.cat(reading, -1)  # [B or 1, H or 1, T]
     if not bool(empty.any()):
         return None, True

@@ -41,10 +41,10 @@ class LazyMask:
         description: arguments of transformers' mask function.
         layout: cached result of `resolve`, for all layers that share the mask.
         bidirectional_layout: cached result of `resolve` for layers whose attention may read ahead.
-        whole: cached result of `resolve_whole` for sequences that are split over ranks, for all
-            layers that share the mask.
-        told: name of the argument that marks the documents of packed rows, and the number of
-            documents; None: no documents.
+        full_layout: cached result of `resolve_whole` for sequences that are split over ranks, for
+            all layers that share the mask.
+        document_source: name of the argument that marks the documents of packed rows, and the
+            number of documents; None: no documents.
         ends: end positions of the documents of each row, for models whose masks ignore documents;
             None: the description alone defines the documents.
         tree: function from the sliding window (None: no window) to the keys that each query reads,
@@ -56,8 +56,8 @@ class LazyMask:
         self.description = description
         self.layout: Spans | DenseMask | None = None
         self.bidirectional_layout: Spans | DenseMask | None = None
-        self.whole: Spans | None = None
-        self.told: tuple[str, int] | None = None
+        self.full_layout: Spans | None = None
+        self.document_source: tuple[str, int] | None = None
         self.ends: tuple[tuple[int, ...], ...] | None = None
         self.tree: Callable[[int | None], Spans] | None = None
         self._keys_read: Tensor | None = None
@@ -142,7 +142,7 @@ class DenseMask:
     barriers: tuple[Barrier, ...] = ()
     reach: tuple[tuple[int, int], ...] = ()
     # caches of other modules
-    derived: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    caches: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
         """Return rectangles (blocks) that cover queries [start, stop) and their keys. Keys end at a
@@ -178,15 +178,15 @@ class DenseMask:
         Args:
             device: the device on which to find the keys that are read.
         """
-        mask: DenseMask | None = self.derived.get(DenseMask)
+        mask: DenseMask | None = self.caches.get(DenseMask)
         if mask is None:
             reach = find_reach(
                 lambda q0, q1, k0, k1: reads(self.tile(q0, q1, k0, k1, device)),
                 self.length,
                 device,
             )
-            mask = dataclasses.replace(self, barriers=(), reach=reach, derived={})
-            self.derived[DenseMask] = mask
+            mask = dataclasses.replace(self, barriers=(), reach=reach, caches={})
+            self.caches[DenseMask] = mask
         return mask
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
@@ -387,7 +387,7 @@ def _from_description(
         # the mask separates the documents, or does not
         candidates = (spans, Spans.causal(batch_size, length, window))
         if plain or any(agrees(candidate, description, None, device) for candidate in candidates):
-            mask.told = "position_ids", sum(map(len, spans.rows))
+            mask.document_source = "position_ids", sum(map(len, spans.rows))
             return spans
     if plain and cu_seq_lens is None:
         return Spans.causal(batch_size, length)
@@ -397,7 +397,10 @@ def _from_description(
     if description.get("attention_mask") is None and not plain and position_ids is not None:
         packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
     if packed is not None:
-        mask.told = "position_ids", sum(map(len, rows_of(batch_size, length, None, packed)))
+        mask.document_source = (
+            "position_ids",
+            sum(map(len, rows_of(batch_size, length, None, packed))),
+        )
     if cu_seq_lens is not None:
         ends = cu_seq_lens.tolist()
         if batch_size != 1 or ends[:1] != [0] or ends[-1] != length or sorted(ends) != ends:
@@ -407,7 +410,7 @@ def _from_description(
                 f"{_remedy_of_ends(ends, batch_size, length)}"
             )
         rows = (_documents(ends),)
-        mask.told = mask.told or (DOCUMENT_ENDS, len(rows[0]))
+        mask.document_source = mask.document_source or (DOCUMENT_ENDS, len(rows[0]))
         if packed is not None and rows != rows_of(batch_size, length, None, packed):
             raise UnsupportedMaskError(
                 f"cu_seq_lens ends its documents at {ends[:9]}..., but position_ids restart "
@@ -511,7 +514,7 @@ def _documents(ends: list[int]) -> tuple[Run, ...]:
 
 
 def agrees(
-    spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device
+    spans: Spans, mask_arguments: dict[str, Any], padding: Tensor | None, device: torch.device
 ) -> bool:
     """True if a mask function of transformers allows exactly the keys in `spans`. The function is
     called for each query at the edges of its interval: the first and last key must be allowed, and
@@ -519,7 +522,7 @@ def agrees(
 
     Args:
         spans: the expected keys of each query.
-        known: arguments of transformers' mask function; its `mask_function` is called.
+        mask_arguments: arguments of transformers' mask function; its `mask_function` is called.
         padding: [B, T] in bool, True for tokens.
         device: device of the check.
     """
@@ -531,13 +534,13 @@ def agrees(
     def read(key: Tensor) -> Tensor:
         exists = (key >= 0) & (key < spans.length)
         key = key.clamp(0, spans.length - 1)
-        result = known["mask_function"](row, head, query, key) & exists
+        result = mask_arguments["mask_function"](row, head, query, key) & exists
         return result if padding is None else result & padding.to(device)[row, key]
 
     empty = last < first
     right = read(first) & read(last) & ~read(first - 1) & ~read(last + 1)
-    nothing = ~read(query) & ~read(torch.zeros_like(query))
-    return bool(torch.where(empty, nothing, right).all())
+    reads_none = ~read(query) & ~read(torch.zeros_like(query))
+    return bool(torch.where(empty, reads_none, right).all())
 
 
 def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -562,13 +565,13 @@ def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
     return first.to(device), last.to(device)
 
 
-def attention_mask_of(named: Mapping[str, Any]) -> Any:
+def attention_mask_of(arguments: Mapping[str, Any]) -> Any:
     """Return the mask, among a layer's arguments, that the layer will pass to its attention: the
     first `LazyMask`, or without one the argument attention_mask.
 
     A padding mask among the arguments may be for other modules of the layer.
     """
-    for value in named.values():
+    for value in arguments.values():
         if type(value) in VALUE_TYPES:
             continue
         if isinstance(value, LazyMask):
@@ -577,7 +580,7 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
             for part in value.values():
                 if isinstance(part, LazyMask):
                     return part
-    return named.get("attention_mask")
+    return arguments.get("attention_mask")
 
 
 def masks_replaced(value: Any, mask: Callable[[LazyMask], Any]) -> Any:

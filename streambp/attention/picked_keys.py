@@ -34,9 +34,9 @@ def visible(
     if isinstance(layout, DenseMask):
         return layout.tile(q0, q1, k0, k1, device)
     key = ("edges", device)
-    if key not in layout.derived:
-        layout.derived[key] = edges(layout, device)
-    first, last = (edge[:, q0:q1, None] for edge in layout.derived[key])  # [B, q, 1]
+    if key not in layout.caches:
+        layout.caches[key] = edges(layout, device)
+    first, last = (edge[:, q0:q1, None] for edge in layout.caches[key])  # [B, q, 1]
     keys = torch.arange(k0, k1, device=device)
     return ((keys >= first) & (keys <= last))[:, None]
 
@@ -48,38 +48,40 @@ class PickedMask(DenseMask):
 
     Attributes:
         source: [B, C, k], indices of the picked keys, of any integer dtype.
-        below: the keys that the layer's own mask allows for these queries.
+        layer_mask: the keys that the layer's own mask allows for these queries.
         start: the chunk's first position.
     """
 
-    below: Spans | DenseMask = dataclasses.field(kw_only=True)
+    layer_mask: Spans | DenseMask = dataclasses.field(kw_only=True)
     start: int = dataclasses.field(kw_only=True)
 
     @classmethod
     def of(
-        cls, below: Spans | DenseMask, length: int, chunk: Chunk, picks: Tensor
+        cls, layer_mask: Spans | DenseMask, length: int, chunk: Chunk, picks: Tensor
     ) -> Spans | DenseMask:
         """Return the attention mask of one chunk's queries, restricted to the picked keys. Return
-        `below` itself if every key up to the chunk's end is picked.
+        `layer_mask` itself if every key up to the chunk's end is picked.
 
         Args:
-            below: the keys that the layer's own mask allows.
+            layer_mask: the keys that the layer's own mask allows.
             length: number of positions of the sequence.
             chunk: the chunk's range of positions.
             picks: [B, C, k], indices of the keys that an indexer picked.
         """
         if picks.shape[-1] >= chunk.stop:
-            return below
-        barriers = below.barriers if isinstance(below, DenseMask) else ()
-        plans = below.derived.setdefault("picked", {})  # shared by all layers
-        return cls(len(picks), length, picks, barriers, plans, below=below, start=chunk.start)
+            return layer_mask
+        barriers = layer_mask.barriers if isinstance(layer_mask, DenseMask) else ()
+        plans = layer_mask.caches.setdefault("picked", {})  # shared by all layers
+        return cls(
+            len(picks), length, picks, barriers, plans, layer_mask=layer_mask, start=chunk.start
+        )
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
         """Return the mask of queries [q0, q1) and keys [k0, k1), [B, H or 1, q, k]: bool (True is
         read), or added to the scores.
         """
         assert isinstance(self.source, Tensor)
-        read = visible(self.below, q0, q1, k0, k1, device)
+        read = visible(self.layer_mask, q0, q1, k0, k1, device)
         picks = self.source[:, q0 - self.start : q1 - self.start].long() - k0  # [B, q, k]
         spare = k1 - k0  # a column of its own, which is dropped
         picks = torch.where((picks >= 0) & (picks < spare), picks, spare)

@@ -47,9 +47,9 @@ def by_distance(attention: nn.Module, length: int, device: torch.device) -> Tens
         device: device of the result.
     """
     compute: Any = getattr(attention, COMPUTE_BIAS)
-    back = compute(length, 1, device=device).flatten(2)  # [1, H, T], distances 0 to -(T - 1)
+    past = compute(length, 1, device=device).flatten(2)  # [1, H, T], distances 0 to -(T - 1)
     ahead = compute(1, length, device=device).flatten(2)  # [1, H, T], distances 0 to T - 1
-    return torch.cat((back.flip(-1), ahead[..., 1:]), -1)
+    return torch.cat((past.flip(-1), ahead[..., 1:]), -1)
 
 
 def is_by_distance(bias: Any) -> TypeGuard[Tensor]:

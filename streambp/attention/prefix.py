@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from streambp.attention.attend import Attended, Params, PrefixAttention, PrefixRead, attend_blocks
-from streambp.attention.backend import AsSdpa, Backend, BlockPlan, Use, Used, choose_backend
+from streambp.attention.backend import AsSdpa, Backend, BlockPlan, KernelUse, Use, choose_backend
 from streambp.attention.kv import WORKING, KVBuffer, KVStorage, KVTiles, PrefixMemory
 from streambp.attention.masks import DenseMask
 from streambp.attention.picked_keys import PickedMask
@@ -89,8 +89,8 @@ class Prefix:
     chunks, for each attention call of the layer.
 
     Attributes:
-        kv_storages: K and V of each attention call, in call order within the layer's forward. Every chunk
-            makes the same calls.
+        kv_storages: K and V of each attention call, in call order within the layer's forward. Every
+            chunk makes the same calls.
         memory: limit on the device memory for K and V; None: no limit.
     """
 
@@ -105,16 +105,20 @@ class Prefix:
         # buffers are [B, H_kv, T, D]: a layer that attends by itself may rely on a cache's layout
         self.heads_first = False
         # scale, dropout and softcap, by chunk and attention call
-        self.asked: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self.settings_by_call: dict[tuple[int, int], tuple[Any, ...]] = {}
         self.backends: dict[int, Backend] = {}  # of each attention call, chosen at its first chunk
-        self.used: frozenset[Used] = frozenset()  # the kernels that attended in forward
+        self.kernel_uses: frozenset[KernelUse] = frozenset()  # the kernels that attended in forward
         self.sdpa = AsSdpa()  # of all attention calls
         self.memory: PrefixMemory | None = None
-        self.found: set[tuple[int, int]] = set()  # attention calls and chunks of `find_saved`
+        self.restored_chunks: set[tuple[int, int]] = (
+            set()
+        )  # attention calls and chunks of `find_saved`
         self.sizes_seen: list[KVBytesPerToken] = []
         # [B, T, D] of each indexer, in forward. [Note: indexers]
         self.index_keys: dict[int, Tensor] = {}
-        self.picked: list[Tensor] = []  # [B, C, k] of each indexer, for the chunk computed last
+        self.chunk_picks: list[
+            Tensor
+        ] = []  # [B, C, k] of each indexer, for the chunk computed last
 
     def restore(
         self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True
@@ -180,15 +184,16 @@ class Prefix:
         return None if backend is None else backend.width
 
     def note(self, plan: BlockPlan) -> None:
-        """Add the kernels that compute the blocks of `plan` to `used`, which `describe` prints."""
-        if not plan.used <= self.used:
-            self.used |= plan.used
+        """Add the kernels that compute the blocks of `plan` to `kernel_uses`, which `describe`
+        prints."""
+        if not plan.kernel_uses <= self.kernel_uses:
+            self.kernel_uses |= plan.kernel_uses
 
     def pack(self) -> None:
         """Free memory that is not needed between forward and backward: the zero columns of a padded
         V, and the keys of indexers. [Note: padded values]"""
         self.index_keys = {}
-        self.picked = []
+        self.chunk_picks = []
         for kv_storage in self.kv_storages:
             if isinstance(kv_storage, KVBuffer):
                 kv_storage.pack()
@@ -218,19 +223,19 @@ class Prefix:
         Args:
             backward: True if the gradients dK and dV need device memory as well.
         """
-        room, tiles = None if self.memory is None else self.memory.room, list[int | None]()
+        headroom, tiles = None if self.memory is None else self.memory.headroom, list[int | None]()
         for size in self.sizes_seen:
-            if self.memory is None or room is None:
+            if self.memory is None or headroom is None:
                 tiles.append(None)
                 continue
             token, plan = size.resident + backward * size.sums, self.memory.plan
-            if token * plan.length <= room:
+            if token * plan.length <= headroom:
                 tiles.append(None)
-                room -= token * plan.length
+                headroom -= token * plan.length
             else:
-                resident = max(0, room // (token * plan.longest) - WORKING)
+                resident = max(0, headroom // (token * plan.longest) - WORKING)
                 tiles.append(resident)
-                room = max(0, room - (resident + WORKING) * token * plan.longest)
+                headroom = max(0, headroom - (resident + WORKING) * token * plan.longest)
         return tiles
 
     def saved_reads(self, index: int) -> list[list[Access]]:
@@ -251,8 +256,9 @@ class Prefix:
         return reads
 
     def find_saved(self) -> None:
-        """Load K and V that forward saved, for all chunks, and append them to `kv_storages`: one object
-        for each attention call of the layer. A call after an error continues where it ended."""
+        """Load K and V that forward saved, for all chunks, and append them to `kv_storages`: one
+        object for each attention call of the layer. A call after an error continues where it
+        ended."""
         assert self.memory is not None
         assert self.memory.saved is not None
         for index, resident in enumerate(self.resident_tiles(backward=True)):
@@ -262,16 +268,16 @@ class Prefix:
                 )
                 continue
             for chunk, reads in zip(self.memory.plan, self.saved_reads(index), strict=True):
-                if (index, chunk.index) in self.found:
+                if (index, chunk.index) in self.restored_chunks:
                     continue
                 k = self.memory.saved.peek(*reads[0])  # [B, C, H_kv, D]
                 v = self.memory.saved.peek(*reads[1])  # [B, C, H_kv, D]
                 self.restore(index, chunk, k.transpose(1, 2), v.transpose(1, 2))
-                self.found.add((index, chunk.index))
+                self.restored_chunks.add((index, chunk.index))
                 for access in reads:
                     self.memory.saved.remove(*access)
                 self.memory.saved.read_ahead()
-        self.found.clear()
+        self.restored_chunks.clear()
         self.filled_until = self.length
 
     def _tiled(
@@ -290,16 +296,16 @@ class Prefix:
             index, plan, keys, scratch, resident, saved is not None, size.value_size, width
         )
 
-    def begin_backward(self, again: bool) -> None:
+    def begin_backward(self, is_retry: bool) -> None:
         """Start the backward of a chunk, which adds to the gradients of K and V.
 
         Args:
-            again: True if the chunk is differentiated for the second time, after running out of
+            is_retry: True if the chunk is differentiated for the second time, after running out of
                 memory. [Note: once for each chunk]
         """
         for kv_storage in self.kv_storages:
             if isinstance(kv_storage, KVBuffer):
-                kv_storage.begin_backward(again)
+                kv_storage.begin_backward(is_retry)
 
     def drop_buffers(self) -> None:
         """Free K, V and their gradients on the device. Recomputation or `find_saved` restores K and
@@ -309,7 +315,7 @@ class Prefix:
         if self.memory is not None:
             self.memory.tiles = None
         self.index_keys = {}
-        self.picked = []
+        self.chunk_picks = []
 
 
 class AttentionCall(NamedTuple):
@@ -456,7 +462,7 @@ class PrefixChunkAttention(ChunkAttention):
         self.stage = stage
         self.saved = saved
         self.picks = picks
-        self.picked: list[Tensor] = []
+        self.chunk_picks: list[Tensor] = []
         self.attended: list[Attended] = []
         self.call = 0
         # receives q, k and v
@@ -501,14 +507,17 @@ class PrefixChunkAttention(ChunkAttention):
             prefix.backends[index] = backend
             in_sdpa = softcap is None and sink is None and not is_biased
             prefix.sdpa = prefix.sdpa.with_call(q, k, v, dropout, in_sdpa)
-        settings, place = (scale, dropout, softcap), (chunk.index, index)
+        settings, call_key = (scale, dropout, softcap), (chunk.index, index)
         if self.stage is Stage.FORWARD:
-            prefix.asked[place] = settings
-        elif self.stage is Stage.RECOMPUTE and prefix.asked.get(place, settings) != settings:
+            prefix.settings_by_call[call_key] = settings
+        elif (
+            self.stage is Stage.RECOMPUTE
+            and prefix.settings_by_call.get(call_key, settings) != settings
+        ):
             raise BackwardError(
-                f"Attention was called with scale, dropout and softcap {prefix.asked[place]} in "
-                f"forward, and is with {settings} in backward. Call backward before you change "
-                "them."
+                "Attention was called with scale, dropout and softcap "
+                f"{prefix.settings_by_call[call_key]} in forward, and is with {settings} in "
+                "backward. Call backward before you change them."
             )
         if self.see is not None:
             for name, x in ((f"q.{index}", q), (f"k.{index}", k), (f"v.{index}", v)):
@@ -576,9 +585,9 @@ class PrefixChunkAttention(ChunkAttention):
                 "Please report this model."
             )
         prefix.calls = self.call
-        prefix.picked = self.picked
+        prefix.chunk_picks = self.chunk_picks
         for attended in self.attended:
-            prefix.overwritten |= attended.changed
+            prefix.overwritten |= attended.is_overwritten
         prefix.filled_until = max(prefix.filled_until, self.chunk.stop)
 
     def _kv_storage(self, index: int, k: Tensor, v: Tensor) -> KVStorage:

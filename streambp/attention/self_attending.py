@@ -62,7 +62,7 @@ class OwnMask:
             return tile != self.mask[:, :, :1, -1:]
         return reads(tile)
 
-    def cut(self, chunk: Chunk) -> Tensor:
+    def chunk_mask(self, chunk: Chunk) -> Tensor:
         """Return the mask of a chunk, [B or 1, H or 1, C, e], for the e keys up to the chunk's end.
         A query that may read no key gets itself as its only key.
 
@@ -199,10 +199,13 @@ def why_picked_blocks_stay_whole(
     last_query = mask.read(
         length - 1, length, 0, length
     )  # [B or 1, H or 1, 1, T], of the last query
-    places = torch.arange(length, device=last_query.device)
+    token_positions = torch.arange(length, device=last_query.device)
     tiles = ((q0, min(q0 + SCAN, length)) for q0 in range(0, length, SCAN))
     if not bool((last_query[..., 1:] & ~last_query[..., :-1]).any()) and all(
-        torch.equal(mask.read(q0, q1, 0, length), last_query & (places <= places[q0:q1, None]))
+        torch.equal(
+            mask.read(q0, q1, 0, length),
+            last_query & (token_positions <= token_positions[q0:q1, None]),
+        )
         for q0, q1 in tiles
     ):
         return None

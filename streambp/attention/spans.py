@@ -23,7 +23,7 @@ counts.
 
 cuDNN builds a graph for every new shape, for tenths of a second, and never frees the graph. So its
 blocks have few lengths, whatever the length of the sequence: multiples of `GRID`, and powers of two
-below. A remainder of fewer tokens than `Tiling.few` goes to the next kernel, which takes any
+below. A remainder of fewer tokens than `Tiling.min_tokens` goes to the next kernel, which takes any
 length. Blocks of a few queries or keys do so, too, because cuDNN refuses these blocks or computes
 wrong numbers.
 """
@@ -92,9 +92,10 @@ class Tiling:
         q_block: most queries of a block.
         k_block: most keys of a block.
         k_forward: most keys of a block in forward, where no dK and dV are returned.
-        few: fewest queries and keys of a block, for a kernel that must see few different lengths;
-            None: any length is allowed.
-        tail: sizes for another kernel, which computes blocks of fewer queries or keys than `few`.
+        min_tokens: fewest queries and keys of a block, for a kernel that must see few different
+            lengths; None: any length is allowed.
+        tail: sizes for another kernel, which computes blocks of fewer queries or keys than
+            `min_tokens`.
         masked: sizes for the kernel that computes blocks of kind BAND and MASK.
         bottom_right: True if CAUSAL blocks may have more keys than queries.
         native_window: True if WINDOW blocks are allowed.
@@ -104,7 +105,7 @@ class Tiling:
     q_block: int | None = None
     k_block: int | None = None
     k_forward: int | None = None
-    few: int | None = None
+    min_tokens: int | None = None
     tail: Tiling | None = None
     masked: Tiling | None = None
     bottom_right: bool = False
@@ -114,17 +115,20 @@ class Tiling:
     def takes(self, length: int) -> bool:
         """True if the kernel supports a block with `length` queries, or with `length` keys.
         Otherwise the kernel of `tail` computes the block."""
-        return self.few is None or next(few_lengths(length, self.few, None), None) == length
+        return (
+            self.min_tokens is None
+            or next(few_lengths(length, self.min_tokens, None), None) == length
+        )
 
     def queries(self, q0: int, q1: int) -> list[tuple[int, int, Tiling]]:
         """Return ranges that cover queries [q0, q1), as (start, stop, sizes). The sizes are this
-        `Tiling`, or `tail` for a remainder of fewer than `few` queries."""
+        `Tiling`, or `tail` for a remainder of fewer than `min_tokens` queries."""
         ranges = list[tuple[int, int, Tiling]]()
-        if self.few is None:
+        if self.min_tokens is None:
             for start in range(q0, q1, self.q_block or max(1, q1 - q0)):
                 ranges.append((start, min(start + (self.q_block or q1 - q0), q1), self))
             return ranges
-        for length in few_lengths(q1 - q0, self.few, self.q_block):
+        for length in few_lengths(q1 - q0, self.min_tokens, self.q_block):
             ranges.append((q0, q0 + length, self))
             q0 += length
         if q0 < q1:
@@ -134,28 +138,29 @@ class Tiling:
 
     def keys(self, k0: int, k1: int) -> list[tuple[int, int]]:
         """Return ranges (start, stop) that cover keys [k0, k1), each of a length that this kernel
-        prefers. If `few` is set, the last range may be a shorter remainder, which another kernel
-        computes."""
+        prefers. If `min_tokens` is set, the last range may be a shorter remainder, which another
+        kernel computes."""
         ranges = list[tuple[int, int]]()
-        if self.few is None:
+        if self.min_tokens is None:
             for start in range(k0, k1, self.k_block or max(1, k1 - k0)):
                 ranges.append((start, min(start + (self.k_block or k1 - k0), k1)))
             return ranges
-        for length in few_lengths(k1 - k0, self.few, self.k_block):
+        for length in few_lengths(k1 - k0, self.min_tokens, self.k_block):
             ranges.append((k0, k0 + length))
             k0 += length
         return [*ranges, (k0, k1)] if k0 < k1 else ranges
 
 
-def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
+def few_lengths(length: int, min_tokens: int, max_tokens: int | None) -> Iterator[int]:
     """Yield the lengths into which `length` tokens are cut, so that few different lengths occur.
-    cuDNN builds a graph for each new length. Each length is at least `few` and at most `most` (a
-    multiple of `GRID`). The lengths cover all tokens but a remainder of less than `few`."""
-    while length >= few:
-        piece = length - length % GRID or 1 << (length.bit_length() - 1)
-        piece = min(piece, most or piece)
-        yield piece
-        length -= piece
+    cuDNN builds a graph for each new length. Each length is at least `min_tokens` and at most
+    `max_tokens` (a multiple of `GRID`). The lengths cover all tokens but a remainder of less than
+    `min_tokens`."""
+    while length >= min_tokens:
+        size = length - length % GRID or 1 << (length.bit_length() - 1)
+        size = min(size, max_tokens or size)
+        yield size
+        length -= size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +198,7 @@ class Spans:
     rows: tuple[tuple[Run, ...], ...]
     window: int | None = None
     # caches of other modules
-    derived: dict[Any, Any] = dataclasses.field(
+    caches: dict[Any, Any] = dataclasses.field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 
@@ -279,21 +284,22 @@ class Spans:
         window = self.window
         blocks = list[Block]()
         if window is None:
-            for q0, q1, pieces in tiling.queries(run.q0, run.q1):
+            for q0, q1, query_tiling in tiling.queries(run.q0, run.q1):
                 if run.k1 is not None:
                     blocks += [
                         Block(Kind.FULL, b0, b1, q0, q1, *keys)
-                        for keys in pieces.keys(run.k0, run.k1)
+                        for keys in query_tiling.keys(run.k0, run.k1)
                     ]
                     continue
                 k0 = run.k0
-                if not pieces.bottom_right:
+                if not query_tiling.bottom_right:
                     blocks += [
-                        Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in pieces.keys(k0, q0)
+                        Block(Kind.FULL, b0, b1, q0, q1, *keys)
+                        for keys in query_tiling.keys(k0, q0)
                     ]
                     k0 = q0
-                while pieces.k_block and q1 - k0 > max(pieces.k_block, q1 - q0):
-                    stop = min(k0 + pieces.k_block, q0)
+                while query_tiling.k_block and q1 - k0 > max(query_tiling.k_block, q1 - q0):
+                    stop = min(k0 + query_tiling.k_block, q0)
                     blocks.append(Block(Kind.FULL, b0, b1, q0, q1, k0, stop))
                     k0 = stop
                 blocks.append(Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1))

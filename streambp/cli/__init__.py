@@ -84,8 +84,8 @@ def _run(arguments: Any) -> int:
             raise StreamBPError(f"{name}: {str(error).splitlines()[0]} {advice}") from error
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(last.filename).name}, line {last.lineno}"
-        what = (
+        message = (
             f"{reason(error)} (in {where}). That is no verdict: check the arguments, or report it "
             "with `streambp env`."
         )
-        raise StreamBPError(f"{name}: {what}") from error
+        raise StreamBPError(f"{name}: {message}") from error

@@ -25,22 +25,22 @@ MODEL, LENGTH, MEMORY, GPUS, TRAINING, TIME, OUTPUT = (
 )  # fmt: skip
 
 
-def _option(panel: str, told: str, *names: str, **more: Any) -> Any:
+def _option(panel: str, help_text: str, *names: str, **options: Any) -> Any:
     """Return a typer option.
 
     Args:
         panel: heading of the help page under which the option is listed.
-        told: help text of the option.
+        help_text: help text of the option.
         names: names of the option, such as "--json"; empty: the parameter's name.
-        more: other arguments of `typer.Option`.
+        options: other arguments of `typer.Option`.
     """
-    return typer.Option(*names, help=told, rich_help_panel=panel, **more)
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, **options)
 
 
 Checkpoint = Annotated[
     str, typer.Argument(metavar="PATH_OR_ID", help="a checkpoint's folder, or its id on the Hub")
 ]
-Judged = Annotated[
+VerifiedModel = Annotated[
     str,
     typer.Argument(
         metavar="PATH_OR_ID",
@@ -59,7 +59,7 @@ Trust = Annotated[
     bool, _option(MODEL, "run the Python code that comes with the model", "--trust-remote-code")
 ]
 Loaded = Annotated[Any, _option(MODEL, "dtype of the weights (auto: as stored)", **one_of(*DTYPES))]
-Counted = Annotated[Any, _option(MODEL, "dtype of the weights", **one_of(*DTYPES[1:]))]
+PlanDtype = Annotated[Any, _option(MODEL, "dtype of the weights", **one_of(*DTYPES[1:]))]
 Device = Annotated[
     str,
     _option(MODEL, "torch's device, such as cpu or cuda (default: this machine's GPU, else cpu)"),
@@ -148,7 +148,7 @@ Reserve = Annotated[
     _option(
         MEMORY,
         "part of each GPU's memory that is kept free",
-        parser=number(0, 0.99, whole=False),
+        parser=number(0, 0.99, integers_only=False),
         metavar="PART",
     ),
 ]
@@ -215,7 +215,7 @@ OptimizerBytes = Annotated[
         TRAINING,
         "optimizer state of each trained parameter: 12 is Adam with float32 weights, 16 with "
         "float32 gradients too (ZeRO-Offload), 4 Adam in bf16, 0 none",
-        parser=number(0, 1024, whole=False),
+        parser=number(0, 1024, integers_only=False),
         metavar="BYTES",
     ),
 ]
@@ -353,14 +353,19 @@ DataSet = Annotated[
 ]
 Epochs = Annotated[
     Any,
-    _option(LENGTH, "passes over --dataset", parser=number(0.001, 10**6, whole=False), metavar="N"),
+    _option(
+        LENGTH,
+        "passes over --dataset",
+        parser=number(0.001, 10**6, integers_only=False),
+        metavar="N",
+    ),
 ]
 Price = Annotated[
     Any,
     _option(
         LENGTH,
         "price of an hour of one GPU, for the money of --dataset",
-        parser=number(0, 10**6, whole=False),
+        parser=number(0, 10**6, integers_only=False),
         metavar="P",
     ),
 ]
@@ -379,9 +384,9 @@ def _arguments(context: typer.Context) -> SimpleNamespace:
     return SimpleNamespace(command=context.info_name, **context.params)
 
 
-def _version(asked: bool) -> None:
+def _version(is_requested: bool) -> None:
     """Print the version and exit if requested."""
-    if asked:
+    if is_requested:
         typer.echo(f"streambp {streambp.__version__}")
         raise typer.Exit
 
@@ -401,7 +406,7 @@ def plan(
     model: Planned = "",
     from_file: FromFile = None,
     trust_remote_code: Trust = False,
-    dtype: Counted = "bfloat16",
+    dtype: PlanDtype = "bfloat16",
     seq_len: Longest = "max",
     encoder_len: EncoderLen = None,
     batch_size: Rows = 1,
@@ -448,7 +453,7 @@ def plan(
 @app.command(rich_help_panel="Before training")
 def verify(
     context: typer.Context,
-    model: Judged,
+    model: VerifiedModel,
     random: Random = False,
     layers: Layers = None,
     trust_remote_code: Trust = False,

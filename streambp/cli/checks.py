@@ -12,7 +12,7 @@ from streambp.chunks import pick_chunk_size
 from streambp.cli.training_files import apply_files
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, StreamBPError
-from streambp.fields import shown
+from streambp.fields import short_repr
 from streambp.rates import rates_of
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # names on the Hub
@@ -31,8 +31,8 @@ def check(arguments: Any) -> None:
     """
     if arguments.command == "launch" and arguments.extra:
         raise ConfigError(
-            f"{shown(arguments.extra[0])} is no flag of streambp launch. Write the command to run "
-            f"after --: {LAUNCH}."
+            f"{short_repr(arguments.extra[0])} is no flag of streambp launch. Write the command to "
+            f"run after --: {LAUNCH}."
         )
     if arguments.command == "plan":
         _check_plan(arguments)
@@ -69,7 +69,7 @@ def check_model(name: str, file: bool) -> None:
     if is_file and file:
         return
     if is_file:
-        raise ConfigError(f"The model {shown(name)} is a file; this command needs {expected}.")
+        raise ConfigError(f"The model {short_repr(name)} is a file; this command needs {expected}.")
     if is_folder:
         if (path / CONFIG).is_file():
             return
@@ -77,15 +77,16 @@ def check_model(name: str, file: bool) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             base = str(json.loads((path / ADAPTER).read_text("utf-8"))["base_model_name_or_path"])
             if base:
-                hint = f" It holds an adapter of {shown(base)}: pass that one."
+                hint = f" It holds an adapter of {short_repr(base)}: pass that one."
             else:
                 hint = ""
         raise ConfigError(
-            f"The model {shown(name)} is a folder without {CONFIG}; it must be {expected}.{hint}"
+            f"The model {short_repr(name)} is a folder without {CONFIG}; it must be "
+            f"{expected}.{hint}"
         )
     if not HUB_ID.fullmatch(name) or len(name) > LONGEST_ID or name.endswith(".json"):
-        there = " There is no such file or folder." if name else ""
-        raise ConfigError(f"The model is {shown(name)}; it must be {expected}.{there}")
+        path_hint = " There is no such file or folder." if name else ""
+        raise ConfigError(f"The model is {short_repr(name)}; it must be {expected}.{path_hint}")
 
 
 def _check_plan(arguments: Any) -> None:
@@ -105,12 +106,12 @@ def _check_plan(arguments: Any) -> None:
         return
     if not arguments.model or arguments.gpu_memory is None:
         if arguments.model:
-            lacks = "--gpu-memory"
+            missing_arguments = "--gpu-memory"
         elif arguments.gpu_memory is not None:
-            lacks = "MODEL"
+            missing_arguments = "MODEL"
         else:
-            lacks = "MODEL and --gpu-memory"
-        raise ConfigError(f"A plan needs {lacks}, such as `{EXAMPLE}`.")
+            missing_arguments = "MODEL and --gpu-memory"
+        raise ConfigError(f"A plan needs {missing_arguments}, such as `{EXAMPLE}`.")
     if arguments.full and arguments.lora is not None:
         raise ConfigError(
             "--full trains every parameter and --lora adapters alone: pass one of the two."
@@ -161,12 +162,12 @@ def _check_batch(arguments: Any) -> None:
     """Check the arguments of `streambp plan` that describe a micro-batch of several rows. The path
     in `arguments.lengths` is replaced by the list of numbers in the file."""
     ways = ("group", "lengths", "mean_length")
-    named = []
+    flags = []
     for name in ways:
         if getattr(arguments, name) is not None:
-            named.append(f"--{name.replace('_', '-')}")
-    if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} each describe a micro-batch: pass one of them.")
+            flags.append(f"--{name.replace('_', '-')}")
+    if len(flags) > 1:
+        raise ConfigError(f"{' and '.join(flags)} each describe a micro-batch: pass one of them.")
     if arguments.prompt is not None and arguments.group is None:
         raise ConfigError(
             "--prompt is a part of a group's rows, and there is no --group. Add --group 8, or "
@@ -181,9 +182,9 @@ def _check_batch(arguments: Any) -> None:
                 "has a prompt and a completion."
             )
         return
-    if named and arguments.batch_size < 2:
+    if flags and arguments.batch_size < 2:
         raise ConfigError(
-            f"{named[0]} plans a micro-batch of several rows: one has no padding. Add --batch-size "
+            f"{flags[0]} plans a micro-batch of several rows: one has no padding. Add --batch-size "
             "8."
         )
     if arguments.mean_length is not None:
@@ -218,9 +219,9 @@ def _lengths(option: str, file: Path) -> list[int]:
         ) from error
     wrong = next((word for word in words if not re.fullmatch("0*[1-9][0-9]{0,8}", word)), None)
     if wrong is not None or not words:
-        found = "no number" if wrong is None else shown(wrong)
+        content = "no number" if wrong is None else short_repr(wrong)
         raise ConfigError(
-            f"{option} {file} has {found}. Each line must hold the tokens of one row, a whole "
+            f"{option} {file} has {content}. Each line must hold the tokens of one row, a whole "
             "number from 1."
         )
     return [int(word) for word in words]

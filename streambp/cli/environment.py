@@ -14,7 +14,7 @@ import streambp
 from streambp.attention.backend import choose_backend
 from streambp.device import tells_memory
 from streambp.offload.engines import make_engine
-from streambp.reporting import told
+from streambp.reporting import report_safely
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "liger-kernel", "bitsandbytes", "triton",
@@ -34,13 +34,13 @@ HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128  # heads of the attention call whose ker
 def environment() -> dict[str, Any]:
     """Return a dict with the versions of packages, the devices with their kernels, and environment
     variables that matter. If a device cannot be read, the error's text is in its place."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "streambp": streambp.__version__,
         "python": f"{sys.version.split()[0]} on {platform.platform()}",
     }
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -50,11 +50,11 @@ def environment() -> dict[str, Any]:
             torch.device(accelerator.type, index)
             for index in range(torch.accelerator.device_count())
         ]
-    found["devices"] = [
-        told(_device, device, otherwise=lambda why: {"error": why}) for device in devices
+    facts["devices"] = [
+        report_safely(_device, device, otherwise=lambda why: {"error": why}) for device in devices
     ]
-    found["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    return found
+    facts["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    return facts
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -81,10 +81,10 @@ def _device(device: torch.device) -> dict[str, Any]:
         )
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        parts[f"attention in {name}"] = told(
+        parts[f"attention in {name}"] = report_safely(
             _attention, device, dtype, otherwise=lambda why: f"none ({why})"
         )
-    parts["offload engine"] = told(
+    parts["offload engine"] = report_safely(
         lambda: make_engine(device).name, otherwise=lambda why: f"none ({why})"
     )
     return {name: value for name, value in parts.items() if value}
@@ -98,11 +98,11 @@ def _attention(device: torch.device, dtype: torch.dtype) -> str:
     return f"{choose_backend('auto', q, v, 0.0).name} for heads of {HEAD_SIZE}"
 
 
-def as_text(found: dict[str, Any], indent: str = "") -> str:
+def as_text(facts: dict[str, Any], indent: str = "") -> str:
     """Return the information of `environment` as text with one line for each entry, to copy into an
     issue."""
     lines = []
-    for name, value in found.items():
+    for name, value in facts.items():
         if isinstance(value, dict | list):
             lines.append(f"{indent}{name}:")
             for part in value if isinstance(value, list) else [value]:

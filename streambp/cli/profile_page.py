@@ -106,9 +106,9 @@ def _axis(peak: float) -> tuple[float, int, str]:
         peak: the most bytes of any phase.
     """
     unit = "GiB" if peak >= GIB else "MiB"
-    least = max(peak / UNITS[unit], 1e-6) / MOST_LINES
-    power = 10.0 ** math.floor(math.log10(least))
-    times = ROUND[bisect.bisect_left(ROUND, least / power)]
+    min_step = max(peak / UNITS[unit], 1e-6) / MOST_LINES
+    power = 10.0 ** math.floor(math.log10(min_step))
+    times = ROUND[bisect.bisect_left(ROUND, min_step / power)]
     step = UNITS[unit] * power * times
     return step, max(1, math.ceil(peak / step)), unit
 

@@ -20,7 +20,7 @@ from streambp.cli.environment import as_text, environment
 from streambp.cli.profile_page import profile_page
 from streambp.device import is_accelerator
 from streambp.errors import StreamBPError
-from streambp.fields import shown
+from streambp.fields import short_repr
 from streambp.model.positions import beyond_positions
 from streambp.planner.batches import COMPLETIONS, Batch, batches_table, padded_and_packed
 from streambp.planner.configuration import TRUST, needs_trust, read_config
@@ -62,43 +62,43 @@ FITS, DOES_NOT_FIT = 0, 1
 
 def run_env(arguments: Any) -> int:
     """Print versions, devices and kernels for a bug report, and return the exit code."""
-    found = environment()
-    print(as_json(found) if arguments.json else as_text(found), file=arguments.out)
+    facts = environment()
+    print(as_json(facts) if arguments.json else as_text(facts), file=arguments.out)
     return 0
 
 
 def _accelerator() -> str | None:
     """Return the type of this machine's GPUs ("cuda"); None if torch finds no supported GPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or not is_accelerator(found):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not is_accelerator(accelerator):
         return None
-    return found.type
+    return accelerator.type
 
 
-def _device(asked: str) -> str:
+def _device(device_name: str) -> str:
     """Return the device to run on, such as "cuda:1". The default is this machine's GPU, and "cpu"
     without a GPU.
 
     Args:
-        asked: the value of --device; "": not given.
+        device_name: the value of --device; "": not given.
 
     Raises:
         StreamBPError: torch finds no device of this name. The message lists the devices.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if not asked:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if not device_name:
         return _accelerator() or "cpu"
-    there = ["cpu"]
-    if found is not None:
-        there.append(found.type)
+    device_names = ["cpu"]
+    if accelerator is not None:
+        device_names.append(accelerator.type)
         for number in range(torch.accelerator.device_count()):
-            there.append(f"{found.type}:{number}")
-    if asked not in there:
+            device_names.append(f"{accelerator.type}:{number}")
+    if device_name not in device_names:
         raise StreamBPError(
-            f"--device {shown(asked)} was asked for, but torch finds no such device here. Pass "
-            f"--device {' or '.join(there)}."
+            f"--device {short_repr(device_name)} was asked for, but torch finds no such device "
+            f"here. Pass --device {' or '.join(device_names)}."
         )
-    return asked
+    return device_name
 
 
 def run_verify(arguments: Any) -> int:
@@ -107,31 +107,31 @@ def run_verify(arguments: Any) -> int:
     device = _device(arguments.device)
     check_methods(arguments.against)
     notes = []
-    with progress(sys.stderr, "running") as said:
+    with progress(sys.stderr, "running") as on_progress:
         if arguments.random:
-            said("nothing yet: random weights are made", 0.0)
-            cut = _random(arguments)
-            model = cut.model
-            notes.append(cut.note())
+            on_progress("nothing yet: random weights are made", 0.0)
+            small_model = _random(arguments)
+            model = small_model.model
+            notes.append(small_model.note())
         else:
-            said("nothing yet: weights are loaded", 0.0)
+            on_progress("nothing yet: weights are loaded", 0.0)
             model = _load(arguments)
         result = compare_methods(
             model.to(device), arguments.against, arguments.seq_len,
             int(arguments.config.chunk_size), arguments.config.saves, arguments.seed,
-            arguments.left_padding, said,
+            arguments.left_padding, on_progress,
         )  # fmt: skip
-    judged = result.verification
-    judged = dataclasses.replace(judged, notes=(*notes, *judged.notes))
-    result = dataclasses.replace(result, verification=judged)
+    verification = result.verification
+    verification = dataclasses.replace(verification, notes=(*notes, *verification.notes))
+    result = dataclasses.replace(result, verification=verification)
     if arguments.json:
-        found = dataclasses.asdict(judged)
+        fields = dataclasses.asdict(verification)
         if arguments.against:
-            found["methods"] = result.methods
-        print(as_json(found), file=arguments.out)
+            fields["methods"] = result.methods
+        print(as_json(fields), file=arguments.out)
     else:
         print(result.table(arguments.top), file=arguments.out)
-    return EXACT if judged.exact else NOT_EXACT
+    return EXACT if verification.exact else NOT_EXACT
 
 
 def _random(arguments: Any) -> CutModel:
@@ -162,7 +162,7 @@ def run_plan(arguments: Any) -> int:
     )
     batches = _batches(arguments)
     training = Training(arguments.lora, arguments.bits)
-    with progress(sys.stderr, "counting") as said:
+    with progress(sys.stderr, "counting") as on_progress:
         counted = functools.partial(
             plan,
             read_config(arguments.model, arguments.trust_remote_code),
@@ -180,23 +180,25 @@ def run_plan(arguments: Any) -> int:
             mixers=arguments.mixers,
             rates=rates,
             cache=not arguments.no_cache,
-            said=said,
+            said=on_progress,
             lora_targets=tuple(filter(None, arguments.lora_targets.split(","))),
             encoder_len=arguments.encoder_len,
             every_split=arguments.html is not None and setting.ranks > 1,
         )
-        found = counted(lora=training.lora, bits=training.bits)
-        notes = _notes(arguments, found, training, counted)
+        base_plan = counted(lora=training.lora, bits=training.bits)
+        notes = _notes(arguments, base_plan, training, counted)
         if arguments.html is not None:
-            _write_page(arguments, found, training, counted)
+            _write_page(arguments, base_plan, training, counted)
     if batches:
         ways = []
         for batch in batches:
             ways.append(
-                padded_and_packed(found.profile, batch, found.memory, found.setting, found.rates)
+                padded_and_packed(
+                    base_plan.profile, batch, base_plan.memory, base_plan.setting, base_plan.rates
+                )
             )
         print(
-            as_json({"batches": ways}) if arguments.json else batches_table(found, ways),
+            as_json({"batches": ways}) if arguments.json else batches_table(base_plan, ways),
             file=arguments.out,
         )
         if all(packed.fits for _, packed in ways):
@@ -204,24 +206,24 @@ def run_plan(arguments: Any) -> int:
         return DOES_NOT_FIT
     cost = None
     if arguments.dataset is not None:
-        cost = whole_run(found, arguments.dataset, arguments.epochs or 1.0, arguments.price)
+        cost = whole_run(base_plan, arguments.dataset, arguments.epochs or 1.0, arguments.price)
     if arguments.json:
-        fields = {**vars(found), "default_wins": found.default_wins, "whole_run": cost}
+        fields = {**vars(base_plan), "default_wins": base_plan.default_wins, "whole_run": cost}
         print(as_json(fields), file=arguments.out)
     else:
         if arguments.out.isatty():
             width = shutil.get_terminal_size().columns
         else:
             width = None
-        print(plan_table(found, arguments.modules, width, notes), file=arguments.out)
+        print(plan_table(base_plan, arguments.modules, width, notes), file=arguments.out)
         if cost is not None:
-            print(f"\n{whole_run_text(cost, found.seq_len)}", file=arguments.out)
-        _print_what_fits(arguments, found, training, counted)
-    return FITS if found.choice is not None else DOES_NOT_FIT
+            print(f"\n{whole_run_text(cost, base_plan.seq_len)}", file=arguments.out)
+        _print_what_fits(arguments, base_plan, training, counted)
+    return FITS if base_plan.choice is not None else DOES_NOT_FIT
 
 
 def _notes(
-    arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]
+    arguments: Any, base_plan: Plan, training: Training, counted: Callable[..., Plan]
 ) -> list[str]:
     """Return lines to print with the plan: options read from files, a warning about sequences
     beyond the model's positions, and the time that Liger's kernels would save if Liger is not
@@ -229,27 +231,29 @@ def _notes(
 
     Args:
         arguments: the parsed options of `streambp plan`.
-        found: the plan.
+        base_plan: the plan.
         training: the kind of training (LoRA, bits) of the plan.
         counted: makes a plan for another kind of training.
     """
     lines = [arguments.from_text] if arguments.from_text else []
     config = read_config(arguments.model, arguments.trust_remote_code)
-    warning = beyond_positions(config, found.seq_len)
+    warning = beyond_positions(config, base_plan.seq_len)
     if warning is not None:
         lines.append(f"Warning: {warning}")
     lines += _in_decimal_units(arguments.gpu_memory)
-    missing = arguments.kernels == "auto" and fusion("auto", "cuda") is None
-    if found.choice is None or arguments.json or not missing:
+    liger_missing = arguments.kernels == "auto" and fusion("auto", "cuda") is None
+    if base_plan.choice is None or arguments.json or not liger_missing:
         return lines
-    names = (STREAMED[0].name, found.choice.method)
+    names = (STREAMED[0].name, base_plan.choice.method)
     with contextlib.suppress(StreamBPError):  # a note must not end the plan
         profile = counted(
             lora=training.lora, bits=training.bits, with_liger=True, methods=names,
             every_split=False,
         ).profile  # fmt: skip
-        liger = plan_profile(profile, found.seq_len, found.memory, found.setting, found.rates)
-        if seconds_of(liger) <= (1 - SLOWER) * seconds_of(found):
+        liger = plan_profile(
+            profile, base_plan.seq_len, base_plan.memory, base_plan.setting, base_plan.rates
+        )
+        if seconds_of(liger) <= (1 - SLOWER) * seconds_of(base_plan):
             lines.append(
                 f"With liger-kernel, which is not installed here: {duration(seconds_of(liger))} a "
                 "step, if Liger supports the model (pip install liger-kernel)"
@@ -260,8 +264,8 @@ def _notes(
 def _in_decimal_units(gpu_memory: int) -> list[str]:
     """Return a note if `gpu_memory` is a whole number of GB (10^9 bytes), else []. A GPU is sold by
     the same number, and has more memory."""
-    number, rest = divmod(gpu_memory, 10**9)
-    if rest or not number:
+    number, remainder = divmod(gpu_memory, 10**9)
+    if remainder or not number:
         return []
     return [
         f"Note: {number}GB are {gpu_memory / 2**30:.1f} GiB. A GPU that is sold with {number} GB "
@@ -270,7 +274,7 @@ def _in_decimal_units(gpu_memory: int) -> list[str]:
 
 
 def _print_what_fits(
-    arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]
+    arguments: Any, base_plan: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
     """Print the commands of other plans: if this plan does not fit, of plans that fit; otherwise of
     faster plans.
@@ -279,7 +283,7 @@ def _print_what_fits(
 
     Args:
         arguments: the parsed options of `streambp plan`.
-        found: the plan.
+        base_plan: the plan.
         training: the kind of training (LoRA, bits) of the plan.
         counted: makes a plan for another kind of training.
     """
@@ -289,24 +293,24 @@ def _print_what_fits(
         profile: Profile = counted(lora=how.lora, bits=how.bits).profile
         return profile
 
-    if found.choice is None:
-        others = list(remedies(found, arguments.seq_len, training, count))
+    if base_plan.choice is None:
+        other_plans = list(remedies(base_plan, arguments.seq_len, training, count))
     else:
-        others = list(faster(found, training, count))
+        other_plans = list(faster(base_plan, training, count))
         if training == Training() and not arguments.full:
             how = next(training.smaller())
             profile = profile_of(how, count)
             adapters = None
             if profile is not None:
-                adapters = best_change(found, found.seq_len, profile, how)
+                adapters = best_change(base_plan, base_plan.seq_len, profile, how)
             if adapters is not None:
-                others.append(adapters)
-    if found.choice is not None and not others:
+                other_plans.append(adapters)
+    if base_plan.choice is not None and not other_plans:
         return
     commands = []
-    for other in others:
-        commands.append(shlex.join(["streambp", *with_options(arguments.given, other.options)]))
-    print("\n".join(remedies_table(found, others, commands)), file=arguments.out)
+    for remedy in other_plans:
+        commands.append(shlex.join(["streambp", *with_options(arguments.given, remedy.options)]))
+    print("\n".join(remedies_table(base_plan, other_plans, commands)), file=arguments.out)
 
 
 def _batches(arguments: Any) -> list[Batch]:
@@ -335,10 +339,10 @@ def _batches(arguments: Any) -> list[Batch]:
         return [Batch.of_mean(row, arguments.mean_length, rows)]
     if arguments.lengths is not None:
         if row == "max":
-            cut = arguments.lengths
+            row_lengths = arguments.lengths
         else:
-            cut = [min(length, row) for length in arguments.lengths]
-        return [Batch.of_data(cut, rows)]
+            row_lengths = [min(length, row) for length in arguments.lengths]
+        return [Batch.of_data(row_lengths, rows)]
     return []
 
 
@@ -362,23 +366,25 @@ def _rates(arguments: Any) -> Rates:
 
 
 def _write_page(
-    arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]
+    arguments: Any, base_plan: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
     """Write the planner's HTML page. The page includes profiles of the model for other kinds of
     training (LoRA, 4 bits), between which its controls switch."""
     name = _shown_name(arguments.model)
-    profiles = {training: found.profile}
+    profiles = {training: base_plan.profile}
     for how in (Training(), *training.smaller()):
         if how not in profiles:
             with contextlib.suppress(StreamBPError):  # not every model can have adapters
                 profiles[how] = counted(lora=how.lora, bits=how.bits).profile
     fused = fusion(arguments.kernels, "cuda") is not None
-    own = {}
+    unfused = {}
     if fused:
         for how in profiles:
-            own[str(how)] = counted(lora=how.lora, bits=how.bits, kernels="own").profile
-    others = {str(how): profile for how, profile in profiles.items() if how != training}
-    arguments.html.write_text(page(found, name, others, str(training), own), "utf-8")
+            unfused[str(how)] = counted(lora=how.lora, bits=how.bits, kernels="own").profile
+    other_profiles = {str(how): profile for how, profile in profiles.items() if how != training}
+    arguments.html.write_text(
+        page(base_plan, name, other_profiles, str(training), unfused), "utf-8"
+    )
 
 
 def _shown_name(model: str) -> str:
@@ -398,24 +404,24 @@ def run_profile(arguments: Any) -> int:
     config = arguments.config
     chunk = plan_chunks(length, 1, config.chunk_size).size
     device = _device(arguments.device)
-    with progress(sys.stderr, "running") as said:
-        said("nothing yet: weights are loaded", 0.0)
+    with progress(sys.stderr, "running") as on_progress:
+        on_progress("nothing yet: weights are loaded", 0.0)
         model = _load(arguments).to(device).train()
-        said("a step", 0.5)
+        on_progress("a step", 0.5)
         vocabulary = model.get_input_embeddings().weight.shape[0]
         ids = torch.randint(0, vocabulary, (1, length), device=device)  # [B, T]
         rows = compare_step(model, ids, config, chunk, arguments.snapshot)
-        said("a step by default", 0.75)
+        on_progress("a step by default", 0.75)
         default = compare_default(model, ids)
     if arguments.html is not None:
         text = profile_page(rows, _shown_name(arguments.model), length, chunk)
         arguments.html.write_text(text, "utf-8")
     if arguments.json:
         if default is None:
-            found = None
+            step_by_default = None
         else:
-            found = dict(zip(("predicted", "measured"), default, strict=True))
-        print(as_json({"phases": rows, "default": found}), file=arguments.out)
+            step_by_default = dict(zip(("predicted", "measured"), default, strict=True))
+        print(as_json({"phases": rows, "default": step_by_default}), file=arguments.out)
     else:
         tables = [
             comparison_table(rows, length, chunk),
@@ -440,7 +446,7 @@ def _load(arguments: Any) -> PreTrainedModel:
     except Exception as error:  # transformers' code may raise anything for such files
         advice = f"{TRUST} " if needs_trust(error) else ""
         raise StreamBPError(
-            f"{shown(name)} could not be loaded as a causal language model ({reason(error)}). "
+            f"{short_repr(name)} could not be loaded as a causal language model ({reason(error)}). "
             f"{advice}Pass the folder that save_pretrained wrote, or an id on the Hub that this "
             "machine can reach."
         ) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from streambp.errors import ConfigError
-from streambp.fields import shown
+from streambp.fields import short_repr
 from streambp.libraries import required
 
 MODEL_KEYS = ("model_name_or_path", "base_model", "model_name")
@@ -40,18 +40,18 @@ def apply_files(arguments: Any) -> None:
     Raises:
         ConfigError: a file cannot be read, or a key has an invalid value.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for file in arguments.from_file:
-        found |= options_of(read(file), file)
-    given = set()
+        options |= options_of(read(file), file)
+    given_options = set()
     for word in arguments.given:
-        given.add(word.partition("=")[0])
-    if given & set(TRAININGS):
+        given_options.add(word.partition("=")[0])
+    if given_options & set(TRAININGS):
         for name in ("full", "lora", "bits", "lora_targets"):
-            found.pop(name, None)
+            options.pop(name, None)
     words: list[str] = []
-    for name, value in found.items():
-        if f"--{name.replace('_', '-')}" in given or (name == "model" and arguments.model):
+    for name, value in options.items():
+        if f"--{name.replace('_', '-')}" in given_options or (name == "model" and arguments.model):
             continue
         setattr(arguments, name, value)
         if name == "model":
@@ -73,12 +73,12 @@ def read(file: Path) -> Mapping[str, Any]:
     try:
         text = file.read_text("utf-8")
         if file.suffix == ".json":
-            found = json.loads(text)
+            content = json.loads(text)
         else:
             with required("yaml"):
                 yaml = importlib.import_module("yaml")
             try:
-                found = yaml.safe_load(text)
+                content = yaml.safe_load(text)
             except yaml.YAMLError as error:
                 raise ValueError(" ".join(str(error).split())) from error
     except (OSError, ValueError, RecursionError) as error:
@@ -86,12 +86,12 @@ def read(file: Path) -> Mapping[str, Any]:
         raise ConfigError(
             f"--from {file} cannot be read ({why}). Pass the YAML or JSON file of a training."
         ) from error
-    if not isinstance(found, Mapping):
+    if not isinstance(content, Mapping):
         raise ConfigError(
-            f"--from {file} holds {shown(found)} instead of keys. Pass the YAML or JSON file of a "
-            "training."
+            f"--from {file} holds {short_repr(content)} instead of keys. Pass the YAML or JSON "
+            "file of a training."
         )
-    return found
+    return content
 
 
 def options_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -105,20 +105,20 @@ def options_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: a key has an invalid value.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key in MODEL_KEYS:
         if keys.get(key):
-            found["model"] = str(keys[key])
+            options["model"] = str(keys[key])
     for name, names in NUMBERS.items():
         value = first_number(keys, names, file)
         if value is not None:
-            found[name] = value
+            options[name] = value
     if (first_number(keys, ("gradient_accumulation_steps",), file) or 1) > 1:
-        found["accumulate"] = True
+        options["accumulate"] = True
     dtype = str(keys.get("dtype") or keys.get("torch_dtype") or "").removeprefix("torch.")
     if dtype in ("float32", "bfloat16", "float16"):
-        found["dtype"] = dtype
-    return found | training_of(keys, file) | engine_of(keys, file)
+        options["dtype"] = dtype
+    return options | training_of(keys, file) | engine_of(keys, file)
 
 
 def first_number(keys: Mapping[str, Any], names: Sequence[str], file: Path) -> int | None:
@@ -133,7 +133,7 @@ def first_number(keys: Mapping[str, Any], names: Sequence[str], file: Path) -> i
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"{name} in {file} is {shown(value)}; it must be a whole number from 1."
+                f"{name} in {file} is {short_repr(value)}; it must be a whole number from 1."
             )
         return value
     return None
@@ -146,10 +146,10 @@ def section_of(keys: Mapping[str, Any], name: str, file: Path) -> Mapping[str, A
     Raises:
         ConfigError: the section's value is no mapping.
     """
-    found = keys.get(name) or {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{name} in {file} is {shown(found)}; it must hold keys.")
-    return found
+    section = keys.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{name} in {file} is {short_repr(section)}; it must hold keys.")
+    return section
 
 
 def training_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -161,17 +161,17 @@ def training_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
             return {"full": True}
         return {}
     within = {**keys, **section_of(keys, "peft_config", file)}
-    found: dict[str, Any] = {"lora": first_number(within, RANK, file) or 16}
+    options: dict[str, Any] = {"lora": first_number(within, RANK, file) or 16}
     targets = within.get(TARGETS[0]) or within.get(TARGETS[1])
     if isinstance(targets, str) and targets not in EVERY_LINEAR:
         targets = [targets]
     if isinstance(targets, list) and not set(targets) & set(EVERY_LINEAR):
-        found["lora_targets"] = ",".join(map(str, targets))
+        options["lora_targets"] = ",".join(map(str, targets))
     if keys.get(FOUR) or adapter == "qlora":
-        found["bits"] = 4
+        options["bits"] = 4
     elif keys.get(EIGHT):
-        found["bits"] = 8
-    return found
+        options["bits"] = 8
+    return options
 
 
 def engine_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -180,20 +180,20 @@ def engine_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
     from DeepSpeed's own file."""
     name = "deepspeed_config" if keys.get("deepspeed_config") else "deepspeed"
     if isinstance(keys.get(name), str):
-        beside = Path(keys[name])
-        if not beside.is_absolute() and not beside.is_file():
-            beside = file.parent / beside
-        engine = read(beside)
+        engine_file = Path(keys[name])
+        if not engine_file.is_absolute() and not engine_file.is_file():
+            engine_file = file.parent / engine_file
+        engine = read(engine_file)
     else:
         engine = section_of(keys, name, file)
     section = section_of(engine, "zero_optimization", file) or engine
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     stage = section.get("stage", section.get("zero_stage"))
     if stage in (0, 1, 2, 3):
-        found["zero"] = stage
+        options["zero"] = stage
     device = section_of(section, "offload_optimizer", file).get("device")
     if "cpu" in (device, section.get("offload_optimizer_device")):
-        found["optimizer_on_host"] = True
+        options["optimizer_on_host"] = True
     if keys.get("fsdp") or keys.get("fsdp_config"):
-        found["zero"] = 3
-    return found
+        options["zero"] = 3
+    return options

@@ -123,7 +123,7 @@ DDP = "DDP"  # the names in errors
 FSDP2 = "FSDP2"
 
 
-class Hold(NamedTuple):
+class EngineOwnership(NamedTuple):
     """Two flags: whether an engine gathers a module's weights, and whether the engine waits for
     each of the module's gradients.
 
@@ -211,7 +211,7 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
     return modules, parameters
 
 
-def held(module: nn.Module) -> Hold:
+def engine_ownership(module: nn.Module) -> EngineOwnership:
     """Return two flags: whether ZeRO-3 or FSDP2 partitions weights of a module or of its inner
     modules, and whether ZeRO or FSDP2 waits for each of their gradients."""
     modules, parameters = contents_of(module)
@@ -222,7 +222,7 @@ def held(module: nn.Module) -> Hold:
         if hasattr(parameter, PARTITIONED) or isinstance(parameter, DTensor):
             weights = True
         gradients = gradients or hasattr(parameter, GRADIENT_HOOKED)
-    return Hold(weights, weights or gradients)
+    return EngineOwnership(weights, weights or gradients)
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
@@ -360,7 +360,7 @@ def must_agree(module: nn.Module) -> bool:
         dist.is_available()
         and dist.is_initialized()
         and dist.get_world_size() > 1
-        and held(module).weights
+        and engine_ownership(module).weights
     )
 
 

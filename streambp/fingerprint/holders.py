@@ -81,8 +81,8 @@ class Entries(Holder):
                 self.owner.extend(recorded)
 
 
-def _is_not(one: Any, other: Any) -> bool:
-    return one is not other
+def _is_not(current: Any, recorded: Any) -> bool:
+    return current is not recorded
 
 
 def attributes_of(owner: Any, left_out: Callable[[str], bool]) -> Holder:

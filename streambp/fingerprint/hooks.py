@@ -46,15 +46,15 @@ class Hooks:
             mean that the hook would act the same.
         kind: classes and other properties of the same values, without numbers and identities. Equal
             if test results about the layer still hold.
-        places: dict from a hook's key to its hook dict and its registration number in this dict.
+        locations: dict from a hook's key to its hook dict and its registration number in this dict.
         routing: pairs of a module and a hook that peft registers on the module for a single
-            forward, to pass an argument. `exact`, `kind` and `places` leave these hooks out.
+            forward, to pass an argument. `exact`, `kind` and `locations` leave these hooks out.
     """
 
     ids: list[int]
     exact: dict[tuple[HookKey, str], Any] = dataclasses.field(default_factory=dict)
     kind: tuple[Any, ...] = ()
-    places: dict[HookKey, tuple[dict[int, Any], int]] = dataclasses.field(default_factory=dict)
+    locations: dict[HookKey, tuple[dict[int, Any], int]] = dataclasses.field(default_factory=dict)
     routing: list[tuple[nn.Module, Callable[..., Any]]] = dataclasses.field(default_factory=list)
 
     def why_whole(self) -> str | None:
@@ -78,21 +78,27 @@ class Hooks:
         return None
 
     def differences(
-        self, previous: Hooks, acted: AbstractSet[HookKey], ignored: set[tuple[HookKey, str]]
+        self,
+        previous: Hooks,
+        modifying_hooks: AbstractSet[HookKey],
+        ignored: set[tuple[HookKey, str]],
     ) -> list[str]:
         """Return texts for an error message, one for each change since an earlier snapshot. Only
         hooks that modify values and backward hooks are compared.
 
         Args:
             previous: the hooks in the earlier snapshot.
-            acted: the forward hooks that modified values since.
+            modifying_hooks: the forward hooks that modified values since.
             ignored: values in hooks that the layer's own forward changes.
         """
         texts = []
         for (key, leaf), exact in previous.exact.items():
-            if (key not in acted and "backward" not in key[1]) or (key, base_of(leaf)) in ignored:
+            if (key not in modifying_hooks and "backward" not in key[1]) or (
+                key,
+                base_of(leaf),
+            ) in ignored:
                 continue
-            if key not in self.places:
+            if key not in self.locations:
                 texts.append(f"{described(key)} is gone")
             elif (key, leaf) not in self.exact:
                 texts.append(f"{described(key)}: {leaf or 'its code'} is gone")
@@ -132,7 +138,7 @@ def described(key: HookKey) -> str:
 
 def hooks_of(
     tables: list[dict[int, Any]],
-    named: dict[str, nn.Module],
+    modules: dict[str, nn.Module],
     ignored: set[tuple[HookKey, str]],
     latest: Hooks | None,
 ) -> Hooks:
@@ -141,17 +147,17 @@ def hooks_of(
 
     Args:
         tables: the hook dicts of each inner module, in the order of `MODULE_HOOKS`.
-        named: the layer's modules by name, the layer first.
+        modules: the layer's modules by name, the layer first.
         ignored: values in hooks that the layer's own forward changes.
         latest: the hooks of the previous snapshot; None: there is no previous snapshot.
     """
     if not any(tables):
         return latest if latest is not None and not latest.ids else Hooks([])
     ids = [number for table in filter(None, tables) for number in table]
-    if latest is not None and latest.ids == ids and not latest.places:
+    if latest is not None and latest.ids == ids and not latest.locations:
         return latest
     snapshot = Hooks(ids)
-    paths = list(named)
+    paths = list(modules)
     kinds = []
     for index, table in enumerate(tables):
         for number, hook in table.items():
@@ -165,12 +171,12 @@ def hooks_of(
                 hook.func, "__module__", ""
             ).startswith("peft.")
             if peft and any(keyword in FOR_ONE_FORWARD for keyword in hook.keywords):
-                snapshot.routing.append((named[path], hook))
+                snapshot.routing.append((modules[path], hook))
                 continue
             name = short_name(hook)
-            number_of_namesakes = sum(key[:3] == (path, sort, name) for key in snapshot.places)
+            number_of_namesakes = sum(key[:3] == (path, sort, name) for key in snapshot.locations)
             key = (path, sort, name, number_of_namesakes)
-            snapshot.places[key] = (table, number)
+            snapshot.locations[key] = (table, number)
             for leaf in leaves(hook, ""):
                 if (key, base_of(leaf.name)) not in ignored:
                     snapshot.exact[key, leaf.name] = leaf.exact
@@ -196,7 +202,7 @@ def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
     """
     modifying_hooks: set[HookKey] = set()
     watched = []
-    for key, (table, number) in hooks.places.items():
+    for key, (table, number) in hooks.locations.items():
         if number in table and "forward" in key[1]:
             hook = table[number]
             table[number] = _Watched(key, hook, modifying_hooks)
@@ -210,16 +216,18 @@ def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
 
 
 class _Watched:
-    """Wrapper of a forward hook, which adds the hook's key to the set `acted` once the hook
-    modifies a value."""
+    """Wrapper of a forward hook, which adds the hook's key to the set `modifying_hooks` once the
+    hook modifies a value."""
 
-    def __init__(self, key: HookKey, hook: Callable[..., Any], acted: set[HookKey]) -> None:
-        self.key, self.hook, self.acted = key, hook, acted
+    def __init__(
+        self, key: HookKey, hook: Callable[..., Any], modifying_hooks: set[HookKey]
+    ) -> None:
+        self.key, self.hook, self.modifying_hooks = key, hook, modifying_hooks
         code = getattr(getattr(hook, "func", hook), "__code__", None)
         self.unseen = code is not None and bool(UNSEEN_WRITES & set(code.co_names))
 
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
-        if self.key in self.acted:
+        if self.key in self.modifying_hooks:
             return self.hook(module, *arguments)
         tensors = tensors_in(arguments, Tensor)
         versions = [version_of(x) for x in tensors]
@@ -232,7 +240,7 @@ class _Watched:
             results, inputs = (tensors_in(values, Tensor) for values in (result, values_before))
             acts = len(results) != len(inputs) or not all(map(_equal, results, inputs))
         if acts:
-            self.acted.add(self.key)
+            self.modifying_hooks.add(self.key)
         return result
 
 
@@ -242,17 +250,15 @@ def unwatched(hook: Any) -> Any:
     return hook.hook if isinstance(hook, _Watched) else hook
 
 
-def _equal(x: Tensor, other: Tensor) -> bool:
+def _equal(x: Tensor, y: Tensor) -> bool:
     """True if two tensors [...] are the same object or have equal values."""
-    if x is other:
+    if x is y:
         return True
-    return (
-        x.shape == other.shape and x.dtype == other.dtype and has_data(x) and torch.equal(x, other)
-    )
+    return x.shape == y.shape and x.dtype == y.dtype and has_data(x) and torch.equal(x, y)
 
 
 @contextlib.contextmanager
-def again(routing: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+def routing_hooks(routing: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Context manager that registers peft's hooks of a forward again while backward recomputes the
     layer. peft removes these hooks after the forward, but modules get some arguments only through
     them.

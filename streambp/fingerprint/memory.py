@@ -127,7 +127,7 @@ class Memory:
         for holder in self.holders:
             holder.restore()
 
-    def changed(self, previous: Memory, writes: Writes | None = None) -> dict[str, Any]:
+    def changes_since(self, previous: Memory, writes: Writes | None = None) -> dict[str, Any]:
         """Return a dict from paths to the values here that differ from those of an earlier
         `Memory`. A path that existed only in the earlier one has the value `GONE`.
 
@@ -332,8 +332,8 @@ class Memory:
                 table.pop(key)
 
         def read() -> Content:
-            late = itertools.islice(reversed(table.items()), WIDE + max(0, len(table) - length))
-            return dict(late)
+            newest = itertools.islice(reversed(table.items()), WIDE + max(0, len(table) - length))
+            return dict(newest)
 
         holder = Holder(table, read, table.__setitem__, delete)
         holder.content = last_entries
@@ -371,7 +371,7 @@ class Memory:
         self,
         path: str,
         holder: Holder,
-        named: Callable[[Any], str] = ".{}".format,
+        label_of: Callable[[Any], str] = ".{}".format,
         plain: int = sys.maxsize,
     ) -> None:
         """Add the entries of a container to the objects that are visited.
@@ -379,7 +379,7 @@ class Memory:
         Args:
             path: the container's path.
             holder: the container.
-            named: returns the label of an entry in a path.
+            label_of: returns the label of an entry in a path.
             plain: number of entries at the end whose plain values are visited.
         """
         self.holders.append(holder)
@@ -387,7 +387,7 @@ class Memory:
         for index, (key, value) in enumerate(holder.content.items()):
             if index < first_plain and isinstance(value, PLAIN):
                 continue
-            self._waiting.append((f"{path}{named(key)}".removeprefix("."), value))
+            self._waiting.append((f"{path}{label_of(key)}".removeprefix("."), value))
 
 
 def stored_on(parameter: Tensor) -> Content:
@@ -455,9 +455,9 @@ class Writes(TorchDispatchMode):
     def _note(self, argument: Any) -> None:
         """Copy the storage of a tensor [...] before the first in-place write to it."""
         for x in argument if isinstance(argument, (list, tuple)) else (argument,):
-            place = _storage(x)
-            if place in self._tensors and place not in self._copies:
-                self._copies[place] = self._tensors[place].untyped_storage().clone()
+            storage_key = _storage(x)
+            if storage_key in self._tensors and storage_key not in self._copies:
+                self._copies[storage_key] = self._tensors[storage_key].untyped_storage().clone()
 
     def to(self, value: Tensor | np.ndarray[Any, Any]) -> bool:
         """True if this tensor or array [...] was written to in place while the mode was active."""
@@ -467,8 +467,8 @@ class Writes(TorchDispatchMode):
 
     def restore(self) -> None:
         """Write back the values from before the recorded writes."""
-        for place, copied in self._copies.items():
-            storage = self._tensors[place].untyped_storage()
+        for storage_key, copied in self._copies.items():
+            storage = self._tensors[storage_key].untyped_storage()
             if storage.nbytes() == copied.nbytes():  # a resized tensor has other bytes
                 storage.copy_(copied)
         for x, values in self._arrays:

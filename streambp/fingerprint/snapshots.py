@@ -131,7 +131,7 @@ class ModuleSnapshot:
         ignored: attributes to leave out, as (module name, attribute name).
 
     Attributes:
-        named: the modules by name.
+        modules_by_name: the modules by name.
         values: the attributes, parameters and buffers of the modules.
         flat: `values.read()` at the snapshot.
         hooks: the hook dicts of the modules inside the layer, not a copy.
@@ -146,8 +146,8 @@ class ModuleSnapshot:
     """
 
     def __init__(self, layer: nn.Module, ignored: set[Key]) -> None:
-        self.named = dict(layer.named_modules())
-        self.values = ValueList(list(self.named.values()))
+        self.modules_by_name = dict(layer.named_modules())
+        self.values = ValueList(list(self.modules_by_name.values()))
         self.hooks = [d[name] for d in self.values.dicts[1:] for name in MODULE_HOOKS]
         self.exact: dict[tuple[str, str, str], Any] = {}
         self.generators: list[Generator] = []
@@ -156,7 +156,7 @@ class ModuleSnapshot:
         self.keys: list[Key] = []
         self._references: list[Tensor] = []
         kinds: list[Any] = []
-        for path, module in self.named.items():
+        for path, module in self.modules_by_name.items():
             self._read(path, module, ignored, kinds)
         for cls in self.values.types:
             self._add(
@@ -291,14 +291,14 @@ class ForwardSnapshot:
     """Snapshot of a layer at the end of a forward, to compare with the layer in backward.
 
     Attributes:
-        look: the snapshot.
+        layer_snapshot: the snapshot.
         versions: version counters of the snapshot's tensors.
-        acted: hooks inside the layer that modified values in the forward.
+        modifying_hooks: hooks inside the layer that modified values in the forward.
     """
 
-    look: LayerSnapshot
+    layer_snapshot: LayerSnapshot
     versions: list[int]
-    acted: AbstractSet[HookKey]
+    modifying_hooks: AbstractSet[HookKey]
 
 
 @dataclasses.dataclass(eq=False)
@@ -313,14 +313,14 @@ class Fingerprint:
         pending: number of forwards whose backward has not run yet.
         in_cycles: True if autograd graphs of the layer are in reference cycles, and are freed only
             by garbage collection.
-        kept: paths of values that third-party code inside the layer stored in a test. [Note: kept
-            values]
+        stored_paths: paths of values that third-party code inside the layer stored in a test.
+            [Note: kept values]
     """
 
     last: LayerSnapshot | None = None
     pending: int = 0
     in_cycles: bool = False
-    kept: set[str] = dataclasses.field(default_factory=set)
+    stored_paths: set[str] = dataclasses.field(default_factory=set)
     # changed by the layer's own forward
     _ignored: set[Key] = dataclasses.field(default_factory=set)
     _ignored_of_hooks: set[tuple[HookKey, str]] = dataclasses.field(default_factory=set)
@@ -328,7 +328,7 @@ class Fingerprint:
     def __reduce__(self) -> Any:
         return Fingerprint, ()
 
-    def look(self, layer: nn.Module) -> LayerSnapshot:
+    def take_snapshot(self, layer: nn.Module) -> LayerSnapshot:
         """Return a snapshot of the layer as it is now. If nothing changed since the latest snapshot
         `last`, return the object `last` itself."""
         latest = self.last
@@ -352,7 +352,7 @@ class Fingerprint:
             else ModuleSnapshot(layer, self._ignored)
         )
         latest_hooks = latest.hooks if latest is not None and body_is_unchanged else None
-        hooks = hooks_of(body.hooks, body.named, self._ignored_of_hooks, latest_hooks)
+        hooks = hooks_of(body.hooks, body.modules_by_name, self._ignored_of_hooks, latest_hooks)
         if latest is None or not body_is_unchanged or hooks is not latest.hooks:
             self.last = latest = LayerSnapshot(body, hooks)
         return latest
@@ -369,7 +369,7 @@ class Fingerprint:
             versions: version counters of the tensors in `previous` at that time; None: they are not
                 compared.
         """
-        current = self.look(layer)
+        current = self.take_snapshot(layer)
         body_is_unchanged = current.body is previous.body
         changed_keys = (
             set()
@@ -390,14 +390,14 @@ class Fingerprint:
         self._ignored |= changed_keys
         self._ignored_of_hooks |= {(key, base_of(leaf)) for key, leaf in hooks}
         self.last = None
-        return self.look(layer)
+        return self.take_snapshot(layer)
 
-    def seen(
+    def record_forward(
         self,
         layer: nn.Module,
         previous: LayerSnapshot,
         versions: list[int],
-        acted: AbstractSet[HookKey],
+        modifying_hooks: AbstractSet[HookKey],
     ) -> ForwardSnapshot:
         """Return the snapshot of the layer at the end of a forward, and count the forward as
         pending. `check` compares the snapshot with the layer in backward.
@@ -406,11 +406,13 @@ class Fingerprint:
             layer: the layer.
             previous: snapshot at the forward's start.
             versions: version counters of its tensors at the forward's start.
-            acted: hooks inside the layer that modified values.
+            modifying_hooks: hooks inside the layer that modified values.
         """
-        look = self.learn(layer, previous, versions)
+        current = self.learn(layer, previous, versions)
         self.pending += 1
-        return ForwardSnapshot(look, versions if look is previous else versions_of(look), acted)
+        return ForwardSnapshot(
+            current, versions if current is previous else versions_of(current), modifying_hooks
+        )
 
     def check(self, layer: nn.Module, snapshot: ForwardSnapshot, current: LayerSnapshot) -> None:
         """Raise BackwardError if the layer changed between the end of its forward and its backward.
@@ -425,8 +427,11 @@ class Fingerprint:
         """
         self.pending = max(0, self.pending - 1)
         texts: list[str] = []
-        if current is not snapshot.look:
-            values_in_forward, values_in_backward = snapshot.look.body.exact, current.body.exact
+        if current is not snapshot.layer_snapshot:
+            values_in_forward, values_in_backward = (
+                snapshot.layer_snapshot.body.exact,
+                current.body.exact,
+            )
             differing = (
                 set()
                 if values_in_forward is values_in_backward
@@ -440,10 +445,13 @@ class Fingerprint:
                 and (key[0] != CLASSES or (key in values_in_forward and key in values_in_backward))
             }
             if differing:  # an attribute counts only if the layer's code may read it
-                modules = [*current.body.modules, *snapshot.look.body.modules]
-                places = [*current.hooks.places.values(), *snapshot.look.hooks.places.values()]
+                modules = [*current.body.modules, *snapshot.layer_snapshot.body.modules]
+                locations = [
+                    *current.hooks.locations.values(),
+                    *snapshot.layer_snapshot.hooks.locations.values(),
+                ]
                 read = names_read(
-                    modules, [table[number] for table, number in places if number in table]
+                    modules, [table[number] for table, number in locations if number in table]
                 )
                 read |= {
                     name
@@ -458,43 +466,45 @@ class Fingerprint:
                 _told(key, values_in_forward, values_in_backward) for key in sorted(differing)
             ]
             texts += current.hooks.differences(
-                snapshot.look.hooks, snapshot.acted, self._ignored_of_hooks
+                snapshot.layer_snapshot.hooks, snapshot.modifying_hooks, self._ignored_of_hooks
             )
-        if (versions := versions_of(snapshot.look)) != snapshot.versions:
+        if (versions := versions_of(snapshot.layer_snapshot)) != snapshot.versions:
             for key, version_in_forward, version in zip(
-                snapshot.look.body.keys, snapshot.versions, versions, strict=True
+                snapshot.layer_snapshot.body.keys, snapshot.versions, versions, strict=True
             ):
                 if version_in_forward != version and key not in self._ignored:
                     texts.append(f"{_path(*key)} was changed in place")
         if texts:
-            more = f"; and {len(texts) - NAMED_AT_MOST} more" if len(texts) > NAMED_AT_MOST else ""
-            raise changed(layer, "; ".join(texts[:NAMED_AT_MOST]) + more)
+            omitted_text = (
+                f"; and {len(texts) - NAMED_AT_MOST} more" if len(texts) > NAMED_AT_MOST else ""
+            )
+            raise change_error(layer, "; ".join(texts[:NAMED_AT_MOST]) + omitted_text)
 
 
-def changed(layer: nn.Module, what: str) -> BackwardError:
+def change_error(layer: nn.Module, changes: str) -> BackwardError:
     """Return the error to raise in backward for a layer that has changed since its forward.
 
     Args:
         layer: the layer.
-        what: the changes, for the message.
+        changes: the changes, for the message.
     """
     return BackwardError(
-        f"{type(layer).__name__} is not in backward what it was in forward: {what}. Backward "
+        f"{type(layer).__name__} is not in backward what it was in forward: {changes}. Backward "
         "recomputes the layer, so it would give the gradient of another model. Call backward "
         "before you change the layer: inside of the `with` block that changes it, before hooks are "
         "removed, adapters scaled or attributes set."
     )
 
 
-def versions_of(look: LayerSnapshot) -> list[int]:
+def versions_of(snapshot: LayerSnapshot) -> list[int]:
     """Return the current version counters of the snapshot's tensors."""
-    return list(map(VERSION, look.body.tensors))
+    return list(map(VERSION, snapshot.body.tensors))
 
 
 def _differing(old: dict[Any, Any], new: dict[Any, Any]) -> set[Any]:
     """Return the keys whose values differ between two dicts or are missing in either."""
-    missing = object()
-    pairs = ((key, old_value, new.get(key, missing)) for key, old_value in old.items())
+    no_value = object()
+    pairs = ((key, old_value, new.get(key, no_value)) for key, old_value in old.items())
     return {
         key
         for key, old_value, value in pairs
@@ -518,15 +528,15 @@ def _told(key: tuple[str, str, str], old: dict[Any, Any], new: dict[Any, Any]) -
     return f"{name} was {_value(old[key])} and is {_value(new[key], old[key])}"
 
 
-def _value(exact: Any, other: Any = None) -> str:
+def _value(exact: Any, previous: Any = None) -> str:
     if isinstance(exact, tuple) and len(exact) == 2 and exact[0] == "entries":
         return f"of {exact[1]} entries"
     if isinstance(exact, tuple):
-        return _value(exact[0], other[0] if isinstance(other, tuple) else None)
+        return _value(exact[0], previous[0] if isinstance(previous, tuple) else None)
     if (
         isinstance(exact, ObjectIdentity)
-        and isinstance(other, ObjectIdentity)
-        and repr(exact) == repr(other)
+        and isinstance(previous, ObjectIdentity)
+        and repr(exact) == repr(previous)
     ):
         return f"another {exact.kind}"
     return f"the function {exact.co_name}" if hasattr(exact, "co_name") else repr(exact)

@@ -212,24 +212,24 @@ class Fold:
             log_sum_sq_probs,
         )
 
-    def merge(self, other: Fold) -> Fold:
+    def merge(self, later_fold: Fold) -> Fold:
         """Return the softmax statistics over two parts of the vocabulary together.
 
         Args:
-            other: statistics of a part that comes later in the vocabulary.
+            later_fold: statistics of a part that comes later in the vocabulary.
         """
-        top = torch_own.maximum(self.max, other.max)
+        top = torch_own.maximum(self.max, later_fold.max)
         base = _finite(top)
         own_factor = torch_own.exp(self.max - base)
-        other_factor = torch_own.exp(other.max - base)
+        other_factor = torch_own.exp(later_fold.max - base)
         return Fold(
             top,
-            self.sum * own_factor + other.sum * other_factor,
-            self.target + other.target,
-            self.mean * own_factor + other.mean * other_factor,
-            self.squares * own_factor.square() + other.squares * other_factor.square(),
-            self.total + other.total,
-            torch_own.where(other.max > self.max, other.best, self.best),
+            self.sum * own_factor + later_fold.sum * other_factor,
+            self.target + later_fold.target,
+            self.mean * own_factor + later_fold.mean * other_factor,
+            self.squares * own_factor.square() + later_fold.squares * other_factor.square(),
+            self.total + later_fold.total,
+            torch_own.where(later_fold.max > self.max, later_fold.best, self.best),
         )
 
 

@@ -115,8 +115,8 @@ class HeadInputs:
         ignore_index: label of positions without a label.
         autocast: autocast's state in forward.
         in_float32: True if products are computed in float32 or wider, also under autocast.
-        let_go: function that frees tensors saved by layers, after running out of memory; see
-            `Pending.let_go`.
+        drop_saves: function that frees tensors saved by layers, after running out of memory; see
+            `Pending.drop_saves`.
         bias_dtype: dtype of the bias if the model's code adds it to the logits, after the
             projection; None: the projection adds the bias itself.
     """
@@ -128,7 +128,7 @@ class HeadInputs:
     ignore_index: int
     autocast: Autocast
     in_float32: bool = False
-    let_go: Callable[[], bool] | None = None
+    drop_saves: Callable[[], bool] | None = None
     bias_dtype: torch.dtype | None = None
 
     @functools.cached_property
@@ -364,12 +364,14 @@ class BlockwiseLogProbs(torch.autograd.Function):
             if ctx.entropies is not None:  # cloned, because the caller may overwrite the value
                 ctx.entropies = ctx.entropies.clone()
             ctx.save_for_backward(hidden, weight, bias, lse)
-            ctx.seen = VersionCheck(norm, [x for x in (weight, bias, *norm) if x is not None])
+            ctx.version_check = VersionCheck(
+                norm, [x for x in (weight, bias, *norm) if x is not None]
+            )
             if rows is not None:  # 0 at positions without a label
                 count = hidden.shape[0]
-                for place, value in enumerate(values):
+                for index, value in enumerate(values):
                     if value is not None:
-                        values[place] = value.new_zeros(count).index_copy_(0, rows, value)
+                        values[index] = value.new_zeros(count).index_copy_(0, rows, value)
         ctx.mark_non_differentiable(*(value for value in values[3:] if value is not None))
         ctx.set_materialize_grads(False)
         return tuple(values)
@@ -391,17 +393,17 @@ class BlockwiseLogProbs(torch.autograd.Function):
         refuse_second_derivatives()
         # read once: a checkpoint around the head unpacks saved tensors a single time
         saved = ctx.saved_tensors
-        changed = ctx.seen.written()
-        if changed is None:
-            changed = ctx.seen.changed()
-        if changed is not None:
+        changed_tensor = ctx.version_check.written_tensor()
+        if changed_tensor is None:
+            changed_tensor = ctx.version_check.changed_tensor()
+        if changed_tensor is not None:
             raise BackwardError(
-                f"A weight {list(changed.shape)} of the head or the final norm changed since "
-                "forward, of which backward computes the logits again. Call backward before "
+                f"A weight {list(changed_tensor.shape)} of the head or the final norm changed "
+                "since forward, of which backward computes the logits again. Call backward before "
                 "optimizer.step(), and before values are set through .data."
             )
         compute = functools.partial(BlockwiseLogProbs._gradients, ctx, saved, grads)
-        return once_more(saved[0].device, ctx.inputs.let_go, compute, "in the loss' backward")
+        return once_more(saved[0].device, ctx.inputs.drop_saves, compute, "in the loss' backward")
 
     @staticmethod
     def _gradients(
@@ -542,7 +544,7 @@ class HeadGradients:
             self.d_hidden[positions] = parts.pop(0)  # type: ignore[assignment]
         self.d_norm.add(parts)
 
-    def places(self) -> tuple[Tensor | None, ...]:
+    def result_buffers(self) -> tuple[Tensor | None, ...]:
         """Return the tensors into which `results` will write the gradients of hidden [N, h], weight
         [V, h] and bias [V]; None for a gradient that is not computed. Allocated before `results`,
         which works in place and cannot be repeated after running out of memory.
@@ -564,7 +566,9 @@ class HeadGradients:
         return tuple(buffers)
 
     def results(
-        self, upstream: Tensor | None = None, places: tuple[Tensor | None, ...] = (None, None, None)
+        self,
+        upstream: Tensor | None = None,
+        buffers: tuple[Tensor | None, ...] = (None, None, None),
     ) -> tuple[Tensor | None, ...]:
         """Return the summed gradients of hidden [N, h], weight [V, h], bias [V] and the norm's
         parameters, each in its tensor's dtype.
@@ -572,25 +576,25 @@ class HeadGradients:
         Args:
             upstream: a scalar tensor that multiplies the gradients, in place if a sum has the right
                 dtype. None: no factor.
-            places: tensors for the results, from the method `places`; None: allocate the result
+            buffers: tensors for the results, from the method `buffers`; None: allocate the result
                 here, if it needs a new tensor.
         """
         values = self.inputs.norm_parameters.current()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set
         # every step.
         d_norm = self.d_norm.result(values)
-        for place, value in enumerate(values):
-            if d_norm[place] is None:
-                d_norm[place] = torch.zeros_like(value)
+        for index, value in enumerate(values):
+            if d_norm[index] is None:
+                d_norm[index] = torch.zeros_like(value)
         # A loss over no token divides by zero, and upstream is infinite. The zeros of autograd are
         # not multiplied by that infinity, so ours must not be either. Sums without a labelled token
         # have no factor, and neither have rows of dhidden without a label.
         factor = upstream if self.inputs.labelled else None
-        d_hidden = _finished(self.d_hidden, self._of_labelled_rows(factor), self.hidden, places[0])
-        d_weight = _finished(self.d_weight, factor, self.weight, places[1])
+        d_hidden = _finished(self.d_hidden, self._of_labelled_rows(factor), self.hidden, buffers[0])
+        d_weight = _finished(self.d_weight, factor, self.weight, buffers[1])
         d_bias = None
         if self.bias is not None:
-            d_bias = _finished(self.d_bias, factor, self.bias, places[2])
+            d_bias = _finished(self.d_bias, factor, self.bias, buffers[2])
         return (
             d_hidden,
             d_weight,
@@ -620,7 +624,7 @@ def _place(total: Tensor, like: Tensor) -> Tensor:
 
 
 def _finished(
-    total: Tensor | None, factor: Tensor | None, like: Tensor, place: Tensor | None = None
+    total: Tensor | None, factor: Tensor | None, like: Tensor, buffer: Tensor | None = None
 ) -> Tensor | None:
     """Return a sum of gradients times a factor, in the dtype of `like`, in one pass over memory and
     in place if the dtype stays.
@@ -629,21 +633,21 @@ def _finished(
         total: [N, ...], or a scalar; None: no gradient.
         factor: a scalar tensor, or one factor for each row, [N, 1]. None: `total` is only cast.
         like: a tensor with the result's dtype.
-        place: receives the result; None: `total` if its dtype fits, otherwise a new tensor.
+        buffer: receives the result; None: `total` if its dtype fits, otherwise a new tensor.
     """
     if total is None:
         return None
     if factor is None:
         return total.to(like.dtype)
-    out = _place(total, like) if place is None else place
+    out = _place(total, like) if buffer is None else buffer
     # a CPU casts through a copy
-    parts, places = (torch.atleast_1d(x).split(ROWS) for x in (total, out))
+    parts, buffers = (torch.atleast_1d(x).split(ROWS) for x in (total, out))
     factors: Sequence[Tensor]
     if factor.dim() == 2:
         factors = factor.split(ROWS)
     else:
         # reshaped, because a 0-d tensor would be rounded to total's dtype before the product
         factors = [factor.reshape(1)] * len(parts)
-    for part, part_factor, place in zip(parts, factors, places, strict=True):
-        torch_own.mul(part, part_factor, out=place)
+    for part, part_factor, buffer in zip(parts, factors, buffers, strict=True):
+        torch_own.mul(part, part_factor, out=buffer)
     return out

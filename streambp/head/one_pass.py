@@ -47,13 +47,13 @@ class Pending:
         work: weak reference to the last loss's gradients; None: no loss was computed yet.
         factor: the expected loss scale, of a GradScaler for example: the last gradient that arrived
             at a loss, divided by the gradient of an unscaled loss. None: no backward has run yet.
-        let_go: frees tensors that layers have saved by saves="auto", and returns True if it freed
-            any; None: layers save nothing automatically.
+        drop_saves: frees tensors that layers have saved by saves="auto", and returns True if it
+            freed any; None: layers save nothing automatically.
     """
 
     work: weakref.ref[HeadGradients] | None = None
     factor: Tensor | None = None
-    let_go: Callable[[], bool] | None = None
+    drop_saves: Callable[[], bool] | None = None
 
     def __bool__(self) -> bool:
         return self.work is not None and self.work() is not None
@@ -137,7 +137,7 @@ class OnePassNLL(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden.device)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
         products = inputs.products(weight, bias)
-        everything = slice(0, weight.shape[0])
+        full_vocabulary = slice(0, weight.shape[0])
         upstream = (-expected).repeat(labels.shape[0])
         tokens, _ = inputs.block_size(hidden, weight.shape[0], full_vocabulary=True)
         with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
@@ -145,15 +145,17 @@ class OnePassNLL(torch.autograd.Function):
             for block in token_blocks(labels.shape[0], tokens):
                 leaf, normed = work.recompute(rows, block)
                 with torch.no_grad():
-                    product = products.of(normed, everything)  # [n, V]
-                    folded = fold(product, inputs.projection, labels[block], everything)
+                    product = products.of(normed, full_vocabulary)  # [n, V]
+                    folded = fold(product, inputs.projection, labels[block], full_vocabulary)
                     lse = folded.lse()  # [n]
                     total += (lse - folded.target).sum()
                     token_gradients = TokenGradients(
                         labels[block], lse, None, weight.shape[0], upstream[block]
                     )
-                    grad = product_gradient(product, inputs.projection, token_gradients, everything)
-                    work.add_block(grad, normed, products, everything)
+                    grad = product_gradient(
+                        product, inputs.projection, token_gradients, full_vocabulary
+                    )
+                    work.add_block(grad, normed, products, full_vocabulary)
                     del grad, product
                 work.finish_tokens(leaf, normed, shadows, rows, block)
         ctx.work = work
@@ -181,8 +183,8 @@ class OnePassNLL(torch.autograd.Function):
                 "losses up and call backward once."
             )
         where = "in the loss' backward"
-        places = once_more(work.hidden.device, work.inputs.let_go, work.places, where)
+        buffers = once_more(work.hidden.device, work.inputs.drop_saves, work.result_buffers, where)
         with explaining(where):  # results are computed in place, so this cannot be retried
             if work.inputs.labelled:
                 ctx.pending.learn(upstream / ctx.scale)
-            return None, None, None, *work.results(upstream / ctx.expected, places)
+            return None, None, None, *work.results(upstream / ctx.expected, buffers)

@@ -17,7 +17,7 @@ from streambp.foreign import nn_own, torch_own
 from streambp.head.blocks import Projection
 from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
-from streambp.head.token_positions import LatePadding, taken
+from streambp.head.token_positions import LatePadding, take_rows
 from streambp.layer.oom import once_more
 from streambp.layer.recompute import Autocast, Parameters
 
@@ -27,7 +27,7 @@ class HeadOutcome:
     """Facts, for `describe`, on how the logits of one forward were used.
 
     Attributes:
-        used: True if a loss was computed block by block.
+        loss_in_blocks: True if a loss was computed block by block.
         empty: True if that loss had no labelled token.
         computed: names of results that were computed block by block from lazy logits.
         built_for: the operation that required the complete logits; None: they were not built.
@@ -35,7 +35,7 @@ class HeadOutcome:
             not built.
     """
 
-    used: bool = False
+    loss_in_blocks: bool = False
     empty: bool = False
     computed: dict[str, None] = dataclasses.field(default_factory=dict)
     built_for: str | None = None
@@ -49,8 +49,8 @@ class HeadRequest:
 
     Attributes:
         pending: gradients that a loss has computed in forward, until backward returns them.
-        wanted: fields of `TokenLogProbs` that a loss must compute besides log_probs; None: only the
-            loss's value is needed.
+        requested_outputs: fields of `TokenLogProbs` that a loss must compute besides log_probs;
+            None: only the loss's value is needed.
         temperature: divisor of the logits.
         in_float32: True if products are computed in float32.
         norms: final norms of the decoder that ends in this output projection; other norms (an
@@ -69,7 +69,7 @@ class HeadRequest:
     """
 
     pending: Pending
-    wanted: tuple[str, ...] | None = None
+    requested_outputs: tuple[str, ...] | None = None
     temperature: float = 1.0
     in_float32: bool = False
     norms: tuple[nn.Module, ...] = ()
@@ -84,7 +84,7 @@ class HeadRequest:
     projecting: bool = False
 
 
-class Seen(NamedTuple):
+class InputSnapshot(NamedTuple):
     """Snapshot of the tensors from which logits will be computed. Backward compares it with a later
     snapshot to detect changes.
 
@@ -111,9 +111,10 @@ class LogitsExpression:
         projection: scale and softcap of the product, or only the scale for hidden states; the
             temperature is in `request`.
         logits: True for the output projection's result and tensors derived from it.
-        places: [...], index of each token in the stored hidden states [N, h]; None: these have the
-            tokens' shape.
-        late: hidden states of padding, computed when they are read. [Note: padding that is read]
+        token_positions: [...], index of each token in the stored hidden states [N, h]; None: these
+            have the tokens' shape.
+        late_padding: hidden states of padding, computed when they are read. [Note: padding that is
+            read]
     """
 
     request: HeadRequest
@@ -123,21 +124,21 @@ class LogitsExpression:
     adds_bias: bool = False
     projection: Projection = dataclasses.field(default_factory=Projection)
     logits: bool = False
-    places: Tensor | None = None
-    late: LatePadding | None = None
+    token_positions: Tensor | None = None
+    late_padding: LatePadding | None = None
 
-    def reaching(self, source: Tensor, places: Tensor) -> Tensor:
-        """Return a tensor of hidden states into which `places` [...] are indices. This is the
-        stored `source` [N, h]. If one of the indices is that of padding, the hidden states of the
-        full batch [B * T, h] are computed and appended.
+    def reaching(self, source: Tensor, token_positions: Tensor) -> Tensor:
+        """Return a tensor of hidden states into which `token_positions` [...] are indices. This is
+        the stored `source` [N, h]. If one of the indices is that of padding, the hidden states of
+        the full batch [B * T, h] are computed and appended.
 
         Args:
             source: [N, h].
-            places: index of each token in the result.
+            token_positions: index of each token in the result.
         """
-        if self.late is None or not self.late.reads(places):
+        if self.late_padding is None or not self.late_padding.reads(token_positions):
             return source
-        return self.late.completed()
+        return self.late_padding.completed()
 
     def projected(self) -> Projection:
         """Return scale and softcap of the output projection, together with the request's
@@ -160,12 +161,12 @@ class LogitsExpression:
 
     def build(self, source: Tensor) -> Tensor:
         """Compute the tensor from stored hidden states `source` [..., h]. If the recipe has
-        `places`, only these tokens are computed.
+        `token_positions`, only these tokens are computed.
 
         The result is [..., h], or [..., V] with a weight; differentiable.
         """
-        if self.places is not None:
-            source = taken(self.reaching(source, self.places), self.places)
+        if self.token_positions is not None:
+            source = take_rows(self.reaching(source, self.token_positions), self.token_positions)
         # the norm's hooks ran in the model's own call
         value: Tensor = source if self.norm is None else self.norm.forward(source)
         if self.weight is not None:
@@ -181,7 +182,7 @@ class LogitsExpression:
             return value
         return torch_own.mul(torch_own.tanh(value), softcap)
 
-    def seen(self, source: Tensor) -> Seen:
+    def snapshot(self, source: Tensor) -> InputSnapshot:
         """Return a snapshot of the tensors from which the result for `source` [..., h] would be
         computed now."""
         inputs = (source, *self.inputs())
@@ -189,7 +190,7 @@ class LogitsExpression:
         for x in inputs:
             version = -1 if x.is_inference() else x._version
             versions.append((x.shape, version))
-        return Seen(Autocast.capture(source.device), versions)
+        return InputSnapshot(Autocast.capture(source.device), versions)
 
     def gradients(
         self, source: Tensor, gradient: Tensor, autocast: Autocast
@@ -207,12 +208,12 @@ class LogitsExpression:
         if norm is None:
             norm = nn.Identity()
         parameters = Parameters(norm, source.device)
-        named = {id(parameter): place for place, parameter in enumerate(parameters.current())}
+        index_by_id = {id(parameter): index for index, parameter in enumerate(parameters.current())}
         leaves = []
         for x in (source, self.weight, self.bias):
             if x is not None:
                 leaves.append(x.detach().requires_grad_(x.requires_grad))
-        places = [named.get(id(parameter)) for parameter in norm.parameters()]
+        indices = [index_by_id.get(id(parameter)) for parameter in norm.parameters()]
         with torch.enable_grad(), autocast.restored(), parameters.shadowed() as shadows:
             remaining = iter(leaves[1:])
             weight = bias = None
@@ -227,8 +228,8 @@ class LogitsExpression:
         )
         by_id = dict(zip(map(id, sources), source_gradients, strict=True))
         gradients = [by_id.get(id(leaf)) for leaf in leaves]
-        for place in places:
-            gradients.append(None if place is None else by_id[id(shadows[place])])
+        for index in indices:
+            gradients.append(None if index is None else by_id[id(shadows[index])])
         return gradients
 
 
@@ -237,7 +238,8 @@ def blockwise_loss(
 ) -> Tensor:
     """Compute F.cross_entropy of logits with labels `target` [N], without building the logits.
 
-    A recipe with `places` [M] has M labels; only hidden states of labelled tokens are selected.
+    A recipe with `token_positions` [M] has M labels; only hidden states of labelled tokens are
+    selected.
 
     Args:
         source: hidden states [N, h].
@@ -254,20 +256,26 @@ def blockwise_loss(
         StreamBPError: the number of labels is not N, or a label is outside the vocabulary.
     """
 
-    positions = (source if recipe.places is None else recipe.places).shape[0]
+    positions = (source if recipe.token_positions is None else recipe.token_positions).shape[0]
     if target.shape[0] != positions:
         raise StreamBPError(
             f"There are {target.shape[0]} labels for {positions} positions. labels must be shaped "
             "like input_ids, [B, T], and shift_labels like labels."
         )
     compute = functools.partial(_loss, source, recipe, target, ignore_index, reduction)
-    if recipe.places is not None:
+    if recipe.token_positions is not None:
         compute = functools.partial(
-            _loss_at_places, source, recipe, recipe.places, target, ignore_index, reduction
+            _loss_at_positions,
+            source,
+            recipe,
+            recipe.token_positions,
+            target,
+            ignore_index,
+            reduction,
         )
     return once_more(
         source.device,
-        recipe.request.pending.let_go,
+        recipe.request.pending.drop_saves,
         compute,
         "in the output projection and its loss",
     )
@@ -292,12 +300,12 @@ def _loss(
     inputs = make_inputs(source, target, recipe.projected(), recipe.norm, ignore_index)
     inputs.in_float32 = request.in_float32
     inputs.bias_dtype = recipe.bias_dtype()
-    inputs.let_go = request.pending.let_go
+    inputs.drop_saves = request.pending.drop_saves
     # No valid label: loss 0 and gradient 0, where torch gives NaN.
     labelled = (target != ignore_index).sum().clamp(min=1)
     one_pass = (
         reduction != "none"
-        and request.wanted is None
+        and request.requested_outputs is None
         and can_run_in_one_pass(source, request.pending)
     )
     divisor: Tensor | int = 1
@@ -307,7 +315,7 @@ def _loss(
         divisor = request.num_items
 
     tensors = (source, recipe.weight, recipe.bias, *inputs.norm_parameters.current())
-    request.outcome.used = True
+    request.outcome.loss_in_blocks = True
     request.outcome.empty = inputs.labelled == 0
     if one_pass:
         unit = torch.ones(
@@ -318,7 +326,7 @@ def _loss(
             scale = scale.reshape(())
         total: Any = OnePassNLL.apply(inputs, request.pending, scale, *tensors)
     else:
-        values = BlockwiseLogProbs.apply(inputs, request.wanted or (), *tensors)
+        values = BlockwiseLogProbs.apply(inputs, request.requested_outputs or (), *tensors)
         request.hidden_states = lambda: source
         request.norm = recipe.norm
         request.values = TokenLogProbs(*values)
@@ -328,10 +336,10 @@ def _loss(
     return total if reduction == "sum" else total / labelled
 
 
-def _loss_at_places(
+def _loss_at_positions(
     source: Tensor,
     recipe: LogitsExpression,
-    places: Tensor,
+    token_positions: Tensor,
     target: Tensor,
     ignore_index: int,
     reduction: str,
@@ -345,14 +353,14 @@ def _loss_at_places(
     Args:
         source: hidden states [N, h].
         recipe: the steps from source to logits.
-        places: [M], the row of each token.
+        token_positions: [M], the row of each token.
         target: labels [M].
         ignore_index: label of ignored positions.
         reduction: "none", "mean" or "sum", with the meaning of F.cross_entropy.
     """
     labelled = (target != ignore_index).nonzero().squeeze(-1)
-    plain = dataclasses.replace(recipe, places=None, late=None)
-    read = places[labelled]
+    plain = dataclasses.replace(recipe, token_positions=None, late_padding=None)
+    read = token_positions[labelled]
     labels = target[labelled]
     repeats = None
     source = recipe.reaching(source, read)
@@ -363,7 +371,7 @@ def _loss_at_places(
             read, labels = pairs.T
             repeats = pair_of_label
             inner_reduction = "none"
-    loss = _loss(taken(source, read), plain, labels, ignore_index, inner_reduction)
+    loss = _loss(take_rows(source, read), plain, labels, ignore_index, inner_reduction)
     request = recipe.request
     if request.values is not None:
 
@@ -377,10 +385,12 @@ def _loss_at_places(
         request.values = request.values.each(spread)
         # Values at padding are masked by the trainers that read them: padding gets a token's hidden
         # state.
-        tokens = places
-        if recipe.late is not None:
-            tokens = torch_own.where(recipe.late.tokens(places), places, 0)
-        request.hidden_states = lambda: taken(source, tokens)
+        tokens = token_positions
+        if recipe.late_padding is not None:
+            tokens = torch_own.where(
+                recipe.late_padding.tokens(token_positions), token_positions, 0
+            )
+        request.hidden_states = lambda: take_rows(source, tokens)
     if repeats is not None:
         loss = loss[repeats]
         if reduction != "none":

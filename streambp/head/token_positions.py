@@ -25,36 +25,36 @@ from streambp.device import has_data
 ROWS = 4096
 
 
-class AtPlaces(torch.autograd.Function):
+class AtPositions(torch.autograd.Function):
     """Autograd function that selects rows by index: source [N, h] and indices [M] -> [M, h]. Unlike
     torch's `index_select`, backward adds the gradients of a repeated row in float32 or wider."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, places: Tensor) -> Tensor:
-        """Return the rows of source [N, h] at the indices `places` [M], as a new tensor [M, h] in
-        source's dtype."""
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, source: Tensor, token_positions: Tensor) -> Tensor:
+        """Return the rows of source [N, h] at the indices `token_positions` [M], as a new tensor
+        [M, h] in source's dtype."""
+        ctx.save_for_backward(token_positions)
         ctx.count = source.shape[0]
-        return source.index_select(0, places)
+        return source.index_select(0, token_positions)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient [N, h] of `source`: the sum of the rows of grad [M, h] that have the
         same index."""
-        (places,) = ctx.saved_tensors
+        (token_positions,) = ctx.saved_tensors
         total = grad.new_zeros(
             ctx.count, grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32)
         )
-        for part, at in zip(grad.split(ROWS), places.split(ROWS), strict=True):
+        for part, at in zip(grad.split(ROWS), token_positions.split(ROWS), strict=True):
             total.index_add_(0, at, part.to(total.dtype))
         return total.to(grad.dtype), None
 
 
-def taken(source: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of source [N, h] at indices `places` [...], as [..., h] in source's dtype,
-    with the gradient of `AtPlaces`."""
-    flat: Tensor = AtPlaces.apply(source, places.reshape(-1))
-    return flat.view(*places.shape, source.shape[-1])
+def take_rows(source: Tensor, token_positions: Tensor) -> Tensor:
+    """Return the rows of source [N, h] at indices `token_positions` [...], as [..., h] in source's
+    dtype, with the gradient of `AtPositions`."""
+    flat: Tensor = AtPositions.apply(source, token_positions.reshape(-1))
+    return flat.view(*token_positions.shape, source.shape[-1])
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,21 +65,21 @@ class LatePadding:
     Attributes:
         source: [N, h], hidden states of all tokens without padding, in one packed row.
         compute: returns hidden states of the batch, [B * T, h]; argument: True for a gradient.
-        whole: cached results of `completed`; the key is True for a differentiable result.
+        completed_rows: cached results of `completed`; the key is True for a differentiable result.
     """
 
     source: Tensor
     compute: Callable[[bool], Tensor]
-    whole: dict[bool, Tensor] = dataclasses.field(default_factory=dict)
+    completed_rows: dict[bool, Tensor] = dataclasses.field(default_factory=dict)
 
-    def tokens(self, places: Tensor) -> Tensor:
+    def tokens(self, token_positions: Tensor) -> Tensor:
         """Return a bool mask [...]: True for indices of tokens, False for indices of padding."""
-        return places < self.source.shape[0]
+        return token_positions < self.source.shape[0]
 
-    def reads(self, places: Tensor) -> bool:
-        """True if one of the indices `places` [...] is that of padding; synchronizes with the
-        device."""
-        return has_data(places) and not bool(self.tokens(places).all())
+    def reads(self, token_positions: Tensor) -> bool:
+        """True if one of the indices `token_positions` [...] is that of padding; synchronizes with
+        the device."""
+        return has_data(token_positions) and not bool(self.tokens(token_positions).all())
 
     def completed(self) -> Tensor:
         """Return the hidden states of the packed row, followed by those of the batch with padding:
@@ -89,8 +89,8 @@ class LatePadding:
         The result is differentiable in grad mode if the packed row's hidden states are.
         """
         graded = torch.is_grad_enabled() and self.source.requires_grad
-        if graded not in self.whole:
+        if graded not in self.completed_rows:
             rows = self.compute(graded)
             source = self.source if graded else self.source.detach()
-            self.whole[graded] = torch.cat([source, rows])
-        return self.whole[graded]
+            self.completed_rows[graded] = torch.cat([source, rows])
+        return self.completed_rows[graded]

@@ -28,8 +28,8 @@ if AVAILABLE:
         row = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * width + tl.arange(0, width)
         in_vocabulary = column < columns
-        place = product + row * stride + column
-        z = tl.load(place, mask=in_vocabulary, other=0.0).to(tl.float32) * scale
+        pointers = product + row * stride + column
+        z = tl.load(pointers, mask=in_vocabulary, other=0.0).to(tl.float32) * scale
         slope = scale / temperature
         if capped:
             small = tl.exp(-2.0 * tl.abs(z) / softcap)
@@ -59,7 +59,7 @@ if AVAILABLE:
         if has_log_probs:
             label = tl.load(labels + row) - first
             grad += tl.where(column == label, upstream, 0.0)
-        tl.store(place, (grad * slope).to(product.dtype.element_ty), mask=in_vocabulary)
+        tl.store(pointers, (grad * slope).to(product.dtype.element_ty), mask=in_vocabulary)
 
 
 def write_gradient(

@@ -30,14 +30,14 @@ class VersionCheck:
         ]
         self._entries = [(tensor, tensor.shape, _entries(tensor)) for tensor in plain]
 
-    def written(self) -> Tensor | None:
+    def written_tensor(self) -> Tensor | None:
         """Return a tensor [...] whose version counter has changed since the snapshot; None if there
         is none."""
         return next(
             (tensor for tensor, version in self._versions if tensor._version != version), None
         )
 
-    def changed(self) -> Tensor | None:
+    def changed_tensor(self) -> Tensor | None:
         """Return a sampled tensor [...] whose entries have changed since the snapshot; None if
         there is none."""
         for tensor, shape, entries in self._entries:
@@ -56,7 +56,7 @@ def _entries(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         count = min(SAMPLE, tensor.numel())
         # [count]
-        places = (
+        indices = (
             torch.arange(count, device=tensor.device) * (tensor.numel() - 1) // max(count - 1, 1)
         )
-        return tensor.detach()[torch.unravel_index(places, tensor.shape)]
+        return tensor.detach()[torch.unravel_index(indices, tensor.shape)]

@@ -24,7 +24,7 @@ from torch import nn
 
 from streambp.config import FIELDS, StreamConfig, config_of
 from streambp.errors import ConfigError
-from streambp.fields import shown
+from streambp.fields import short_repr
 from streambp.libraries import required
 from streambp.model.trainer_logs import StreamCallback as LoggingCallback
 from streambp.planner.auto import patch
@@ -100,7 +100,7 @@ def read(source: Any) -> dict[str, Any]:
         )
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"No DeepSpeed config could be read from {shown(source)} ({reason(error)}). Pass the "
+            f"No DeepSpeed config could be read from {short_repr(source)} ({reason(error)}). Pass the "
             "path of an existing JSON file, the file's text, the text in base64, or a dictionary."
         ) from error
     if not isinstance(config, dict):
@@ -125,7 +125,7 @@ def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
         return None
     if not isinstance(section, dict):
         raise ConfigError(
-            f'"{SECTION}" is {shown(section)}; it must be an object with the fields {list(FIELDS)}.'
+            f'"{SECTION}" is {short_repr(section)}; it must be an object with the fields {list(FIELDS)}.'
         )
     if settings.get("activation_checkpointing"):
         raise ConfigError(

@@ -84,10 +84,10 @@ class InBackward:
             ConfigError: the states belong to weights other than this model's trained weights.
         """
         if state.keys() != self.optimizers.keys():
-            other = sorted(state.keys() ^ self.optimizers.keys())[0]
+            unmatched_name = sorted(state.keys() ^ self.optimizers.keys())[0]
             raise ConfigError(
-                f"The state is of other weights: {other} trains in one of them alone. Freeze the "
-                "same."
+                f"The state is of other weights: {unmatched_name} trains in one of them alone. "
+                "Freeze the same."
             )
         for name, optimizer_state in state.items():
             self.optimizers[name].load_state_dict(

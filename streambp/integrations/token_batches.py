@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from streambp.errors import ConfigError
-from streambp.fields import shown
+from streambp.fields import short_repr
 
 
 class TokenBatchSampler(Sampler[list[int]]):
@@ -83,10 +83,10 @@ class TokenBatchSampler(Sampler[list[int]]):
             raise ConfigError("lengths is empty. Give the number of tokens of each row.")
         longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
         if self.lengths[longest] > tokens:
-            more = sum(length > tokens for length in self.lengths)
+            long_rows = sum(length > tokens for length in self.lengths)
             raise ConfigError(
-                f"{more} of {len(self.lengths)} rows have more than tokens={tokens} tokens; the "
-                f"longest, row {longest}, has {self.lengths[longest]}. Give "
+                f"{long_rows} of {len(self.lengths)} rows have more than tokens={tokens} tokens; "
+                f"the longest, row {longest}, has {self.lengths[longest]}. Give "
                 f"tokens={self.lengths[longest]}, or truncate rows (in TRL: max_length)."
             )
         if min(self.lengths) < 1:
@@ -135,10 +135,10 @@ class TokenBatchSampler(Sampler[list[int]]):
         if len(batches) > self._count:
             batches = self._filled(order)  # `_count` batches at most, in every epoch
         while len(batches) < self._count:
-            which = max(range(len(batches)), key=lambda batch: len(batches[batch]))
-            rows = batches[which]
+            largest_batch = max(range(len(batches)), key=lambda batch: len(batches[batch]))
+            rows = batches[largest_batch]
             # or repeat a row
-            batches[which : which + 1] = [
+            batches[largest_batch : largest_batch + 1] = [
                 rows[::2],
                 rows[1::2] or [order[len(batches) % len(order)]],
             ]
@@ -176,14 +176,18 @@ class TokenBatchSampler(Sampler[list[int]]):
         """Cut rows into batches by best fit: take the longest row first, and put each row into the
         fullest batch with enough room."""
         batches: list[list[int]] = []
-        rooms: list[tuple[int, int]] = []  # sorted (tokens left, batch)
+        headrooms: list[tuple[int, int]] = []  # sorted (tokens left, batch)
         for row in sorted(rows, key=lambda row: -self.lengths[row]):
-            place = bisect.bisect_left(rooms, (self.lengths[row], -1))
-            room, batch = rooms.pop(place) if place < len(rooms) else (self.tokens, len(batches))
+            position = bisect.bisect_left(headrooms, (self.lengths[row], -1))
+            headroom, batch = (
+                headrooms.pop(position)
+                if position < len(headrooms)
+                else (self.tokens, len(batches))
+            )
             if batch == len(batches):
                 batches.append([])
             batches[batch].append(row)
-            bisect.insort(rooms, (room - self.lengths[row], batch))
+            bisect.insort(headrooms, (headroom - self.lengths[row], batch))
         return batches
 
 
@@ -202,7 +206,7 @@ def _whole_numbers(lengths: Any) -> list[int]:
         numbers = [operator.index(length) for length in values]
     except TypeError:
         raise ConfigError(
-            f"lengths is {shown(lengths)}; it must be one whole number for each row, its tokens. "
+            f"lengths is {short_repr(lengths)}; it must be one whole number for each row, its tokens. "
             "Give [len(ids) for ids in dataset['input_ids']], say."
         ) from None
     return numbers

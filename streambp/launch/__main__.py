@@ -23,7 +23,7 @@ from streambp.launch.command import judge
 from streambp.launch.hook import VARIABLE, Hook, install
 from streambp.launch.report import streamed
 from streambp.launch.settings import Allowed, from_flags, with_flags
-from streambp.reporting import told
+from streambp.reporting import report_safely
 
 FAILED = 2
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = end.code
         else:
             code = 1
-    return told(
+    return report_safely(
         lambda: judge(code, streamed([hook.launched.account()]), parsed_line.allow_unpatched),
         otherwise=lambda why: code,
     )

@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Any
 
 from streambp.errors import ConfigError
-from streambp.fields import shown
+from streambp.fields import short_repr
 from streambp.launch.hook import VARIABLE
-from streambp.launch.place import place, remove
+from streambp.launch.place import install_hook, remove
 from streambp.launch.report import FOLDER, collect, leave, say, streamed, table
 from streambp.launch.settings import Settings, from_flags
 from streambp.reporting import reason
@@ -56,7 +56,7 @@ def run(arguments: Any) -> int:
                 "--install and --uninstall run no command; leave out what follows --."
             )
         if arguments.install:
-            file = place()
+            file = install_hook()
             print(
                 f"{file} is placed. Switch it on for a program with "
                 f"{VARIABLE}={shlex.quote(settings.to_json())}"
@@ -171,7 +171,10 @@ def call(program: Sequence[str], variables: dict[str, str]) -> int:
         try:
             child = subprocess.Popen(program, env=variables)
         except (OSError, ValueError) as error:  # ValueError: a NUL byte
-            say(f"{shown(program[0])} cannot be run: {getattr(error, 'strerror', None) or error}")
+            say(
+                f"{short_repr(program[0])} cannot be run: "
+                f"{getattr(error, 'strerror', None) or error}"
+            )
             if isinstance(error, FileNotFoundError):
                 raise NotStartedError(NOT_FOUND) from error
             raise NotStartedError(NOT_EXECUTABLE) from error

@@ -48,8 +48,8 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
     """
     earlier_rollouts = getattr(trainer, ROLLOUTS, None)
     inputs = getattr(type(trainer), PREPARES)(trainer, generation_batch)
-    cut = getattr(trainer, ROLLOUTS, None)
-    if cut is None or cut is earlier_rollouts:
+    rollouts = getattr(trainer, ROLLOUTS, None)
+    if rollouts is None or rollouts is earlier_rollouts:
         return inputs
     patched = []
     for part in trainer.model.modules():
@@ -58,10 +58,11 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
     # with "auto", micro-batches do not change
     if not any(state.config.rows == "packed" for state in patched):
         return inputs
-    whole_groups = grouped(cut)
+    whole_groups = grouped(rollouts)
     setattr(trainer, ROLLOUTS, whole_groups)
     return next(
-        (ours for ours, theirs in zip(whole_groups, cut, strict=True) if theirs is inputs), inputs
+        (ours for ours, theirs in zip(whole_groups, rollouts, strict=True) if theirs is inputs),
+        inputs,
     )
 
 
@@ -89,8 +90,10 @@ def grouped(batches: list[Batch]) -> list[Batch]:
     # [rows, 2 P]
     prompts = torch.cat([torch.cat([batch[name] for name in PROMPTS], dim=1) for batch in batches])
     first_rows: dict[int, int] = {}  # prompt -> its first row
-    which = prompts.unique(dim=0, return_inverse=True)[1].tolist()
-    order = sorted(range(len(which)), key=lambda row: first_rows.setdefault(which[row], row))
+    prompt_indices = prompts.unique(dim=0, return_inverse=True)[1].tolist()
+    order = sorted(
+        range(len(prompt_indices)), key=lambda row: first_rows.setdefault(prompt_indices[row], row)
+    )
     joined: dict[str, Any] = {}
     for name in of_rows:
         parts = [batch[name] for batch in batches]

@@ -10,7 +10,7 @@ from streambp.errors import StreamBPError
 NAME = "streambp_launch.pth"
 
 
-def place(folder: Path | None = None) -> Path:
+def install_hook(folder: Path | None = None) -> Path:
     """Write the .pth file with which Python loads the launch hook at its start, and return the
     file's path.
 

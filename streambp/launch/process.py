@@ -23,7 +23,7 @@ from streambp.model.fused_head import add_head
 from streambp.model.installed import is_patched, streamed_head
 from streambp.model.trainer_logs import StreamCallback
 from streambp.planner.auto import patch
-from streambp.reporting import reason, told
+from streambp.reporting import reason, report_safely
 
 
 class Launched:
@@ -163,8 +163,8 @@ class Launched:
         try:
             for model, record in list(self._records.items()):
                 if record.left is None and is_patched(model):
-                    record.description = told(
-                        lambda it: str(describe(it)),
+                    record.description = report_safely(
+                        lambda patched_model: str(describe(patched_model)),
                         model,
                         otherwise=lambda why: f"could not be told ({why})",
                     )
@@ -197,7 +197,7 @@ class Launched:
             return
         if os.environ.get("RANK", "0") == "0":  # other ranks would print the same
             say(
-                told(
+                report_safely(
                     table,
                     [account],
                     otherwise=lambda why: f"what this process did could not be told ({why})",
@@ -217,7 +217,7 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
     def __init__(self, launched: Launched, trainer: Any = None) -> None:
         self.launched = launched
         self.trainer = trainer
-        self.told = False
+        self.has_reported = False
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Patch models that were created after `Trainer.__init__`: the trainer's new model if
@@ -229,8 +229,8 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Print the report after the first step; later steps print nothing."""
-        if not self.told:
-            self.told = True
+        if not self.has_reported:
+            self.has_reported = True
             self.launched.tell()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:

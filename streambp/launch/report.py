@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from streambp.fields import check_fields
-from streambp.reporting import reason, told
+from streambp.reporting import reason, report_safely
 
 FOLDER = "STREAMBP_LAUNCH_REPORT"  # environment variable with the folder for the records
 DIGITS = 10  # a longer number is no rank
@@ -87,7 +87,7 @@ def collect(folder: Path) -> tuple[list[Account], list[str]]:
             f"what processes did could not be told: no account can be left in {folder} "
             f"({reason(error)})"
         )
-    for path in told(lambda: sorted(folder.glob("*.json")), otherwise=lambda why: []):
+    for path in report_safely(lambda: sorted(folder.glob("*.json")), otherwise=lambda why: []):
         try:
             fields = json.loads(path.read_text("utf-8"))
             fields["models"] = [Model(**model) for model in fields["models"]]

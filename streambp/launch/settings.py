@@ -121,9 +121,9 @@ def with_flags(function: Callable[..., T]) -> Callable[..., T]:
         '"trainer" (the default): models of HF Trainer and its subclasses; "train": any transformers model too whose '
         "train() is called, for programs with a loop of their own"
     )
-    place = Annotated[str | None, typer.Option(help=help_text, metavar="trainer|train")]
+    annotation = Annotated[str | None, typer.Option(help=help_text, metavar="trainer|train")]
     flags.append(
-        inspect.Parameter("at", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=place)
+        inspect.Parameter("at", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
     )
     parameters = [*arguments, *flags]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -82,12 +82,12 @@ def factor_of(matrix: Tensor, dtype: torch.dtype, rows: tuple[Tensor, ...] = ())
         torch.sub(matrix, stack[:rank], out=stack[2 * rank : 3 * rank])
     else:
         stack[: parts * rank].unflatten(0, (parts, rank)).copy_(matrix)
-    place = parts * rank
+    stack_row = parts * rank
     for row in rows:
-        stack[place].copy_(row)
+        stack[stack_row].copy_(row)
         if _rows(row.dtype, dtype) == 2:
-            torch.sub(row, stack[place], out=stack[place + 1])
-        place += _rows(row.dtype, dtype)
+            torch.sub(row, stack[stack_row], out=stack[stack_row + 1])
+        stack_row += _rows(row.dtype, dtype)
     return Factor(stack, rank, parts)
 
 
@@ -153,7 +153,7 @@ class Work:
             saving the weight.
         shared: x A^T of several Linears with the same x, computed by one product; None: this Linear
             computes its own.
-        place: the Linear's index in `shared`.
+        member_index: the Linear's index in `shared`.
     """
 
     groups: list[Group]
@@ -163,7 +163,7 @@ class Work:
     add: Callable[[Tensor, Tensor], None] | None = None
     decode: Callable[[], Tensor] | None = None
     shared: Shared | None = None
-    place: int = 0
+    member_index: int = 0
 
 
 def thin(x: Tensor, factor: Factor) -> Tensor:
@@ -230,55 +230,58 @@ class Shared:
         factors: A of each Linear, all with the same number of parts.
         joined: the A of all Linears as one factor.
         needs_x: True if x needs a gradient.
-        found: x A^T of all Linears, [n, sum of ranks]; None: not yet computed, or already freed
+        products: x A^T of all Linears, [n, sum of ranks]; None: not yet computed, or already freed
             because every Linear has read it.
-        readers: the number of Linears that have not yet read `found`.
+        readers: the number of Linears that have not yet read `products`.
         total: sum of the Linears' gradients of x, [n, in]; None: nothing has been added yet.
-        left: dict from a Linear's index to the gradient of its x A^T; contains the Linears whose
-            backward has run.
+        product_gradients: dict from a Linear's index to the gradient of its x A^T; contains the
+            Linears whose backward has run.
     """
 
     factors: list[Factor]
     joined: Factor
     needs_x: bool
-    found: Tensor | None = None
+    products: Tensor | None = None
     readers: int = 0
     total: Tensor | None = None
-    left: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    product_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
-    def of(self, place: int) -> Tensor:
+    def of(self, index: int) -> Tensor:
         """Return the columns of x A^T that belong to one Linear, [n, rank]. Each Linear calls this
         once; the last call frees the product.
 
         Args:
-            place: the Linear's index.
+            index: the Linear's index.
         """
-        products = self.found
+        products = self.products
         assert products is not None
         self.readers -= 1
         if not self.readers:
-            self.found = None
-        start = sum(factor.rank for factor in self.factors[:place])
-        return products[:, start : start + self.factors[place].rank]
+            self.products = None
+        start = sum(factor.rank for factor in self.factors[:index])
+        return products[:, start : start + self.factors[index].rank]
 
     def read(self, rows: Tensor) -> None:
         """Compute x A^T for all Linears from their input `rows`, x [n, in], and store it in
-        `found`."""
+        `products`."""
         self.readers = len(self.factors)
-        self.found = thin(rows, self.joined)
+        self.products = thin(rows, self.joined)
 
-    def collect(self, place: int, left: Tensor, flat: Tensor, weight: Tensor | None) -> None:
+    def collect(
+        self, index: int, product_gradient: Tensor, flat: Tensor, weight: Tensor | None
+    ) -> None:
         """Add one Linear's part of the gradient of x, flat [n, out] @ weight, to `total`. Store the
         Linear's gradient of x A^T for `SharedInput.backward`. The Linear's backward calls this
         method.
 
         Args:
-            place: the Linear's index.
-            left: result of `spread`, for the gradient of x A^T, where A is the LoRA matrix.
+            index: the Linear's index.
+            product_gradient: result of `spread`, for the gradient of x A^T, where A is the LoRA
+                matrix.
             flat: gradient of the Linear's output, [n, out].
             weight: the Linear's weight [out, in]; None: x needs no gradient.
         """
-        self.left[place] = left
+        self.product_gradients[index] = product_gradient
         if self.needs_x and weight is not None:
             self.total = flat @ weight if self.total is None else self.total.addmm_(flat, weight)
 
@@ -300,7 +303,7 @@ class SharedInput(torch.autograd.Function):
         """
         ctx.set_materialize_grads(False)
         ctx.shared, ctx.counts = shared, counts
-        ctx.ranks = [one.shape[0] for one in a]
+        ctx.ranks = [matrix.shape[0] for matrix in a]
         ctx.save_for_backward(x)
         with without_autocast(x.device.type):
             shared.read(x.flatten(0, -2))
@@ -321,10 +324,15 @@ class SharedInput(torch.autograd.Function):
 
 def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     shared: Shared = ctx.shared
-    total, gradients_by_place, shared.total, shared.left = shared.total, shared.left, None, {}
-    places = sorted(gradients_by_place)
-    stacks = [shared.factors[place].stack for place in places]
-    joined = torch.cat([gradients_by_place[place] for place in places], 1) if places else None
+    total, gradients_by_index, shared.total, shared.product_gradients = (
+        shared.total,
+        shared.product_gradients,
+        None,
+        {},
+    )
+    indices = sorted(gradients_by_index)
+    stacks = [shared.factors[index].stack for index in indices]
+    joined = torch.cat([gradients_by_index[index] for index in indices], 1) if indices else None
     if total is not None and joined is not None:
         total.addmm_(joined, torch.cat(stacks))
     d_x = (
@@ -337,26 +345,26 @@ def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor |
     of_a: dict[int, Tensor] = {}
     if joined is not None and any(ctx.needs_input_grad[3:]):
         products = add_product(None, joined.mT, x.flatten(0, -2)).split(
-            [gradients_by_place[place].shape[1] for place in places]
+            [gradients_by_index[index].shape[1] for index in indices]
         )
-        for place, product in zip(places, products, strict=True):
-            rank = shared.factors[place].rank
-            of_a[place] = (
+        for index, product in zip(indices, products, strict=True):
+            rank = shared.factors[index].rank
+            of_a[index] = (
                 product[:rank]
                 if product.shape[0] == rank
                 else product[:rank] + product[rank : 2 * rank]
             )
     gradients: list[Tensor | None] = []
     ranks = iter(ctx.ranks)
-    for place, count in enumerate(ctx.counts):
+    for index, count in enumerate(ctx.counts):
         rows = [next(ranks) for _ in range(count)]
-        gradients += of_a[place].split(rows) if place in of_a else [None] * count
+        gradients += of_a[index].split(rows) if index in of_a else [None] * count
     pairs = zip(ctx.needs_input_grad[3:], gradients, strict=True)
     return (
         None,
         None,
         d_x if ctx.needs_input_grad[2] else None,
-        *(one if needs else None for needs, one in pairs),
+        *(gradient if needs else None for needs, gradient in pairs),
     )
 
 
@@ -424,7 +432,7 @@ def _left(work: Work, rows: Tensor) -> Tensor:
     """Return x A^T for x [n, in], split into rounded values and rounding errors, and ones for the
     bias rows: [n, parts * rank + bias rows]. The result multiplies `work.b.stack`."""
     if work.shared is not None:
-        return spread(work.shared.of(work.place), work.b)
+        return spread(work.shared.of(work.member_index), work.b)
     products = [thin(group.read(rows), group.factor) for group in work.groups]
     return spread(products[0] if len(products) == 1 else torch.cat(products, 1), work.b)
 
@@ -454,7 +462,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     lefts = [spread(of_ranks[:, group.start : group.stop], group.factor) for group in work.groups]
     d_x = None
     if work.shared is not None:
-        work.shared.collect(work.place, lefts[0], flat, weight)
+        work.shared.collect(work.member_index, lefts[0], flat, weight)
     elif weight is not None:
         d_x = _of_input(work, lefts, flat, weight).view(x.shape)
     d_weight = None

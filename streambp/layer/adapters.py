@@ -298,13 +298,13 @@ class Adaptation:
 
     Attributes:
         reading: the Linear with its base and its adapters.
-        own: peft's forward, called with (module, x, ...).
+        peft_forward: peft's forward, called with (module, x, ...).
         factors: cached LoRA matrices in the compute dtype.
         siblings: the Linears that read the same x; None: there are none.
     """
 
     reading: Reading
-    own: Callable[..., Tensor]
+    peft_forward: Callable[..., Tensor]
     factors: Factors
     siblings: Siblings | None = None
 
@@ -312,7 +312,7 @@ class Adaptation:
         """Return the LoRA Linear's output [..., out] for x [..., in]. Calls with more arguments go
         to peft's forward."""
         if args or kwargs:
-            return self.own(self.reading.module, x, *args, **kwargs)
+            return self.peft_forward(self.reading.module, x, *args, **kwargs)
         return self.product(x)
 
     def product(
@@ -336,7 +336,7 @@ class Adaptation:
         dtype = cast_to(x)
         self.reading.why_in_call = self.why_not(x, dtype or x.dtype)
         if self.reading.why_in_call is not None:
-            return self.own(self.reading.module, x)
+            return self.peft_forward(self.reading.module, x)
         weight, bias = self._base(x, dtype, cast)
         caller_input, masks = x, [self._mask(x, adapter) for adapter in self.reading.adapters]
         if value is UNREAD and not torch.is_grad_enabled():
@@ -348,10 +348,10 @@ class Adaptation:
         if shared is None:
             work, tensors = self._work(x.dtype, masks, value, add)
         else:
-            x, values, place = shared
-            work, tensors = self._work(x.dtype, masks, value, add, values.factors[place])
+            x, values, index = shared
+            work, tensors = self._work(x.dtype, masks, value, add, values.factors[index])
             work.shared = values
-            work.place = place
+            work.member_index = index
         out: Tensor = AdaptedLinear.apply(work, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
         return out
 
@@ -472,7 +472,7 @@ class Adaptation:
         """Return the matrix A of one adapter, split for the matrix products. None stands for all
         adapters of this Linear: their A matrices are concatenated."""
         adapters = self.reading.adapters if adapter is None else (adapter,)
-        matrices = [_slot(one.a) for one in adapters]
+        matrices = [_slot(entry.a) for entry in adapters]
         return self._made((dtype, adapter), matrices, lambda: factor_of(_joined(matrices), dtype))
 
     def _b(self, dtype: torch.dtype, scales: list[Scale]) -> Factor:
@@ -522,7 +522,7 @@ class Adaptation:
         with torch.no_grad():
             factor = make()
         self.factors[key] = Made(
-            [one.detach() for one in tensors if one is not None], state, factor
+            [tensor.detach() for tensor in tensors if tensor is not None], state, factor
         )
         return factor
 
@@ -534,14 +534,14 @@ class Siblings:
 
     Attributes:
         members: the `Adaptation` of each Linear.
-        held: tuple of the first member's input, a pair (version of the input, grad mode), the
+        record: tuple of the first member's input, a pair (version of the input, grad mode), the
             products x A^T of all members, x in the compute dtype, and the indices of the members
             that have read x. None: no member has been called, or all have.
         joined: the factors of the members and their `joined_factor`; None: not computed.
     """
 
     members: list[Adaptation] = dataclasses.field(default_factory=list)
-    held: tuple[Tensor, tuple[int, bool], Shared, Tensor, set[int]] | None = None
+    record: tuple[Tensor, tuple[int, bool], Shared, Tensor, set[int]] | None = None
     joined: tuple[list[Factor], Factor] | None = None
 
     def shared(
@@ -559,19 +559,19 @@ class Siblings:
             x: the input in the compute dtype.
             member: the Linear's replacement.
         """
-        place = self.members.index(member)
+        index = self.members.index(member)
         if tensor.is_inference():
             return None
-        record, state = self.held, (tensor._version, torch.is_grad_enabled())
-        if record is None or record[0] is not tensor or record[1] != state or place in record[4]:
+        record, state = self.record, (tensor._version, torch.is_grad_enabled())
+        if record is None or record[0] is not tensor or record[1] != state or index in record[4]:
             shared = self._begun(tensor, x)
-            record = self.held = None if shared is None else (tensor, state, *shared, set())
+            record = self.record = None if shared is None else (tensor, state, *shared, set())
         if record is None:
             return None
-        record[4].add(place)
+        record[4].add(index)
         if len(record[4]) == len(self.members):
-            self.held = None  # free x as early as in the unpatched model
-        return record[3], record[2], place
+            self.record = None  # free x as early as in the unpatched model
+        return record[3], record[2], index
 
     def _begun(self, caller_input: Tensor, x: Tensor) -> tuple[Shared, Tensor] | None:
         if any(adapter.drops for sibling in self.members for adapter in sibling.reading.adapters):
@@ -662,4 +662,4 @@ def adapted(readings: Readings, factors: dict[str, Factors] | None = None) -> It
             del attributes[FORWARD]
         for siblings in groups.values():
             siblings.members.clear()
-            siblings.held = siblings.joined = None
+            siblings.record = siblings.joined = None

@@ -40,10 +40,12 @@ class Differentiable:
     dim: int | None
 
 
-Seen = list[tuple[str, Tensor, int]]  # (name, argument of any shape, version), no inference tensors
+Versions = list[
+    tuple[str, Tensor, int]
+]  # (name, argument of any shape, version), no inference tensors
 
 
-def refuse_written(arguments: Seen) -> None:
+def refuse_written(arguments: Versions) -> None:
     """Raise BackwardError if one of the arguments of a layer call was written to since forward, so
     that a recomputation would read other values.
 
@@ -91,19 +93,19 @@ class Arguments:
         self.forks: Forks = ()  # for a tree of rows in a layer with states
         self.tells = False
         signature, var_keyword = _signature(forward)
-        self.named = signature.bind(layer, *args, **kwargs).arguments
-        del self.named[next(iter(self.named))]  # the layer itself
+        self.by_name = signature.bind(layer, *args, **kwargs).arguments
+        del self.by_name[next(iter(self.by_name))]  # the layer itself
         if var_keyword is not None:
-            self.named.update(self.named.pop(var_keyword, {}))
-        for name, value in self.named.items():
+            self.by_name.update(self.by_name.pop(var_keyword, {}))
+        for name, value in self.by_name.items():
             kind: Any = type(value)
             if value is not None and is_cache_class(kind):
-                self.named[name] = None
-        if "use_cache" in self.named:
-            self.named["use_cache"] = False
+                self.by_name[name] = None
+        if "use_cache" in self.by_name:
+            self.by_name["use_cache"] = False
         # recurrent_gemma: activations
-        first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))
-        layer_input: Tensor = self.named.pop(first)
+        first = "hidden_states" if "hidden_states" in self.by_name else next(iter(self.by_name))
+        layer_input: Tensor = self.by_name.pop(first)
         if not isinstance(layer_input, Tensor):
             raise UnsupportedModelError(
                 f"The forward of {type(layer).__name__} takes hidden states as *{first}, without a "
@@ -113,7 +115,7 @@ class Arguments:
         self.token_shape = (
             layer_input.shape[-1:]
             if layer_input.dim() < 4
-            else _token_shape(layer_input, self.named.get("position_ids"))
+            else _token_shape(layer_input, self.by_name.get("position_ids"))
         )
         self.folds = len(self.token_shape) > 1  # M residual streams are folded into h: M * h
         self.hidden_states = (
@@ -127,18 +129,20 @@ class Arguments:
         self.differentiable: list[Differentiable] = []
         # Mappings that the layer reads and writes. Entries added to a chunk's copy are outputs.
         self.mappings: dict[str, Any] = {}
-        self.seen: Seen = []
+        self.versions: Versions = []
         kinds: list[tuple[str, Any]] = []
-        for name, value in self.named.items():
+        for name, value in self.by_name.items():
             if isinstance(value, Tensor):
-                value = self.named[name] = self._detach(name, value)
+                value = self.by_name[name] = self._detach(name, value)
             elif type(value) is tuple and set(map(type, value)) == {Tensor}:  # cosines and sines
-                value = self.named[name] = tuple(map(functools.partial(self._detach, name), value))
+                value = self.by_name[name] = tuple(
+                    map(functools.partial(self._detach, name), value)
+                )
             elif isinstance(value, tuple | list):
-                value = self.named[name] = rebuilt(value, functools.partial(self._detach, name))
+                value = self.by_name[name] = rebuilt(value, functools.partial(self._detach, name))
             elif value is not None and isinstance(value, Mapping):
                 self.mappings[name] = value
-                value = self.named[name] = rebuilt(value, functools.partial(self._detach, name))
+                value = self.by_name[name] = rebuilt(value, functools.partial(self._detach, name))
             tensor = self.differentiable[value.number].tensor if isinstance(value, Slot) else value
             if isinstance(tensor, Tensor):
                 kinds.append((name, (tensor.dim(), tensor.dtype)))
@@ -159,7 +163,7 @@ class Arguments:
         Args:
             documents: the documents of packed rows.
         """
-        self.named.update(documents.arguments)
+        self.by_name.update(documents.arguments)
         self.kind |= {("told", tuple(documents.arguments))}
         self._documents, self.tells = documents, True
 
@@ -188,7 +192,7 @@ class Arguments:
         `cu_seq_lens_q`), else None. `Packing` reads the documents, so that states start anew with
         each of them. Reads the boundaries, which synchronizes with the device."""
         if self._documents is None:
-            ids, ends = self.named.get(DOCUMENT_IDS), self.named.get(DOCUMENT_ENDS)
+            ids, ends = self.by_name.get(DOCUMENT_IDS), self.by_name.get(DOCUMENT_ENDS)
             self._documents = None if ids is None and ends is None else Documents(ids, ends)
         return self._documents
 
@@ -196,7 +200,7 @@ class Arguments:
         if not torch.is_grad_enabled():
             return tensor
         if not tensor.is_inference():
-            self.seen.append((name, tensor, tensor._version))
+            self.versions.append((name, tensor, tensor._version))
         if not tensor.requires_grad or name == "attention_mask":
             return tensor  # the reader of a mask refuses one with a gradient
         self.inputs.append(tensor)
@@ -236,11 +240,11 @@ class Arguments:
             return tensor
         if tensor.shape[dim] != self.length:
             self._check_length(name, tensor)
-        cut = chunk.part(tensor, dim)
+        part = chunk.part(tensor, dim)
         # With too few keys, later keys are picked and masked: any existing key can replace them.
-        return cut.clamp(max=chunk.stop - 1) if name == PICKED else cut
+        return part.clamp(max=chunk.stop - 1) if name == PICKED else part
 
-    def cut(self, chunk: Chunk, leaves: list[Tensor] | None = None) -> dict[str, Any]:
+    def slice_chunk(self, chunk: Chunk, leaves: list[Tensor] | None = None) -> dict[str, Any]:
         """Return the arguments of the layer's own forward for one chunk, by name. Tensors with a
         dimension of tokens [..., T, ...] are sliced to [..., C, ...].
 
@@ -257,35 +261,35 @@ class Arguments:
                 leaves = self.leaves(chunk, [False] * len(self.differentiable))
             else:
                 leaves = []
-        named = self._parts.get(chunk)
-        if named is None:
-            named = self._parts[chunk] = {}
-            for name, value in self.named.items():
+        chunk_arguments = self._parts.get(chunk)
+        if chunk_arguments is None:
+            chunk_arguments = self._parts[chunk] = {}
+            for name, value in self.by_name.items():
                 if isinstance(value, Tensor):
-                    named[name] = self._part(chunk, leaves, name, value)
+                    chunk_arguments[name] = self._part(chunk, leaves, name, value)
                 elif type(value) is tuple and set(map(type, value)) == {Tensor}:
-                    named[name] = tuple(
+                    chunk_arguments[name] = tuple(
                         map(functools.partial(self._part, chunk, leaves, name), value)
                     )
                 elif isinstance(value, tuple):
                     if _is_constant(value):
-                        named[name] = rebuilt(
+                        chunk_arguments[name] = rebuilt(
                             value, functools.partial(self._part, chunk, leaves, name)
                         )
                 elif not isinstance(value, Slot | list | Mapping):
-                    named[name] = value
-        named = dict(named)
-        if len(named) < len(self.named):
-            for name in self.named.keys() - named.keys():
-                named[name] = rebuilt(
-                    self.named[name], functools.partial(self._part, chunk, leaves, name)
+                    chunk_arguments[name] = value
+        chunk_arguments = dict(chunk_arguments)
+        if len(chunk_arguments) < len(self.by_name):
+            for name in self.by_name.keys() - chunk_arguments.keys():
+                chunk_arguments[name] = rebuilt(
+                    self.by_name[name], functools.partial(self._part, chunk, leaves, name)
                 )
         if self.position_cache:
-            named[self.position_cache] = ChunkCache(chunk.start)
-        return named
+            chunk_arguments[self.position_cache] = ChunkCache(chunk.start)
+        return chunk_arguments
 
     @contextlib.contextmanager
-    def replaced(
+    def replace(
         self, changes: dict[str, Any], packed_rows: PackedRows | None = None
     ) -> Iterator[None]:
         """Context manager in which some arguments, and the documents of packed rows, are replaced,
@@ -295,13 +299,13 @@ class Arguments:
             changes: new values by argument name.
             packed_rows: the documents; None: each row is one document.
         """
-        previous = self.named, self._parts, self._documents, self.packed_rows
-        self.named, self._parts, self._documents = {**self.named, **changes}, {}, None
+        previous = self.by_name, self._parts, self._documents, self.packed_rows
+        self.by_name, self._parts, self._documents = {**self.by_name, **changes}, {}, None
         self.packed_rows = packed_rows
         try:
             yield
         finally:
-            self.named, self._parts, self._documents, self.packed_rows = previous
+            self.by_name, self._parts, self._documents, self.packed_rows = previous
 
     def _check_length(self, name: str, tensor: Tensor) -> None:
         dim = TOKEN_DIMS.get(name)

@@ -3,7 +3,7 @@ the layer for running on a chunk, and runs the layer's own forward on one chunk 
 over chunks are in `function.py`.
 
 `LayerCall` also contains the values that pass from chunk to chunk (`carried`) and the tensors saved
-for backward (`kept`). See `layer/__init__.py`. The functions of this file join the chunks' outputs
+for backward (`saved`). See `layer/__init__.py`. The functions of this file join the chunks' outputs
 to those of the full sequence, and return them in the form of the layer's own result.
 
 A decoder layer has three kinds of outputs beside its hidden states. Transformers' forward hooks
@@ -41,7 +41,7 @@ from streambp.attention.prefix import (
     Stage,
 )
 from streambp.chunks import Chunk, ChunkPlan, merged, plan_chunks
-from streambp.distributed.engines import engine_hooks, engine_hooks_silenced, held
+from streambp.distributed.engines import engine_hooks, engine_hooks_silenced, engine_ownership
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.snapshots import ForwardSnapshot, LayerSnapshot
 from streambp.foreign import compiled_inside
@@ -156,7 +156,7 @@ def collect(
 Whole = dict[OutputSlot | None, Tensor]
 
 
-def put(outputs: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
+def write_chunk(outputs: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
     """Copy a chunk's outputs into the outputs of the full sequence, and return `output`. An output
     that does not have the chunk's length, but all `length` positions, is stored without a copy.
 
@@ -167,22 +167,22 @@ def put(outputs: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> Chunk
         chunk: the chunk's range of positions.
         length: T.
     """
-    for place, part in ((None, output.hidden_states), *output.extras.items()):
-        dim = -2 if place is None else place.dim
+    for slot, part in ((None, output.hidden_states), *output.extras.items()):
+        dim = -2 if slot is None else slot.dim
         if part.shape[dim] == length:
-            outputs[place] = part
+            outputs[slot] = part
             continue
-        if place not in outputs:
+        if slot not in outputs:
             shape = list(part.shape)
             shape[dim] = length
-            outputs[place] = part.new_empty(shape)
-        if part.shape[-1] > outputs[place].shape[-1] and not part.is_floating_point():
+            outputs[slot] = part.new_empty(shape)
+        if part.shape[-1] > outputs[slot].shape[-1] and not part.is_floating_point():
             # Keys picked by each query. Early chunks have fewer keys and pick all; padding repeats
             # key 0.
-            outputs[place] = torch.nn.functional.pad(
-                outputs[place], (0, part.shape[-1] - outputs[place].shape[-1])
+            outputs[slot] = torch.nn.functional.pad(
+                outputs[slot], (0, part.shape[-1] - outputs[slot].shape[-1])
             )
-        chunk.part(outputs[place], dim).copy_(part)
+        chunk.part(outputs[slot], dim).copy_(part)
     return output
 
 
@@ -201,14 +201,14 @@ def deliver(extras: dict[OutputSlot, Tensor], mappings: Mapping[str, Any]) -> No
     """
     collector = output_capturing._active_collector.get()
     entries: dict[tuple[str, str], list[Tensor]] = {}
-    for place, tensor in extras.items():
-        if place.name == RETURNED:
+    for slot, tensor in extras.items():
+        if slot.name == RETURNED:
             continue
-        if place.key is None:
+        if slot.key is None:
             assert collector is not None
-            collector[place.name].append(tensor.flatten(0, 1) if place.flat else tensor)
+            collector[slot.name].append(tensor.flatten(0, 1) if slot.flat else tensor)
         else:
-            entries.setdefault((place.name, place.key), []).append(tensor)
+            entries.setdefault((slot.name, slot.key), []).append(tensor)
     for (name, key), parts in entries.items():
         mappings[name][key] = tuple(parts)
 
@@ -307,27 +307,27 @@ class BackwardState:
         gradients_of_a_parameter: number of terms in the sum of each parameter's gradient: one for
             each chunk.
         parameters: the layer's parameters at the start of the call.
-        wanted: pair, set by the autograd Function's forward: True if hidden_states need a gradient,
-            and a list with the same flag for each argument that requires a gradient.
-        seen: snapshot of the layer at the end of forward. [Note: fingerprint]
+        needs_grad: pair, set by the autograd Function's forward: True if hidden_states need a
+            gradient, and a list with the same flag for each argument that requires a gradient.
+        forward_snapshot: snapshot of the layer at the end of forward. [Note: fingerprint]
         witness: compares recomputed values with those of forward; None: no comparison. [Note:
             witness]
         send_gradients: moves gradients of weights that are stored on the host; None: weights are on
             the device.
         factors: cached LoRA matrices in the compute dtype, by Linear. [Note: adapters]
-        situation: the last arguments and the last result of `LayerCall.situation`, as a cache;
+        skip_key: the last arguments and the last result of `LayerCall.skip_key`, as a cache;
             None: empty.
     """
 
     training: bool
     gradients_of_a_parameter: int
     parameters: Parameters = dataclasses.field(init=False)
-    wanted: tuple[bool, list[bool]] = dataclasses.field(init=False)
-    seen: ForwardSnapshot | None = None
+    needs_grad: tuple[bool, list[bool]] = dataclasses.field(init=False)
+    forward_snapshot: ForwardSnapshot | None = None
     witness: Witness | None = None
     send_gradients: Leave | None = None
     factors: dict[str, Factors] = dataclasses.field(default_factory=dict)
-    situation: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+    skip_key: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
 
 
 class LayerCall:
@@ -343,9 +343,9 @@ class LayerCall:
         parts: facts about the layer's modules.
         packing: the documents of packed rows.
         autocast: the autocast state at the start of the call.
-        look: snapshot of the layer's modules, attributes and hooks at the start of the call.
+        snapshot: snapshot of the layer's modules, attributes and hooks at the start of the call.
         carried: keys, values and recurrent states that pass from chunk to chunk.
-        kept: tensors saved for backward.
+        saved: tensors saved for backward.
         attempt: runs a function and returns its result. After running out of memory it frees saved
             tensors and retries once, if `saves="auto"` chose them (`oom.py`).
         form: the form of the layer's result: a tensor or a tuple, and which other outputs exist.
@@ -374,30 +374,30 @@ class LayerCall:
             Packing(layer_state, arguments) if layer_state.kind.states.carries else ONE_DOCUMENT
         )
         self.autocast = Autocast.capture(self.device)
-        self.look: LayerSnapshot
+        self.snapshot: LayerSnapshot
         self.carried = self._carry()
         if self.carried.layout.barriers or layer_state.kind.states.carries:
-            self._move_ends(arguments, layer_state.kind.states.least)
-        self.kept = self._keep()
+            self._move_ends(arguments, layer_state.kind.states.min_tokens)
+        self.saved = self._keep()
         self.attempt = RUN_ONCE
         if layer_state.saves_policy is not None and layer_state.repeats:
             self.attempt = functools.partial(
                 with_memory,
                 device=self.device,
-                let_go=functools.partial(layer_state.saves_policy.let_go, self.kept),
-                check_room=functools.partial(layer_state.saves_policy.check_room, self.kept),
+                drop_saves=functools.partial(layer_state.saves_policy.drop_saves, self.saved),
+                check_room=functools.partial(layer_state.saves_policy.check_room, self.saved),
             )
         collector = output_capturing._active_collector.get()
         self.form = ResultForm(recorded_keys(collector) if collector else ())
         self.backward = BackwardState(layer_state.layer.training, len(self.plan.ends))
 
-    def _move_ends(self, arguments: Arguments, least: int) -> None:
+    def _move_ends(self, arguments: Arguments, min_tokens: int) -> None:
         """Move chunk ends to positions where the layer can be split. If a chunk becomes longer than
         requested, store the reason in `why_longer`. [Note: chunk ends]
 
         Args:
             arguments: the layer's arguments, which may forbid positions.
-            least: minimum length of a chunk in tokens.
+            min_tokens: minimum length of a chunk in tokens.
         """
         barriers = self.carried.layout.barriers
         if barriers:
@@ -406,9 +406,9 @@ class LayerCall:
         if documents:
             self._cut(self.plan.avoiding(merged((*barriers, *documents))), LONG_DOCUMENTS)
         if arguments.forks:
-            self._cut(self.plan.forked(arguments.forks, least), LONG_FORKS)
-        elif least > 1:
-            self._cut(self.plan.with_least(least), LONG_STATES.format(least))
+            self._cut(self.plan.forked(arguments.forks, min_tokens), LONG_FORKS)
+        elif min_tokens > 1:
+            self._cut(self.plan.with_least(min_tokens), LONG_STATES.format(min_tokens))
 
     def _cut(self, plan: ChunkPlan, why: str) -> None:
         if plan.longest > max(plan.size, self.plan.longest):
@@ -419,7 +419,7 @@ class LayerCall:
 
     def _carry(self) -> Carried:
         attention = self.layer_state.kind.attention
-        layout = attention.layout(self.arguments.named, self.hidden_states)
+        layout = attention.layout(self.arguments.by_name, self.hidden_states)
         return Carried(
             layout,
             Prefix(layout.spans, self.plan.length, self.layer_state.config.attention),
@@ -435,7 +435,7 @@ class LayerCall:
         """Limit the device memory of keys, values and their gradients to the `gpu_memory` setting,
         and store tensors above the limit on the host. Does nothing for a layer whose keys cannot be
         split into one tensor for each chunk."""
-        saved = self.kept.store if self.kept.moves_kv else None
+        saved = self.saved.store if self.saved.moves_kv else None
         assert not isinstance(saved, InMemory)  # offloaded keys are in a host store
         if self.carried.in_tiles:
             scratch = functools.partial(offloader.scratch, self.device)
@@ -455,10 +455,10 @@ class LayerCall:
         # usable states.
         first = min(tokens, self.plan.longest)
         stop = min(2 * first, length)
-        pieces = (Chunk(0, 0, first), Chunk(1, first, stop))
-        return pieces if stop - first >= LEAST_TOKENS else pieces[:1]
+        chunks = (Chunk(0, 0, first), Chunk(1, first, stop))
+        return chunks if stop - first >= LEAST_TOKENS else chunks[:1]
 
-    def situation(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
+    def skip_key(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
         """Return the key of `LayerTests.unread`, the dict that stores which Linears' outputs
         backward can skip. A test run finds these Linears once for all calls with the same key: the
         same form of arguments, needed gradients, autocast state and tested lengths.
@@ -468,30 +468,30 @@ class LayerCall:
             needs_input: True if the input needs a gradient.
         """
         question = linears, needs_input, self.arguments.kind
-        cached = self.backward.situation
+        cached = self.backward.skip_key
         if cached is None or any(map(operator.is_not, question, cached[0])):
             stops = [chunk.stop for chunk in self.first_chunks(TRIAL_TOKENS)]
-            cached = self.backward.situation = (
+            cached = self.backward.skip_key = (
                 question,
                 (
                     self.arguments.kind,
                     tuple(linears),
                     needs_input,
-                    tuple(self.backward.wanted[1]),
+                    tuple(self.backward.needs_grad[1]),
                     self.autocast.states,
                     *stops,
                 ),
             )
         return cached[1]
 
-    def seeing(self, chunk: Chunk, in_backward: bool, half: str = "") -> See | None:
+    def seeing(self, chunk: Chunk, in_backward: bool, half_name: str = "") -> See | None:
         """Start recording this chunk's values in forward; in backward, start comparing recomputed
         values with the recorded ones. [Note: witness]
 
         Args:
             chunk: the chunk.
             in_backward: True in backward: compare.
-            half: name of the half, for a layer that is split at its attention; empty: the full
+            half_name: name of the half, for a layer that is split at its attention; empty: the full
                 layer.
 
         Returns:
@@ -501,7 +501,7 @@ class LayerCall:
         witness = self.backward.witness
         if witness is None:
             return None
-        witness.begin((half, chunk.index), chunk.stop == self.plan.length, in_backward)
+        witness.begin((half_name, chunk.index), chunk.stop == self.plan.length, in_backward)
         return witness.see if witness.last else None
 
     def inputs_seen(self) -> contextlib.AbstractContextManager[None]:
@@ -510,10 +510,12 @@ class LayerCall:
         because the skippable Linears are found in its backward. [Note: witness]"""
         witness = self.backward.witness
         linears = self.layer_state.linears
-        unread = self.layer_state.tests.unread.get(self.situation(linears, self.backward.wanted[0]))
+        unread = self.layer_state.tests.unread.get(
+            self.skip_key(linears, self.backward.needs_grad[0])
+        )
         if witness is None or unread is None or not unread.recompute:
             return NULL_CONTEXT
-        witness.left_out = unread.recompute.difference(self.kept.products.names)
+        witness.left_out = unread.recompute.difference(self.saved.products.names)
         return tapped(linears, witness.left_out, see=witness.see)
 
     @contextlib.contextmanager
@@ -557,7 +559,7 @@ class LayerCall:
         which otherwise computes them again. The matrices must be small beside the layer's input.
         Parameters must neither be gathered by ZeRO-3 or FSDP nor be stored on the host."""
         limit = self.hidden_states.nbytes // MIN_INPUT_TO_FACTORS
-        managed = self.layer_state.on_host or held(self.layer_state.layer).weights
+        managed = self.layer_state.on_host or engine_ownership(self.layer_state.layer).weights
         return not managed and bytes_of(self.backward.factors.values()) <= limit
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
@@ -572,14 +574,14 @@ class LayerCall:
             self.form.width = 0
             return result.flatten(-2) if self.arguments.folds else result, {}
         self.form.is_tuple = isinstance(result, tuple)
-        hidden_states, *others = result if self.form.is_tuple else (result,)
+        hidden_states, *extra_values = result if self.form.is_tuple else (result,)
         if isinstance(hidden_states, Tensor) and self.arguments.folds:
             hidden_states = hidden_states.flatten(-2)
         if self.layer_state.kind.attention.returns_weights and any(
-            x is not None and x.is_floating_point() for x in others
+            x is not None and x.is_floating_point() for x in extra_values
         ):
-            others = [None] * len(others)
-        tensors = {index: part for index, part in enumerate(others) if part is not None}
+            extra_values = [None] * len(extra_values)
+        tensors = {index: part for index, part in enumerate(extra_values) if part is not None}
         batch_shape = isinstance(hidden_states, Tensor) and hidden_states.shape[-3:-1]
         if not batch_shape or not all(
             isinstance(part, Tensor) and part.shape[:2] == batch_shape for part in tensors.values()
@@ -589,7 +591,7 @@ class LayerCall:
                 "[B, T, ...] beside them, which streambp does not support. Use gradient checkpointing "
                 "for this model."
             )
-        self.form.width = len(others)
+        self.form.width = len(extra_values)
         return hidden_states, tensors
 
     def wrap(self, hidden_states: Tensor, extras: dict[OutputSlot, Tensor]) -> Any:
@@ -601,9 +603,9 @@ class LayerCall:
             extras: the outputs beside hidden_states. Recorded tensors and tensors of dict arguments
                 among them are ignored.
         """
-        others = [extras.get(OutputSlot(RETURNED, index)) for index in range(self.form.width)]
+        extra_values = [extras.get(OutputSlot(RETURNED, index)) for index in range(self.form.width)]
         hidden_states = self.arguments.as_given(hidden_states)
-        return (hidden_states, *others) if self.form.is_tuple else hidden_states
+        return (hidden_states, *extra_values) if self.form.is_tuple else hidden_states
 
     def compute(
         self,
@@ -631,9 +633,9 @@ class LayerCall:
         """
         uses_own_prefix = prefix is None
         is_recomputation = stage is Stage.RECOMPUTE and uses_own_prefix
-        saved = self.kept.attended() if is_recomputation else None
+        saved = self.saved.attended() if is_recomputation else None
         picks = (
-            self.kept.picks()
+            self.saved.picks()
             if is_recomputation and self.layer_state.kind.attention.picks_keys
             else None
         )
@@ -653,14 +655,14 @@ class LayerCall:
         mask = PrefixChunkAttention(prefix, chunk, stage, saved, picks)
         witness = self.backward.witness
         if uses_own_prefix and witness is not None and witness.last and stage is not Stage.REFILL:
-            mask.see = witness.see if "attn_out" in self.kept.saves else None
+            mask.see = witness.see if "attn_out" in self.saved.saves else None
         return self.run(hidden_chunk, chunk, mask, leaves, states), mask.attended
 
     def run(
         self,
         hidden_chunk: Tensor,
         chunk: Chunk,
-        point: ChunkAttention,
+        chunk_attention: ChunkAttention,
         leaves: list[Tensor] | None = None,
         states: States | None = None,
     ) -> ChunkOutput | None:
@@ -671,22 +673,29 @@ class LayerCall:
         Args:
             hidden_chunk: [..., B, C, h].
             chunk: the chunk's range of positions.
-            point: computes attention in place of the layer's own function. The object is passed to
-                the layer as its attention mask, and so reaches streambp's attention function.
+            chunk_attention: computes attention in place of the layer's own function. The object is
+                passed to the layer as its attention mask, and so reaches streambp's attention
+                function.
             leaves: this chunk's differentiable arguments with gradients; None: no gradients.
             states: the recurrent states at the chunk's start; None: no cache is passed, as in the
                 unpatched model.
         """
         kind = self.layer_state.kind
-        named, read = kind.attention.hand(self.arguments.cut(chunk, leaves), point)
+        arguments, read = kind.attention.chunk_arguments(
+            self.arguments.slice_chunk(chunk, leaves), chunk_attention
+        )
         cache = None
         starting = NULL_CONTEXT
         shared = self.arguments.mappings
         if self.packing is not ONE_DOCUMENT:
-            named, cache = kind.states.hand(named, chunk, states, read)
-            named, starting = self.packing.entered(named, chunk, cache)
-        earlier_mappings = {name: dict(named[name]) for name in shared} if shared else {}
-        picks = picking(self.parts.indexers, point) if kind.attention.picks_keys else NULL_CONTEXT
+            arguments, cache = kind.states.chunk_arguments(arguments, chunk, states, read)
+            arguments, starting = self.packing.entered(arguments, chunk, cache)
+        earlier_mappings = {name: dict(arguments[name]) for name in shared} if shared else {}
+        picks = (
+            picking(self.parts.indexers, chunk_attention)
+            if kind.attention.picks_keys
+            else NULL_CONTEXT
+        )
         if self.layer_state.choices is None:
             choosing = NULL_CONTEXT
         else:
@@ -704,11 +713,11 @@ class LayerCall:
             choosing,
         ):
             try:
-                result = self.parts.forward(hidden_chunk, **named)
+                result = self.parts.forward(hidden_chunk, **arguments)
             except RefillDone:
-                point.finish()
+                chunk_attention.finish()
                 return None
-        point.finish()
+        chunk_attention.finish()
         result = kind.states.collect(result, cache) if kind.states.carries else result
         hidden_states, return_values = self.unwrap(result)
         if return_values or earlier_mappings or self.form.collected:
@@ -716,13 +725,13 @@ class LayerCall:
                 hidden_states,
                 return_values,
                 self.form.collected,
-                {name: (earlier_mappings[name], named[name]) for name in earlier_mappings},
+                {name: (earlier_mappings[name], arguments[name]) for name in earlier_mappings},
             )
         else:
             output = ChunkOutput(hidden_states, {})
         for tensors in self.form.collected.values():
             tensors.clear()
-        output.states = {} if cache is None else cache.after
+        output.states = {} if cache is None else cache.end_states
         return output
 
 

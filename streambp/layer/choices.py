@@ -4,7 +4,8 @@
 streamed or not. That token's output then differs completely, although streaming is exact. Runs with
 different roundings are therefore compared with the same choices: the first run of each token
 records its choices, and later runs replay them. The scores behind the choices must agree as well
-(`far`), so that a layer with different choices for another reason than rounding is found.
+(`squared_distances`), so that a layer with different choices for another reason than rounding is
+found.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class ReplayedChoices(TorchFunctionMode):
     [Note: choices]
 
     Attributes:
-        far: dict from a chunk's start position to a tensor [B, C]: the squared distance of each
-            token's router scores from those of the first run, relative to the scores' spread.
+        squared_distances: dict from a chunk's start position to a tensor [B, C]: the squared
+            distance of each token's router scores from those of the first run, relative to the
+            scores' spread.
         differing: the number of tokens whose own choice in the latest run differed from the
             replayed one.
     """
@@ -43,7 +45,7 @@ class ReplayedChoices(TorchFunctionMode):
             Any, list[tuple[Any, ...]]
         ] = {}  # by call: (chunk stop, scores, choices)
         self._calls: Counter[Any] = Counter()
-        self.far: dict[int, Tensor] = {}
+        self.squared_distances: dict[int, Tensor] = {}
         self.differing = 0
 
     @contextlib.contextmanager
@@ -55,7 +57,7 @@ class ReplayedChoices(TorchFunctionMode):
             rows: batch size.
         """
         if chunk.start == 0:
-            self.far, self.differing = {}, 0
+            self.squared_distances, self.differing = {}, 0
         self._chunk, self._tokens, self._calls = chunk, (rows, chunk.stop - chunk.start), Counter()
         with self:
             yield
@@ -71,24 +73,37 @@ class ReplayedChoices(TorchFunctionMode):
         """
         copied = ReplayedChoices()
         for call, records in self._recorded_choices.items():
-            scores, chosen = (
+            scores, choices = (
                 change(torch.cat([of_chunk[index] for of_chunk in records], 1)) for index in (1, 2)
             )
-            copied._recorded_choices[call] = [(scores.shape[1], scores, chosen)]
+            copied._recorded_choices[call] = [(scores.shape[1], scores, choices)]
         return copied
 
     def furthest(self) -> float:
         """Return the largest relative distance, over all tokens, of a token's router scores from
         those of the first run; 0 if no choice was replayed. A test fails if the distance is larger
         than roundings explain."""
-        return max((float(far.max()) for far in self.far.values()), default=0.0) ** 0.5
+        return (
+            max(
+                (float(distances.max()) for distances in self.squared_distances.values()),
+                default=0.0,
+            )
+            ** 0.5
+        )
 
     def typical(self) -> float:
         """Return the root mean square, over all tokens, of the relative distance of router scores
         from those of the first run; 0 if no choice was replayed. A test in half precision fails if
         the result is larger than roundings explain."""
-        if self.far:
-            return float(torch.cat([far.flatten() for far in self.far.values()]).mean()) ** 0.5
+        if self.squared_distances:
+            return (
+                float(
+                    torch.cat(
+                        [distances.flatten() for distances in self.squared_distances.values()]
+                    ).mean()
+                )
+                ** 0.5
+            )
         return 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,41 +117,44 @@ class ReplayedChoices(TorchFunctionMode):
         ):
             return result
         scores: Tensor = args[0]
-        chosen: Tensor = result if isinstance(result, Tensor) else result[1]
+        choices: Tensor = result if isinstance(result, Tensor) else result[1]
         dim = args[CHOOSING[name]] if len(args) > CHOOSING[name] else (kwargs or {}).get("dim", -1)
         flat = scores.shape[:1] == (math.prod(self._tokens),) and scores.shape[:2] != self._tokens
-        one_each = chosen.shape[: scores.dim() - 1] == scores.shape[:-1] and (
+        one_each = choices.shape[: scores.dim() - 1] == scores.shape[:-1] and (
             flat or scores.shape[:2] == self._tokens
         )
         if (
-            chosen.is_floating_point()
+            choices.is_floating_point()
             or dim not in (-1, scores.dim() - 1)
             or not one_each
             or scores.shape[-1] == 1
         ):
             return result
         # [B, C, ...] each
-        router_scores, chosen_now = (
-            x.detach().unflatten(0, self._tokens) if flat else x.detach() for x in (scores, chosen)
+        router_scores, new_choices = (
+            x.detach().unflatten(0, self._tokens) if flat else x.detach() for x in (scores, choices)
         )
         kind = name, router_scores.dim(), router_scores.shape[-1]
         call = *kind, self._calls[kind]
         records = self._recorded_choices.get(call, [])
         self._calls[kind] += 1
         if self._chunk.start == (records[-1][0] if records else 0):
-            self._recorded_choices[call] = [*records, (self._chunk.stop, router_scores, chosen_now)]
+            self._recorded_choices[call] = [
+                *records,
+                (self._chunk.stop, router_scores, new_choices),
+            ]
             return result
         if not records:  # the first chunk has fewer choices: it starts without a state
             return result
         positions = slice(self._chunk.start, self._chunk.stop)
-        first_scores, chosen_then = (
+        first_scores, first_choices = (
             torch.cat([of_chunk[index] for of_chunk in records], 1)[:, positions]
             for index in (1, 2)
         )
-        if first_scores.shape != router_scores.shape or chosen_then.shape != chosen_now.shape:
+        if first_scores.shape != router_scores.shape or first_choices.shape != new_choices.shape:
             return result
-        self._note(first_scores, router_scores, chosen_then, chosen_now, name == "topk")
-        handed = chosen_then.reshape(chosen.shape)
+        self._note(first_scores, router_scores, first_choices, new_choices, name == "topk")
+        handed = first_choices.reshape(choices.shape)
         if isinstance(result, Tensor):
             return handed
         if handed.dim() == scores.dim():
@@ -147,18 +165,18 @@ class ReplayedChoices(TorchFunctionMode):
         self,
         first_scores: Tensor,
         scores: Tensor,
-        chosen_then: Tensor,
-        chosen_now: Tensor,
+        first_choices: Tensor,
+        new_choices: Tensor,
         in_any_order: bool,
     ) -> None:
-        """Add to `far` and `differing` how this run's scores and choices differ from the first
-        run's. Called for each router call that replays choices.
+        """Add to `squared_distances` and `differing` how this run's scores and choices differ from
+        the first run's. Called for each router call that replays choices.
 
         Args:
             first_scores: scores of the first run, [B, C, ..., n].
             scores: scores of this run, [B, C, ..., n].
-            chosen_then: choices of the first run, [B, C, ...].
-            chosen_now: choices of this run, [B, C, ...].
+            first_choices: choices of the first run, [B, C, ...].
+            new_choices: choices of this run, [B, C, ...].
             in_any_order: True: the order of a token's choices does not matter, as for the indices
                 of topk.
         """
@@ -173,7 +191,9 @@ class ReplayedChoices(TorchFunctionMode):
         ).mean()  # scores may be nearly all alike
         off = (first_scores - scores).square().sum(-1) / (spread + rounding).clamp(min=1e-300)
         start = self._chunk.start
-        self.far[start] = self.far[start] + off if start in self.far else off
-        chosen = (x.reshape(*x.shape[:2], -1) for x in (chosen_then, chosen_now))
-        first_choice, this_choice = (x.sort(-1).values if in_any_order else x for x in chosen)
-        self.differing += int((first_choice != this_choice).any(-1).sum())
+        self.squared_distances[start] = (
+            self.squared_distances[start] + off if start in self.squared_distances else off
+        )
+        both_choices = (x.reshape(*x.shape[:2], -1) for x in (first_choices, new_choices))
+        first_choice, new_choice = (x.sort(-1).values if in_any_order else x for x in both_choices)
+        self.differing += int((first_choice != new_choice).any(-1).sum())

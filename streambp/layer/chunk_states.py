@@ -7,9 +7,9 @@
 A chunk gets both through arguments of the layer's own forward; the layer's carriers define the
 arguments. [Note: carriers]
 
-Several chunks may continue one chunk in a tree of rows, which `ChunkPlan.before` names. The one
-chunk's end states stay until the last of the later chunks has started. Backward sums the gradients
-of these end states in promote_types(dtype, float32), and rounds once when the chunk is
+Several chunks may continue one chunk in a tree of rows, which `ChunkPlan.predecessors` names. The
+one chunk's end states stay until the last of the later chunks has started. Backward sums the
+gradients of these end states in promote_types(dtype, float32), and rounds once when the chunk is
 differentiated.
 """
 
@@ -57,7 +57,7 @@ class Carried:
         """
         if not self.states:
             return {}
-        predecessor = plan.before[chunk.index]
+        predecessor = plan.predecessors[chunk.index]
         states = {} if predecessor is None else self.states[predecessor]
         for index in [index for index in self.states if plan.behind[index][1] <= chunk.index]:
             del self.states[index]
@@ -75,7 +75,7 @@ class Carried:
             chunk: the chunk.
             grads: gradients of the chunk's start states.
         """
-        predecessor = plan.before[chunk.index] if grads else None
+        predecessor = plan.predecessors[chunk.index] if grads else None
         if predecessor is None:
             return
         summed = self.upstream.setdefault(predecessor, {})

@@ -105,7 +105,7 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
         for name, module in linears.items()
     ]
     try:
-        with flow, torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+        with flow, torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             results = run()
     finally:
         for handle in handles:

@@ -75,16 +75,16 @@ class FactoredWeight(Tensor):
 
     Attributes:
         folded: the sum, [E, n, m], without a graph.
-        left: [E, n, r], all adapters beside each other.
-        right: [E, r, m], all adapters below each other.
+        left_factor: [E, n, r], all adapters beside each other.
+        right_factor: [E, r, m], all adapters below each other.
         scales: rank and scale of each adapter.
         tell: gets the name of an operation for which the sum's gradient has to be made.
         needs_graph: True if operations on the weight must give gradients to the factors.
     """
 
     folded: Tensor
-    left: Tensor
-    right: Tensor
+    left_factor: Tensor
+    right_factor: Tensor
     scales: list[tuple[int, float]]
     tell: Callable[[str], None]
     needs_graph: bool
@@ -94,8 +94,8 @@ class FactoredWeight(Tensor):
     @staticmethod
     def of(
         folded: Tensor,
-        left: Tensor,
-        right: Tensor,
+        left_factor: Tensor,
+        right_factor: Tensor,
         scales: list[tuple[int, float]],
         tell: Callable[[str], None],
     ) -> FactoredWeight:
@@ -109,37 +109,39 @@ class FactoredWeight(Tensor):
             device=folded.device,
         )
         weight.folded = folded
-        weight.left = left
-        weight.right = right
+        weight.left_factor = left_factor
+        weight.right_factor = right_factor
         weight.scales = scales
         weight.tell = tell
-        weight.needs_graph = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
+        weight.needs_graph = torch.is_grad_enabled() and (
+            left_factor.requires_grad or right_factor.requires_grad
+        )
         weight._experts = None
         weight._plain = None
         return weight  # type: ignore[no-any-return]
 
-    def part(self, folded: Tensor, left: Tensor, right: Tensor) -> FactoredWeight:
+    def part(self, folded: Tensor, left_factor: Tensor, right_factor: Tensor) -> FactoredWeight:
         """Return a weight [..., n, m] of other tensors with the same scales."""
-        return FactoredWeight.of(folded, left, right, self.scales, self.tell)
+        return FactoredWeight.of(folded, left_factor, right_factor, self.scales, self.tell)
 
     def plain(self) -> Tensor:
         """Return the weight as a plain tensor, [E, n, m] or [n, m], with a graph."""
         if self._plain is None:
             product = Product(self.folded, self.scales, torch.matmul, torch.matmul)
-            self._plain = Unfactored.apply(product, self.left, self.right)  # type: ignore[no-untyped-call]
+            self._plain = Unfactored.apply(product, self.left_factor, self.right_factor)  # type: ignore[no-untyped-call]
         return self._plain  # type: ignore[return-value]
 
     def expert(self, index: int) -> FactoredWeight:
         """Return the weight [n, m] of one expert. The factors are split once for all experts,
         because the backward of an index writes a gradient of all experts."""
         if self._experts is None:
-            self._experts = (self.left.unbind(0), self.right.unbind(0))
-        lefts, rights = self._experts
-        return self.part(self.folded[index], lefts[index], rights[index])
+            self._experts = (self.left_factor.unbind(0), self.right_factor.unbind(0))
+        left_factors, right_factors = self._experts
+        return self.part(self.folded[index], left_factors[index], right_factors[index])
 
     def transposed(self) -> FactoredWeight:
         """Return the weight with its last two dimensions swapped."""
-        return self.part(self.folded.mT, self.right.mT, self.left.mT)
+        return self.part(self.folded.mT, self.right_factor.mT, self.left_factor.mT)
 
     @classmethod
     def __torch_function__(
@@ -197,15 +199,15 @@ class Product:
     weight_first: bool = False
     pads: bool = False
 
-    def scaled(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    def scaled(self, left_factor: Tensor, right_factor: Tensor) -> tuple[Tensor, Tensor]:
         """Return gradients of the factors, [..., n, r] and [..., r, m], multiplied in place by the
         scales."""
         start = 0
         for rank, scale in self.scales:
-            left.narrow(-1, start, rank).mul_(scale)
-            right.narrow(-2, start, rank).mul_(scale)
+            left_factor.narrow(-1, start, rank).mul_(scale)
+            right_factor.narrow(-2, start, rank).mul_(scale)
             start += rank
-        return left, right
+        return left_factor, right_factor
 
 
 class ExpertProduct(torch.autograd.Function):
@@ -213,10 +215,12 @@ class ExpertProduct(torch.autograd.Function):
     Backward computes the gradients of x and of the factors."""
 
     @staticmethod
-    def forward(ctx: Any, product: Product, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, product: Product, x: Tensor, left_factor: Tensor, right_factor: Tensor
+    ) -> Tensor:
         """Return the product [..., n, out] of x [..., n, in] and the whole weight."""
         ctx.product = product
-        ctx.save_for_backward(x, left, right)
+        ctx.save_for_backward(x, left_factor, right_factor)
         with without_autocast(x.device.type):
             return product.multiply(x, product.folded)
 
@@ -227,8 +231,8 @@ class ExpertProduct(torch.autograd.Function):
         """Return the gradients of x [..., n, in] and of the factors from the product's gradient
         [..., n, out]."""
         product = ctx.product
-        x, left, right = ctx.saved_tensors
-        rank = left.shape[-1]
+        x, left_factor, right_factor = ctx.saved_tensors
+        rank = left_factor.shape[-1]
         of_x = of_left = of_right = None
         with without_autocast(x.device.type):
             if ctx.needs_input_grad[1]:
@@ -236,13 +240,13 @@ class ExpertProduct(torch.autograd.Function):
             if not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
                 return None, of_x, None, None
             if product.pads:
-                left, right = _padded(left, right)
+                left_factor, right_factor = _padded(left_factor, right_factor)
             if product.weight_first:
-                of_left = product.gather(grad, product.multiply(x, right).mT)
-                of_right = product.gather(product.multiply(grad, left.mT), x.mT)
+                of_left = product.gather(grad, product.multiply(x, right_factor).mT)
+                of_right = product.gather(product.multiply(grad, left_factor.mT), x.mT)
             else:
-                of_left = product.gather(x.mT, product.multiply(grad, right.mT))
-                of_right = product.gather(product.multiply(x, left).mT, grad)
+                of_left = product.gather(x.mT, product.multiply(grad, right_factor.mT))
+                of_right = product.gather(product.multiply(x, left_factor).mT, grad)
             of_left, of_right = of_left.narrow(-1, 0, rank), of_right.narrow(-2, 0, rank)
             return None, of_x, *product.scaled(of_left, of_right)
 
@@ -252,19 +256,19 @@ class Unfactored(torch.autograd.Function):
     factors."""
 
     @staticmethod
-    def forward(ctx: Any, product: Product, left: Tensor, right: Tensor) -> Tensor:
+    def forward(ctx: Any, product: Product, left_factor: Tensor, right_factor: Tensor) -> Tensor:
         """Return a view of the whole weight [..., n, m]."""
         ctx.product = product
-        ctx.save_for_backward(left, right)
+        ctx.save_for_backward(left_factor, right_factor)
         return product.folded.view_as(product.folded)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:  # type: ignore[override]
         """Return the gradients of the factors from the whole weight's gradient [..., n, m]."""
         product = ctx.product
-        left, right = ctx.saved_tensors
+        left_factor, right_factor = ctx.saved_tensors
         with without_autocast(grad.device.type):
-            return None, *product.scaled(grad @ right.mT, left.mT @ grad)
+            return None, *product.scaled(grad @ right_factor.mT, left_factor.mT @ grad)
 
 
 def _refuse_without_graph(values: tuple[Any, ...], func: Any) -> None:
@@ -329,7 +333,9 @@ def _indexed(weight: FactoredWeight, index: Any) -> Any:
     if index.dim() == 0:
         return weight.expert(int(index))
     if index.dim() == 1:
-        return weight.part(weight.folded[index], weight.left[index], weight.right[index])
+        return weight.part(
+            weight.folded[index], weight.left_factor[index], weight.right_factor[index]
+        )
     return NotImplemented
 
 
@@ -350,11 +356,16 @@ def _product(a: Any, b: Any) -> Any:
     dtype = autocast_dtype(x.device.type)
     if dtype is not None and torch.float64 not in (x.dtype, weight.dtype):
         x = x.to(dtype)
-        weight = weight.part(*(one.to(dtype) for one in (weight.folded, weight.left, weight.right)))
+        weight = weight.part(
+            *(
+                tensor.to(dtype)
+                for tensor in (weight.folded, weight.left_factor, weight.right_factor)
+            )
+        )
     multiply = _multiplied_first if weight_first else torch.matmul
     gather = torch.matmul if x.dim() == weight.dim() else _gathered
     product = Product(weight.folded, weight.scales, multiply, gather, weight_first)
-    return ExpertProduct.apply(product, x, weight.left, weight.right)  # type: ignore[no-untyped-call]
+    return ExpertProduct.apply(product, x, weight.left_factor, weight.right_factor)  # type: ignore[no-untyped-call]
 
 
 def _multiplied_first(x: Tensor, weight: Tensor) -> Tensor:
@@ -369,12 +380,12 @@ def _gathered(a: Tensor, b: Tensor) -> Tensor:
 
 def _grouped(func: Any, x: Any, weight: Any, kwargs: dict[str, Any]) -> Any:
     """Return the products of each expert's rows of x [n, in] with its weight."""
-    given = {name for name, value in kwargs.items() if value is not None}
-    if isinstance(x, FactoredWeight) or weight.dim() != 3 or given != {"offs"}:
+    passed_names = {name for name, value in kwargs.items() if value is not None}
+    if isinstance(x, FactoredWeight) or weight.dim() != 3 or passed_names != {"offs"}:
         return NotImplemented
     multiply = functools.partial(func, **kwargs)
     product = Product(weight.folded, weight.scales, multiply, multiply, pads=True)
-    return ExpertProduct.apply(product, x, weight.left, weight.right)  # type: ignore[no-untyped-call]
+    return ExpertProduct.apply(product, x, weight.left_factor, weight.right_factor)  # type: ignore[no-untyped-call]
 
 
 @dataclasses.dataclass(eq=False)
@@ -480,7 +491,7 @@ class PlainWeight:
         return self.source
 
     @contextlib.contextmanager
-    def replaced(self, value: Tensor) -> Iterator[None]:
+    def replace(self, value: Tensor) -> Iterator[None]:
         """Context manager in which the experts read `value` [E, n, m] as their weight."""
         attributes = vars(self.module)
         attributes[self.name] = value
@@ -513,14 +524,14 @@ class FactoredExperts:
 
     Attributes:
         reading: the parameter.
-        own: peft's forward, called with (module, x, ...).
+        peft_forward: peft's forward, called with (module, x, ...).
         folded: the sum of the weight and its adapters, [E, n, m]; None before the first call.
         sources: the stored weight and the adapters' matrices of which `folded` was made, and their
             version counters. A test of the layer puts other matrices in their places.
     """
 
     reading: ExpertReading
-    own: Callable[..., Any]
+    peft_forward: Callable[..., Any]
     folded: Tensor | None = None
     sources: tuple[tuple[Tensor, int | None], ...] = ()
 
@@ -531,7 +542,7 @@ class FactoredExperts:
         assert weight is not None
         self.reading.why_in_call = _why_not_in_call(module, weight)
         if self.reading.why_in_call is not None or kwargs.get("adapter_names"):
-            return self.own(module, x, *args, **kwargs)
+            return self.peft_forward(module, x, *args, **kwargs)
         adapters = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
         sources = [weight.source]
         for adapter in adapters:
@@ -539,18 +550,22 @@ class FactoredExperts:
                 sources.append(table[adapter].weight)
         folded = self.folded if self._is_made_of(sources) else None
         base = weight.value() if folded is None else folded
-        with weight.replaced(base):  # factors are cast to the dtype of the weight that peft reads
+        with weight.replace(base):  # factors are cast to the dtype of the weight that peft reads
             factors = [module.get_delta_factors(adapter) for adapter in adapters]
             if folded is None:
                 with torch.no_grad():
                     folded = folded_weight(module, base, adapters)
                 self.folded = folded
                 self.sources = tuple((source, version_of(source)) for source in sources)
-        left = torch.cat([one[0] for one in factors], -1)
-        right = torch.cat([one[1] for one in factors], -2)
-        scales = [(one[0].shape[-1], float(one[2])) for one in factors]
+        left_factor = torch.cat([adapter_factors[0] for adapter_factors in factors], -1)
+        right_factor = torch.cat([adapter_factors[1] for adapter_factors in factors], -2)
+        scales = [
+            (adapter_factors[0].shape[-1], float(adapter_factors[2])) for adapter_factors in factors
+        ]
         del base  # the decoded weight of experts in 4 bits
-        with weight.replaced(FactoredWeight.of(folded, left, right, scales, self.reading.tell)):
+        with weight.replace(
+            FactoredWeight.of(folded, left_factor, right_factor, scales, self.reading.tell)
+        ):
             return module.base_layer(x, *args, **kwargs)
 
     def _is_made_of(self, sources: list[Tensor]) -> bool:
@@ -595,21 +610,21 @@ def folded_weight(module: Any, base: Tensor, adapters: list[str]) -> Tensor:
         adapters: names of the active adapters.
     """
     if len(adapters) == 1 and module.num_experts > 1:
-        left, right, scale = module.get_delta_factors(adapters[0])
+        left_factor, right_factor, scale = module.get_delta_factors(adapters[0])
         with without_autocast(base.device.type):
-            return torch.baddbmm(base, left, right, alpha=scale)
+            return torch.baddbmm(base, left_factor, right_factor, alpha=scale)
     delta = module.get_delta_weight(adapters[0])
     for adapter in adapters[1:]:
         delta = delta + module.get_delta_weight(adapter)
     return base + delta
 
 
-def _padded(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def _padded(left_factor: Tensor, right_factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return contiguous factors [E, n, r'] and [E, r', m] with rows of zeros up to the rank that
     grouped_mm reads. The product of left [E, n, r] and right [E, r, m] is unchanged."""
-    ranks = ROW_BYTES // left.element_size()
-    missing = -left.shape[-1] % ranks
-    if missing:
-        left = F.pad(left, (0, missing))
-        right = F.pad(right, (0, 0, 0, missing))
-    return left.contiguous(), right.contiguous()
+    ranks = ROW_BYTES // left_factor.element_size()
+    extra_ranks = -left_factor.shape[-1] % ranks
+    if extra_ranks:
+        left_factor = F.pad(left_factor, (0, extra_ranks))
+        right_factor = F.pad(right_factor, (0, 0, 0, extra_ranks))
+    return left_factor.contiguous(), right_factor.contiguous()

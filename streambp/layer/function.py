@@ -22,7 +22,7 @@ from streambp.distributed.engines import zeros_for_engines
 from streambp.fingerprint.hooks import watching
 from streambp.fingerprint.snapshots import versions_of
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import ChunkOutput, LayerCall, OutputSlot, Whole, put
+from streambp.layer.call import ChunkOutput, LayerCall, OutputSlot, Whole, write_chunk
 from streambp.layer.gradients import (
     NO_HOOKS,
     Counts,
@@ -31,12 +31,12 @@ from streambp.layer.gradients import (
     MarkGraphStart,
     begin_backward,
     counting,
-    mark,
     may_overwrite,
     recomputing,
     reference_counts,
     refuse_kept,
     refuse_other_leaves,
+    tag_reusable,
 )
 from streambp.layer.layer_state import CallReport, LayerState, remember
 from streambp.layer.oom import RUN_ONCE, explained
@@ -56,13 +56,13 @@ class Strategy:
             hidden_states of the full sequence, then the other outputs in the order of
             `call.form.extras`.
         backward: computes the gradients and adds them to a `BackwardPass`.
-        whole: runs a layer that cannot be split into chunks.
+        run_unchunked: runs a layer that cannot be split into chunks.
     """
 
     make: Callable[[LayerState, Arguments], Any]
     forward: Callable[[Any, bool], tuple[Tensor, ...]]
     backward: Callable[[Any, BackwardPass], None]
-    whole: Callable[[LayerState, Any, Any, CallReport], Any]
+    run_unchunked: Callable[[LayerState, Any, Any, CallReport], Any]
 
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
@@ -74,7 +74,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         keep: True: save the tensors that backward needs.
     """
     layer_state = call.layer_state
-    saved = call.kept
+    saved = call.saved
     carried = call.carried
     # Memory for the prefix of keys and values, and for the outputs.
     if saved.moves:
@@ -86,8 +86,8 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     # The saves are chosen before the first chunk; the witness records each chunk's output.
     if keep:
         saved.find_products()
-        if saved.watch is not None:
-            saved.watch.mark()
+        if saved.cost_recorder is not None:
+            saved.cost_recorder.record_chunk()
         call.backward.witness = layer_state.witness(call.hidden_states, call.autocast)
     seeing = call.inputs_seen() if keep else NULL_CONTEXT
     with torch.no_grad(), call.streaming(keeps_factors=keep), seeing:
@@ -122,7 +122,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     # End of forward: report the attention kernels; the prefix stays only if it holds saved keys and
     # values.
     if saved.graph is None:  # a kept graph is computed as in backward, which records no kernels
-        layer_state.last_call.kernels = carried.prefix.used
+        layer_state.last_call.kernels = carried.prefix.kernel_uses
     if keep:
         layer_state.last_call.sdpa = carried.prefix.sdpa
         saved.seal(carried.prefix.backward_bytes)
@@ -172,7 +172,7 @@ def _forward_chunk(
             `hidden_chunk`.
         is_retry: True if the chunk is computed a second time, after running out of memory.
     """
-    saved = call.kept
+    saved = call.saved
     witness = call.backward.witness
     if is_retry:
         saved.random[-1].restore()
@@ -182,13 +182,13 @@ def _forward_chunk(
     if saved.keeps_graph:
         with call.backward.parameters.shadowed() as shadows:
             graph = computed_with_graph(
-                call, hidden_chunk, chunk, call.backward.wanted, shadows, {}
+                call, hidden_chunk, chunk, call.backward.needs_grad, shadows, {}
             )
         saved.graph = graph
         if witness is not None:
             witness.see_output(original, graph.output.hidden_states)
-        extras = {place: part.detach() for place, part in graph.output.extras.items()}
-        return put(
+        extras = {slot: part.detach() for slot, part in graph.output.extras.items()}
+        return write_chunk(
             outputs,
             ChunkOutput(graph.output.hidden_states.detach(), extras),
             chunk,
@@ -199,7 +199,7 @@ def _forward_chunk(
     assert output is not None
     if witness is not None:
         witness.see_output(original, output.hidden_states)
-    return put(outputs, output, chunk, call.plan.length), attended
+    return write_chunk(outputs, output, chunk, call.plan.length), attended
 
 
 def outputs_of(call: LayerCall, outputs: Whole) -> tuple[Tensor, ...]:
@@ -212,8 +212,8 @@ def outputs_of(call: LayerCall, outputs: Whole) -> tuple[Tensor, ...]:
             are `OutputSlot`s.
     """
     result = outputs.pop(None)
-    call.form.extras = [place for place in outputs if place is not None]
-    return result, *(outputs[place] for place in call.form.extras)
+    call.form.extras = [slot for slot in outputs if slot is not None]
+    return result, *(outputs[slot] for slot in call.form.extras)
 
 
 class BackwardPass:
@@ -228,8 +228,8 @@ class BackwardPass:
 
     Attributes:
         needs_input: True if hidden_states need a gradient.
-        wanted: a flag per argument that requires a gradient: True if the gradient is needed in this
-            backward.
+        needs_arguments: a flag per argument that requires a gradient: True if the gradient is
+            needed in this backward.
         hidden_states: the buffer [..., B, T, h] for the gradient of hidden_states; None: no
             gradient is wanted. The buffer may be that of the incoming gradient: a chunk's part is
             overwritten after its last read.
@@ -245,12 +245,14 @@ class BackwardPass:
         of_extras: dict[OutputSlot, Tensor | None],
     ) -> None:
         self.of_output, self.of_extras = of_output, of_extras
-        self.needs_input, self.wanted = call.backward.wanted
+        self.needs_input, self.needs_arguments = call.backward.needs_grad
         self.hidden_states: Tensor | None = None
         self.sums = GradientSum(parameters, call.backward.gradients_of_a_parameter)
         self.shadows: list[Tensor] = []
         self._arguments = [
-            d for d, needs in zip(call.arguments.differentiable, self.wanted, strict=True) if needs
+            d
+            for d, needs in zip(call.arguments.differentiable, self.needs_arguments, strict=True)
+            if needs
         ]
         self._buffers = [
             None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments
@@ -277,7 +279,7 @@ class BackwardPass:
                 like, device=call.device, memory_format=torch.contiguous_format
             )
         )
-        self.hidden_states = mark(buffer)
+        self.hidden_states = tag_reusable(buffer)
 
     def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
         """Return two lists for one chunk's backward: the chunk's outputs that have a graph and an
@@ -289,32 +291,32 @@ class BackwardPass:
             chunk: the chunk's range of positions.
         """
         tensors, gradients = [], []
-        for place, grad in ((None, self.of_output), *self.of_extras.items()):
-            tensor = output.hidden_states if place is None else output.extras[place]
+        for slot, grad in ((None, self.of_output), *self.of_extras.items()):
+            tensor = output.hidden_states if slot is None else output.extras[slot]
             if grad is not None and tensor.requires_grad:
                 tensors.append(tensor)
-                dim = -2 if place is None else place.dim
+                dim = -2 if slot is None else slot.dim
                 gradients.append(chunk.part(grad, dim))
         return tensors, gradients
 
-    def add(self, chunk: Chunk, gradients: list[Tensor | None], again: bool = False) -> None:
+    def add(self, chunk: Chunk, gradients: list[Tensor | None], accumulate: bool = False) -> None:
         """Add the gradients of one chunk's inputs to those of the full sequence.
 
         Args:
             chunk: the chunk's range of positions.
             gradients: gradient of hidden_states [..., B, C, h] first, if needed, then of the
                 arguments.
-            again: True: add to this chunk's earlier gradient of hidden_states, because the layer is
-                differentiated in two halves. False: overwrite the buffer.
+            accumulate: True: add to this chunk's earlier gradient of hidden_states, because the
+                layer is differentiated in two halves. False: overwrite the buffer.
         """
         first, *gradients = gradients if self.needs_input else (None, *gradients)
-        if self.needs_input and self.sums.alone:
+        if self.needs_input and self.sums.is_single_chunk:
             self.hidden_states = first
         elif self.hidden_states is not None:
             part = chunk.part(self.hidden_states, -2)
             if first is not None:
-                part.add_(first) if again else part.copy_(first)
-            elif not again:
+                part.add_(first) if accumulate else part.copy_(first)
+            elif not accumulate:
                 part.zero_()
         summed: list[Tensor | None] = [None] * len(self._arguments)
         for index, (argument, gradient) in enumerate(zip(self._arguments, gradients, strict=True)):
@@ -330,7 +332,7 @@ class BackwardPass:
         """Return one gradient for each argument with requires_grad, in the argument's shape [...];
         None where no gradient is wanted."""
         if not self._arguments:
-            return [None] * len(self.wanted)
+            return [None] * len(self.needs_arguments)
         sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
         gradients = iter(
             [
@@ -338,7 +340,7 @@ class BackwardPass:
                 for buffer, total in zip(self._buffers, sums, strict=True)
             ]
         )
-        return [next(gradients) if needs else None for needs in self.wanted]
+        return [next(gradients) if needs else None for needs in self.needs_arguments]
 
 
 class StreamedLayer(torch.autograd.Function):
@@ -356,18 +358,18 @@ class StreamedLayer(torch.autograd.Function):
         call: LayerCall,
         parameters: Parameters,
         hidden_states: Tensor,
-        *rest: Tensor,
+        *graded_inputs: Tensor,
     ) -> Any:
         """Return hidden_states [..., B, T, h] of the layer, then its other outputs. Tensors for
-        backward are saved in `call.kept`.
+        backward are saved in `call.saved`.
 
         Args:
             strategy: functions that compute the layer's forward and backward.
             call: the call of the layer.
             parameters: the layer's trainable parameters.
             hidden_states: [..., B, T, h].
-            rest: the arguments with requires_grad, then the parameters, for autograd only. The
-                values are read from `call` and from the layer's modules.
+            graded_inputs: the arguments with requires_grad, then the parameters, for autograd only.
+                The values are read from `call` and from the layer's modules.
         """
         ctx.strategy = strategy
         ctx.call = call
@@ -377,14 +379,17 @@ class StreamedLayer(torch.autograd.Function):
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
         count = len(call.arguments.differentiable)
-        call.backward.wanted = ctx.needs_input_grad[3], list(ctx.needs_input_grad[4 : 4 + count])
-        versions = versions_of(call.look)
+        call.backward.needs_grad = (
+            ctx.needs_input_grad[3],
+            list(ctx.needs_input_grad[4 : 4 + count]),
+        )
+        versions = versions_of(call.snapshot)
         try:
-            hooks = call.look.hooks
+            hooks = call.snapshot.hooks
             weights = NULL_CONTEXT
             if call.layer_state.weights is not None:
                 weights = call.layer_state.weights_here("forward", call.device)
-            with weights, watching(hooks) if hooks.places else NO_HOOKS as modifying_hooks:
+            with weights, watching(hooks) if hooks.locations else NO_HOOKS as modifying_hooks:
                 outputs = strategy.forward(call, True)
             if modifying_hooks:
                 call.layer_state.tests.refuse_untested(modifying_hooks, call.layer_state.layer)
@@ -392,10 +397,10 @@ class StreamedLayer(torch.autograd.Function):
             if not is_out_of_memory(error):
                 raise
             raise explained(error, call.layer_state, call.plan) from error
-        call.backward.seen = call.layer_state.fingerprint.seen(
-            call.layer_state.layer, call.look, versions, modifying_hooks
+        call.backward.forward_snapshot = call.layer_state.fingerprint.record_forward(
+            call.layer_state.layer, call.snapshot, versions, modifying_hooks
         )
-        if call.kept.store.copies:
+        if call.saved.store.copies:
             # The shape without storage: the tensors are offloaded.
             call.hidden_states = hidden_states.new_empty((), device="meta").expand_as(hidden_states)
         return outputs
@@ -432,7 +437,7 @@ class StreamedLayer(torch.autograd.Function):
                 grad,
                 dict(zip(call.form.extras, extra_grads, strict=True)),
             )
-            if work.needs_input and not work.sums.alone:
+            if work.needs_input and not work.sums.is_single_chunk:
                 work.choose_buffer(call, grad, counts)
             call.hidden_states = None  # type: ignore[assignment]
             # Recompute and differentiate the layer with shadows in its parameters' slots.
@@ -448,7 +453,9 @@ class StreamedLayer(torch.autograd.Function):
                 weights_on_device,
                 parameters.shadowed() as work.shadows,
             ):
-                work.sums.places = {id(shadow): index for index, shadow in enumerate(work.shadows)}
+                work.sums.index_by_alias = {
+                    id(shadow): index for index, shadow in enumerate(work.shadows)
+                }
                 ctx.strategy.backward(call, work)
             # The comparison's results are read from the device once, at the end of the full
             # backward.
@@ -489,21 +496,21 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         call: the layer call.
         work: receives the gradients.
     """
-    if call.kept.graph is not None:  # [Note: kept graphs]
+    if call.saved.graph is not None:  # [Note: kept graphs]
         (chunk,) = call.plan
-        _chunk_backward(call, chunk, work, any(work.wanted))
+        _chunk_backward(call, chunk, work, any(work.needs_arguments))
         return
     # Find the Linear outputs that backward never reads, once for each kind of call.
     linears = call.layer_state.linears
-    situation = call.situation(linears, work.needs_input)
-    unread = call.layer_state.tests.unread.get(situation)
+    skip_key = call.skip_key(linears, work.needs_input)
+    unread = call.layer_state.tests.unread.get(skip_key)
     if unread is None:
         products = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
-        unread = remember(call.layer_state.tests.unread, situation, products)
+        unread = remember(call.layer_state.tests.unread, skip_key, products)
     # Recompute keys and values of all chunks except the last, which writes its own. Skip the
     # recomputation if keys and values were saved, or if the layer has no attention.
     prefix = call.carried.prefix
-    saved = call.kept
+    saved = call.saved
     needs_refill = (
         (len(call.plan) > 1 or saved.moves_kv) and prefix.calls and not prefix.filled_until
     )
@@ -515,16 +522,16 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
                 starts = saved.starts(chunk.index)
                 if saved.moves and call.attempt is not RUN_ONCE:
                     call.attempt(functools.partial(saved.load, starts))
-                saved.bring(chunk, starts, again=dict(starts))
+                saved.bring(chunk, starts, names_to_keep=dict(starts))
                 call.attempt(functools.partial(_refill, call, chunk))
     # Recompute and differentiate each chunk. Chunks of later queries are first: the dK and dV of a
     # chunk are complete when its own turn begins.
-    skipped = unread.recompute.difference(call.kept.products.names)
+    skipped = unread.recompute.difference(call.saved.products.names)
     if call.backward.witness is not None:
         skipped &= call.backward.witness.left_out
     with summed(linears, work.sums, skipped, call.backward.witness):
         for chunk in call.plan.backward:
-            _chunk_backward(call, chunk, work, unread.states or any(work.wanted))
+            _chunk_backward(call, chunk, work, unread.states or any(work.needs_arguments))
 
 
 def computed_with_graph(
@@ -562,9 +569,9 @@ def computed_with_graph(
 
 
 def _refill(call: LayerCall, chunk: Chunk, is_retry: bool) -> None:
-    with call.kept.random[chunk.index].replayed():
-        states = call.kept.states() if call.layer_state.kind.states.carries else None
-        call.compute(call.kept.brought["x"], chunk, Stage.REFILL, states=states)
+    with call.saved.random[chunk.index].replayed():
+        states = call.saved.states() if call.layer_state.kind.states.carries else None
+        call.compute(call.saved.brought["x"], chunk, Stage.REFILL, states=states)
 
 
 def _chunk_backward(
@@ -579,7 +586,7 @@ def _chunk_backward(
         work: receives the gradients.
         through_states: True if the chunk's start states depend on a tensor that needs a gradient.
     """
-    saved = call.kept
+    saved = call.saved
     carries = call.layer_state.kind.states.carries
     if saved.moves and call.attempt is not RUN_ONCE:
         call.attempt(functools.partial(saved.load, saved.reads(chunk.index)))
@@ -626,25 +633,25 @@ def _differentiated(
     if call.attempt is not RUN_ONCE:
         work.sums.begin(is_retry)
         call.carried.prefix.begin_backward(is_retry)
-    graph, call.kept.graph = call.kept.graph, None
+    graph, call.saved.graph = call.saved.graph, None
     if graph is None or any(
         of_graph is not of_pass
         and of_graph.data_ptr() != of_pass.data_ptr()  # an engine has gathered the parameters again
         for of_graph, of_pass in zip(graph.shadows, work.shadows, strict=True)
     ):
-        saved = call.kept
+        saved = call.saved
         see = call.seeing(chunk, in_backward=True)
         with (
             saved.random[chunk.index].replayed(),
             saved.products.use_outputs(saved.brought, sums=work.sums, see=see)
             if saved.products.names
             else NULL_CONTEXT,
-            counting(call, saved.watch, (x, *work.shadows))
-            if saved.watch is not None
+            counting(call, saved.cost_recorder, (x, *work.shadows))
+            if saved.cost_recorder is not None
             else NULL_CONTEXT,
         ):
             graph = computed_with_graph(
-                call, x, chunk, (work.needs_input, work.wanted), work.shadows, states
+                call, x, chunk, (work.needs_input, work.needs_arguments), work.shadows, states
             )
         if call.backward.witness is not None:
             call.backward.witness.see_output(x, graph.output.hidden_states)

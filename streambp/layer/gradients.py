@@ -45,10 +45,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.distributed.engines import engine_hooks, held
+from streambp.distributed.engines import engine_hooks, engine_ownership
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.hooks import HookKey, described, watching
-from streambp.fingerprint.snapshots import changed
+from streambp.fingerprint.snapshots import change_error
 from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER, USE_COUNT
 from streambp.layer.arguments import refuse_written
 from streambp.layer.call import ChunkOutput, LayerCall
@@ -87,17 +87,21 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
             "backward was called with create_graph=True; streamed layers have no second "
             "derivatives. Run this part unpatched (streambp.unpatch(model))."
         )
-    if not call.kept.store.copies and call.hidden_states._version != ctx.version:
+    if not call.saved.store.copies and call.hidden_states._version != ctx.version:
         raise BackwardError(
             "The input of a streamed layer was changed in place between forward and backward. "
             "Work on a copy (tensor.clone()) instead."
         )
     check_mode(call.layer_state.layer, call.backward.training)
-    call.look = call.layer_state.fingerprint.look(call.layer_state.layer)
-    is_unchanged = call.look is ctx.parameters.look and call.look.trained == ctx.parameters.trained
+    call.snapshot = call.layer_state.fingerprint.take_snapshot(call.layer_state.layer)
+    is_unchanged = (
+        call.snapshot is ctx.parameters.snapshot and call.snapshot.trained == ctx.parameters.trained
+    )
     ctx.parameters.check_unchanged([] if is_unchanged else call.layer_state.of(slots_of))
-    refuse_written(call.arguments.seen)
-    call.layer_state.fingerprint.check(call.layer_state.layer, call.backward.seen, call.look)
+    refuse_written(call.arguments.versions)
+    call.layer_state.fingerprint.check(
+        call.layer_state.layer, call.backward.forward_snapshot, call.snapshot
+    )
     return call, ctx.parameters
 
 
@@ -109,23 +113,23 @@ def recomputing(call: LayerCall) -> Iterator[None]:
     Raises:
         BackwardError: a hook inside the layer modifies values in backward only, or in forward only.
     """
-    assert call.backward.seen is not None
+    assert call.backward.forward_snapshot is not None
     layer_state = call.layer_state
-    hooks = call.look.hooks
-    with watching(hooks) if hooks.places else NO_HOOKS as modifying_hooks:
+    hooks = call.snapshot.hooks
+    with watching(hooks) if hooks.locations else NO_HOOKS as modifying_hooks:
         yield
-    for key in sorted(modifying_hooks ^ call.backward.seen.acted):
+    for key in sorted(modifying_hooks ^ call.backward.forward_snapshot.modifying_hooks):
         in_backward, in_forward = (
             ("changes what", "changed nothing")
             if key in modifying_hooks
             else ("changes nothing that", "did")
         )
-        raise changed(
+        raise change_error(
             call.layer_state.layer,
             f"{described(key)} {in_backward} it is given, and {in_forward} in forward",
         )
     if layer_state.fingerprint.pending:
-        layer_state.fingerprint.learn(call.layer_state.layer, call.look)
+        layer_state.fingerprint.learn(call.layer_state.layer, call.snapshot)
 
 
 LEAF_NODE = getattr(torch._C._functions, ACCUMULATE_GRAD)
@@ -217,7 +221,9 @@ def can_keep_graph(call: LayerCall) -> bool:
         len(call.plan) > 1
         or call.autocast.on
         or hooked
-        or held(call.layer_state.layer).weights  # the graph would keep the weights gathered
+        or engine_ownership(
+            call.layer_state.layer
+        ).weights  # the graph would keep the weights gathered
         or layer_state.on_host  # the graph would hold a slot that other layers' weights need next
         or layer_state.tests.overwritten.inputs
         or layer_state.kind.states.carries
@@ -228,22 +234,26 @@ def can_keep_graph(call: LayerCall) -> bool:
 
 
 @contextlib.contextmanager
-def counting(call: LayerCall, watch: ObservedCosts, tensors: Iterable[Tensor]) -> Iterator[None]:
+def counting(
+    call: LayerCall, observed_costs: ObservedCosts, tensors: Iterable[Tensor]
+) -> Iterator[None]:
     """Context manager that counts the bytes of the tensors that autograd saves for one chunk, and
-    adds them to `watch.graph`. A layer's graph is saved until backward if these bytes fit.
+    adds them to `observed_costs.graph`. A layer's graph is saved until backward if these bytes fit.
 
     Tensors that exist without the graph are not counted: `tensors`, frozen weights and the call's
     arguments, such as cosines and sines.
 
     Args:
         call: the call of the layer.
-        watch: the recorded costs of the layer.
+        observed_costs: the recorded costs of the layer.
         tensors: tensors [...] that exist without the graph.
     """
     if call.attempt is RUN_ONCE:
         yield
         return
-    arguments = [tensor for _, tensor, _ in call.arguments.seen if tensor.layout == torch.strided]
+    arguments = [
+        tensor for _, tensor, _ in call.arguments.versions if tensor.layout == torch.strided
+    ]
     # without shadows
     frozen = [weight for weight in call.layer_state.layer.parameters() if not weight.requires_grad]
     existing_storages = {
@@ -258,9 +268,9 @@ def counting(call: LayerCall, watch: ObservedCosts, tensors: Iterable[Tensor]) -
                 sizes[storage._cdata] = storage.nbytes()
         return tensor.detach()  # the tensor itself would make a cycle of node and output
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         yield
-    watch.graph += sum(sizes.values())
+    observed_costs.graph += sum(sizes.values())
 
 
 def refuse_other_leaves(
@@ -347,8 +357,8 @@ def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
             True  # a cycle of torch's own; collecting it in each step would be slow
         )
         return
-    call.arguments.renamed(call.look.kind)  # forward may have excluded values from comparison
-    call.layer_state.tests.results[call.arguments.kind].judge(KEEPS)
+    call.arguments.renamed(call.snapshot.kind)  # forward may have excluded values from comparison
+    call.layer_state.tests.results[call.arguments.kind].set_result(KEEPS)
     raise BackwardError(
         f"{type(call.layer_state.layer).__name__}, or a hook inside it, stores tensors with their graph, "
         "and did not when the layer was tested. A common cause is a second loss that starts at a "
@@ -377,7 +387,7 @@ def reference_counts(gradient: Tensor) -> Counts:
     return tensor, sys.getrefcount(gradient), storage
 
 
-def mark(gradient: Tensor) -> Tensor:
+def tag_reusable(gradient: Tensor) -> Tensor:
     """Set an attribute on this buffer [..., B, T, h] and return it. The attribute says that
     streambp allocated the buffer for a gradient, so `may_overwrite` may allow its reuse."""
     gradient._streambp_buffer = True  # type: ignore[attr-defined]
@@ -419,7 +429,7 @@ def counts_when_alone() -> Counts:
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             counts.append(reference_counts(gradient))
-            return mark(torch.empty_like(gradient))
+            return tag_reusable(torch.empty_like(gradient))
 
     with torch.enable_grad():
         x = torch.zeros(2, requires_grad=True, device="cpu")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from streambp.attention.backend import AsSdpa, Used
+from streambp.attention.backend import AsSdpa, KernelUse
 from streambp.attention.interface import NoAttention, ThroughInterface
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
@@ -46,7 +46,7 @@ from streambp.recurrent.documents import PackedRows
 
 T = TypeVar("T")
 Key = TypeVar("Key")
-ANY_SIZE = 0  # key in `TrialResult.tried` for all chunk sizes
+ANY_SIZE = 0  # key in `TrialResult.tested_lengths` for all chunk sizes
 REACH = (
     "code of others"  # part of a kind of call: third-party code within reach. [Note: kept values]
 )
@@ -91,41 +91,41 @@ class TrialResult:
     requires_grad flags.
 
     Attributes:
-        judged: True if the decision between chunks and an unchunked run has been made for these
+        is_tested: True if the decision between chunks and an unchunked run has been made for these
             calls.
-        because: the reason why calls of this kind run unchunked; None: they run in chunks.
+        reason: the reason why calls of this kind run unchunked; None: they run in chunks.
         seen_writing: the autocast states under which the forward was searched for in-place writes.
-        tried: dict from chunk size to the longest sequence length, in tokens, that needs no further
-            test. `ANY_SIZE` is the key for all other chunk sizes. None: no test ran.
+        tested_lengths: dict from chunk size to the longest sequence length, in tokens, that needs
+            no further test. `ANY_SIZE` is the key for all other chunk sizes. None: no test ran.
         adopted: True if the results were copied from calls of the layer with fewer hooks.
         doubts: number of failed tests whose reason may be temporary, such as an exception.
     """
 
-    judged: bool = False
-    because: str | None = None
+    is_tested: bool = False
+    reason: str | None = None
     seen_writing: frozenset[Autocast] = frozenset()
-    tried: dict[int, int] | None = None
+    tested_lengths: dict[int, int] | None = None
     adopted: bool = False
     doubts: int = 0
 
-    def judge(self, because: str | None) -> None:
+    def set_result(self, reason: str | None) -> None:
         """Store the decision whether calls of this kind run in chunks.
 
         Args:
-            because: the reason why calls of this kind run unchunked; None: they run in chunks.
+            reason: the reason why calls of this kind run unchunked; None: they run in chunks.
         """
-        self.judged, self.because = True, because
+        self.is_tested, self.reason = True, reason
 
-    def doubt(self, because: str) -> None:
+    def doubt(self, reason: str) -> None:
         """Count a reason to run unchunked that may be temporary, such as an exception. After
         `DOUBTS_BEFORE_DECISION` of them, calls of this kind run unchunked.
 
         Args:
-            because: the reason.
+            reason: the reason.
         """
         self.doubts += 1
         if self.doubts >= DOUBTS_BEFORE_DECISION:
-            self.judge(because)
+            self.set_result(reason)
 
 
 class TrialResults(dict[frozenset[tuple[str, Any]], TrialResult]):
@@ -159,12 +159,12 @@ class CallReport:
     """Facts about one call of a layer, which `streambp.describe` prints.
 
     Attributes:
-        because: the reason why the layer ran unchunked under a checkpoint; None: it ran in chunks,
+        reason: the reason why the layer ran unchunked under a checkpoint; None: it ran in chunks,
             or was one chunk.
         longest: pair of the longest chunk's length and the reason for this length, if it is longer
             than requested; None otherwise. [Note: chunk ends]
-        told: names of the arguments through which the layer's kernels get document boundaries; ():
-            none.
+        document_arguments: names of the arguments through which the layer's kernels get document
+            boundaries; (): none.
         rows: the documents of packed rows for which modules with recurrent states run separately;
             None: there are none. [Note: segments]
         documents: pair of the name of the argument that passes packed documents to attention, and
@@ -172,9 +172,9 @@ class CallReport:
         plan: the chunks of the call.
     """
 
-    because: str | None = None
+    reason: str | None = None
     longest: tuple[int, str] | None = None
-    told: tuple[str, ...] = ()
+    document_arguments: tuple[str, ...] = ()
     rows: PackedRows | None = None
     documents: tuple[str, int] | None = None
     plan: ChunkPlan | None = None
@@ -206,7 +206,7 @@ class LastCall:
     """
 
     report: CallReport = CallReport()
-    kernels: frozenset[Used] = frozenset()
+    kernels: frozenset[KernelUse] = frozenset()
     sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
     error_has_advice: bool = False
     adapters: Readings = dataclasses.field(default_factory=dict)
@@ -218,7 +218,7 @@ class LayerTests:
 
     Attributes:
         results: test results by kind of call, `Arguments.kind`.
-        unread: the Linears whose outputs backward never reads, by the key `LayerCall.situation`.
+        unread: the Linears whose outputs backward never reads, by the key `LayerCall.skip_key`.
         unread_in_halves: like `unread`, for a layer that is computed in two halves: up to its
             attention and behind it.
         overwritten: the tensors that the forward overwrites in place.
@@ -257,19 +257,19 @@ class LayerTests:
     warm_up: WarmUp | None = None
     differing: set[str] = dataclasses.field(default_factory=set)
 
-    def forget(self, because: str | None) -> None:
-        """Delete the decision that calls run unchunked for the reason `because`, so that such calls
+    def forget(self, reason: str | None) -> None:
+        """Delete the decision that calls run unchunked for `reason`, so that such calls
         are tested again. Called after a call has raised, because the cause of its exception may
         also have made the test fail.
 
         Args:
-            because: the reason; None: only reset the number of failed tests (`TrialResult.doubts`).
+            reason: the reason; None: only reset the number of failed tests (`TrialResult.doubts`).
         """
         for findings in self.results.values():
             findings.doubts = 0
-            if findings.judged and because is not None and findings.because == because:
-                findings.judge(None)
-                findings.judged = False
+            if findings.is_tested and reason is not None and findings.reason == reason:
+                findings.set_result(None)
+                findings.is_tested = False
 
     def cover(self, findings: TrialResult, plan: ChunkPlan) -> bool:
         """True if a call needs no further test at its length. This holds for a call of one chunk,
@@ -280,32 +280,34 @@ class LayerTests:
             findings: test results for calls of this kind.
             plan: the chunks of the call.
         """
-        tested_lengths = findings.tried
+        tested_lengths = findings.tested_lengths
         if len(plan.ends) == 1 or (tested_lengths is None and not self.third_party_modules):
             return True
         return tested_lengths is not None and plan.length <= tested_lengths.get(
             plan.size, tested_lengths[ANY_SIZE]
         )
 
-    def reuse_result(self, kind: frozenset[tuple[str, Any]], look: LayerSnapshot) -> None:
+    def reuse_result(self, kind: frozenset[tuple[str, Any]], snapshot: LayerSnapshot) -> None:
         """Copy test results to calls that differ from the tested calls only by hooks that were
         registered after `warm_up`. If such a hook has since modified a value, delete the copies
         instead.
 
         Args:
             kind: key of the calls in `results`.
-            look: snapshot of the layer with its present hooks.
+            snapshot: snapshot of the layer with its present hooks.
         """
-        if self.warm_up is None or not look.hooks.places:
+        if self.warm_up is None or not snapshot.hooks.locations:
             return
         if not self.warm_up.on:
             for adopted_kind in [
                 adopted_kind for adopted_kind, findings in self.results.items() if findings.adopted
             ]:
                 del self.results[adopted_kind]
-        elif not self.results[kind].judged:
+        elif not self.results[kind].is_tested:
             state = dict(kind)["state"]  # (modules, hooks, trainable parameters)
-            for earlier_kind, findings in [pair for pair in self.results.items() if pair[1].judged]:
+            for earlier_kind, findings in [
+                pair for pair in self.results.items() if pair[1].is_tested
+            ]:
                 earlier_state = dict(earlier_kind)["state"]
                 differing = {name for name, _ in earlier_kind ^ kind} - {REACH}
                 differs_in_hooks_alone = differing == {"state"} and earlier_state[::2] == state[::2]
@@ -408,10 +410,10 @@ class LayerState:
         """
         if self.weights is None:
             return NULL_CONTEXT
-        return self.weights.here(self.index, direction, device, decodes=direction != "trial")
+        return self.weights.on_device(self.index, direction, device, decodes=direction != "trial")
 
     def weights_for_once(
-        self, args: Any, kwargs: Any, because: str
+        self, args: Any, kwargs: Any, reason: str
     ) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the layer's weights are on the device, for a call without a
         graph that does not run in chunks.
@@ -419,7 +421,7 @@ class LayerState:
         Args:
             args: the call's positional arguments.
             kwargs: the call's keyword arguments.
-            because: the reason why the call does not run in chunks, for the error.
+            reason: the reason why the call does not run in chunks, for the error.
 
         Raises:
             UnsupportedModelError: the call would build a graph.
@@ -431,13 +433,13 @@ class LayerState:
             x.requires_grad for x in (*tensors, *self.layer.parameters())
         ):
             raise UnsupportedModelError(
-                f"{type(self.layer).__name__} {self.index} does not stream: {because}. Its graph "
+                f"{type(self.layer).__name__} {self.index} does not stream: {reason}. Its graph "
                 "would hold weights on the device, where those of other layers come next. Call the "
                 "model under torch.no_grad(), or leave weights='cpu' out."
             )
-        self.fingerprint.look(self.layer)
+        self.fingerprint.take_snapshot(self.layer)
         assert self.weights is not None
-        return self.weights.here(self.index, "forward", tensors[0].device)
+        return self.weights.on_device(self.index, "forward", tensors[0].device)
 
     @property
     def repeats(self) -> bool:
@@ -532,7 +534,7 @@ class LayerState:
             question: a function of the layer.
             known_as: the cache key; None: the function itself.
         """
-        answers = (self.fingerprint.last or self.fingerprint.look(self.layer)).answers
+        answers = (self.fingerprint.last or self.fingerprint.take_snapshot(self.layer)).answers
         key = known_as or question
         if key not in answers:
             answers[key] = question(self.layer)

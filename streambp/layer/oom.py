@@ -30,7 +30,7 @@ T = TypeVar("T")
 def with_memory(
     compute: Callable[[bool], T],
     device: torch.device,
-    let_go: Callable[[], bool] | None,
+    drop_saves: Callable[[], bool] | None,
     check_room: Callable[[], None] | None = None,
 ) -> T:
     """Return the result of `compute`. If `compute` runs out of device memory, free saved tensors
@@ -39,7 +39,7 @@ def with_memory(
     Args:
         compute: the computation; its argument is True in the retry, otherwise False.
         device: the device whose memory is freed.
-        let_go: frees saved tensors and returns True if there were any; None: there are none.
+        drop_saves: frees saved tensors and returns True if there were any; None: there are none.
         check_room: called before the first attempt; frees saved tensors if memory is short.
     """
     if check_room is not None:
@@ -47,7 +47,7 @@ def with_memory(
     try:
         return compute(False)
     except MEMORY_ERRORS as error:
-        if not is_out_of_memory(error) or let_go is None or not let_go():
+        if not is_out_of_memory(error) or drop_saves is None or not drop_saves():
             raise
         allocators = isinstance(error, torch.OutOfMemoryError)
     make_room(device, allocators)  # after the handler: the error's frames hold tensors
@@ -73,8 +73,10 @@ def explained(error: BaseException, layer_state: LayerState, plan: ChunkPlan) ->
     if layer_state.saves_policy is not None:
         layer_state.saves_policy.failed()
     details = str(error).splitlines()[0] if str(error) else "torch gave no details"
-    moved = layer_state.saves_policy is not None and layer_state.saves_policy.moving is not None
-    lever = next_lever(layer_state.config, plan, moved)
+    moves_saves = (
+        layer_state.saves_policy is not None and layer_state.saves_policy.moving is not None
+    )
+    lever = next_lever(layer_state.config, plan, moves_saves)
     return DeviceMemoryError(
         f"The device ran out of memory in {type(layer_state.layer).__name__} on {plan.length} positions a "
         f"row in chunks of {plan.longest}. {lever} Run `streambp plan` to compute what fits. "
@@ -82,16 +84,16 @@ def explained(error: BaseException, layer_state: LayerState, plan: ChunkPlan) ->
     )
 
 
-def next_lever(config: StreamConfig, plan: ChunkPlan, moved: bool = False) -> str:
+def next_lever(config: StreamConfig, plan: ChunkPlan, moves_saves: bool = False) -> str:
     """Return one sentence that advises to change a setting: the least costly change that lowers
     peak memory.
 
     Args:
         config: the user's settings.
         plan: the chunks of the call.
-        moved: True if saved tensors went to the host because that was faster.
+        moves_saves: True if saved tensors went to the host because that was faster.
     """
-    if not (config.always_moves or moved):
+    if not (config.always_moves or moves_saves):
         saved = f" and saves={config.named_saves!r}" if config.named_saves else ""
         return f"Set offload='cpu' in StreamConfig: it moves layer inputs{saved} to host memory."
     if min(plan.size, plan.length) > SMALL_CHUNK:
@@ -160,14 +162,17 @@ def explaining(where: str) -> Iterator[None]:
 
 
 def once_more(
-    device: torch.device, let_go: Callable[[], bool] | None, compute: Callable[[], T], where: str
+    device: torch.device,
+    drop_saves: Callable[[], bool] | None,
+    compute: Callable[[], T],
+    where: str,
 ) -> T:
     """Return the result of `compute`, for code outside of decoder layers. If `compute` runs out of
     memory, free tensors that the layers saved and call `compute` once more.
 
     Args:
         device: the device whose memory is freed.
-        let_go: frees saved tensors and returns True if there were any; None: there are none.
+        drop_saves: frees saved tensors and returns True if there were any; None: there are none.
         compute: the computation. No state may change before it ends, because a failed attempt is
             repeated.
         where: words of the error message that name the computation, such as "in the loss".
@@ -176,4 +181,4 @@ def once_more(
         DeviceMemoryError: the device ran out of memory in the retry as well.
     """
     with explaining(where):
-        return with_memory(lambda _: compute(), device, let_go)
+        return with_memory(lambda _: compute(), device, drop_saves)

@@ -53,13 +53,13 @@ def packed_weights(layer: nn.Module) -> list[ParametrizationList]:
     """Return the parametrizations of a layer's 4-bit weights. A parametrization with a forward of
     its own, or with another parametrization behind the decoding one, is left out."""
     kinds = packed_kinds()
-    found = []
+    weights = []
     for module in layer.modules():
         if not isinstance(module, ParametrizationList) or FORWARD in vars(module):
             continue
         if len(module) == 1 and isinstance(module[0], kinds):
-            found.append(module)
-    return found
+            weights.append(module)
+    return weights
 
 
 def packed_kinds() -> tuple[Any, ...]:
@@ -101,7 +101,7 @@ class PackedWeight:
             return type(self.weights).forward(self.weights)
 
     @contextlib.contextmanager
-    def replaced(self, value: Tensor) -> Iterator[None]:
+    def replace(self, value: Tensor) -> Iterator[None]:
         """Context manager in which the experts read `value` [E, n, m] as their weight. The
         cache of torch has one key for all copies of a module. The cache is therefore empty at the
         beginning, and its contents are dropped at the end."""
@@ -152,13 +152,13 @@ def decoded_once(weights: Sequence[ParametrizationList]) -> Iterator[None]:
     Args:
         weights: the weights' parametrizations, from `packed_weights`.
     """
-    changed = []
+    changed_weights = []
     try:
-        for one in weights:
-            if FORWARD not in vars(one):  # a context outside of this one has replaced it
-                changed.append(one)
-                vars(one)[FORWARD] = DecodedOnce(one)
+        for weight in weights:
+            if FORWARD not in vars(weight):  # a context outside of this one has replaced it
+                changed_weights.append(weight)
+                vars(weight)[FORWARD] = DecodedOnce(weight)
         yield
     finally:
-        for one in changed:
-            vars(one).pop(FORWARD, None)
+        for weight in changed_weights:
+            vars(weight).pop(FORWARD, None)

@@ -24,11 +24,11 @@ class Packing:
     Attributes:
         arguments: the call's arguments; None for a layer without states, whose attention mask
             separates the documents.
-        told: names of the arguments through which the layer's kernels get document boundaries; ():
-            none.
+        document_arguments: names of the arguments through which the layer's kernels get document
+            boundaries; (): none.
         rows: the documents that position_ids mark, for modules that must run once for each
             document; None: position_ids mark none. [Note: segments]
-        marks_documents: True if the call has document boundaries, in the arguments `told` or in
+        marks_documents: True if the call has document boundaries, in `document_arguments` or in
             `rows`.
     """
 
@@ -36,15 +36,17 @@ class Packing:
         self, layer_state: LayerState | None = None, arguments: Arguments | None = None
     ) -> None:
         self.arguments = arguments
-        self.told: tuple[str, ...] = ()
+        self.document_arguments: tuple[str, ...] = ()
         self.rows: PackedRows | None = None
         if layer_state is not None and arguments is not None:
-            self.told = () if arguments.documents is None else tuple(arguments.documents.arguments)
+            self.document_arguments = (
+                () if arguments.documents is None else tuple(arguments.documents.arguments)
+            )
             self.rows = arguments.packed_rows
             self._scans = scans_of(layer_state.layer)
-            self._functions = document_readers(layer_state.layer) if self.told else []
+            self._functions = document_readers(layer_state.layer) if self.document_arguments else []
             self._mixers = [] if self.rows is None else mixers_of(layer_state.layer)
-        self.marks_documents = bool(self.told) or self.rows is not None
+        self.marks_documents = bool(self.document_arguments) or self.rows is not None
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
@@ -55,32 +57,32 @@ class Packing:
         return () if rows is None else rows.barriers
 
     def entered(
-        self, named: dict[str, Any], chunk: Chunk, cache: StateCache | None
+        self, chunk_arguments: dict[str, Any], chunk: Chunk, cache: StateCache | None
     ) -> tuple[dict[str, Any], contextlib.AbstractContextManager[None]]:
         """Return a chunk's arguments, and a context manager for the layer's forward. Inside the
         context, convolutions and recurrences start from the states in `cache`, and from zeros at
         each document start.
 
         Args:
-            named: the chunk's arguments, by name.
+            chunk_arguments: the chunk's arguments, by name.
             chunk: the chunk.
             cache: contains the states that the chunk starts from; None: the layer gets no cache.
         """
         assert self.arguments is not None
         rows = self.arguments.packed_rows
         if rows is not None and (cache is None or not self.arguments.tells):
-            named = {
+            chunk_arguments = {
                 name: value
-                for name, value in named.items()
+                for name, value in chunk_arguments.items()
                 if name not in (DOCUMENT_IDS, DOCUMENT_ENDS)
             }
-            return named, in_segments(self._mixers, rows.segments(chunk), cache)
+            return chunk_arguments, in_segments(self._mixers, rows.segments(chunk), cache)
         if cache is None:
-            return named, contextlib.nullcontext()
-        documents = self.arguments.documents if self.told else None
+            return chunk_arguments, contextlib.nullcontext()
+        documents = self.arguments.documents if self.document_arguments else None
         if documents is None:
-            return named, starting_from(self._scans, cache)
-        return {**named, **documents.within(chunk)}, starting_from(
+            return chunk_arguments, starting_from(self._scans, cache)
+        return {**chunk_arguments, **documents.within(chunk)}, starting_from(
             self._scans, cache, (self._functions, documents, chunk)
         )
 

@@ -167,14 +167,14 @@ class SwappedForwards:
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]
 
     def __enter__(self) -> None:
-        self.before: list[tuple[dict[str, Any], Any]] = []
+        self.previous_forwards: list[tuple[dict[str, Any], Any]] = []
         for module, forward in self.forwards.items():
             attributes = module.__dict__
-            self.before.append((attributes, attributes.get("forward")))
+            self.previous_forwards.append((attributes, attributes.get("forward")))
             attributes["forward"] = forward
 
     def __exit__(self, *_: object) -> None:
-        for attributes, forward in self.before:
+        for attributes, forward in self.previous_forwards:
             attributes.pop("forward", None)
             if forward is not None:
                 attributes["forward"] = forward
@@ -194,7 +194,7 @@ def summed(
         witness: gets the inputs of these Linears, to compare them with forward. [Note: witness]
     """
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
-    for name in unread.intersection(linears) if sums.alone else linears:
+    for name in unread.intersection(linears) if sums.is_single_chunk else linears:
         module = linears[name]
         weight, _ = weights_of(module)
         add = sums.adder(weight)

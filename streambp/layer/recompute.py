@@ -163,11 +163,12 @@ class Parameters:
         slots: `slots_of` the module; None: search the module.
 
     Attributes:
-        look: snapshot of the module's structure, attributes and hooks; None: no snapshot was taken.
+        snapshot: snapshot of the module's structure, attributes and hooks; None: no snapshot was
+            taken.
         trained: the parameters' requires_grad flags at the snapshot, one byte each.
     """
 
-    look: LayerSnapshot | None = None
+    snapshot: LayerSnapshot | None = None
     trained: bytes = b""
 
     def __init__(
@@ -206,19 +207,19 @@ class Parameters:
         self.groups = list(groups.values())
         self._module = module
 
-    def renewed(self, look: LayerSnapshot, trained: bytes) -> Parameters:
+    def renewed(self, snapshot: LayerSnapshot, trained: bytes) -> Parameters:
         """Return a copy for a new forward of the layer, with the current ids and version counters
         of the parameters. `check_unchanged` reads the ids and counters in backward.
 
         Args:
-            look: snapshot of the layer's modules, attributes and hooks at this forward.
+            snapshot: snapshot of the layer's modules, attributes and hooks at this forward.
             trained: the parameters' requires_grad flags at this forward, one byte each.
         """
         renewed = copy.copy(self)
         parameters = renewed.current()
         renewed._identities = list(map(id, parameters))
         renewed._versions = list(map(VERSION, parameters))
-        renewed.look = look
+        renewed.snapshot = snapshot
         renewed.trained = trained
         return renewed
 
@@ -280,25 +281,25 @@ class Parameters:
         Args:
             change: returns a shadow's value for a parameter's value.
         """
-        return self.replaced([change(parameter).requires_grad_() for parameter in self.current()])
+        return self.replace([change(parameter).requires_grad_() for parameter in self.current()])
 
     @contextlib.contextmanager
-    def replaced(self, replacements: list[Tensor]) -> Iterator[list[Tensor]]:
+    def replace(self, replacements: list[Tensor]) -> Iterator[list[Tensor]]:
         """Context manager that replaces the parameters in their modules by other tensors [...].
 
         Args:
             replacements: the tensors, in the order of `current`.
         """
         triples = zip(self.groups, replacements, self.current(), strict=True)
-        places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
-            (owner._parameters, name, other, parameter)
-            for slots, other, parameter in triples
+        entries: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
+            (owner._parameters, name, replacement, parameter)
+            for slots, replacement, parameter in triples
             for owner, name in slots
         ]
         try:
-            for table, name, other, _ in places:
-                table[name] = other
+            for table, name, replacement, _ in entries:
+                table[name] = replacement
             yield replacements
         finally:
-            for table, name, _, parameter in places:
+            for table, name, _, parameter in entries:
                 table[name] = parameter

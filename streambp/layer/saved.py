@@ -49,13 +49,13 @@ from streambp.recurrent.states import Key, States
 @dataclasses.dataclass(eq=False)
 class InMemory:
     """Store for the tensors that a layer call saves for backward, on the device. The store
-    references each tensor from `put` until `take`. `HostTensors` has the same methods for host
+    references each tensor from `save` until `take`. `HostTensors` has the same methods for host
     memory."""
 
     copies = False
     tensors: dict[Access, Tensor] = dataclasses.field(default_factory=dict)
 
-    def put(self, name: str, chunk: int, tensor: Tensor) -> None:
+    def save(self, name: str, chunk: int, tensor: Tensor) -> None:
         """Store a reference to a chunk's tensor [...]."""
         self.tensors[name, chunk] = tensor
 
@@ -165,9 +165,9 @@ class SavedForBackward:
     Attributes:
         saves: names of what is saved beside each chunk's input: "attn_out", "kv" or names of
             Linears.
-        named: True if the user's config names what to save; False: `saves` was chosen by the policy
-            for `saves="auto"`.
-        watch: records the costs of saving, for the policy; None: nothing is recorded.
+        chosen_by_user: True if the user's config names what to save; False: `saves` was chosen by
+            the policy for `saves="auto"`.
+        cost_recorder: records the costs of saving, for the policy; None: nothing is recorded.
         autocast: the forward's autocast state; Linears return its dtype. [Note: autocast]
         store: holds the tensors, on the device or on the host.
         moves: True if the tensors go to the host.
@@ -195,8 +195,8 @@ class SavedForBackward:
         self.carried = carried
         self.device = device
         self.saves = layer_state.config.named_saves
-        self.named = True
-        self.watch: ObservedCosts | None = None
+        self.chosen_by_user = True
+        self.cost_recorder: ObservedCosts | None = None
         self.autocast = autocast  # [Note: autocast]
         self.store: InMemory | HostTensors = InMemory()
         self.moves = layer_state.offloader is not None and not layer_state.offloader.on_demand
@@ -216,23 +216,23 @@ class SavedForBackward:
             can_keep_graph: returns True if the autograd graph may stay until backward.
         """
         if self.layer_state.saves_policy is not None and self.chosen_here:
-            names, self.keeps_graph, self.watch = self.layer_state.saves_policy.saves(
+            names, self.keeps_graph, self.cost_recorder = self.layer_state.saves_policy.saves(
                 self, rows, can_keep_graph
             )
             if names is not None:
                 self.saves = names
-                self.named = False
+                self.chosen_by_user = False
 
-    def give_up(self, at_work: bool) -> bool:
+    def drop_saves(self, is_running: bool) -> bool:
         """Free every saved tensor on the device that backward can recompute. Return True if there
         may have been any.
 
         Args:
-            at_work: True if the layer is running, so that the buffers of keys and values must stay;
-                False: free these buffers as well.
+            is_running: True if the layer is running, so that the buffers of keys and values must
+                stay; False: free these buffers as well.
         """
         if not isinstance(self.store, InMemory):
-            return self._give_up_on_device(self.store, at_work)
+            return self._drop_saves_on_device(self.store, is_running)
         self.saves = ()
         self.keeps_graph = False
         self.graph = None
@@ -245,21 +245,21 @@ class SavedForBackward:
             del tensors[access]
         for name in [name for name in brought if not _is_needed(name)]:
             del brought[name]
-        if not at_work:
+        if not is_running:
             self.carried.prefix.drop_buffers()
         return True
 
-    def _give_up_on_device(self, store: HostTensors, at_work: bool) -> bool:
+    def _drop_saves_on_device(self, store: HostTensors, is_running: bool) -> bool:
         """Free the saved tensors on the device, in a call whose other tensors leave for the host.
         Tensors on the host remain saved. Return True if any memory was freed.
 
         Args:
             store: the store of the tensors.
-            at_work: True if the layer is running, whose keys and values may be in use.
+            is_running: True if the layer is running, whose keys and values may be in use.
         """
 
         def goes(name: str) -> bool:
-            return not (_is_needed(name) or (at_work and name[:1] in "kv"))
+            return not (_is_needed(name) or (is_running and name[:1] in "kv"))
 
         freed = store.finish_copies()
         kinds = set(map(saved_as, store.drop(goes)))
@@ -270,7 +270,7 @@ class SavedForBackward:
             if not _is_needed(name):
                 del self.brought[name]
                 freed = True
-        if not at_work:
+        if not is_running:
             store.seal(self.order())
         return freed or bool(kinds)
 
@@ -295,13 +295,13 @@ class SavedForBackward:
         self._state_keys = list(states) or self._state_keys
         if states and self._state_chunk(chunk.index) == chunk.index:
             for number, state in enumerate(states.values()):
-                self.store.put(f"state.{number}", chunk.index, state)
+                self.store.save(f"state.{number}", chunk.index, state)
 
     def _state_chunk(self, index: int) -> int | None:
         """Return the chunk index under which a chunk's start states are stored. Chunks with the
         same predecessor start from the same states, which are stored once, under the first of these
         chunks. None if the chunk starts without states."""
-        predecessor = self.plan.before[index] if self._state_keys else None
+        predecessor = self.plan.predecessors[index] if self._state_keys else None
         return None if predecessor is None else self.plan.behind[predecessor][0]
 
     def states(self) -> States:
@@ -325,24 +325,24 @@ class SavedForBackward:
         Raises:
             UnsupportedModelError: the layer has written in place to a tensor that must be saved.
         """
-        self.store.put("x", chunk.index, hidden_chunk)
-        self._indexers = len(self.carried.prefix.picked)
-        for indexer, picks in enumerate(self.carried.prefix.picked):
-            self.store.put(f"picks.{indexer}", chunk.index, picks)
+        self.store.save("x", chunk.index, hidden_chunk)
+        self._indexers = len(self.carried.prefix.chunk_picks)
+        for indexer, picks in enumerate(self.carried.prefix.chunk_picks):
+            self.store.save(f"picks.{indexer}", chunk.index, picks)
         if self.products.captured:
             self.keep_products(chunk)
         for call_index, part in enumerate(attended):
             if "attn_out" in self.saves:
-                if part.changed:
+                if part.is_overwritten:
                     raise self._overwritten()
-                self.store.put(f"attn_out.{call_index}", chunk.index, part.o)
-                self.store.put(f"lse.{call_index}", chunk.index, part.lse)
+                self.store.save(f"attn_out.{call_index}", chunk.index, part.o)
+                self.store.save(f"lse.{call_index}", chunk.index, part.lse)
             storage = self.carried.prefix.kv_storages[call_index] if self.moves_kv else None
             if isinstance(storage, KVBuffer):  # tiles are already in the store
                 k, v = storage.part(chunk)
-                self.store.put(f"k.{call_index}", chunk.index, k)
-                self.store.put(f"v.{call_index}", chunk.index, v)
-        if self.watch is None:
+                self.store.save(f"k.{call_index}", chunk.index, k)
+                self.store.save(f"v.{call_index}", chunk.index, v)
+        if self.cost_recorder is None:
             return
         # Record the costs of saving and of recomputing each tensor; later forwards choose by them.
         tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
@@ -364,7 +364,7 @@ class SavedForBackward:
                 if name not in overwritten.products and not is_factor(name)
             }
         cost = Cost(
-            x=hidden_chunk.nbytes + sum(picks.nbytes for picks in prefix.picked),
+            x=hidden_chunk.nbytes + sum(picks.nbytes for picks in prefix.chunk_picks),
             attn_out=0
             if overwritten.attended
             else sum(part.o.nbytes + part.lse.nbytes for part in attended),
@@ -373,7 +373,7 @@ class SavedForBackward:
             products=products,
             overwritten=overwritten.products | ({"attn_out"} if overwritten.attended else set()),
         )
-        self.watch.mark(cost)
+        self.cost_recorder.record_chunk(cost)
 
     def times_recomputed(self, name: str) -> int:
         """Return how many times backward computes a Linear's output if it is not saved."""
@@ -388,7 +388,7 @@ class SavedForBackward:
         for name, product, version in self.products.captured:
             if product._version != version:
                 raise self._overwritten(linear_of(name))
-            self.store.put(name, chunk.index, product)
+            self.store.save(name, chunk.index, product)
         self.products.captured.clear()
 
     def find_products(self) -> None:
@@ -404,18 +404,18 @@ class SavedForBackward:
         """
         overwritten = self.layer_state.tests.overwritten
         if "attn_out" in self.saves and overwritten.attended and self.lends_attended:
-            if self.named:
+            if self.chosen_by_user:
                 raise self._overwritten()
             self.saves = tuple(name for name in self.saves if name != "attn_out")
         names = [name for name in self.saves if name not in SAVES]
         if names:
             linears = self.products.linears = self.layer_state.linears
-            if self.named:
+            if self.chosen_by_user:
                 products = matching(linears, names)
             else:
                 products = [name for name in linears if name in names]
             savable = [name for name in products if name not in overwritten.products]
-            if self.named and len(savable) < len(products):
+            if self.chosen_by_user and len(savable) < len(products):
                 raise self._overwritten(
                     *(name for name in products if name in overwritten.products)
                 )
@@ -536,18 +536,22 @@ class SavedForBackward:
             if self.store.has(*access):
                 self.store.load(*access)
 
-    def bring(self, chunk: Chunk, reads: list[Access], again: Container[str] = ()) -> None:
+    def bring(self, chunk: Chunk, reads: list[Access], names_to_keep: Container[str] = ()) -> None:
         """Read a chunk's saved tensors from the store into `brought`, on the device, and remove
         from the store what no other chunk reads.
 
         Args:
             chunk: the chunk.
             reads: (name, chunk index) of the tensors.
-            again: names of tensors that stay in the store for a later read.
+            names_to_keep: names of tensors that stay in the store for a later read.
         """
         self.brought.clear()
         for name, index in reads:
-            read = self.store.peek if name in again or index != chunk.index else self.store.take
+            read = (
+                self.store.peek
+                if name in names_to_keep or index != chunk.index
+                else self.store.take
+            )
             self.brought[name] = read(name, index)
         self.store.read_ahead()
 

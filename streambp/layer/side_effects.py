@@ -1,11 +1,11 @@
 """Side effects of a layer's forward.
 
-Chunks compute the layer's output and the other outputs that `LayerCall` returns. In the unpatched model a gradient also
-flows through tensors that the forward stores with their graph: an auxiliary loss in an attribute,
-or an activation that a hook appends to a list. A layer with such side effects runs unchunked under
-a checkpoint, which keeps that graph. A layer that writes to its buffers (power iterations, running
-statistics, token counters) runs unchunked too. A layer in chunks would write once for each chunk,
-in tests and in recomputations, partly from skipped products.
+Chunks compute the layer's output and the other outputs that `LayerCall` returns. In the unpatched
+model a gradient also flows through tensors that the forward stores with their graph: an auxiliary
+loss in an attribute, or an activation that a hook appends to a list. A layer with such side effects
+runs unchunked under a checkpoint, which keeps that graph. A layer that writes to its buffers (power
+iterations, running statistics, token counters) runs unchunked too. A layer in chunks would write
+once for each chunk, in tests and in recomputations, partly from skipped products.
 """
 
 from __future__ import annotations
@@ -69,8 +69,11 @@ def written_since(copies: Buffers) -> Buffers:
             current is not None and current.shape == old.shape and current.dtype == old.dtype
         )
         if is_unchanged:
-            one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (current, old))  # type: ignore[union-attr]
-            is_unchanged = torch.equal(one, other)  # bits are equal for NaN as well
+            current_bytes, old_bytes = (
+                x.detach().reshape(-1).view(torch.uint8)  # type: ignore[union-attr]
+                for x in (current, old)
+            )
+            is_unchanged = torch.equal(current_bytes, old_bytes)  # bits are equal for NaN as well
         if not is_unchanged:
             changed_buffers[module, name] = old
     return changed_buffers

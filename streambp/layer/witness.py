@@ -104,9 +104,9 @@ class Compared(NamedTuple):
         number: the layer's index in its model.
         cast: True if autocast was on.
         tolerance: allowed difference, relative to the norm. [Note: witness]
-        then: the value in forward: [n], a weighted sum of a tensor's rows, or a few of its rows
-            [..., n].
-        now: the value in backward.
+        forward_value: the value in forward: [n], a weighted sum of a tensor's rows, or a few of its
+            rows [..., n].
+        backward_value: the value in backward.
         unchanged: a term that both values contain unchanged, such as the residual; None: there is
             none.
     """
@@ -115,8 +115,8 @@ class Compared(NamedTuple):
     number: int
     cast: bool
     tolerance: float
-    then: Tensor
-    now: Tensor
+    forward_value: Tensor
+    backward_value: Tensor
     unchanged: Tensor | None
 
 
@@ -128,8 +128,8 @@ class Witness:
     Attributes:
         witnesses: collects the comparisons of all layers of the model.
         compared: function without arguments. Returns a function that makes a `Compared` from the
-            arguments then, now and unchanged. Called only if a comparison is needed, because it
-            inspects the layer.
+            arguments forward_value, backward_value and unchanged. Called only if a comparison is
+            needed, because it inspects the layer.
         left_out: names of the Linears whose outputs backward skips.
         last: True if the current chunk is the last of the sequence.
     """
@@ -146,20 +146,20 @@ class Witness:
     _in_backward: bool = False
     _pairs: list[Compared] = dataclasses.field(default_factory=list)
 
-    def begin(self, place: Hashable, last: bool, in_backward: bool) -> None:
+    def begin(self, key: Hashable, last: bool, in_backward: bool) -> None:
         """Start a chunk, or one half of a chunk: in forward, record its values; in backward,
         compare the recomputed values with the record.
 
         Args:
-            place: key of the chunk or the half.
+            key: key of the chunk or the half.
             last: True for the last chunk.
             in_backward: True in backward.
         """
         self.last, self._in_backward, self._combined_input = last, in_backward, None
         if in_backward:
-            self._records = self._noted.pop(place, [])
+            self._records = self._noted.pop(key, [])
         else:
-            self._records = self._noted[place] = []
+            self._records = self._noted[key] = []
 
     def see(
         self, name: str, x: Tensor, unchanged: Tensor | None = None, rows: slice | None = None
@@ -178,9 +178,9 @@ class Witness:
                 (name, self._combined(x) if rows is None else x.detach()[..., rows, :].clone())
             )
             return
-        for place, (recorded_name, recorded) in enumerate(self._records):
+        for index, (recorded_name, recorded) in enumerate(self._records):
             if recorded_name == name:
-                del self._records[place]
+                del self._records[index]
                 value = self._combined(x) if rows is None else x.detach()[..., rows, :]
                 if recorded.shape != value.shape or answered_at_once(recorded, value):
                     return
@@ -306,14 +306,14 @@ class Witnesses:
             if question is None:
                 question = self._questions[task] = Question([])
                 Variable._execution_engine.queue_callback(question.answer)  # type: ignore[attr-defined]
-            question.found += pairs
+            question.pairs += pairs
 
 
 @dataclasses.dataclass(eq=False)
 class Question:
     """The pairs of values to compare at the end of one backward of the model."""
 
-    found: list[Compared]
+    pairs: list[Compared]
 
     def answer(self) -> None:
         """Compare the pairs of values from forward and backward, with one read from each device.
@@ -321,7 +321,7 @@ class Question:
         Raises:
             BackwardError: a layer's recomputation differs from its forward.
         """
-        pairs, self.found = self.found, []
+        pairs, self.pairs = self.pairs, []
         try:
             changed_pairs = _changed(pairs)
         except MEMORY_ERRORS as error:
@@ -333,11 +333,11 @@ class Question:
             for index, (*_, in_forward, in_backward, base) in enumerate(pairs):
                 base = None if base is None else base.cpu()
                 pairs[index] = pairs[index]._replace(
-                    then=in_forward.cpu(), now=in_backward.cpu(), unchanged=base
+                    forward_value=in_forward.cpu(), backward_value=in_backward.cpu(), unchanged=base
                 )
             changed_pairs = _changed(pairs)
         if changed_pairs:
-            first = min(changed_pairs, key=lambda one: one.number)
+            first = min(changed_pairs, key=lambda pair: pair.number)
             keeps = (
                 "Autocast keeps its copies of weights until its context ends: end it before "
                 "optimizer.step(). "
@@ -358,9 +358,9 @@ def _changed(pairs: list[Compared]) -> list[Compared]:
     groups: dict[tuple[Any, ...], list[Compared]] = {}
     for pair in pairs:
         key = (
-            pair.now.device,
-            pair.now.dtype,
-            pair.now.shape,
+            pair.backward_value.device,
+            pair.backward_value.dtype,
+            pair.backward_value.shape,
             pair.tolerance,
             pair.unchanged is None,
         )
@@ -391,8 +391,8 @@ def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tens
     """
     wide = torch.promote_types(dtype, torch.float32)
     with torch.no_grad(), contextlib.ExitStack() as stack:
-        stack.enter_context(without_autocast(group[0].now.device.type))
-        pairs = zip(*((pair.then, pair.now) for pair in group), strict=True)
+        stack.enter_context(without_autocast(group[0].backward_value.device.type))
+        pairs = zip(*((pair.forward_value, pair.backward_value) for pair in group), strict=True)
         in_forward, in_backward = (torch.stack(parts).flatten(1).to(wide) for parts in pairs)
         scale = size = in_backward.norm(dim=1)
         # all pairs have a tensor, or all have None

@@ -101,7 +101,7 @@ class StatisticsTerm:
             mask[positions[gradient != 0]] = True
         return mask
 
-    def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
+    def assign_rows(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
         """Replace the token positions in `further` by row numbers. Backward computes hidden states
         only at positions with a gradient, one row for each such position.
 
@@ -222,7 +222,7 @@ class NodeTerm:
         mask[self.reading.positions] = True
         return mask
 
-    def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
+    def assign_rows(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
         """Find which of the function's N tokens read logits of each block of rows, and store the
         indices of these tokens in `entries`.
 
@@ -338,7 +338,7 @@ def sweep(
     """
     work = HeadGradients(inputs, hidden, weight, bias, needs)
     products = inputs.products(weight, bias)
-    everything = slice(0, weight.shape[0])
+    full_vocabulary = slice(0, weight.shape[0])
     rows: Tensor | None = None  # [count], sorted positions with a gradient; None: all M
     if has_data(hidden):
         touched = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)  # [M]
@@ -363,17 +363,17 @@ def sweep(
         tokens, _ = inputs.block_size(hidden, weight.shape[0], full_vocabulary=True)
     blocks = list(token_blocks(count, tokens))
     for term in terms:
-        term.place(row_of, [0, *(block.stop for block in blocks)])
+        term.assign_rows(row_of, [0, *(block.stop for block in blocks)])
     with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
         for block in blocks:
             leaf, normed = work.recompute(rows, block)
-            product = products.of(normed.detach(), everything)  # [n, V]
+            product = products.of(normed.detach(), full_vocabulary)  # [n, V]
             if statistics_term is not None:
                 grad = product_gradient(
                     product,
                     statistics_term.projection,
                     statistics_term.read(product, positions[block]),
-                    everything,
+                    full_vocabulary,
                 )
             else:
                 # [n, V]
@@ -384,7 +384,7 @@ def sweep(
                     term.add_to(total, product, positions[block], block)
                 grad = total.to(product.dtype)
                 del total
-            work.add_block(grad, normed, products, everything)
+            work.add_block(grad, normed, products, full_vocabulary)
             del product, grad
             work.finish_tokens(leaf, normed, shadows, rows, block)
     return work.results()

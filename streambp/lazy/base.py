@@ -15,12 +15,11 @@ raises when used after a write.
 
 Results computed from a stand-in depend on the hidden states; their gradient does not pass through
 the stand-in. A hook that is registered on a stand-in first builds the real tensor, and gets the
-gradient. A hook registered after a result was computed would get no gradient. `followed` records
-such results; the hook then raises, and so does `torch.autograd.grad` with respect to the stand-in.
-An engine's scaling hook never raises. Engines register the hook on all outputs of a model, beside a
-loss computed from the logits with a hook of its own. The hook scales the gradients of all results
-computed from then on.
-"""
+gradient. A hook registered after a result was computed would get no gradient. `has_dependents`
+records such results; the hook then raises, and so does `torch.autograd.grad` with respect to the
+stand-in. An engine's scaling hook never raises. Engines register the hook on all outputs of a
+model, beside a loss computed from the logits with a hook of its own. The hook scales the gradients
+of all results computed from then on."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class SharedMemory:
     watched: list[tuple[Tensor, int]] = dataclasses.field(default_factory=list)
     writes: int = 0
 
-    def watch(self, tensor: Tensor) -> None:
+    def track_alias(self, tensor: Tensor) -> None:
         """Record the version counter of a tensor [...], so that `check` finds later in-place writes
         to the tensor's memory. The tensor's values are not kept alive."""
         if type(tensor) is Tensor and not tensor.is_inference():
@@ -122,29 +121,29 @@ class LazyTensor(Tensor):
 
     Attributes:
         memory: counts writes; shared with the slices and views of this tensor.
-        written: the complete tensor, once an in-place operation has replaced this tensor by it;
-            None before.
-        derived: True if this tensor is a slice or view of another lazy tensor.
-        followed: True if a result that requires a gradient was computed from this tensor.
+        materialized_tensor: the complete tensor, once an in-place operation has replaced this
+            tensor by it; None before.
+        is_view: True if this tensor is a slice or view of another lazy tensor.
+        has_dependents: True if a result that requires a gradient was computed from this tensor.
         classes: the dimension of size W; None: the last.
         origin: a tensor [*tokens, ...] that is contiguous if the complete tensor would be, such as
             the token positions.
-        instead: the setting that makes a model return the complete tensor, for error messages.
+        config_hint: the setting that makes a model return the complete tensor, for error messages.
         metadata: operations that need only a shape, a dtype and a device.
         rules: a dict from an operation's name to its rule, which takes the operation's arguments.
         has_rule: names of arguments of torch's losses that the rules support, such as
             "label_smoothing".
     """
 
-    instead: ClassVar[str]
+    config_hint: ClassVar[str]
     metadata: ClassVar[frozenset[Any]]
     rules: ClassVar[Mapping[str, Callable[..., Any]]]
     has_rule: ClassVar[tuple[str, ...]] = ()  # arguments of torch's losses
 
     memory: SharedMemory
-    written: Tensor | None
-    derived: bool
-    followed: bool
+    materialized_tensor: Tensor | None
+    is_view: bool
+    has_dependents: bool
     classes: int | None = None
     origin: Tensor
 
@@ -172,13 +171,13 @@ class LazyTensor(Tensor):
         """
         raise NotImplementedError
 
-    def moved(self, *args: Any, **kwargs: Any) -> Any:
+    def with_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Return the lazy result of an operation on the tokens, such as an index or a reshape.
         Subclasses define the arguments; the first one is the operation as a function [*tokens, k]
         -> [*other tokens, k] for any k."""
         raise NotImplementedError
 
-    def changed(self, *args: Any, **kwargs: Any) -> Any:
+    def copy_with(self, *args: Any, **kwargs: Any) -> Any:
         """Return a lazy copy that shares no memory with this tensor, for example in another
         dtype."""
         raise NotImplementedError
@@ -210,12 +209,12 @@ class LazyTensor(Tensor):
         """Raise `StreamBPError` if the tensor can no longer be computed, because its inputs were
         changed in place, or if its memory was written to. Every operation on the tensor calls this
         method first, with its name."""
-        for counter, version in () if self.written is not None else self.memory.watched:
+        for counter, version in () if self.materialized_tensor is not None else self.memory.watched:
             if counter._version != version:
                 raise StreamBPError(
                     "The logits were changed in place through another tensor that shares their "
                     f"memory, and then used again ({operation}), while the loss is computed "
-                    f"without them. Use {self.instead}."
+                    f"without them. Use {self.config_hint}."
                 )
 
     def latest(self, operation: str) -> LazyTensor:
@@ -263,7 +262,7 @@ class LazyTensor(Tensor):
             args = (kwargs.pop("input"), *args)
         if isinstance(kwargs.get("out"), cls):
             raise StreamBPError(
-                f"{name} would write to logits that do not exist. Use {cls.instead}."
+                f"{name} would write to logits that do not exist. Use {cls.config_hint}."
             )
         first_argument = args[0] if args else None
         stand_ins: list[LazyTensor] = []
@@ -283,11 +282,11 @@ class LazyTensor(Tensor):
             differentiated = [x for x in stand_ins if any(leaf is x for leaf in grad_inputs)]
         elif name not in TENSOR_HOOKS or scales(kwargs.get("hook", second)):
             differentiated = []
-        if any(x.followed and x.written is None for x in differentiated):
+        if any(x.has_dependents and x.materialized_tensor is None for x in differentiated):
             raise StreamBPError(
                 f"{name} comes after a loss or a part was computed from these logits or hidden "
                 "states, so the hook would miss that gradient. Call register_hook or retain_grad "
-                f"before anything is computed from them, or use {cls.instead}."
+                f"before anything is computed from them, or use {cls.config_hint}."
             )
         in_place = name.endswith("_") and not name.endswith("__")
         if isinstance(first_argument, cls) and (
@@ -314,31 +313,31 @@ class LazyTensor(Tensor):
         """
         built: dict[int, tuple[LazyTensor, Tensor]] = {}
         # `describe` names a loss of torch together with the arguments that prevented its rule.
-        named = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (
+        arguments = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (
             kwargs if name in LOSSES else {}
         )
         reasons = []
-        if isinstance(named.get("target"), Tensor) and named["target"].is_floating_point():
+        if isinstance(arguments.get("target"), Tensor) and arguments["target"].is_floating_point():
             reasons.append("target=...")  # probabilities of all classes
         for parameter in ("weight", "size_average", "reduce", "label_smoothing"):
-            value = named.get(parameter)
+            value = arguments.get(parameter)
             is_zero = isinstance(value, float | int) and not isinstance(value, bool) and value == 0
             if parameter not in cls.has_rule and value is not None and not is_zero:
                 reasons.append(f"{parameter}=...")
-        needed = f"{name}({', '.join(reasons)})" if reasons else name
+        call_text = f"{name}({', '.join(reasons)})" if reasons else name
         for x in tensors_in((args, kwargs), cls):
             if id(x) not in built:
-                x.note(needed)
+                x.note(call_text)
                 built[id(x)] = x, x.build()
         args, kwargs = changed_arguments(args, kwargs, cls, lambda x: built[id(x)][1])
         result = func(*args, **kwargs)
         tensors = tensors_in(result, Tensor)
         for x, real in built.values():
             if not tensors:
-                x.written = real
+                x.materialized_tensor = real
             aliases = [tensor for tensor in tensors if torch._C._is_alias_of(tensor, real)]  # type: ignore[attr-defined]
             for tensor in (real, *aliases) if aliases or not tensors else ():
-                x.memory.watch(tensor)
+                x.memory.track_alias(tensor)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -378,11 +377,13 @@ signature_of = functools.cache(inspect.signature)  # called with rules of a clas
 
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
-    """Set `followed` to True on these lazy tensors if `result`, which was computed from them,
+    """Set `has_dependents` to True on these lazy tensors if `result`, which was computed from them,
     requires a gradient. A gradient hook that is registered on them later then raises."""
     results = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
     for stand_in in stand_ins:
-        stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in results)
+        stand_in.has_dependents |= any(
+            leaf is not stand_in and leaf.requires_grad for leaf in results
+        )
 
 
 def scales(hook: Any) -> bool:

@@ -1,9 +1,9 @@
 """Deferred hidden states and logits: stand-ins in a model's own forward.
 
 A model's own forward ends with: final norm, slice, `lm_head`, perhaps a scale or a softcap, the
-loss function. While a streamed model computes a loss, its final norm returns a `LazyHidden` instead:
-a tensor without storage that stores the norm's input. Slicing a `LazyHidden` slices that input;
-`F.linear` returns deferred logits. Multiplication, division and tanh are recorded, and
+loss function. While a streamed model computes a loss, its final norm returns a `LazyHidden`
+instead: a tensor without storage that stores the norm's input. Slicing a `LazyHidden` slices that
+input; `F.linear` returns deferred logits. Multiplication, division and tanh are recorded, and
 `F.cross_entropy` computes the loss block by block. Each model family's own code for the head
 therefore runs unchanged. An in-place operation writes to the real tensor, which then replaces the
 deferred tensor. An in-place operation on a slice or a view raises.
@@ -54,19 +54,20 @@ class LazyHidden(LazyTensor):
     Attributes:
         source: [..., h], the input of the final norm.
         recipe: the operations from `source` to this tensor.
-        cut: True if this tensor was made under no_grad from inputs that require a gradient.
+        made_without_grad: True if this tensor was made under no_grad from inputs that require a
+            gradient.
         made_of: the tensors from which this tensor is computed, each with its version counter.
-        link: the autograd node that `make` created.
+        graph_node: the autograd node that `make` created.
     """
 
-    instead = "StreamConfig(head=False) for this model"
+    config_hint = "StreamConfig(head=False) for this model"
     metadata = METADATA
 
     source: Tensor
     recipe: LogitsExpression
-    cut: bool
+    made_without_grad: bool
     made_of: list[tuple[Tensor, int]]
-    link: Any
+    graph_node: Any
 
     @staticmethod
     def __new__(
@@ -76,8 +77,8 @@ class LazyHidden(LazyTensor):
         if recipe.weight is not None:
             width = recipe.weight.shape[0]
         tokens = source.shape[:-1]
-        if recipe.places is not None:
-            tokens = recipe.places.shape
+        if recipe.token_positions is not None:
+            tokens = recipe.token_positions.shape
         shape = (*tokens, width)
         self: LazyHidden = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=False
@@ -86,13 +87,13 @@ class LazyHidden(LazyTensor):
         self.recipe = recipe
         self.memory = SharedMemory()
         self.origin = source
-        if recipe.places is not None:
-            self.origin = recipe.places
-        self.written = None
-        self.derived = False
-        self.cut = False
-        self.followed = False
-        self.link = None
+        if recipe.token_positions is not None:
+            self.origin = recipe.token_positions
+        self.materialized_tensor = None
+        self.is_view = False
+        self.made_without_grad = False
+        self.has_dependents = False
+        self.graph_node = None
         self.made_of = [(x, x._version) for x in (source, *recipe.inputs()) if not x.is_inference()]
         return self
 
@@ -110,11 +111,13 @@ class LazyHidden(LazyTensor):
         """
         inputs = (source, *recipe.inputs())
         result: LazyHidden = GradientSink.apply(cls, (source, recipe, dtype), *inputs)
-        result.cut = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        result.made_without_grad = not torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in inputs
+        )
         node: Any = result.grad_fn
-        result.link = node
+        result.graph_node = node
         if node is not None:
-            node.seen = recipe.seen(source)
+            node.snapshot = recipe.snapshot(source)
         return result
 
     @classmethod
@@ -132,24 +135,24 @@ class LazyHidden(LazyTensor):
         if gradient is None:
             return None
         source, recipe, _ = ctx.made_of
-        if ctx.passed_by or recipe.seen(source).versions != ctx.seen.versions:
-            what = "logits" if recipe.logits else "hidden states"
+        if ctx.passed_by or recipe.snapshot(source).versions != ctx.snapshot.versions:
+            content = "logits" if recipe.logits else "hidden states"
             why = ctx.passed_by or "what they are computed from was changed since"
             raise BackwardError(
-                f"A gradient arrived at {what} {ctx.shape}, which streambp does not compute, from "
-                f"an autograd.Function or a kernel that took them. But {why}, so the gradient "
+                f"A gradient arrived at {content} {ctx.shape}, which streambp does not compute, "
+                f"from an autograd.Function or a kernel that took them. But {why}, so the gradient "
                 "would be another model's. Use StreamConfig(head=False), which computes them, or "
                 "leave the fused loss out: streamed models compute their loss without logits."
             )
-        return recipe.gradients(source, gradient, ctx.seen.autocast)
+        return recipe.gradients(source, gradient, ctx.snapshot.autocast)
 
     def build(self) -> Tensor:
         """Return the complete tensor [..., h] or [..., V], differentiable if the lazy tensor is, in
         any grad mode."""
-        if self.written is not None:
-            return self.written
+        if self.materialized_tensor is not None:
+            return self.materialized_tensor
         with torch.set_grad_enabled(self.requires_grad):
-            if self.known() or not self.requires_grad:
+            if self.has_own_node() or not self.requires_grad:
                 return self.values()
             complete: Tensor = MaterializeLazy.apply(self.values, self)
             return complete
@@ -161,16 +164,16 @@ class LazyHidden(LazyTensor):
             real = real.to(self.dtype)
         return real
 
-    def known(self) -> bool:
+    def has_own_node(self) -> bool:
         """True if this tensor's `grad_fn` is the autograd node from `make`. Rules may then compute
         operations from `source`.
 
         A user's autograd.Function that returns the lazy tensor replaces the node, and has a
         backward of its own.
         """
-        return self.grad_fn is self.link
+        return self.grad_fn is self.graph_node
 
-    def changed(
+    def copy_with(
         self, recipe: LogitsExpression | None = None, dtype: torch.dtype | None = None
     ) -> LazyHidden:
         """Return a lazy tensor with the values that another recipe gives for the same `source`, or
@@ -182,7 +185,7 @@ class LazyHidden(LazyTensor):
         """
         return LazyHidden.make(self.source, recipe or self.recipe, dtype or self.dtype)
 
-    def moved(
+    def with_tokens(
         self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True
     ) -> LazyHidden:
         """Return the lazy result of an operation on the tokens, such as an index or a reshape.
@@ -196,13 +199,15 @@ class LazyHidden(LazyTensor):
         """
         source = self.source
         recipe = self.recipe
-        if recipe.places is None:
+        if recipe.token_positions is None:
             source = change(source)
         else:
-            recipe = dataclasses.replace(recipe, places=change(recipe.places[..., None])[..., 0])
+            recipe = dataclasses.replace(
+                recipe, token_positions=change(recipe.token_positions[..., None])[..., 0]
+            )
         result = LazyHidden.make(source, recipe, self.dtype)
         if view:
-            result.derived = True
+            result.is_view = True
             result.memory = self.memory
         return result
 
@@ -215,22 +220,26 @@ class LazyHidden(LazyTensor):
         """Raise `StreamBPError` if an input of this lazy tensor was changed in place, or its memory
         was written to."""
         super().check(operation)
-        for tensor, version in () if self.written is not None else self.made_of:
+        for tensor, version in () if self.materialized_tensor is not None else self.made_of:
             if tensor._version != version:
                 raise StreamBPError(
                     f"{operation} asks for logits or for the final norm's output after the weights "
                     f"or hidden states {list(tensor.shape)} that they are computed from changed, "
                     "as in optimizer.step(). Keep a copy (.clone()) of them before that, or use "
-                    f"{self.instead}."
+                    f"{self.config_hint}."
                 )
 
     def follows_rules(self) -> bool:
         """True if rules may compute operations on this tensor, without the complete tensor.
 
         False if the complete tensor, or the result of a user's autograd.Function, has replaced this
-        tensor, and for a `cut` tensor in grad mode.
+        tensor, and for a `made_without_grad` tensor in grad mode.
         """
-        return self.written is None and self.known() and not (self.cut and torch.is_grad_enabled())
+        return (
+            self.materialized_tensor is None
+            and self.has_own_node()
+            and not (self.made_without_grad and torch.is_grad_enabled())
+        )
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation that changes the tensor in place. The complete tensor is built and
@@ -245,15 +254,15 @@ class LazyHidden(LazyTensor):
         Raises:
             StreamBPError: the lazy tensor is a slice or a view of another.
         """
-        if self.derived and name != "requires_grad_":
+        if self.is_view and name != "requires_grad_":
             raise StreamBPError(
                 f"The model changes a part of its logits in place ({name}) while its loss is "
                 "computed without them. Use StreamConfig(head=False) for this model."
             )
         if name != "requires_grad_":
             self.pass_by(f"{name} was called on them")
-            self.written = self.build()
-            self.memory.watch(self.written)
+            self.materialized_tensor = self.build()
+            self.memory.track_alias(self.materialized_tensor)
         result = self.on_real(func, name, args, kwargs)
         note_use(tensors_in((args, kwargs), LazyHidden), result)
         return result
@@ -261,8 +270,8 @@ class LazyHidden(LazyTensor):
     def pass_by(self, why: str) -> None:
         """Record the reason why a later gradient at this tensor's autograd node would be wrong.
         `arrived` raises with this reason."""
-        if self.link is not None:
-            self.link.passed_by = why
+        if self.graph_node is not None:
+            self.graph_node.passed_by = why
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -296,19 +305,19 @@ class LazyHidden(LazyTensor):
         )
 
 
-def _scale(x: LazyHidden, other: Any, *, over: bool = False) -> Any:
-    """Return a lazy tensor multiplied by the number `other`, or divided by it if `over`. This is
-    the rule for multiplication and division in a model's forward. NotImplemented if `other` is no
-    number."""
-    if not is_number(other):
+def _scale(x: LazyHidden, number: Any, *, over: bool = False) -> Any:
+    """Return a lazy tensor multiplied by `number`, or divided by it if `over`. This is the rule
+    for multiplication and division in a model's forward. NotImplemented if `number` is no
+    finite number other than zero."""
+    if not is_number(number):
         return NotImplemented
     projection = x.recipe.projection
-    factor = 1.0 / other if over else float(other)
+    factor = 1.0 / number if over else float(number)
     scaled = {"logit_scale": projection.logit_scale * factor}
     if projection.softcap is not None:
         softcap = projection.softcap * factor
         scaled = {"logit_scale": projection.slope * softcap, "softcap": softcap}
-    return x.changed(
+    return x.copy_with(
         dataclasses.replace(x.recipe, projection=dataclasses.replace(projection, **scaled))
     )
 
@@ -318,7 +327,7 @@ def _tanh(x: LazyHidden) -> Any:
     if x.recipe.weight is None or projection.softcap is not None:
         return NotImplemented
     projection = dataclasses.replace(projection, softcap=1.0, slope=projection.logit_scale)
-    return x.changed(dataclasses.replace(x.recipe, projection=projection))
+    return x.copy_with(dataclasses.replace(x.recipe, projection=projection))
 
 
 def _linear(x: LazyHidden, weight: Any, bias: Any = None) -> Any:
@@ -328,7 +337,7 @@ def _linear(x: LazyHidden, weight: Any, bias: Any = None) -> Any:
     return LazyHidden.make(x.source, dataclasses.replace(x.recipe, weight=weight, bias=bias))
 
 
-def _add(x: LazyHidden, other: Any) -> Any:
+def _add(x: LazyHidden, addend: Any) -> Any:
     """Return lazy logits with a bias added: one value for each entry of the vocabulary, as in BART
     and Marian. The bias is shaped [V], or has leading dimensions of size 1.
 
@@ -338,15 +347,17 @@ def _add(x: LazyHidden, other: Any) -> Any:
     recipe = x.recipe
     if recipe.weight is None or recipe.bias is not None or recipe.projection != Projection():
         return NotImplemented
-    if not isinstance(other, Tensor) or not other.is_floating_point() or other.dim() > x.dim():
+    if not isinstance(addend, Tensor) or not addend.is_floating_point() or addend.dim() > x.dim():
         return NotImplemented
-    if other.device != x.device or other.shape != (1,) * (other.dim() - 1) + x.shape[-1:]:
+    if addend.device != x.device or addend.shape != (1,) * (addend.dim() - 1) + x.shape[-1:]:
         return NotImplemented
-    dtype = torch.promote_types(x.dtype, other.dtype)
-    if not other.requires_grad and has_data(other) and not bool(other.any()):
-        return x.changed(dtype=dtype)  # zeros, which BART has, would cost an addition in each block
-    bias = other.reshape(-1)
-    return x.changed(dataclasses.replace(recipe, bias=bias, adds_bias=True), dtype)
+    dtype = torch.promote_types(x.dtype, addend.dtype)
+    if not addend.requires_grad and has_data(addend) and not bool(addend.any()):
+        return x.copy_with(
+            dtype=dtype
+        )  # zeros, which BART has, would cost an addition in each block
+    bias = addend.reshape(-1)
+    return x.copy_with(dataclasses.replace(recipe, bias=bias, adds_bias=True), dtype)
 
 
 def _cross_entropy(

@@ -34,9 +34,11 @@ def lazy_logits(deferred: LazyHidden, request: HeadRequest) -> LazyLogits:
     """
     source = deferred.source.reshape(-1, deferred.source.shape[-1])
     hub = LazyHead(source, dataclasses.replace(deferred.recipe, request=request))
-    reading = hub.read(source, deferred.shape[:-1], deferred.recipe.places)
+    reading = hub.read(source, deferred.shape[:-1], deferred.recipe.token_positions)
     logits = LazyLogits.make(reading, hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
-    logits.followed = deferred.recipe.request is not request  # the model's own loss used the logits
+    logits.has_dependents = (
+        deferred.recipe.request is not request
+    )  # the model's own loss used the logits
     return logits
 
 
@@ -75,8 +77,8 @@ ROW_RULES: dict[str, Callable[..., Any]] = {
 }
 LazyLogits.row_rules = ROW_RULES
 LazyLogits.rules = TOKEN_RULES | {
-    "clone": lambda x, *args, **kwargs: x.changed(),
-    "detach": lambda x: x.changed(graded=False).sharing(x),  # both share memory
+    "clone": lambda x, *args, **kwargs: x.copy_with(),
+    "detach": lambda x: x.copy_with(graded=False).sharing(x),  # both share memory
     "double": lambda x: to(x, torch.float64),
     "type_as": to,
     "register_hook": LazyLogits.hook,

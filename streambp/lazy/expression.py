@@ -180,7 +180,7 @@ def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = T
         StreamBPError: a tensor of the program was changed in place since its use.
     """
 
-    def changed(leaf: Node) -> Node:
+    def change_leaf(leaf: Node) -> Node:
         if isinstance(leaf, Reading):
             positions = change(leaf.positions[..., None])[..., 0]
             return dataclasses.replace(leaf, positions=positions, unique=leaf.unique and unique)
@@ -188,7 +188,7 @@ def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = T
         leaf.check()
         return Operand.of(change(leaf.tensor))
 
-    return rebuilt(node, changed)
+    return rebuilt(node, change_leaf)
 
 
 def evaluate(node: Node, values: Values) -> Any:

@@ -182,9 +182,11 @@ class LazyHead:
         # Hubs that include padding, and their handles. Key: True for a hub with gradients.
         self._hubs: dict[bool, tuple[LazyHead, Tensor]] = {}
 
-    def read(self, source: Tensor, tokens: torch.Size, places: Tensor | None = None) -> Reading:
+    def read(
+        self, source: Tensor, tokens: torch.Size, token_positions: Tensor | None = None
+    ) -> Reading:
         """Return a `Reading`, from which recorded functions compute the logits of all positions, or
-        of those in `places`, block by block. No logits are computed here. The logits are
+        of those in `token_positions`, block by block. No logits are computed here. The logits are
         differentiable if hidden states or weights are.
 
         The caller must keep the `Reading` until backward, because its handle is the autograd node
@@ -193,14 +195,14 @@ class LazyHead:
         Args:
             source: [M, h], the hidden states before the final norm.
             tokens: shape of the positions, [*tokens].
-            places: [*tokens], positions to read; None: all.
+            token_positions: [*tokens], positions to read; None: all.
         """
         recipe = self.recipe
         handle = HeadHandle.apply(
             self, source, recipe.weight, recipe.bias, *self.inputs.norm_parameters.current()
         )
-        if places is not None:
-            return Reading(self, handle, places, recipe.projected(), unique=False)
+        if token_positions is not None:
+            return Reading(self, handle, token_positions, recipe.projected(), unique=False)
         positions = torch.arange(source.shape[0], device=source.device).view(tokens)  # [*tokens]
         return Reading(self, handle, positions, recipe.projected())
 
@@ -209,14 +211,16 @@ class LazyHead:
         `reading` includes positions of padding. The replacement reads the logits of another
         `LazyHead`, which has hidden states of all positions. Called before each calculation. [Note:
         padding that is read]"""
-        late = self.recipe.late
+        late_padding = self.recipe.late_padding
         graded = torch.is_grad_enabled()
-        if late is None or not late.reads(reading.positions):
+        if late_padding is None or not late_padding.reads(reading.positions):
             return reading
         if graded not in self._hubs:
             self.check()
-            source = late.completed()
-            hub = LazyHead(source, dataclasses.replace(self.recipe, late=None, places=None))
+            source = late_padding.completed()
+            hub = LazyHead(
+                source, dataclasses.replace(self.recipe, late_padding=None, token_positions=None)
+            )
             self._hubs[graded] = hub, hub.read(source, source.shape[:1]).handle
         hub, handle = self._hubs[graded]
         for hook in reading.hooks:
@@ -225,22 +229,23 @@ class LazyHead:
 
     def check(self) -> None:
         """Raise `StreamBPError` if weights or hidden states were changed in place since forward."""
-        changed = self._versions.written()
+        changed_tensor = self._versions.written_tensor()
         weight = self.recipe.weight
         assert weight is not None
-        if changed is None and has_data(weight) and not weight.untyped_storage().size():
+        if changed_tensor is None and has_data(weight) and not weight.untyped_storage().size():
             raise StreamBPError(
                 "The output projection's weight is no longer on this rank where the logits are "
                 "used: an engine has freed it after the forward. Set "
                 "StreamConfig(lazy_logits=False)."
             )
-        if changed is None:
-            changed = self._versions.changed()
-        if changed is not None:
+        if changed_tensor is None:
+            changed_tensor = self._versions.changed_tensor()
+        if changed_tensor is not None:
             raise StreamBPError(
-                f"The head's weights or inputs {list(changed.shape)} changed since the model was "
-                "called, and its logits are computed where they are used. Use them before "
-                "optimizer.step() or any other update, or set StreamConfig(lazy_logits=False)."
+                f"The head's weights or inputs {list(changed_tensor.shape)} changed since the "
+                "model was called, and its logits are computed where they are used. Use them "
+                "before optimizer.step() or any other update, or set "
+                "StreamConfig(lazy_logits=False)."
             )
 
     def products(self) -> Products:
@@ -418,7 +423,7 @@ class Function:
         """Return a function that may read logits at padding: this object, or a copy. If padding was
         left out of the hidden states and the function reads there, the batch is computed once more
         with padding. [Note: padding that is read]"""
-        if all(reading.head.recipe.late is None for reading in readings(self.node)):
+        if all(reading.head.recipe.late_padding is None for reading in readings(self.node)):
             return self
         return Function(
             rebuilt(self.node, lambda x: x.head.reached(x) if isinstance(x, Reading) else x)

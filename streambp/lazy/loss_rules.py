@@ -12,7 +12,14 @@ from streambp.foreign import torch_own
 from streambp.head.log_probs import check_labels
 from streambp.lazy.expression import Call
 from streambp.lazy.head import Function, Statistic
-from streambp.lazy.row_rules import elementwise, log_softmaxed, note, of_all, picked, sample_of
+from streambp.lazy.row_rules import (
+    elementwise,
+    gather_entries,
+    log_softmaxed,
+    note,
+    of_all,
+    sample_of,
+)
 from streambp.lazy.tensor import LazyLogits, flat
 
 
@@ -93,13 +100,13 @@ def of_labels(
     check_labels(labels, log_probs.width, ignore_index)
     labelled = labels != ignore_index  # ignored tokens are not computed
     if labels.is_meta:
-        places = torch.arange(labels.shape[0], device=labels.device)
+        token_positions = torch.arange(labels.shape[0], device=labels.device)
     else:
-        places = labelled.nonzero().squeeze(-1)
-    rows = log_probs.moved(lambda t: t.reshape(-1, t.shape[-1])[places], view=False)
-    losses = _smoothed(rows, labels[places], label_smoothing)
+        token_positions = labelled.nonzero().squeeze(-1)
+    rows = log_probs.with_tokens(lambda t: t.reshape(-1, t.shape[-1])[token_positions], view=False)
+    losses = _smoothed(rows, labels[token_positions], label_smoothing)
     if reduction == "none":
-        scattered = losses.new_zeros(labels.shape[0]).index_put((places,), losses)
+        scattered = losses.new_zeros(labels.shape[0]).index_put((token_positions,), losses)
         return scattered.to(dtype).view(target.shape)
     total = losses.sum()
     if reduction == "mean":
@@ -120,7 +127,7 @@ def _smoothed(log_probs: LazyLogits, labels: Tensor, smoothing: float) -> Tensor
             Statistic(reading_and_sign[0], labels, lse=True, mean=True)
         )
         return lse - target * (1.0 - smoothing) - mean * smoothing
-    losses = -picked(log_probs, labels[:, None])[:, 0]
+    losses = -gather_entries(log_probs, labels[:, None])[:, 0]
     if smoothing:
         (mean,) = log_probs.compute(
             Function(flat(Call(torch_own.mean, (log_probs.node, -1), {}, True, "mean")))

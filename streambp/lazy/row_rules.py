@@ -145,8 +145,8 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
         return of_all(name, func, x, positional, kwargs)
     if isinstance(dim, tuple | list):
         dim = dim[0] if len(dim) == 1 else None
-    along = x.dim() - 1 if x.classes is None else x.classes
-    if isinstance(dim, bool) or not isinstance(dim, int) or dim % x.dim() != along:
+    class_dim = x.dim() - 1 if x.classes is None else x.classes
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim % x.dim() != class_dim:
         return NotImplemented
     if name in ROW_BY_ROW:
         # Further arguments of torch's function (dtype) or of F's (_stacklevel, dtype).
@@ -283,10 +283,10 @@ def gather(x: LazyLogits, index: Any) -> Any:
     index = index.detach()
     check_labels(index.reshape(-1), x.width, None)
     note(x, "gather")
-    return picked(x, index).to(x.dtype)
+    return gather_entries(x, index).to(x.dtype)
 
 
-def picked(x: LazyLogits, index: Tensor) -> Tensor:
+def gather_entries(x: LazyLogits, index: Tensor) -> Tensor:
     """Return the entries [*tokens, K] of lazy logits at vocabulary indices `index`, in
     promote_types(dtype, float32). Callers have checked the indices."""
     labels = index.reshape(-1).clone()  # the program may write to `index`
@@ -311,22 +311,22 @@ def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args: positional arguments of the call: two factors, or dividend and divisor.
         kwargs: keyword arguments of the call.
     """
-    x, other = (*args, *kwargs.values(), None)[:2]
+    x, operand = (*args, *kwargs.values(), None)[:2]
     multiplies = "mul" in name
-    if multiplies and isinstance(other, LazyLogits):
-        x, other = other, x
+    if multiplies and isinstance(operand, LazyLogits):
+        x, operand = operand, x
     if (
         len(args) + len(kwargs) == 2
         and isinstance(x, LazyLogits)
         and isinstance(x.node, Reading)
-        and is_number(other)
+        and is_number(operand)
     ):
         projection = x.node.projection
         if multiplies:
-            temperature = projection.temperature / other
+            temperature = projection.temperature / operand
         else:
-            temperature = projection.temperature * other
-        return x.changed(
+            temperature = projection.temperature * operand
+        return x.copy_with(
             dataclasses.replace(
                 x.node, projection=dataclasses.replace(projection, temperature=temperature)
             )

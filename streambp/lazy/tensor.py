@@ -66,8 +66,12 @@ def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
     Raises:
         BackwardError: the gradient at padding is not zero.
     """
-    late = [candidate for candidate in readings(node) if candidate.head.recipe.late is not None]
-    masks = [reading.head.recipe.late.tokens(reading.positions) for reading in late]
+    late_readings = [
+        candidate for candidate in readings(node) if candidate.head.recipe.late_padding is not None
+    ]
+    masks = [
+        reading.head.recipe.late_padding.tokens(reading.positions) for reading in late_readings
+    ]
     if not masks or gradient.is_meta or bool(torch.stack(masks).all()):
         return node, gradient
     is_token = torch.stack(masks).all(0)  # [N]
@@ -92,13 +96,14 @@ class LazyLogits(LazyTensor):
         width: W.
         tokens: [*tokens], the shape without W.
         request: record of the model call, in which `describe` reads how the logits were used.
-        seen: number of writes to this tensor's memory that its values already include.
-        now: the lazy logits that replaced this tensor in an in-place operation; None: none did.
-        link: the autograd node that `make` created.
+        write_count: number of writes to this tensor's memory that its values already include.
+        successor: the lazy logits that replaced this tensor in an in-place operation; None: none
+            did.
+        graph_node: the autograd node that `make` created.
         heeded: True if `heed` has made backward run an engine's autograd node.
     """
 
-    instead = "StreamConfig(lazy_logits=False)"
+    config_hint = "StreamConfig(lazy_logits=False)"
     metadata = METADATA_OF_ROWS
     has_rule = ("label_smoothing",)
     row_rules: ClassVar[Mapping[str, Callable[..., Any]]]
@@ -107,9 +112,9 @@ class LazyLogits(LazyTensor):
     width: int
     tokens: torch.Size
     request: HeadRequest
-    seen: int
-    now: LazyLogits | None
-    link: Any
+    write_count: int
+    successor: LazyLogits | None
+    graph_node: Any
     heeded: bool
 
     @staticmethod
@@ -129,13 +134,13 @@ class LazyLogits(LazyTensor):
         self.tokens = reading.positions.shape
         self.request = reading.head.recipe.request
         self.memory = SharedMemory()
-        self.seen = 0
-        self.link = None
-        self.written = None
-        self.derived = False
-        self.now = None
+        self.write_count = 0
+        self.graph_node = None
+        self.materialized_tensor = None
+        self.is_view = False
+        self.successor = None
         self.heeded = False
-        self.followed = False
+        self.has_dependents = False
         return self
 
     @classmethod
@@ -157,7 +162,7 @@ class LazyLogits(LazyTensor):
         logits: LazyLogits = GradientSink.apply(
             cls, (node, width, dtype, classes), *inputs_of(node)
         )
-        logits.link = logits.grad_fn
+        logits.graph_node = logits.grad_fn
         return logits
 
     @classmethod
@@ -187,15 +192,15 @@ class LazyLogits(LazyTensor):
         node, of_rows = of_tokens(flat(node), of_rows.reshape(-1, width))
         Function(node).leave([of_rows])
 
-    def sharing(self, other: LazyLogits) -> LazyLogits:
+    def sharing(self, base: LazyLogits) -> LazyLogits:
         """Mark this tensor, made by an operation whose result shares memory in torch, as a view of
-        `other`, and return it."""
-        self.memory = other.memory
-        self.seen = other.seen
-        self.derived = True
+        `base`, and return it."""
+        self.memory = base.memory
+        self.write_count = base.write_count
+        self.is_view = True
         return self
 
-    def changed(
+    def copy_with(
         self, node: Node | None = None, dtype: torch.dtype | None = None, graded: bool = True
     ) -> LazyLogits:
         """Return lazy logits that share no memory with these, with another recorded function, dtype
@@ -209,7 +214,7 @@ class LazyLogits(LazyTensor):
         graded = graded and self.requires_grad
         return self.make(node or self.node, self.width, dtype or self.dtype, graded, self.classes)
 
-    def moved(
+    def with_tokens(
         self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True
     ) -> LazyLogits:
         """Return the lazy result of an operation on the tokens, such as an index or a reshape:
@@ -220,7 +225,7 @@ class LazyLogits(LazyTensor):
             unique: True if `change` repeats no token.
             view: True if the result shares this tensor's memory.
         """
-        result = self.changed(over_tokens(self.node, change, unique))
+        result = self.copy_with(over_tokens(self.node, change, unique))
         if view:
             return result.sharing(self)
         return result
@@ -249,9 +254,9 @@ class LazyLogits(LazyTensor):
     def current(self) -> LazyLogits:
         """Return the lazy logits with the current values: this tensor, or the result of the last
         in-place operation on it."""
-        if self.now is None:
+        if self.successor is None:
             return self
-        return self.now.current()
+        return self.successor.current()
 
     def latest(self, operation: str) -> LazyLogits:
         """Return the lazy logits with the current values, like `current`.
@@ -262,7 +267,9 @@ class LazyLogits(LazyTensor):
         Raises:
             StreamBPError: a user's autograd.Function has changed the logits in place.
         """
-        by_others = (self.now is not None or self.written is not None) and not self.known()
+        by_others = (
+            self.successor is not None or self.materialized_tensor is not None
+        ) and not self.has_own_node()
         if by_others and operation != "__set__":  # an engine sets an attribute
             function = type(self.grad_fn).__name__.removesuffix("Backward")
             raise StreamBPError(
@@ -288,23 +295,23 @@ class LazyLogits(LazyTensor):
         """
         result = super().on_real(func, name, args, kwargs)
         for x in tensors_in((args, kwargs), cls) if name in TENSOR_HOOKS else ():
-            if x.link is not None:
-                x.link.passed_by = f"a hook ({name}) was put on"
+            if x.graph_node is not None:
+                x.graph_node.passed_by = f"a hook ({name}) was put on"
         return result
 
     def follows_rules(self) -> bool:
         """True if rules may compute operations on this tensor. False once a complete tensor, or the
         result of an unknown autograd node, has replaced it."""
-        return self.written is None and self.known()
+        return self.materialized_tensor is None and self.has_own_node()
 
     def check(self, operation: str) -> None:
         """Raise `StreamBPError` if the logits were changed in place through another view."""
         super().check(operation)
-        if self.seen != self.memory.writes:
+        if self.write_count != self.memory.writes:
             raise StreamBPError(
                 "Logits were changed in place through a view, and then another view of the logits "
                 f"was used ({operation}). The logits are computed at each use, so the second view "
-                f"would miss the change. Use {self.instead}."
+                f"would miss the change. Use {self.config_hint}."
             )
         self.heed()
 
@@ -312,13 +319,13 @@ class LazyLogits(LazyTensor):
         """Make backward run the autograd node that an engine (DDP, ZeRO-3) has inserted after these
         logits, although no gradient of the logits reaches that node. This holds for all results
         that are computed from now on."""
-        place = type(self.grad_fn).__name__
+        node_name = type(self.grad_fn).__name__
         if self.heeded or not torch.is_grad_enabled():
             return
         anchor: Tensor | None = None
-        if place == DDP_SINK:
+        if node_name == DDP_SINK:
             anchor = RunInBackward.apply(None, self)
-        if place == PRE_BACKWARD and not self.request.beside_loss:
+        if node_name == PRE_BACKWARD and not self.request.beside_loss:
             # ZeRO-3's node signals the start of the model's backward. The anchor replaces a
             # gradient [*tokens, V], without which the node would not run.
             node: Any = self.grad_fn
@@ -357,12 +364,12 @@ class LazyLogits(LazyTensor):
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor.register_hook(self, hook)  # serves a Function with this input
 
-    def known(self) -> bool:
+    def has_own_node(self) -> bool:
         """True if this tensor's `grad_fn` is the autograd node from `make`, or an engine's node
         inserted behind it. Another node is that of a user's autograd.Function, so rules no longer
         apply."""
-        place = self.grad_fn
-        return place is self.link or type(place).__name__ in (PRE_BACKWARD, DDP_SINK)
+        grad_fn = self.grad_fn
+        return grad_fn is self.graph_node or type(grad_fn).__name__ in (PRE_BACKWARD, DDP_SINK)
 
     def compute(self, calculation: Statistic | Function) -> tuple[Tensor, ...]:
         """Return the results of a calculation from these logits, [N, ...] each.
@@ -389,29 +396,29 @@ class LazyLogits(LazyTensor):
     def build(self) -> Tensor:
         """Return the complete tensor [*tokens, W], differentiable if the lazy logits are, in any
         grad mode."""
-        if self.written is not None:
-            return self.written
+        if self.materialized_tensor is not None:
+            return self.materialized_tensor
         with torch.set_grad_enabled(self.requires_grad):
-            if self.known() or not self.requires_grad:
+            if self.has_own_node() or not self.requires_grad:
                 return self.values()
             complete: Tensor = MaterializeLazy.apply(self.values, self)
             return complete
 
-    def become(self, other: LazyLogits | Tensor) -> None:
-        """Record the result of an in-place operation: this tensor has the values of `other`
+    def become(self, result: LazyLogits | Tensor) -> None:
+        """Record the result of an in-place operation: this tensor has the values of `result`
         [*tokens, W] from now on."""
         self.memory.writes += 1
-        if self.link is not None:
-            self.link.passed_by = "something was written to"
-        if isinstance(other, LazyLogits):
-            self.now = other
-            other.memory = self.memory
-            other.derived = self.derived
-            other.seen = self.memory.writes
+        if self.graph_node is not None:
+            self.graph_node.passed_by = "something was written to"
+        if isinstance(result, LazyLogits):
+            self.successor = result
+            result.memory = self.memory
+            result.is_view = self.is_view
+            result.write_count = self.memory.writes
         else:
-            self.written = other
-            self.memory.watch(other)
-        self.seen = self.memory.writes
+            self.materialized_tensor = result
+            self.memory.track_alias(result)
+        self.write_count = self.memory.writes
 
     @classmethod
     def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -488,7 +495,7 @@ class LazyLogits(LazyTensor):
                 f"{name} changes the shape of logits in place, but these logits have no memory of "
                 f"their own yet. Use {plain} or StreamConfig(lazy_logits=False)."
             )
-        current.memory.watch(real[id(current)])
+        current.memory.track_alias(real[id(current)])
         if result is real[id(current)]:
             return self
         return result
@@ -510,9 +517,9 @@ class LazyLogits(LazyTensor):
             x = x.latest(str(func))
             x.note(str(func))
             with torch.no_grad():
-                if x.written is None:
+                if x.materialized_tensor is None:
                     return x.values()
-                return x.written.detach()
+                return x.materialized_tensor.detach()
 
         args, kwargs = changed_arguments(args, kwargs or {}, LazyLogits, real)
         return func(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Rules for operations on the tokens of a stand-in: they change positions or shape.
 
 The rules serve hidden states, logits in a model's forward, and lazy rows. Each rule changes the
-positions [*tokens, k] with the stand-in's `moved`, independently of the values at the positions.
-"""
+positions [*tokens, k] with the stand-in's `with_tokens`, independently of the values at the
+positions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def index(x: LazyTensor, at: Any) -> Any:
         *rows, labels = torch.broadcast_tensors(*by_number)  # x[rows, labels]: one entry for each
         labels = torch_own.where(labels < 0, labels + x.width, labels)
         gathered = gather(
-            x.moved(lambda t: t[(*rows, slice(None))], unique=False, view=False), labels[..., None]
+            x.with_tokens(lambda t: t[(*rows, slice(None))], unique=False, view=False),
+            labels[..., None],
         )
         if gathered is NotImplemented:
             return NotImplemented
@@ -66,7 +67,7 @@ def index(x: LazyTensor, at: Any) -> Any:
         parts.append(...)
     elif parts[-1] is not ...:
         parts.append(slice(None))  # index for dimension k, which the ellipsis must not cover
-    tokens = x.moved(lambda t: t[tuple(parts)], unique=not by_number, view=not tensors)
+    tokens = x.with_tokens(lambda t: t[tuple(parts)], unique=not by_number, view=not tensors)
     if entries == slice(None):
         return tokens
     width = len(range(*entries.indices(tokens.width)))
@@ -91,7 +92,7 @@ def is_of_tokens(x: LazyTensor, dim: Any) -> bool:
     return isinstance(dim, int) and not isinstance(dim, bool) and dim % x.dim() != x.dim() - 1
 
 
-def along(
+def apply_along_dim(
     method: Callable[..., Any], at: int, name: str, x: LazyTensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Apply a torch method, such as `select`, along a dimension of a lazy tensor's tokens. The
@@ -121,10 +122,13 @@ def along(
             len(method(torch.empty(*x.shape[:-1], 1, device="meta"), *positional, **kwargs))
         )
         return tuple(
-            x.moved(lambda t, part=part: method(t, *positional, **kwargs)[part]) for part in parts
+            x.with_tokens(lambda t, part=part: method(t, *positional, **kwargs)[part])
+            for part in parts
         )
     copies = name == "index_select"
-    return x.moved(lambda t: method(t, *positional, **kwargs), unique=not copies, view=not copies)
+    return x.with_tokens(
+        lambda t: method(t, *positional, **kwargs), unique=not copies, view=not copies
+    )
 
 
 def view(x: LazyTensor, *shape: Any) -> Any:
@@ -142,7 +146,7 @@ def view(x: LazyTensor, *shape: Any) -> Any:
     # the last dimension would mix tokens
     if sizes[-1] == -1 and math.prod(sizes[:-1]) * x.shape[-1] != x.numel():
         return NotImplemented
-    return x.moved(lambda t: t.reshape(*sizes[:-1], t.shape[-1]))
+    return x.with_tokens(lambda t: t.reshape(*sizes[:-1], t.shape[-1]))
 
 
 def flatten(x: LazyTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -150,7 +154,7 @@ def flatten(x: LazyTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
     among them."""
     if not is_of_tokens(x, start_dim) or not is_of_tokens(x, end_dim):
         return NotImplemented
-    return x.moved(lambda t: t.flatten(start_dim % x.dim(), end_dim % x.dim()))
+    return x.with_tokens(lambda t: t.flatten(start_dim % x.dim(), end_dim % x.dim()))
 
 
 def take_along_dim(x: LazyTensor, indices: Any, dim: Any = None) -> Any:
@@ -167,7 +171,7 @@ def take_along_dim(x: LazyTensor, indices: Any, dim: Any = None) -> Any:
         or not is_of_tokens(x, dim)
     ):
         return NotImplemented
-    return x.moved(
+    return x.with_tokens(
         lambda t: torch_own.take_along_dim(t, indices, dim % x.dim()), unique=False, view=False
     )
 
@@ -176,12 +180,12 @@ def squeeze(x: LazyTensor, dim: Any = None) -> Any:
     """Remove one token dimension of size 1, or all of them, from a lazy tensor [*tokens, W];
     NotImplemented if the last dimension would be removed."""
     if dim is None and x.shape[-1] != 1:
-        return x.moved(
+        return x.with_tokens(
             lambda t: t.reshape(*(size for size in x.shape[:-1] if size != 1), t.shape[-1])
         )
     if not is_of_tokens(x, dim):
         return NotImplemented
-    return x.moved(lambda t: t.squeeze(dim % x.dim()))
+    return x.with_tokens(lambda t: t.squeeze(dim % x.dim()))
 
 
 def unsqueeze(x: LazyTensor, dim: int) -> Any:
@@ -190,7 +194,7 @@ def unsqueeze(x: LazyTensor, dim: int) -> Any:
     at = dim + x.dim() + 1 if dim < 0 else dim
     if at == x.dim():
         return NotImplemented
-    return x.moved(lambda t: t.unsqueeze(at))
+    return x.with_tokens(lambda t: t.unsqueeze(at))
 
 
 def transpose(x: LazyTensor, dim0: int, dim1: int) -> Any:
@@ -218,7 +222,7 @@ def permute(x: LazyTensor, *dims: Any) -> Any:
             return x.with_classes(None)
         return NotImplemented
     if order[-1] == last:
-        return x.moved(lambda t: t.permute(order))
+        return x.with_tokens(lambda t: t.permute(order))
     if x.dim() > 2 and order == [0, last, *range(1, last)]:
         return x.with_classes(1)
     return NotImplemented
@@ -234,9 +238,9 @@ def to(x: LazyTensor, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     dtype = dtypes[0] if dtypes else x.dtype
     if dtype == x.dtype:
-        return x.changed() if kwargs.get("copy") else x
+        return x.copy_with() if kwargs.get("copy") else x
     if x.casts_to(dtype):
-        return x.changed(dtype=dtype)
+        return x.copy_with(dtype=dtype)
     return NotImplemented
 
 
@@ -251,9 +255,9 @@ def _iterated(x: LazyTensor) -> Any:
 def _contiguous(x: LazyTensor, *_: Any, **__: Any) -> Any:
     """Return the lazy tensor itself. If the complete tensor would not be contiguous, return a lazy
     copy, which is."""
-    if not x.derived or (x.classes is None and x.origin.is_contiguous()):
+    if not x.is_view or (x.classes is None and x.origin.is_contiguous()):
         return x
-    return x.changed()
+    return x.copy_with()
 
 
 def _in_float32(x: LazyTensor, *_: Any, **__: Any) -> Any:
@@ -282,9 +286,9 @@ TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "float": _in_float32,
     "to": to,
     **{
-        name: functools.partial(along, own, at, name)
+        name: functools.partial(apply_along_dim, torch_method, at, name)
         for name, at in ALONG.items()
-        if (own := method(name)) is not None
+        if (torch_method := method(name)) is not None
     },
     # Methods that use the stand-in's dtype and device only.
     **{

@@ -79,8 +79,10 @@ def ppo_loss(
     error = (values - returns).square()
     worse = error
     if value_clip_range is not None:
-        near = torch.clamp(values, old_values - value_clip_range, old_values + value_clip_range)
-        worse = torch.maximum(error, (near - returns).square())
+        clipped_values = torch.clamp(
+            values, old_values - value_clip_range, old_values + value_clip_range
+        )
+        worse = torch.maximum(error, (clipped_values - returns).square())
     value = 0.5 * masked_mean(worse, mask)
     if entropy is not None:
         spread = masked_mean(entropy, mask)

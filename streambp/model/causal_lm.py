@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from streambp.attention.interface import own_implementation
 from streambp.attention.self_attending import biases_positions
-from streambp.distributed.engines import held
+from streambp.distributed.engines import engine_ownership
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, foreign_of_class, trls_head
 from streambp.head.log_probs import TokenLogProbs
@@ -133,7 +133,12 @@ class CausalLMForward(InstanceForward):
                     "wanted."
                 )
             caches = has_cache(kwargs) or names_cache(self.module, kwargs)
-            if labels is None or not self.state.config.head or caches or self.foreign is not None:
+            if (
+                labels is None
+                or not self.state.config.head
+                or caches
+                or self.third_party_forward is not None
+            ):
                 if want_log_probs:
                     self.refuse_foreign()
                     raise StreamBPError(
@@ -191,7 +196,7 @@ class CausalLMForward(InstanceForward):
             self.lazy = lazy
 
     @property
-    def foreign(self) -> str | None:
+    def third_party_forward(self) -> str | None:
         """Return the name of another library's function that replaced this model's forward and
         computes its loss (Liger's, for example); None if there is none."""
         kind: Any = type(self.module)
@@ -205,10 +210,11 @@ class CausalLMForward(InstanceForward):
     def refuse_foreign(self) -> None:
         """Raise `StreamBPError` if another library's function computes the model's loss, because
         log-probabilities for each token are then unavailable."""
-        if self.foreign is not None:
+        if self.third_party_forward is not None:
             raise StreamBPError(
-                f"Per-token values were asked for, but {self.foreign} replaces the forward of "
-                f"{type(self.module).__name__} and computes another loss. Use the model without it."
+                f"Per-token values were asked for, but {self.third_party_forward} replaces the "
+                f"forward of {type(self.module).__name__} and computes another loss. Use the model "
+                "without it."
             )
 
     def score(
@@ -270,7 +276,7 @@ class CausalLMForward(InstanceForward):
         request.num_items = kwargs.get("num_items_in_batch")
         output = self._run(kwargs, request)
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
-        if request.outcome.empty or not request.outcome.used:
+        if request.outcome.empty or not request.outcome.loss_in_blocks:
             labelled = any_label(kwargs["labels"], kwargs.get("shift_labels"))
             output = _without_nan(output, labelled)
             if self._trains:
@@ -278,7 +284,7 @@ class CausalLMForward(InstanceForward):
         how = BLOCKWISE
         if request.outcome.built_for is not None:
             how = f"builds the logits: the loss uses {request.outcome.built_for} on them, costs memory"
-        elif not request.outcome.used:
+        elif not request.outcome.loss_in_blocks:
             how = (
                 "builds the logits: the model's loss does not come from its output projection, "
                 "costs memory"
@@ -295,10 +301,14 @@ class CausalLMForward(InstanceForward):
         """Run the model's own forward and loss without chunks and without recomputation, and return
         the output. Return None if this training micro-batch is too large for that. [Note:
         micro-batches as unpatched]"""
-        named = kwargs.get("return_dict")
-        named = getattr(self.module.config, "return_dict", True) if named is None else named
+        returns_dict = kwargs.get("return_dict")
+        returns_dict = (
+            getattr(self.module.config, "return_dict", True)
+            if returns_dict is None
+            else returns_dict
+        )
         trains = self._trains
-        if not (trains and named) or self.left_out is None or self._is_lazy(kwargs):
+        if not (trains and returns_dict) or self.left_out is None or self._is_lazy(kwargs):
             return None
         if has_backward_hooks(self.module.get_output_embeddings()):  # type: ignore[operator]
             return None
@@ -336,7 +346,7 @@ class CausalLMForward(InstanceForward):
         caller_needs_logits = kwargs.get("labels") is not None and computes_its_own_loss()
         if not (caller_needs_logits or config.lazy_logits):
             return False
-        if self.foreign is not None or has_cache(kwargs):
+        if self.third_party_forward is not None or has_cache(kwargs):
             return False
         if config.eval_logits and not self.module.training:
             return False
@@ -393,7 +403,7 @@ class CausalLMForward(InstanceForward):
             return self.original(**kwargs)
         # ZeRO-3 and FSDP units gather weights only while their module runs, so the norm is not
         # deferred. In accelerate, norm and head form one unit.
-        gathered = held(output_embeddings).weights
+        gathered = engine_ownership(output_embeddings).weights
         # peft's forward adds adapters
         if gathered and type(output_embeddings).forward is not nn.Linear.forward:
             request.outcome.built_for = f"{type(output_embeddings).__name__}'s own forward"
@@ -492,7 +502,11 @@ def _hand_out(output: Any, request: HeadRequest) -> Any:
     def real_or_lazy(value: Any) -> Any:
         if not isinstance(value, LazyHidden):
             return value
-        real = value.written is not None or not value.known() or value.recipe.weight is None
+        real = (
+            value.materialized_tensor is not None
+            or not value.has_own_node()
+            or value.recipe.weight is None
+        )
         if real or value.dim() < 2 or value.shape[-2] == 1:
             return value.build()
         return lazy_logits(value, request)

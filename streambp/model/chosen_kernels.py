@@ -45,7 +45,7 @@ from streambp.model.fused_layers import (
     WithRotation,
     fused_modules,
     globals_that_turn,
-    put_on,
+    install_kernels,
 )
 from streambp.source import with_globals
 
@@ -61,13 +61,13 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
         config: the settings.
 
     Returns:
-        A record of the changed attributes, whose `take_off` restores the modules.
+        A record of the changed attributes, whose `uninstall` restores the modules.
 
     Raises:
         ConfigError: kernels="liger" cannot be applied.
     """
     if config.kernels == "liger":
-        return put_on(model)
+        return install_kernels(model)
     if config.kernels == "compiled":
         return compile_regions(model)
     device = None if config.kernels == "own" else accelerator()
@@ -78,9 +78,9 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
         return InstalledKernels()
     rotations: dict[nn.Module, Callable[..., Any]] = {}
     try:
-        fused = put_on(model, functools.partial(by_device, device.type, rotations))
+        fused = install_kernels(model, functools.partial(by_device, device.type, rotations))
     except NoKernelsError as error:
-        return InstalledKernels(why_own=f"{error.found}.")
+        return InstalledKernels(why_own=f"{error.fault}.")
     except MissingLibraryError as error:
         return InstalledKernels(why_own=str(error))
     except Exception as error:  # Triton's import raises various errors without a driver
@@ -88,7 +88,7 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
             why_own=f"Liger cannot be imported ({type(error).__name__}: {error})."
         )
     if (reason := without_driver(device.type)) is not None:
-        fused.take_off()
+        fused.uninstall()
         return InstalledKernels(why_own=reason)
     if config.products:
         return fused
@@ -107,7 +107,7 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
             forward = types.MethodType(with_globals(namespace, type(module).forward), module)
             module.__dict__["forward"] = forward
             bound.append(AttributeChange(module, "forward", None, forward, False))
-    return dataclasses.replace(fused, replaced=(*fused.replaced, *bound))
+    return dataclasses.replace(fused, changes=(*fused.changes, *bound))
 
 
 def accelerator() -> torch.device | None:
@@ -133,8 +133,8 @@ def by_device(
     kind: str, rotations: dict[nn.Module, Callable[..., Any]], attributes: Attributes
 ) -> set[nn.Module]:
     """Change the forwards that Liger bound to modules: Liger's code then runs on devices of type
-    `kind` alone, and the module's own forward on all other devices. Called by `put_on`, while
-    transformers' modeling modules contain Liger's functions.
+    `kind` alone, and the module's own forward on all other devices. Called by `install_kernels`,
+    while transformers' modeling modules contain Liger's functions.
 
     Args:
         kind: the device type on which Liger's kernels run, such as "cuda".
@@ -181,13 +181,13 @@ def turns_halves(rotation: Callable[..., Any]) -> bool:
     angles = torch.randn(1, 3, HALF, generator=generator, device="cpu").repeat(1, 1, 2)  # [B, T, D]
     cos, sin = angles.cos(), angles.sin()
 
-    def turned(x: Tensor) -> Tensor:
+    def rotate_halves(x: Tensor) -> Tensor:
         return x * cos[:, None] + torch.cat((-x[..., HALF:], x[..., :HALF]), -1) * sin[:, None]
 
     try:
         rotated = rotation(q.clone(), k.clone(), cos, sin)
         return all(
-            torch.allclose(by_ligers, turned(x), rtol=1e-5, atol=1e-6)
+            torch.allclose(by_ligers, rotate_halves(x), rtol=1e-5, atol=1e-6)
             for by_ligers, x in zip(rotated, (q, k), strict=True)
         )
     except Exception:  # the function needs other arguments

@@ -72,13 +72,13 @@ class Compiler:
     Attributes:
         graphs: number of compiled forward graphs for each role, such as "norm".
         seconds: time that compilation took.
-        made: compiled functions by (function, role).
+        compiled_functions: compiled functions by (function, role).
     """
 
     def __init__(self) -> None:
         self.graphs: Counter[str] = Counter()
         self.seconds = 0.0
-        self.made: dict[Any, Callable[..., Any]] = {}
+        self.compiled_functions: dict[Any, Callable[..., Any]] = {}
 
     def __reduce__(self) -> Any:
         return Compiler, ()  # compiled code stays in its process, shared by all copies of the model
@@ -89,16 +89,16 @@ class Compiler:
     def compiled(self, function: Any, role: str) -> Callable[..., Any]:
         """Return the function compiled with torch.compile. The result is cached for each function
         and role, such as "norm"."""
-        if (function, role) not in self.made:
+        if (function, role) not in self.compiled_functions:
             code = function.__code__.replace(co_name=function.__name__)
             copied = types.FunctionType(
                 code, function.__globals__, function.__name__, None, function.__closure__
             )
             copied.__defaults__ = function.__defaults__
             copied.__kwdefaults__ = function.__kwdefaults__
-            more: dict[str, Any] = {}
+            limits: dict[str, Any] = {}
             if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in 2.11
-                more["recompile_limit"] = GRAPHS
+                limits["recompile_limit"] = GRAPHS
 
             def backend(graph: Any, examples: Any, **options: Any) -> Any:
                 self.graphs[role] += 1
@@ -107,8 +107,10 @@ class Compiler:
                 self.seconds += time.monotonic() - start
                 return compiled
 
-            self.made[function, role] = torch.compile(copied, backend=backend, **more)
-        return self.made[function, role]
+            self.compiled_functions[function, role] = torch.compile(
+                copied, backend=backend, **limits
+            )
+        return self.compiled_functions[function, role]
 
 
 class Region:
@@ -194,7 +196,7 @@ class WithCompiledRotation(WithRotation):
 
     home = REGION
 
-    def turned(
+    def apply_rotary(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Return q [B, H, T, D] and k [B, H_kv, T, D] with rotary embeddings applied.
@@ -205,7 +207,7 @@ class WithCompiledRotation(WithRotation):
         current = self.around[ROTARY]
         four = (q, k, cos, sin)
         if (
-            current is not self.own
+            current is not self.modeling_function
             or args
             or kwargs
             or not all(map(runs, four))
@@ -252,38 +254,38 @@ def compile_regions(model: nn.Module) -> InstalledKernels:
         model: a transformers model, or a module that contains one; changed in place.
 
     Returns:
-        A record of the changed modules, whose `take_off` restores their forwards. If no module was
+        A record of the changed modules, whose `uninstall` restores their forwards. If no module was
             changed, the record has the reason.
     """
     device = next((p.device.type for p in model.parameters() if p.device.type != "cpu"), "cpu")
     if (why := no_compiler(device)) is not None:
         return InstalledKernels(why_own=why)
     compiler = Compiler()
-    replaced: list[AttributeChange] = []
+    changes: list[AttributeChange] = []
     skipped_classes: set[str] = set()
     passes_by_class: dict[Any, bool] = {}
     for layer in (layer for stack in find_stacks(model).stacks for layer in stack.layers):
         for name, module in layer.named_modules():
-            what = _what(module)
+            part = _what(module)
             attributes = module.__dict__
             kind = type(module)
             # not the model's own code
             has_other_forward = (
                 ACCELERATE_HOOK in attributes or "forward" in attributes or is_compiled(module)
             )
-            if what is None or module is layer or has_other_forward or compiled_inside(module):
+            if part is None or module is layer or has_other_forward or compiled_inside(module):
                 continue
             key = (kind, type(getattr(module, "act_fn", None)))
             if key not in passes_by_class:
-                passes_by_class[key] = what == "rotation" or treats_tokens_alike(module)
+                passes_by_class[key] = part == "rotation" or treats_tokens_alike(module)
             if not passes_by_class[key]:
                 skipped_classes.add(kind.__name__)
                 continue
             region: Any
             role = NUMBER.sub(".*", name)
-            if what == "MLP":
+            if part == "MLP":
                 region = Region(of_mlp, compiler.compiled(gated, role))
-            elif what == "norm":
+            elif part == "norm":
                 region = Region(of_norm, compiler.compiled(kind.forward, role))
             else:  # the class's forward, with a compiled rotation among its globals
                 space: Any = globals_that_turn(module)
@@ -292,10 +294,10 @@ def compile_regions(model: nn.Module) -> InstalledKernels:
                 setattr(region, REGION, namespace.fused)
             forward = types.MethodType(region, module)
             module.__dict__["forward"] = forward
-            replaced.append(AttributeChange(module, "forward", None, forward, False))
-    why = None if replaced else "no module of its layers is known to treat tokens alike"
-    marks = tuple((change.module, compilers_marks(change.module)) for change in replaced)
-    return InstalledKernels(tuple(replaced), tuple(sorted(skipped_classes)), why, compiler, marks)
+            changes.append(AttributeChange(module, "forward", None, forward, False))
+    why = None if changes else "no module of its layers is known to treat tokens alike"
+    marks = tuple((change.module, compilers_marks(change.module)) for change in changes)
+    return InstalledKernels(tuple(changes), tuple(sorted(skipped_classes)), why, compiler, marks)
 
 
 def no_compiler(device: str) -> str | None:
@@ -321,8 +323,10 @@ def _what(module: nn.Module) -> Literal["MLP", "norm", "rotation"] | None:
     ):
         return None if kind.__module__.startswith("torch.") else "norm"
     space = globals_that_turn(module)
-    turns = space is not None and tuple(inspect.signature(space[ROTARY]).parameters)[:4] == ROTATED
-    return "rotation" if turns else None
+    is_rotary = (
+        space is not None and tuple(inspect.signature(space[ROTARY]).parameters)[:4] == ROTATED
+    )
+    return "rotation" if is_rotary else None
 
 
 def treats_tokens_alike(module: nn.Module) -> bool:

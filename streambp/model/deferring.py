@@ -78,8 +78,8 @@ class DeferredForward(InstanceForward):
         if self.is_norm:
             self.remove()  # `LazyHidden` calls the module itself, block by block
             return LazyHidden.make(hidden_states, LogitsExpression(self.request, norm=self.module))
-        if isinstance(hidden_states, LazyHidden) and hidden_states.written is not None:
-            hidden_states = hidden_states.written
+        if isinstance(hidden_states, LazyHidden) and hidden_states.materialized_tensor is not None:
+            hidden_states = hidden_states.materialized_tensor
         if not isinstance(hidden_states, LazyHidden):
             hidden_states = LazyHidden.make(hidden_states, LogitsExpression(self.request))
         self.request.projecting = True
@@ -91,8 +91,12 @@ class DeferredForward(InstanceForward):
             )
         finally:
             self.request.projecting = False
-        if isinstance(result, LazyHidden) and result.written is None and result.known():
-            result = result.changed(dataclasses.replace(result.recipe, logits=True))
+        if (
+            isinstance(result, LazyHidden)
+            and result.materialized_tensor is None
+            and result.has_own_node()
+        ):
+            result = result.copy_with(dataclasses.replace(result.recipe, logits=True))
         return result
 
     @property
@@ -176,14 +180,14 @@ def own_heads(model: nn.Module) -> Iterator[None]:
     Args:
         model: the model.
     """
-    held = [module for module in model.modules() if isinstance(module, HeldHead)]
-    for one in held:
-        one.remove()
+    held_heads = [module for module in model.modules() if isinstance(module, HeldHead)]
+    for head in held_heads:
+        head.remove()
     try:
         yield
     finally:
-        for one in held:
-            one.install()
+        for head in held_heads:
+            head.install()
 
 
 @dataclasses.dataclass

@@ -31,7 +31,7 @@ from streambp.offload.free_memory import local_ranks
 from streambp.offload.moving import HostChoice
 from streambp.offload.weights import HostWeights
 from streambp.prefixes.calls import UNREMARKABLE
-from streambp.reporting import told
+from streambp.reporting import report_safely
 
 BLOCKS = MappingProxyType(
     {
@@ -77,8 +77,8 @@ class Description:
 
     Attributes:
         last_step: record of the last step; None before the first micro-batch with gradients.
-        apart: True if a module other than the backbone (the base model) calls the layers in
-            training; such steps have no record.
+        bypasses_backbone: True if a module other than the backbone (the base model) calls the
+            layers in training; such steps have no record.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -89,7 +89,7 @@ class Description:
     head: str
     notes: tuple[str, ...]
     last_step: StepRecord | None = None
-    apart: bool = False
+    bypasses_backbone: bool = False
 
     def __str__(self) -> str:
         step = self.last_step
@@ -129,7 +129,7 @@ class Description:
             if layer.path == "streams"
         )
         last = NOT_TRIED if step is None else str(step)
-        if step is None and self.apart:
+        if step is None and self.bypasses_backbone:
             last = APART
         elif step is None and called:
             last = "none with gradients yet"
@@ -153,31 +153,31 @@ def describe(model: nn.Module) -> Description:
     state: PatchState = patch_of(model)
     lost: list[str] = []
 
-    def one(why: str) -> str:
+    def lost_text(why: str) -> str:
         return f"{LOST} ({why})"
 
     def several(why: str) -> tuple[str, ...]:
-        return (one(why),)
+        return (lost_text(why),)
 
-    record: StepRecord | str | None = told(record_of, state, otherwise=one)
+    record: StepRecord | str | None = report_safely(record_of, state, otherwise=lost_text)
     if isinstance(record, str):
         lost.append(f"the last step {record}")
         record = None
-    layers: Any = told(_layers, model, state, otherwise=one)
+    layers: Any = report_safely(_layers, model, state, otherwise=lost_text)
     if isinstance(layers, str):
         lost.append(f"layers {layers}")
         layers = ()
-    notes = told(_notes, model, state, otherwise=several)
+    notes = report_safely(_notes, model, state, otherwise=several)
     return Description(
         layers,
-        told(_chunk_size, state, record, otherwise=one),
-        told(_saves, state, record, otherwise=several),
-        told(_describe_offload, state, record, otherwise=one),
-        told(_describe_attention, state, record, otherwise=one),
-        told(head_of, state, otherwise=one),
+        report_safely(_chunk_size, state, record, otherwise=lost_text),
+        report_safely(_saves, state, record, otherwise=several),
+        report_safely(_describe_offload, state, record, otherwise=lost_text),
+        report_safely(_describe_attention, state, record, otherwise=lost_text),
+        report_safely(head_of, state, otherwise=lost_text),
         (*lost, *notes),
         record,
-        state.steps.apart,
+        state.steps.bypasses_backbone,
     )
 
 
@@ -198,7 +198,7 @@ def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]
     """Return a description of each decoder layer in the model, in the model's order, and then of
     each patched layer that was removed from the model."""
     names = {id(module): name for name, module in model.named_modules()}
-    places = {module: place for place, module in enumerate(names)}
+    positions = {module: position for position, module in enumerate(names)}
     wrappers = [w for w in state.wrappers if isinstance(w, LayerForward)]
     present = [w for w in wrappers if id(w.module) in names]
     described = [(id(w.module), _streamed(names[id(w.module)], w)) for w in present]
@@ -228,7 +228,7 @@ def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]
         ):  # a copy of a streamed layer; an outer one is described
             described.append((id(layer), _streamed(names[id(layer)], outer_wrappers[0])))
     if other_layers:
-        described.sort(key=lambda pair: places[pair[0]])
+        described.sort(key=lambda pair: positions[pair[0]])
     removed_wrappers = [w for w in wrappers if id(w.module) not in names]
     removed = (
         LayerDescription(
@@ -246,19 +246,21 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
     kind = type(wrapper.module).__name__
     last = layer_state.last_call.report
     costs = layer_state.kind.attention.costs
-    if last.because:
-        return LayerDescription(name, kind, "checkpoints", last.because)
+    if last.reason:
+        return LayerDescription(name, kind, "checkpoints", last.reason)
     was_tested = last.plan is not None or any(
-        result.judged for result in layer_state.tests.results.values()
+        result.is_tested for result in layer_state.tests.results.values()
     )
     parts = [*(() if was_tested else (NOT_TRIED,)), *(() if costs is None else (costs,))]
-    if last.told and last.rows is not None:
-        how = f"told to its kernels as {' and '.join(last.told)}"
+    if last.document_arguments and last.rows is not None:
+        how = f"told to its kernels as {' and '.join(last.document_arguments)}"
         parts.append(
             f"{last.rows.number} documents of packed rows as position_ids mark them, {how}"
         )
-    elif last.told:
-        parts.append(f"documents of packed rows as {' and '.join(last.told)} tell its kernels")
+    elif last.document_arguments:
+        parts.append(
+            f"documents of packed rows as {' and '.join(last.document_arguments)} tell its kernels"
+        )
     elif last.rows is not None:
         parts.append(
             f"{last.rows.number} documents of packed rows, told by position_ids: its mixers are "
@@ -287,7 +289,7 @@ def _saves(state: PatchState, record: StepRecord | None) -> tuple[str, ...]:
         return config.named_saves
     if state.config.always_moves or (record is not None and record.host is not None):
         return _names(record)
-    figures = None if state.saves_policy is None else state.saves_policy.known
+    figures = None if state.saves_policy is None else state.saves_policy.figures
     if figures is not None and figures.need is None and figures.why:
         return (f"nothing (auto: {figures.why})",)
     return (f"{NOT_TRIED} (auto)",) if record is None else record.saves()
@@ -314,18 +316,24 @@ def _describe_attention(state: PatchState, record: StepRecord | None) -> str:
     counts: dict[str, int] = {}
     for wrapper in state.wrappers:
         if isinstance(wrapper, LayerForward):
-            whats = set()
+            kernel_texts = set()
             for use in wrapper.layer_state.last_call.kernels:
                 if use.kernel != MATH.name:
-                    whats.add(use.kernel)
-                elif use.because:
-                    whats.add(f"plain products, because {use.because},")
+                    kernel_texts.add(use.kernel)
+                elif use.reason:
+                    kernel_texts.add(f"plain products, because {use.reason},")
                 else:
-                    whats.add(f"plain products for {BLOCKS[use.kind]}")
-            for what in sorted(whats):
-                counts[what] = counts.get(what, 0) + 1
+                    kernel_texts.add(f"plain products for {BLOCKS[use.kind]}")
+            for kernel_text in sorted(kernel_texts):
+                counts[kernel_text] = counts.get(kernel_text, 0) + 1
     kernels = "; ".join(
-        (*parts, *(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.items()))
+        (
+            *parts,
+            *(
+                f"{kernel_text} in {count} layer{'s' * (count > 1)}"
+                for kernel_text, count in counts.items()
+            ),
+        )
     )
     if record is not None and record.way == UNPATCHED:
         return f"the model's own; where layers stream: {kernels}"
@@ -366,7 +374,7 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
     use = HostUse() if state.root is None else engine_host_use(state.root)
     # an engine's own offloading
     sizes = {"parameters": use.parameters, "optimizer state": use.optimizer}
-    engine = " and ".join(f"{sized(size)} of {what}" for what, size in sizes.items() if size)
+    engine = " and ".join(f"{sized(size)} of {content}" for content, size in sizes.items() if size)
     if engine:
         if use.to_come:
             coming = f", and {sized(use.to_come)} are set aside for its gradients and states"
@@ -407,12 +415,12 @@ def _before_moving(host: HostChoice | None) -> str:
     Args:
         host: decides if tensors move; None: the settings decide.
     """
-    if host is None or not host.missing:
+    if host is None or not host.unpaid_seconds:
         return ""
     return (
         f" yet: if tensors went to the host, a step would be {host.gain:.1f} s faster by prediction; "
-        f"they do once such steps have paid for pinning the host's memory ({host.missing:.1f} s are "
-        "missing)"
+        f"they do once such steps have paid for pinning the host's memory ("
+        f"{host.unpaid_seconds:.1f} s are missing)"
     )
 
 
@@ -424,8 +432,8 @@ def _weights(weights: HostWeights) -> str:
     if not layers:
         return f"weights of all {staying} layers have room on the device"
     staying_text = f"; those of {staying} layers have room on the device" if staying else ""
-    if weights.ranges.beside:
-        leaving = f"; gradients have {sized(weights.ranges.beside)} of the host"
+    if weights.ranges.gradient_bytes:
+        leaving = f"; gradients have {sized(weights.ranges.gradient_bytes)} of the host"
     else:
         leaving = ""
     return (
@@ -446,11 +454,11 @@ def _fused_layers(state: PatchState) -> list[str]:
         if isinstance(wrapper, LayerForward):
             for home, names in fused_modules(wrapper.module).items():
                 layers[home, tuple(names)] = layers.get((home, tuple(names)), 0) + 1
-    who = {LIGER: LIGERS, REGION: REGIONS}
+    sources = {LIGER: LIGERS, REGION: REGIONS}
     fused = state.fused
     choice = state.config.kernels
     notes = [
-        f"{who.get(home, f'forwards of {home}')} compute {', '.join(names)} of {number} layers"
+        f"{sources.get(home, f'forwards of {home}')} compute {', '.join(names)} of {number} layers"
         for (home, names), number in layers.items()
     ]
     if (by := fused.compiler) is not None:
@@ -462,9 +470,10 @@ def _fused_layers(state: PatchState) -> list[str]:
             f"kernels='{choice}' leaves all modules as they are: {fused.why_own.rstrip('.')}."
         )
     whose = REGIONS if choice == "compiled" else LIGERS
-    if fused.left:
+    if fused.skipped_classes:
         notes.append(
-            f"{whose} compute otherwise than {', '.join(fused.left)}, which stay as they are"
+            f"{whose} compute otherwise than {', '.join(fused.skipped_classes)}, which stay as "
+            "they are"
         )
     return notes
 
@@ -477,8 +486,7 @@ def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
             for hook in getattr(m, table).values()
         )
         for wrapper in state.wrappers
-        if isinstance(wrapper, LayerForward)
-        and wrapper.layer_state.last_call.report.because is None
+        if isinstance(wrapper, LayerForward) and wrapper.layer_state.last_call.report.reason is None
         for m in wrapper.module.modules()
         if m is not wrapper.module
     )
@@ -557,9 +565,9 @@ def _compiled(model: nn.Module, state: PatchState) -> list[str]:
     and which outside. Empty if no module is compiled."""
     notes: list[str] = []
     layers = [wrapper.module for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]
-    named = [pair for layer in layers for pair in layer.named_modules() if pair[0]]
+    named_modules = [pair for layer in layers for pair in layer.named_modules() if pair[0]]
     inner_names = sorted(
-        {name.removesuffix(f".{COMPILED}") for name, module in named if is_compiled(module)}
+        {name.removesuffix(f".{COMPILED}") for name, module in named_modules if is_compiled(module)}
     )
     outer_names = compiled_around(model, state.root, layers, [w.module for w in state.wrappers])
     if outer_names is not None:

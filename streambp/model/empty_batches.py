@@ -63,19 +63,19 @@ class EmptyBatchWarning:
     """Issues one warning if a training batch has no token with a label.
 
     Attributes:
-        given: True once the warning was issued.
+        has_warned: True once the warning was issued.
         unread: result of `any_label` for the last micro-batch, if it is on an accelerator. The next
             call reads the result, because reading it at once would synchronize with the device.
             None: no result is pending.
     """
 
     def __init__(self) -> None:
-        self.given = False
+        self.has_warned = False
         self.unread: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle, without the pending result."""
-        return {"given": self.given, "unread": None}
+        return {"has_warned": self.has_warned, "unread": None}
 
     def check(self, labelled: Tensor) -> None:
         """Warn if no token of a batch has a label.
@@ -84,7 +84,7 @@ class EmptyBatchWarning:
             labelled: scalar bool tensor, the result of `any_label`. A tensor on an accelerator is
                 read in the next call, so the warning comes one call later.
         """
-        if self.given or type(labelled) is not Tensor or not has_data(labelled):
+        if self.has_warned or type(labelled) is not Tensor or not has_data(labelled):
             return
         answers = [labelled]
         if labelled.device.type != "cpu":
@@ -95,9 +95,9 @@ class EmptyBatchWarning:
 
     def warn(self) -> None:
         """Issue the warning unless it was issued before."""
-        if self.given:
+        if self.has_warned:
             return
-        self.given = True
+        self.has_warned = True
         self.unread = None
         warnings.warn(
             "A batch has no labelled token (each label is -100), so its loss is 0 and its "

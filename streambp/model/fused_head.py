@@ -46,7 +46,7 @@ class FusedHead(InstanceForward):
         self.temperature = temperature
         self.in_float32 = in_float32
         self.outputs = outputs
-        self.wanted = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
+        self.requested_outputs = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
 
     def install(self) -> None:
         """Replace the model's forward by this one, and register this replacement for removal by
@@ -64,7 +64,9 @@ class FusedHead(InstanceForward):
             kwargs = {**kwargs, **self.__signature__.bind_partial(*args).arguments}
         if kwargs.get("labels") is None:
             kwargs["labels"] = kwargs.get("shift_labels")
-        scored = self.causal.score(kwargs, self.wanted, self.temperature, self.in_float32)
+        scored = self.causal.score(
+            kwargs, self.requested_outputs, self.temperature, self.in_float32
+        )
         return self.output(kwargs, *scored)
 
     def output(
@@ -114,7 +116,7 @@ def add_head(
     """
     from trl.trainer.utils import add_fused_lm_head as add_trls_head
 
-    if causal.foreign is not None and head_class is FusedHead:
+    if causal.third_party_forward is not None and head_class is FusedHead:
         add_trls_head(causal.module, temperature, cast_lm_head_to_fp32, outputs)
         return
     causal.refuse_foreign()

@@ -47,7 +47,7 @@ from streambp.known_names import (
     ROTARY,
 )
 from streambp.libraries import required
-from streambp.source import written, written_forward
+from streambp.source import undecorate, written_forward
 
 MISSING = object()
 COMPILERS_MARKS = "_dynamo_"  # prefix of attribute names
@@ -65,12 +65,12 @@ class NoKernelsError(ConfigError):
     """Raised if Liger's kernels cannot be applied to a model.
 
     Attributes:
-        found: the reason.
+        fault: the reason.
     """
 
     def __init__(self, fault: str, remedy: str) -> None:
         super().__init__(f"{fault}. {remedy}.")
-        self.found = fault
+        self.fault = fault
 
 
 @dataclasses.dataclass
@@ -83,19 +83,19 @@ class AttributeChange:
 
     module: nn.Module
     name: str
-    before: Any
-    after: Any
+    old_value: Any
+    new_value: Any
     was_there: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class InstalledKernels:
-    """Record of the module attributes that `put_on` or `compile_regions` changed, with which they
-    can be restored.
+    """Record of the module attributes that `install_kernels` or `compile_regions` changed, with
+    which they can be restored.
 
     Args:
-        left: names of the classes whose modules keep their own forward, because Liger's forward
-            computes something else.
+        skipped_classes: names of the classes whose modules keep their own forward, because Liger's
+            forward computes something else.
         why_own: the reason why kernels="auto" or "compiled" changes no module of a model; None:
             modules were changed.
         compiler: compiles the modules' forwards; None: the forwards are Liger's.
@@ -103,32 +103,32 @@ class InstalledKernels:
             change, by parameter name.
     """
 
-    replaced: tuple[AttributeChange, ...] = ()
-    left: tuple[str, ...] = ()
+    changes: tuple[AttributeChange, ...] = ()
+    skipped_classes: tuple[str, ...] = ()
     why_own: str | None = None
     compiler: Any = None
     marks: tuple[tuple[nn.Module, dict[str, frozenset[str]]], ...] = ()
 
-    def take_off(self) -> None:
+    def uninstall(self) -> None:
         """Restore the changed attributes. An attribute stays if other code has replaced it after
         the change."""
-        for change in reversed(self.replaced):
+        for change in reversed(self.changes):
             attributes = change.module.__dict__
-            if attributes.get(change.name, MISSING) is not change.after:
+            if attributes.get(change.name, MISSING) is not change.new_value:
                 continue
             if change.was_there:
-                attributes[change.name] = change.before
+                attributes[change.name] = change.old_value
             else:
                 del attributes[change.name]
         for module, marks_before in self.marks:
             for name, marks in compilers_marks(module).items():
-                for mark in marks - marks_before.get(name, frozenset()):
-                    delattr(module.get_parameter(name), mark)
+                for attribute in marks - marks_before.get(name, frozenset()):
+                    delattr(module.get_parameter(name), attribute)
 
 
 def compilers_marks(module: nn.Module) -> dict[str, frozenset[str]]:
     """Return a dict from the names of a module's parameters to the names of the attributes
-    (`_dynamo_...`) that torch's compiler has set on the parameter. `take_off` removes the
+    (`_dynamo_...`) that torch's compiler has set on the parameter. `uninstall` removes the
     attributes that were added since `patch`."""
     return {
         name: frozenset(key for key in vars(parameter) if key.startswith(COMPILERS_MARKS))
@@ -140,7 +140,7 @@ Attributes = dict[nn.Module, dict[str, Any]]  # the `__dict__` of each module
 Adjust = Callable[[Attributes], AbstractSet[nn.Module]]
 
 
-def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
+def install_kernels(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
     """Apply Liger's kernels to the norms and MLPs of a model.
 
     Args:
@@ -150,7 +150,7 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
             attributes of modules, and returns the modules to restore.
 
     Returns:
-        A record of the changed attributes, whose `take_off` restores the modules.
+        A record of the changed attributes, whose `uninstall` restores the modules.
 
     Raises:
         ConfigError: Liger is not installed, does not support the model, or computes something else
@@ -200,15 +200,15 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
         tuple(change for change in changes if change.module not in undone),
         tuple(sorted({type(module).__name__ for module in differing - unchanged})),
     )
-    InstalledKernels(tuple(change for change in changes if change.module in undone)).take_off()
-    if problem is not None or not any(change.name == "forward" for change in fused.replaced):
-        fused.take_off()
+    InstalledKernels(tuple(change for change in changes if change.module in undone)).uninstall()
+    if problem is not None or not any(change.name == "forward" for change in fused.changes):
+        fused.uninstall()
         if problem:
             reason = f"{type(problem).__name__}: {problem}"
         else:
             reason = "it changes nothing of a model that is there already"
-        if fused.left and not problem:
-            reason = f"it computes otherwise than {', '.join(fused.left)}"
+        if fused.skipped_classes and not problem:
+            reason = f"it computes otherwise than {', '.join(fused.skipped_classes)}"
         else:
             reason = reason
         raise NoKernelsError(
@@ -313,16 +313,16 @@ class WithRotation(dict[str, Any]):
     home = LIGER
 
     def __init__(self, namespace: dict[str, Any], fused: Callable[..., Any], kind: str) -> None:
-        super().__init__({"__name__": namespace["__name__"], ROTARY: self.turned})
+        super().__init__({"__name__": namespace["__name__"], ROTARY: self.apply_rotary})
         self.around = namespace
-        self.own = namespace[ROTARY]
+        self.modeling_function = namespace[ROTARY]
         self.fused = fused
         self.kind = kind
 
     def __missing__(self, name: str) -> Any:
         return self.around[name]
 
-    def turned(
+    def apply_rotary(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Return q [B, H, T, D] and k [B, H_kv, T, D] with rotary embeddings applied, by Liger's
@@ -333,7 +333,7 @@ class WithRotation(dict[str, Any]):
         """
         current = self.around[ROTARY]
         plain = (
-            current is self.own
+            current is self.modeling_function
             and not args
             and not kwargs
             and cos.dim() == 3
@@ -377,7 +377,9 @@ def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
         while isinstance(function, functools.partial | OnDevice):
             function = function.func if isinstance(function, functools.partial) else function.fused
         home = home_of(function).partition(".")[0]
-        if isinstance(namespace := getattr(written(function), "__globals__", None), WithRotation):
+        if isinstance(
+            namespace := getattr(undecorate(function), "__globals__", None), WithRotation
+        ):
             turning.add(namespace.home)
         elif name and is_region(module):
             by_library.setdefault(REGION, []).append(name)

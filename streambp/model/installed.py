@@ -66,7 +66,7 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
     for module in model.modules():
         if PATCH in module.__dict__:
             own_state: PatchState = module.__dict__[PATCH]
-            if not own_state.home.known:  # of a copy
+            if not own_state.home.is_alive:  # of a copy
                 own_state.home.name(module)
             return module, own_state
     state = next(

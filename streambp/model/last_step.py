@@ -65,32 +65,32 @@ def record_of(state: PatchState) -> StepRecord | None:
     """Build the record of a patched model's last micro-batch with gradients, for `last_step`; None
     before the first micro-batch with gradients."""
     steps = state.steps
-    step = state.steps.known()
+    step = state.steps.last_with_choice()
     if step is None:
         return None
     plans = [report.plan for report in step.reports if report.plan is not None]
     longest = max(plans, key=len, default=None)
     choice = step.choice if isinstance(step.choice, Chosen) else None
     saved = _saved(state, step, choice)
-    graphs = next((one for one in saved if one.name == GRAPH), None)
-    if graphs and graphs.layers == len(step.reports) and step.let_go is None:
+    graphs = next((entry for entry in saved if entry.name == GRAPH), None)
+    if graphs and graphs.layers == len(step.reports) and step.drop_reason is None:
         way = KEPT_GRAPH
     else:
         way = STREAMED
     if step.unpatched:
         way = UNPATCHED
-    elif step.reports and all(report.because is not None for report in step.reports):
+    elif step.reports and all(report.reason is not None for report in step.reports):
         way = WHOLE
     counted = 0 if step.over else 1
     unchunked = [
-        (s, r.because)
+        (s, r.reason)
         for s, r in zip(steps.layer_states, step.reports, strict=False)
-        if r.because is not None
+        if r.reason is not None
     ]
     if state.root is None or not unchunked:
-        places = {}
+        names = {}
     else:
-        places = {id(module): name for name, module in state.root.named_modules()}
+        names = {id(module): name for name, module in state.root.named_modules()}
     split = state.history.split
     return StepRecord(
         number=step.number,
@@ -108,12 +108,12 @@ def record_of(state: PatchState) -> StepRecord | None:
         host=_host_traffic(state, step),
         shared=step.shared,
         whole=tuple(
-            (places.get(id(layer_state.layer), f"layer {layer_state.index}"), because)
-            for layer_state, because in unchunked
+            (names.get(id(layer_state.layer), f"layer {layer_state.index}"), reason)
+            for layer_state, reason in unchunked
         ),
         split_by=None if split is None or step.unpatched else split.by,
         unpatched_steps=steps.unpatched + counted * step.unpatched,
-        short_steps=steps.short + counted * (step.let_go is not None),
+        short_steps=steps.short + counted * (step.drop_reason is not None),
     )
 
 
@@ -125,13 +125,13 @@ def _memory(state: PatchState, step: Step) -> StepMemory:
     device = (
         next((p.device for p in layer_states[0].layer.parameters()), None) if layer_states else None
     )
-    least = choice.least if isinstance(choice, Chosen) else math.inf
+    least_free = choice.min_free_bytes if isinstance(choice, Chosen) else math.inf
     return StepMemory(
         needed=choice.bytes if isinstance(choice, AsUnpatched) else None,
-        free=None if choice is None or moves(state, step) else choice.room,
-        least_free=None if least == math.inf else least,
+        free=None if choice is None or moves(state, step) else choice.headroom,
+        least_free=None if least_free == math.inf else least_free,
         peak=counted_bytes(device, "peak") if device is not None and tells_memory(device) else None,
-        let_go=step.let_go,
+        let_go=step.drop_reason,
     )
 
 
@@ -151,7 +151,7 @@ def _saved(state: PatchState, step: Step, choice: Chosen | None) -> tuple[Saved,
     # Saves that the user named, by layer.
     names: Counter[str] = Counter()
     for layer_state, report in zip(state.steps.layer_states, step.reports, strict=True):
-        if report.because is None:
+        if report.reason is None:
             names.update(layer_state.config.named_saves)
     return tuple(Saved(name, layers) for name, layers in names.items())
 
@@ -176,8 +176,8 @@ def _host_traffic(state: PatchState, step: Step) -> HostTraffic | None:
     if isinstance(step.choice, Chosen) and step.choice.measured is not None:
         choice = offloaded(step.choice)
     return HostTraffic(
-        step.moved.get(OUT, 0.0),
-        step.moved.get(BACK, 0.0),
+        step.moved_bytes.get(OUT, 0.0),
+        step.moved_bytes.get(BACK, 0.0),
         stats["host_bytes"],
         stats["stall_out"] + stats["stall_back"],
         int(stats["left"]),
@@ -198,17 +198,17 @@ def head_of(state: PatchState) -> str:
             head for head in (m.get_output_embeddings() for m in models) if head is not None
         ]  # type: ignore[operator]
         # A head that computes logits without a single weight (a ModuleList of heads).
-        other = next(
+        head_class = next(
             (type(head).__name__ for head in embeddings if not hasattr(head, "weight")), None
         )
-        if other:
-            return f"builds the logits: the head is a {other}, costs memory"
+        if head_class:
+            return f"builds the logits: the head is a {head_class}, costs memory"
         return "none (no language-model head)"
     texts = [_what_became_of(head) for head in heads]
     if len(set(texts)) == 1:
         return texts[0]
     return "; ".join(
-        f"{type(head.module).__name__}: {what}" for head, what in zip(heads, texts, strict=True)
+        f"{type(head.module).__name__}: {text}" for head, text in zip(heads, texts, strict=True)
     )
 
 
@@ -218,15 +218,15 @@ def _what_became_of(head: CausalLMForward) -> str:
     # calls of the module bypass the head
     if all(forward is not head for forward in forwards(head.module)):
         forward = head.module.__dict__.get(head.slot)
-        who = foreign_forward(type(head.module), forward) or "something"  # the name of its module
+        cause = foreign_forward(type(head.module), forward) or "something"  # the name of its module
         if any(trls_head(function) is not None for function in wrapped_functions(forward)):
-            who = "TRL's fused head"
+            cause = "TRL's fused head"
         return (
-            f"as another library computes it: {who} replaced the model's forward after "
+            f"as another library computes it: {cause} replaced the model's forward after "
             "streambp.patch"
         )
-    if head.foreign is not None:
-        return f"as another library computes it: {head.foreign}"
+    if head.third_party_forward is not None:
+        return f"as another library computes it: {head.third_party_forward}"
     if not head.state.config.head:
         return "builds the logits (head=False)"
     text = head.last

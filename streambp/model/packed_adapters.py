@@ -55,9 +55,9 @@ class PackedActivation:
                 yield
             return
         base = weight.weights()
-        with weight.replaced(base):
+        with weight.replace(base):
             folded = folded_weight(module, base, adapters)
-        with weight.replaced(folded):
+        with weight.replace(folded):
             yield
 
 

@@ -159,7 +159,7 @@ def _put_on(
         state.weights.ranges.install(state.steps.layer_states)
     for causal in [wrapper for wrapper in wrappers if isinstance(wrapper, CausalLMForward)]:
         head = head_again(causal, heads.get(causal.module))
-        if head is not None and config.head and causal.foreign is None:
+        if head is not None and config.head and causal.third_party_forward is None:
             head.install()
     model._streambp = state  # type: ignore[assignment]
     model.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, model))
@@ -188,7 +188,7 @@ def _set_auto(state: PatchState, name: str, states: States) -> None:
     elif state.offloader is not None and (saves or on_device):
         link = LinkBudget(state.offloader, on_device)
     if state.weights is not None and config.weights == "auto":
-        state.weights.room = states.room_for_weights
+        state.weights.headroom = states.room_for_weights
     if not steps.layer_states or not (sizes or saves or link is not None):
         return
     number = 1 + max(layer_state.index for layer_state in steps.layer_states)
@@ -199,7 +199,7 @@ def _set_auto(state: PatchState, name: str, states: States) -> None:
         layer_state.saves_policy = policy if saves or link is not None else None
     if not saves or link is not None:
         return
-    state.pending.let_go = policy.let_go
+    state.pending.drop_saves = policy.drop_saves
     if config.unpatched_runs and config.rows != "packed" and config.weights != "cpu":
         state.unpatched = UnpatchedRuns(config, policy, steps)
 
@@ -280,7 +280,7 @@ def _check_products(stacks: Found, config: StreamConfig) -> None:
     names = [name for name, module in linears.items() if computes_plainly(module)]
     for glob in config.products:
         if not matching(names, [glob]):
-            shown = ", ".join(name.removesuffix(".base_layer") for name in names[:16])
+            names_text = ", ".join(name.removesuffix(".base_layer") for name in names[:16])
             class_names = sorted(
                 {type(linears[name]).__name__ for name in matching(linears, [glob])}
             )
@@ -289,11 +289,11 @@ def _check_products(stacks: Found, config: StreamConfig) -> None:
                     f"saves names {glob!r}, and these Linears compute in their own way "
                     f"({', '.join(class_names)}): what their forward computes inside is needed in "
                     "backward, so that a saved product would save nothing. Leave the name out of "
-                    f"saves. Linears whose products can be saved: {shown or 'none'}."
+                    f"saves. Linears whose products can be saved: {names_text or 'none'}."
                 )
             raise ConfigError(
                 f"saves names {glob!r}, which is neither of {list(SAVES)} nor the name of a Linear "
-                f"in the model's layers. Name some of these Linears: {shown or 'none'}."
+                f"in the model's layers. Name some of these Linears: {names_text or 'none'}."
             )
 
 
@@ -316,7 +316,7 @@ def unpatch(model: Model) -> Model:
                 wrapper.leave(patched.__dict__)
         for wrapper in reversed(state.wrappers):
             wrapper.remove()
-        state.fused.take_off()
+        state.fused.uninstall()
         deactivate_packed(root)
         if state.weights is not None:
             state.weights.ranges.remove()

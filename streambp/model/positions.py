@@ -27,25 +27,25 @@ def beyond_positions(config: PreTrainedConfig, seq_len: int) -> str | None:
         seq_len: positions of a row.
     """
     text = config.get_text_config()
-    most = most_positions(text)
-    if seq_len <= most:
+    max_positions = most_positions(text)
+    if seq_len <= max_positions:
         return None
-    warning = f"Rows of {seq_len:,} tokens exceed the model's {most:,} positions"
+    warning = f"Rows of {seq_len:,} tokens exceed the model's {max_positions:,} positions"
     angles = angles_of(text)
     if not angles:
         return f"{warning}. Positions beyond those were never trained; take shorter rows."
     where = "config.rope_parameters"
     if FULL in text.rope_parameters:
         where = f'config.rope_parameters["{FULL}"]'
-    fields = extension(angles, most, seq_len)
+    fields = extension(angles, max_positions, seq_len)
     if config is not text:
         where = where.replace("config", "config.get_text_config()", 1)
     config_text = where.partition(".rope_parameters")[0]
     reached = int(fields["factor"] * fields[ORIGINAL])
-    written = repr(fields).replace("'", '"')
+    fields_text = repr(fields).replace("'", '"')
     return (
         f"{warning}. Extend them before the model is loaded with this config: "
-        f"{where}.update({written}); {config_text}.max_position_embeddings = {reached}"
+        f"{where}.update({fields_text}); {config_text}.max_position_embeddings = {reached}"
     )
 
 
@@ -73,16 +73,16 @@ def most_positions(text: PreTrainedConfig) -> int:
     Args:
         text: the configuration of the model's text part.
     """
-    most = getattr(text, "max_position_embeddings", None)
+    max_positions = getattr(text, "max_position_embeddings", None)
     angles = angles_of(text)
     scaling = angles.get("rope_type", "default")
-    if not isinstance(most, int) or scaling == "dynamic":
+    if not isinstance(max_positions, int) or scaling == "dynamic":
         return UNLIMITED
     factor = angles.get("factor")
     original = angles.get(ORIGINAL)
     if scaling == "default" or not isinstance(factor, int | float) or not original:
-        return most
-    return max(most, int(factor * original))
+        return max_positions
+    return max(max_positions, int(factor * original))
 
 
 def warn_beyond_positions(
@@ -97,13 +97,13 @@ def warn_beyond_positions(
         tokens: input_ids [B, T], or inputs_embeds [B, T, h].
         positions: position_ids, which restart in packed rows; None: positions count the tokens.
     """
-    most = most_positions(text)
+    max_positions = most_positions(text)
     # Other embeddings have no limit, or a table that raises an error beyond its end.
     if not angles_of(text) or not has_data(tokens):
         return UNLIMITED
     length = tokens.shape[1]
-    if length <= most:
-        return most
+    if length <= max_positions:
+        return max_positions
     if positions is not None:
         length = int(positions.max()) + 1
     warning = beyond_positions(config, length)
@@ -112,15 +112,15 @@ def warn_beyond_positions(
     return UNLIMITED
 
 
-def extension(angles: Mapping[str, Any], most: int, seq_len: int) -> dict[str, Any]:
+def extension(angles: Mapping[str, Any], max_positions: int, seq_len: int) -> dict[str, Any]:
     """Return the fields of `rope_parameters` that extend rotary embeddings to `seq_len` positions
     by YaRN, for the code that the warning prints.
 
     Args:
         angles: the model's present `rope_parameters`.
-        most: the model's `max_position_embeddings`.
+        max_positions: the model's `max_position_embeddings`.
         seq_len: positions of a row.
     """
-    original = angles.get(ORIGINAL) or most
+    original = angles.get(ORIGINAL) or max_positions
     factor = math.ceil(2 * seq_len / original) / 2
     return {"rope_type": "yarn", "factor": factor, ORIGINAL: original}

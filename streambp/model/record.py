@@ -197,9 +197,11 @@ class StepRecord:
         if self.way == WHOLE:
             reasons = dict.fromkeys(reason for _, reason in self.whole)
             return f"{batch}, ran whole under gradient checkpointing: {'; '.join(reasons)}"
-        cut = "one chunk" if self.chunks == 1 else f"{self.chunks} chunks of {self.chunk_size:,}"
-        cut += " a row" if self.chunks > 1 and self.rows > 1 and self.shared is None else ""
-        parts = [f"{batch} in {cut}, {self.way}"]
+        chunks_text = (
+            "one chunk" if self.chunks == 1 else f"{self.chunks} chunks of {self.chunk_size:,}"
+        )
+        chunks_text += " a row" if self.chunks > 1 and self.rows > 1 and self.shared is None else ""
+        parts = [f"{batch} in {chunks_text}, {self.way}"]
         if self.whole:
             parts.append(
                 f"but {len(self.whole)} of {self.layers} layers ran whole under gradient "
@@ -218,8 +220,10 @@ class StepRecord:
             savings = f"saved {', '.join(saved.name for saved in self.saved)}"
         else:
             savings = f"saved{self._room(self.saved_bytes, '')}"
-        let_go = "" if moved_bytes or self.let_go is None else f", and let go of it: {self.let_go}"
-        return f"{', '.join(parts)}: {savings}{let_go}"
+        drop_text = (
+            "" if moved_bytes or self.let_go is None else f", and let go of it: {self.let_go}"
+        )
+        return f"{', '.join(parts)}: {savings}{drop_text}"
 
     def _room(self, size: float | None, verb: str) -> str:
         if size is None:
@@ -279,13 +283,15 @@ class StepRecord:
             if self.number == 1:
                 return ("nothing (auto: the first step counts what there is to save)",)
             return ("nothing (auto: the device's free memory or the cost of a layer is not known)",)
-        room = f"auto: a step without saves leaves {sized(max(0.0, self.free))} free"
+        free_text = f"auto: a step without saves leaves {sized(max(0.0, self.free))} free"
         if self.least_free is not None:
-            room += f"; at least {sized(max(0.0, self.least_free))} stayed free"
+            free_text += f"; at least {sized(max(0.0, self.least_free))} stayed free"
         if self.let_go is not None:
-            room += f"; {self.let_go}, so all of it was let go of and recomputed"
+            free_text += f"; {self.let_go}, so all of it was let go of and recomputed"
         return (
-            (*(str(saved) for saved in self.saved), room) if self.saved else (f"nothing ({room})",)
+            (*(str(saved) for saved in self.saved), free_text)
+            if self.saved
+            else (f"nothing ({free_text})",)
         )
 
 

@@ -18,7 +18,7 @@ from streambp.attention.interface import own_implementation
 from streambp.cache_arguments import is_cache_class
 from streambp.config import StreamConfig
 from streambp.device import has_data
-from streambp.distributed.engines import held
+from streambp.distributed.engines import engine_ownership
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import wrapped_functions
 from streambp.head.one_pass import Pending
@@ -75,8 +75,9 @@ class ForwardContext:
             model's config.
         names_cache: True if the caller of a training call passes `use_cache=True`; None: the
             backbone is called without a language model around it.
-        again: True during a second computation of the batch, with separate rows. The first was one
-            packed row, and code then read values at padding. [Note: padding that is read]
+        is_recomputation: True during a second computation of the batch, with separate rows. The
+            first was one packed row, and code then read values at padding. [Note: padding that is
+            read]
     """
 
     bypass: bool = False
@@ -91,7 +92,7 @@ class ForwardContext:
     failed: list[Exception] | None = None
     asked_cache: bool = False
     names_cache: bool | None = None
-    again: bool = False
+    is_recomputation: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardContext:
         """Return a new context, because no forward of the copied model runs. A count during a
@@ -251,7 +252,7 @@ class PatchState:
             return run()
         # This rank alone may retry the run. [Note: what a rank decides alone]
         root = self.root if is_initialized() else None
-        if root is not None and any(held(root)):
+        if root is not None and any(engine_ownership(root)):
             return None
         cached = self.running.asked_cache and not self.history.warned_of_documents
         if finds_other_documents(kwargs, own_implementation(config), cached):
@@ -394,19 +395,19 @@ def warn_of_documents(layer_states: list[LayerState], unseen: bool, states: bool
 def warn_of_trials(layer_states: list[LayerState]) -> bool:
     """Warn about user hooks inside of layers that also ran in test runs on random tokens. True if a
     warning was issued. See `admission/third_party.py`."""
-    shown: dict[str, list[str]] = {}
+    names_by_hook: dict[str, list[str]] = {}
     for layer_state in layer_states:
         for hook, paths in layer_state.tests.hooks_run_in_tests.items():
-            shown.setdefault(hook, []).extend(
+            names_by_hook.setdefault(hook, []).extend(
                 f"{type(layer_state.layer).__name__} {layer_state.index}: {path}" for path in paths
             )
-    if shown:
+    if names_by_hook:
         warnings.warn(
             "Hooks inside decoder layers ran on the random tokens of a first call's tests, beside "
-            f"the batch: {named_hooks(shown)}. streambp restores all values that hooks store in "
-            "Python, but nothing that they write elsewhere (a file, a logger). If these hooks do, "
-            "call streambp.warm_up(model, **inputs) before you register them: then no test runs "
-            "the hooks.",
+            f"the batch: {named_hooks(names_by_hook)}. streambp restores all values that hooks "
+            "store in Python, but nothing that they write elsewhere (a file, a logger). If these "
+            "hooks do, call streambp.warm_up(model, **inputs) before you register them: then no "
+            "test runs the hooks.",
             stacklevel=2,
         )
-    return bool(shown)
+    return bool(names_by_hook)

@@ -53,7 +53,7 @@ class Step:
         reports: report on each decoder layer's call.
         choice: the tensors to save, or the run of the unpatched forward, that was chosen for the
             micro-batch; None if nothing was chosen.
-        moved: bytes copied to the host and back since the previous step, by direction.
+        moved_bytes: bytes copied to the host and back since the previous step, by direction.
         in_backward: True once backward has begun.
         over: True once backward has ended or the next step has begun.
         ooms: number of out-of-memory errors that each device's allocator had counted before
@@ -66,7 +66,7 @@ class Step:
     reports: list[CallReport] = dataclasses.field(default_factory=list)
     choice: Choice | None = None
     shared: Shared | None = None
-    moved: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    moved_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     in_backward: bool = False
     over: bool = False
     ooms: dict[torch.device, int] = dataclasses.field(default_factory=dict)
@@ -77,10 +77,10 @@ class Step:
         return sum(rows * length for rows, length in self.shapes.values())
 
     @property
-    def let_go(self) -> str | None:
+    def drop_reason(self) -> str | None:
         """Return the reason why saved tensors were freed before backward used them; None: none was
         freed."""
-        return self.choice.let_go if isinstance(self.choice, Chosen) else None
+        return self.choice.drop_reason if isinstance(self.choice, Chosen) else None
 
 
 class Steps:
@@ -95,8 +95,8 @@ class Steps:
         name: the model's name in the log.
         unpatched: number of steps that ran unpatched.
         short: number of steps that freed saved tensors before backward used them.
-        apart: True if a layer's backward began before any step, because another module than the
-            backbone calls the layers.
+        bypasses_backbone: True if a layer's backward began before any step, because another module
+            than the backbone calls the layers.
     """
 
     def __init__(self, offloader: OffloadManager | None = None) -> None:
@@ -106,7 +106,7 @@ class Steps:
         self.name = ""
         self.last: Step | None = None
         self.unpatched = self.short = 0
-        self.apart = False
+        self.bypasses_backbone = False
         self._moved_bytes: Mapping[str, float] = {}
         self._logged: set[Hashable] = set()
 
@@ -177,7 +177,7 @@ class Steps:
         chooser = self.layer_states[0].saves_policy if self.layer_states else None
         return None if chooser is None else chooser.latest
 
-    def watch(self, output: Any) -> None:
+    def hook_backward(self, output: Any) -> None:
         """Register a tensor hook that records the start of backward, for a forward that ran
         unpatched.
 
@@ -201,7 +201,7 @@ class Steps:
                 value.register_hook(begun)
                 return
 
-    def known(self) -> Step | None:
+    def last_with_choice(self) -> Step | None:
         """Return the record of the last step, or None before the first step. If an unpatched step
         is still in progress, the choice in its record is updated first, because forward may end
         before the choice is made."""
@@ -216,12 +216,12 @@ class Steps:
         ran unpatched."""
         step = self.last
         if step is None:
-            self.apart = True
+            self.bypasses_backbone = True
             return
         if device not in step.ooms:
             step.ooms[device] = allocator_count(device, "num_ooms")
         if not step.in_backward:
-            self.known()
+            self.last_with_choice()
             step.in_backward = True
             for layer_state in self.layer_states:
                 layer_state.last_call.error_has_advice = False
@@ -236,10 +236,10 @@ class Steps:
             return
         step.over = True
         self.unpatched += step.unpatched
-        self.short += step.let_go is not None
+        self.short += step.drop_reason is not None
         if self.offloader is not None:
             moved_bytes = dict(self.offloader.transfers.bytes)
-            step.moved = {
+            step.moved_bytes = {
                 way: max(0.0, size - self._moved_bytes.get(way, 0.0))
                 for way, size in moved_bytes.items()
             }
@@ -252,13 +252,13 @@ class Steps:
             if report.plan is not None and len(report.plan) > 1
         }
         saves = getattr(step.choice, "layers", ())
-        reasons = frozenset(report.because for report in step.reports)
+        reasons = frozenset(report.reason for report in step.reports)
         # Log each way in which steps run once, whatever their size.
         how = (
             step.unpatched,
             max(chunks, default=None),
             frozenset(saves),
-            step.let_go,
+            step.drop_reason,
             reasons,
             step.shared is None,
         )

@@ -58,7 +58,7 @@ class Noted:
     `patch` changes, such as hooks."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
-        self.own, self.attributes = attributes, dict(attributes)
+        self.live_attributes, self.attributes = attributes, dict(attributes)
         self.tables = [
             (attributes[name], attributes[name].copy()) for name in TABLES if name in attributes
         ]
@@ -66,8 +66,8 @@ class Noted:
     def put_back(self) -> None:
         """Restore the object's attributes, and the contents of the copied dictionaries and lists,
         in their previous order."""
-        self.own.clear()
-        self.own.update(self.attributes)
+        self.live_attributes.clear()
+        self.live_attributes.update(self.attributes)
         for table, contents in self.tables:
             table.clear()
             if isinstance(table, list):

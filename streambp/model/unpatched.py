@@ -99,8 +99,8 @@ class UnpatchedRuns:
         steps: notes on the model's steps, with the records of its layers.
 
     Attributes:
-        most: limit on the tokens of a micro-batch over all rows, lowered after a run that needed
-            too much memory.
+        max_tokens: limit on the tokens of a micro-batch over all rows, lowered after a run that
+            needed too much memory.
         factor: forward's measured memory divided by the predicted memory; multiplies later
             predictions.
         within: True while an unpatched forward runs.
@@ -111,7 +111,7 @@ class UnpatchedRuns:
         self.config = config
         self.saves_policy = saves_policy
         self.steps = steps
-        self.most = math.inf
+        self.max_tokens = math.inf
         self.factor = 1.0
         self.within = False  # an unpatched forward is running
         self.drew = False
@@ -141,20 +141,24 @@ class UnpatchedRuns:
                 prefixes as one packed row. Called last, because the function reads the batch.
         """
         if kwargs.get("input_ids") is not None:
-            given = kwargs.get("input_ids")
+            inputs = kwargs.get("input_ids")
         else:
-            given = kwargs.get("inputs_embeds")
-        if not isinstance(given, Tensor) or given.dim() < 2:
+            inputs = kwargs.get("inputs_embeds")
+        if not isinstance(inputs, Tensor) or inputs.dim() < 2:
             return None
-        self.saves_policy.begins(given.device)
-        if not self._can(given, config):
+        self.saves_policy.begins(inputs.device)
+        if not self._can(inputs, config):
             return None
-        tokens = given.shape[0] * given.shape[1]
-        found = self.predicted(tokens, given.shape[1], given.device, config)
-        if found is None or found.bytes > MAX_SHARE_OF_FREE_MEMORY * found.room or packs():
+        tokens = inputs.shape[0] * inputs.shape[1]
+        prediction = self.predicted(tokens, inputs.shape[1], inputs.device, config)
+        if (
+            prediction is None
+            or prediction.bytes > MAX_SHARE_OF_FREE_MEMORY * prediction.headroom
+            or packs()
+        ):
             return None
-        random = RandomState.capture(given.device)
-        before = self.saves_policy.free(given.device)
+        random = RandomState.capture(inputs.device)
+        free_before = self.saves_policy.free(inputs.device)
         last = self.steps.last
         self.within = True
         allocators = True
@@ -168,27 +172,30 @@ class UnpatchedRuns:
         except ComputedAgainError:
             self.steps.forget_since(last)
             random.restore()
-            self.most = 0
+            self.max_tokens = 0
             return None
         finally:
             self.within = False
         # Here and not in the except block, because the error's frames reference tensors.
-        if result is not None and tells_memory(given.device):
-            after = self.saves_policy.free(given.device)
+        if result is not None and tells_memory(inputs.device):
+            free_after = self.saves_policy.free(inputs.device)
         else:
-            after = None
-        took = 0.0 if before is None or after is None else before - after
-        if before is not None and took > found.bytes + IGNORED_SHARE_OF_FREE_MEMORY * before:
-            self.factor *= took / found.bytes
-        if result is None or took > (1 + MAX_SHARE_OF_FREE_MEMORY) / 2 * found.room:
+            free_after = None
+        used_bytes = 0.0 if free_before is None or free_after is None else free_before - free_after
+        if (
+            free_before is not None
+            and used_bytes > prediction.bytes + IGNORED_SHARE_OF_FREE_MEMORY * free_before
+        ):
+            self.factor *= used_bytes / prediction.bytes
+        if result is None or used_bytes > (1 + MAX_SHARE_OF_FREE_MEMORY) / 2 * prediction.headroom:
             result = None
-            self.most = tokens // 2
+            self.max_tokens = tokens // 2
             self.steps.forget_since(last)
-            make_room(given.device, allocators)
+            make_room(inputs.device, allocators)
             random.restore()
             return None
-        self.saves_policy.latest = found
-        self.steps.watch(result)
+        self.saves_policy.latest = prediction
+        self.steps.hook_backward(result)
         return result
 
     def watch_draws(self, run: Callable[[], T], device: torch.device) -> T:
@@ -238,12 +245,12 @@ class UnpatchedRuns:
             self.saves_policy, tokens, length, device, heads, vocabulary, self.factor
         )
 
-    def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:
+    def _can(self, inputs: Tensor, config: PreTrainedConfig) -> bool:
         """True if nothing but the free memory says that the micro-batch must be streamed, and the
         unpatched forward gives the same numbers.
 
         Args:
-            given: input_ids [B, T] or inputs_embeds [B, T, h].
+            inputs: input_ids [B, T] or inputs_embeds [B, T, h].
             config: config of the text model.
         """
         if self.drew:
@@ -251,8 +258,8 @@ class UnpatchedRuns:
         if torch._C._current_graph_task_id() != -1:  # a reentrant checkpoint recomputes the model
             return False
         self._heed_backward()
-        batch_size, length = given.shape[:2]
-        if not 0 < batch_size * length <= self.most:
+        batch_size, length = inputs.shape[:2]
+        if not 0 < batch_size * length <= self.max_tokens:
             return False
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False
@@ -265,15 +272,15 @@ class UnpatchedRuns:
                 return False
         size = self.config.chunk_size
         if self.saves_policy.sizes:
-            if self.saves_policy.known.seconds is None:  # chunks have the size of a rule
+            if self.saves_policy.figures.seconds is None:  # chunks have the size of a rule
                 return True
-            size = self.saves_policy.size(batch_size, length, given.device)
+            size = self.saves_policy.size(batch_size, length, inputs.device)
         return len(plan_chunks(length, batch_size, size)) == 1
 
     def _heed_backward(self) -> None:
         last = self.steps.last
         if last is not None and last.unpatched and last.in_backward and not last.over:  # raised
-            self.most = min(self.most, last.tokens // 2)
+            self.max_tokens = min(self.max_tokens, last.tokens // 2)
 
 
 def kept_unpatched(
@@ -298,10 +305,10 @@ def kept_unpatched(
         vocabulary: V.
         factor: multiplies the predicted bytes.
     """
-    known = saves_policy.graphs(tokens, device)
-    if known is None:
+    graph_bytes = saves_policy.graphs(tokens, device)
+    if graph_bytes is None:
         return None
-    graphs, spare = known
+    graphs, spare = graph_bytes
     keys = (MASK * len(heads) + SCORES * sum(heads)) * length
     return AsUnpatched(tokens, factor * (graphs + tokens * (keys + LOGITS * vocabulary)), spare)
 
@@ -314,12 +321,14 @@ def is_plain(layer_state: LayerState) -> bool:
     (DeepSpeed, FSDP) is not.
     """
     if (
-        layer_state.last_call.report.because is not None
+        layer_state.last_call.report.reason is not None
         or layer_state.kind.states.carries
         or layer_state.kind.attention.picks_keys
         or layer_state.of(engine_hooks)
         or not layer_state.kind.attention.reads_a_mask  # custom attention, with all scores
     ):
         return False
-    own = set(map(own_implementation, layer_state.of(attention_configs)))
-    return EAGER not in own and (SDPA not in own or layer_state.last_call.sdpa.same)
+    implementations = set(map(own_implementation, layer_state.of(attention_configs)))
+    return EAGER not in implementations and (
+        SDPA not in implementations or layer_state.last_call.sdpa.same_numbers
+    )

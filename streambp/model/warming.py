@@ -103,10 +103,10 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
             state.restore()
         for head, fields in saved_fields:
             vars(head).update(fields)
-    warm = _warm_up_of(layers)
+    warm_up_record = _warm_up_of(layers)
     for wrapper in layers:
         tests = wrapper.layer_state.tests
-        tests.warm_up = warm
+        tests.warm_up = warm_up_record
         tests.forget(None)  # attributes that modules set in their first call were reset
 
 
@@ -114,9 +114,9 @@ def _warm_up_of(layers: list[LayerForward]) -> WarmUp:
     """Return the state that an earlier `warm_up` left on these layers, if that state is still in
     effect; otherwise a new state."""
     for wrapper in layers:
-        warm = wrapper.layer_state.tests.warm_up
-        if warm is not None and warm.on:
-            return warm
+        warm_up_record = wrapper.layer_state.tests.warm_up
+        if warm_up_record is not None and warm_up_record.on:
+            return warm_up_record
     return WarmUp()
 
 

@@ -66,7 +66,7 @@ from streambp.model.state import (
 from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell
 from streambp.prefixes.calls import AS_UNPATCHED, ONE_ROW, Shared, SharedPrefixes, Unseen
-from streambp.prefixes.late import Again
+from streambp.prefixes.late import RowsForward
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
 from streambp.sharded.bidirectional import stream_bidirectional
@@ -309,7 +309,9 @@ class BackboneForward(InstanceForward):
                 if state.saves_policy is not None and isinstance(tokens, Tensor):
                     state.saves_policy.begins(tokens.device)
                 output = (
-                    None if state.unpatched is None or context.again else self._unstreamed(kwargs)
+                    None
+                    if state.unpatched is None or context.is_recomputation
+                    else self._unstreamed(kwargs)
                 )
                 if output is not None:
                     if self.prefixes is not None:
@@ -356,7 +358,7 @@ class BackboneForward(InstanceForward):
         """
         state = self.state
         context = state.running
-        if torch.is_grad_enabled() and not context.again:
+        if torch.is_grad_enabled() and not context.is_recomputation:
             shared = getattr(self.prefixes, "last", None)
             state.steps.forward_done(
                 id(self.module), tokens, shared if isinstance(shared, Shared) else None
@@ -380,7 +382,9 @@ class BackboneForward(InstanceForward):
         if state.root is not None and not offloader.host_bytes:
             offloader.set_aside = engine_host_use(state.root).to_come
             weights = state.weights
-            offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
+            offloader.weight_bytes, offloader.gradient_bytes = (
+                (0, 0) if weights is None else weights.host_bytes
+            )
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward unpatched, and return its output. Return None if this
@@ -404,9 +408,9 @@ class BackboneForward(InstanceForward):
         state = self.state
         device: torch.device = self.module.device  # type: ignore[assignment]
         run = functools.partial(self._run, kwargs)
-        for watch in (state.host, state.unpatched):
-            if watch is not None:
-                run = functools.partial(watch.watch_draws, run, device)
+        for watcher in (state.host, state.unpatched):
+            if watcher is not None:
+                run = functools.partial(watcher.watch_draws, run, device)
         return run()
 
     def packs(self, kwargs: Mapping[str, Any], padding_unseen: Unseen) -> bool:
@@ -459,7 +463,7 @@ class BackboneForward(InstanceForward):
                 configs[id(config)] = config
         with explaining("in the model around its layers"), routed(list(configs.values())):
             try:
-                if self.prefixes is None or context.shards is not None or context.again:
+                if self.prefixes is None or context.shards is not None or context.is_recomputation:
                     return self.original(**kwargs)
                 ids = kwargs.get("input_ids")
                 one_row = isinstance(ids, Tensor) and ids.shape[0] < 2
@@ -470,7 +474,7 @@ class BackboneForward(InstanceForward):
                 later_rows = None
                 if deferred is not None:
                     rows = functools.partial(self._again, dict(kwargs), deferred)
-                    later_rows = Again(rows, deferred.handed_out)
+                    later_rows = RowsForward(rows, deferred.handed_out)
                 return self.prefixes.call(
                     kwargs,
                     over,
@@ -500,13 +504,13 @@ class BackboneForward(InstanceForward):
             request: request of the output projection, which computes the final norm.
         """
         context = self.state.running
-        previous = context.defer_norm, context.again
+        previous = context.defer_norm, context.is_recomputation
         context.defer_norm = request
-        context.again = True
+        context.is_recomputation = True
         try:
             return self.call(**kwargs)
         finally:
-            context.defer_norm, context.again = previous
+            context.defer_norm, context.is_recomputation = previous
 
     def _streams(self, kwargs: dict[str, Any]) -> bool:
         """True if this call is computed chunk by chunk: no cache is passed, and neither a cache nor
@@ -528,15 +532,15 @@ class BackboneForward(InstanceForward):
         if self.module.training:
             # If a language model around this backbone runs, the caller of that model counts. Other
             # models around may pass their config's `use_cache` on as if it was an argument.
-            named = self.state.running.names_cache
-            if named is None:
-                named = bool(
+            passes_cache = self.state.running.names_cache
+            if passes_cache is None:
+                passes_cache = bool(
                     kwargs.get("use_cache")
                     and not self._around_fill_in
                     and names_cache(self.module, kwargs)
                 )
-            self.state.history.named_cache |= named and torch.is_grad_enabled()
-            return not named
+            self.state.history.named_cache |= passes_cache and torch.is_grad_enabled()
+            return not passes_cache
         use_cache = wants_cache(self.module.config, kwargs)
         if kwargs.get("use_cache") is None:
             self.state.history.unasked_cache |= use_cache and torch.is_grad_enabled()

@@ -33,7 +33,7 @@ class BufferStack:
         kind: purpose of the stack; stacks of one kind grow to similar sizes.
         segments: the memory.
         size: bytes of all segments.
-        used: allocated bytes.
+        used_bytes: allocated bytes.
         last_uses: dict from (engine, queue) to the event of the last copy that read or wrote this
             memory. A copy that overwrites the memory must wait for all of these events (wait 5 of
             [Note: offload order]).
@@ -42,13 +42,13 @@ class BufferStack:
     kind: str
     segments: list[Tensor] = dataclasses.field(default_factory=list)
     size: int = 0
-    used: int = 0
+    used_bytes: int = 0
     last_uses: dict[Any, Any] = dataclasses.field(default_factory=dict)
     _segment: int = 0
     _top: int = 0
 
     @property
-    def left(self) -> int:
+    def free_bytes(self) -> int:
         """Return the bytes of the stack that can still be allocated without growing it."""
         if self._segment >= len(self.segments):
             return 0
@@ -57,13 +57,13 @@ class BufferStack:
     def push(self, size: int) -> Tensor | None:
         """Reserve `size` bytes and return them as a uint8 tensor [size]; None if the stack is full,
         and `Arena.grow` must add memory first."""
-        wanted = padded(size)
+        padded_size = padded(size)
         while self._segment < len(self.segments):
             segment = self.segments[self._segment]
-            if self._top + wanted <= segment.numel():
+            if self._top + padded_size <= segment.numel():
                 start = self._top
-                self._top += wanted
-                self.used += wanted
+                self._top += padded_size
+                self.used_bytes += padded_size
                 return segment[start : start + size]
             self._segment += 1
             self._top = 0
@@ -82,15 +82,15 @@ class Arena:
 
     Attributes:
         allocated: bytes of all stacks.
-        refused: error text of the system, if the last call of `grow` failed within the budget; None
-            otherwise.
+        system_error: error text of the system, if the last call of `grow` failed within the budget;
+            None otherwise.
     """
 
     limit: int
     buffer: Callable[[int], Tensor]
     settle: Callable[[], None] = lambda: None
     allocated: int = 0
-    refused: str | None = None
+    system_error: str | None = None
     _free: list[BufferStack] = dataclasses.field(default_factory=list)
 
     @property
@@ -119,17 +119,17 @@ class Arena:
     def give_back(self, stack: BufferStack) -> None:
         """Return a stack to the pool. All of its ranges become free, and its memory is reused for
         the same kind of stack."""
-        stack.used = stack._segment = stack._top = 0
+        stack.used_bytes = stack._segment = stack._top = 0
         self._free.append(stack)
 
     def grow(self, stack: BufferStack, size: int) -> bool:
         """Add `size` bytes of memory to a stack, and return True. Return False, with the stack
         unchanged, if the budget or the system refuses.
 
-        Free stacks of the pool are released first if the budget is short. `refused` contains the
-        system's error text.
+        Free stacks of the pool are released first if the budget is short. `system_error` contains
+        the system's error text.
         """
-        self.refused = None
+        self.system_error = None
         if self.allocated + size > self.limit and self._free:
             self.settle()
         while self.allocated + size > self.limit and self._free:
@@ -142,7 +142,7 @@ class Arena:
             except (MemoryError, RuntimeError) as error:
                 if not isinstance(error, MemoryError) and NO_HOST_MEMORY.search(str(error)) is None:
                     raise
-                self.refused = reason(error)
+                self.system_error = reason(error)
             else:
                 stack.size += size
                 self.allocated += size

@@ -33,9 +33,9 @@ def saved_as(name: str) -> str:
     The result is "x" for tensors that backward cannot recompute: the layer's input, recurrent
     states, and the keys that an indexer picked.
     """
-    kind, _, rest = name.partition(".")
+    kind, _, suffix = name.partition(".")
     if kind == "product":
-        return rest.rpartition("#")[0]
+        return suffix.rpartition("#")[0]
     return SAVED_AS.get(kind, "x")
 
 
@@ -110,13 +110,13 @@ class Candidate:
         index: index of the layer.
         name: name in the form of `StreamConfig.saves`, such as "kv".
         bytes: size of the tensor.
-        worth: FLOPs of matrix products that backward need not recompute, for each byte.
+        flops_per_byte: FLOPs of matrix products that backward need not recompute, for each byte.
     """
 
     index: int
     name: str
     bytes: float
-    worth: float
+    flops_per_byte: float
 
 
 class LayerCost(NamedTuple):
@@ -152,7 +152,7 @@ class LayerCost(NamedTuple):
         return Cost(x, attn_out, kv, flops, products, cost.overwritten)
 
     def candidates(
-        self, index: int, tokens: int, length: int, whole: bool = False
+        self, index: int, tokens: int, length: int, is_unchunked: bool = False
     ) -> Iterator[Candidate]:
         """Yield the tensors that layer `index` may save for backward, with size and spared FLOPs.
 
@@ -162,26 +162,29 @@ class LayerCost(NamedTuple):
             index: index of the layer.
             tokens: tokens over all rows.
             length: tokens of each row.
-            whole: True if the call is one chunk. "kv" is then left out: backward recomputes the
-                chunk's K and V with its graph in any case.
+            is_unchunked: True if the call is one chunk. "kv" is then left out: backward recomputes
+                the chunk's K and V with its graph in any case.
         """
         cost = self.scaled_to(tokens)
-        worth = {
+        flops_per_byte = {
             name: product.flops / product.bytes
             for name, product in cost.products.items()
             if product.bytes
         }
-        sizes: dict[str, float] = {name: cost.products[name].bytes for name in worth}
-        if cost.kv and worth and not whole:
-            sizes["kv"], worth["kv"] = cost.kv, KV_WORTH * sum(worth.values()) / len(worth)
+        sizes: dict[str, float] = {name: cost.products[name].bytes for name in flops_per_byte}
+        if cost.kv and flops_per_byte and not is_unchunked:
+            sizes["kv"], flops_per_byte["kv"] = (
+                cost.kv,
+                KV_WORTH * sum(flops_per_byte.values()) / len(flops_per_byte),
+            )
         if cost.attn_out:
             pace = ATTENTION_PACE * (length / self.length)
-            sizes["attn_out"], worth["attn_out"] = (
+            sizes["attn_out"], flops_per_byte["attn_out"] = (
                 cost.attn_out,
                 pace * cost.attention_flops / cost.attn_out,
             )
         for name, size in sizes.items():
-            yield Candidate(index, name, size, float(f"{worth[name]:.2e}"))
+            yield Candidate(index, name, size, float(f"{flops_per_byte[name]:.2e}"))
 
 
 @dataclasses.dataclass
@@ -223,7 +226,7 @@ class ObservedCosts:
         if self.engine is not None:
             self.attention.append((began, self.engine.clock()))
 
-    def mark(self, cost: Cost | None = None) -> None:
+    def record_chunk(self, cost: Cost | None = None) -> None:
         """Record the device time at the start of forward, or at the end of a chunk together with
         the chunk's bytes and FLOPs.
 
@@ -240,7 +243,9 @@ class ObservedCosts:
         reads; None while not every chunk's forward has ended, or before the first backward."""
         if len(self.costs) < self.chunks or not self.unread:
             return None
-        unread = frozenset.intersection(*(found.recompute for found in self.unread.values()))
+        unread = frozenset.intersection(
+            *(unread_outputs.recompute for unread_outputs in self.unread.values())
+        )
         total = sum(self.costs, Cost())
         products = {name: product for name, product in total.products.items() if name not in unread}
         cost = dataclasses.replace(total, products=products)
@@ -254,7 +259,7 @@ class ObservedCosts:
         pairs = zip(self.marks, self.marks[1:], strict=False)
         if self.engine is None:
             return []
-        return [self.engine.seconds(before, after) for before, after in pairs]
+        return [self.engine.seconds(start, stop) for start, stop in pairs]
 
     def attending(self) -> float:
         """Return the seconds of attention in all chunks; 0 if attention was not timed by itself."""
@@ -279,7 +284,7 @@ def attention_rate(layers: Iterable[ObservedCosts]) -> float:
     if seconds > 0:
         timed = [cost for layer in layers if layer.attention for cost in layer.costs]
         return sum(cost.attention_flops for cost in timed) / seconds
-    above = below = 0.0
+    numerator = denominator = 0.0
     for layer in layers:
         chunks = zip(layer.costs, layer.times(), strict=True)
         # Attention FLOPs and seconds for each byte of hidden states, because chunks differ in
@@ -288,11 +293,13 @@ def attention_rate(layers: Iterable[ObservedCosts]) -> float:
             (cost.attention_flops / (cost.x or 1), seconds / (cost.x or 1))
             for cost, seconds in chunks
         ]
-        whole = paces[:-1] or [(0.0, 0.0)]  # the last chunk may be shorter
-        mean_work, mean_time = (sum(values) / len(whole) for values in zip(*whole, strict=True))
-        above += sum((w - mean_work) ** 2 for w, _ in whole)
-        below += sum((w - mean_work) * (t - mean_time) for w, t in whole)
-    return above / below if below > 0 else float("inf")
+        full_chunks = paces[:-1] or [(0.0, 0.0)]  # the last chunk may be shorter
+        mean_work, mean_time = (
+            sum(values) / len(full_chunks) for values in zip(*full_chunks, strict=True)
+        )
+        numerator += sum((w - mean_work) ** 2 for w, _ in full_chunks)
+        denominator += sum((w - mean_work) * (t - mean_time) for w, t in full_chunks)
+    return numerator / denominator if denominator > 0 else float("inf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +333,7 @@ class Chosen:
         tokens: tokens over all rows.
         length: tokens of each row.
         chunk: tokens of each chunk over all rows.
-        room: bytes available for saved tensors on the device and on the host, after the layers'
+        headroom: bytes available for saved tensors on the device and on the host, after the layers'
             inputs and all other needs of the step.
         measured: the measured forward behind the choice, if saved tensors are copied to the host;
             None: saved tensors stay on the device.
@@ -334,9 +341,9 @@ class Chosen:
             offloading.
         on_device: bytes of inputs and saved tensors that stay on the device under offloading.
         left_out: dict from names of tensors that some or all layers do not save to the reasons.
-        least: smallest number of free bytes on the device during the micro-batch.
-        let_go: the reason why all saved tensors were freed before their backward; None: no tensor
-            was freed.
+        min_free_bytes: smallest number of free bytes on the device during the micro-batch.
+        drop_reason: the reason why all saved tensors were freed before their backward; None: no
+            tensor was freed.
         bytes: bytes that all layers save, by name of the tensor.
         layers: number of layers that save the tensor, by name of the tensor.
     """
@@ -344,14 +351,14 @@ class Chosen:
     tokens: int
     length: int
     chunk: int
-    room: float
+    headroom: float
     plan: dataclasses.InitVar[dict[int, list[Candidate]]]
     measured: Measured | None = None
     inputs: float = 0.0
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     on_device: float = 0.0
-    least: float = math.inf
-    let_go: str | None = None
+    min_free_bytes: float = math.inf
+    drop_reason: str | None = None
     spared: float = 0.0  # FLOPs of products, or an equivalent
     bytes: dict[str, float] = dataclasses.field(default_factory=dict)
     layers: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -362,12 +369,13 @@ class Chosen:
         Args:
             plan: tensors that each layer saves, by the layer's index.
         """
-        for one in sorted(
-            (one for found in plan.values() for one in found), key=lambda one: -one.worth
+        for candidate in sorted(
+            (candidate for candidates in plan.values() for candidate in candidates),
+            key=lambda candidate: -candidate.flops_per_byte,
         ):
-            self.bytes[one.name] = self.bytes.get(one.name, 0.0) + one.bytes
-            self.layers[one.name] = self.layers.get(one.name, 0) + 1
-            self.spared += one.bytes * one.worth
+            self.bytes[candidate.name] = self.bytes.get(candidate.name, 0.0) + candidate.bytes
+            self.layers[candidate.name] = self.layers.get(candidate.name, 0) + 1
+            self.spared += candidate.bytes * candidate.flops_per_byte
 
     @property
     def leaving(self) -> float:
@@ -384,12 +392,12 @@ class AsUnpatched:
     Attributes:
         tokens: tokens over all rows.
         bytes: predicted bytes of its graphs and logits.
-        room: bytes that a chunked step without saved tensors leaves free.
+        headroom: bytes that a chunked step without saved tensors leaves free.
     """
 
     tokens: int
     bytes: float
-    room: float
+    headroom: float
 
 
 Choice = Chosen | AsUnpatched
@@ -420,7 +428,7 @@ class Need:
         """
         raise NotImplementedError
 
-    def at_work(self, chunk: int) -> float:
+    def chunk_bytes(self, chunk: int) -> float:
         """Return the bytes needed to compute one chunk of `chunk` tokens, beyond the bytes in use
         before the chunk. Saved tensors are freed if less memory is free."""
         raise NotImplementedError
@@ -485,7 +493,7 @@ class Figures:
     why: str = ""
     on_host: Callable[[], HostFigures | None] | None = None
 
-    def worth(self, tokens: int, length: int) -> float:
+    def max_spared_seconds(self, tokens: int, length: int) -> float:
         """Return the seconds of recomputation that backward need not do if all layers save all
         tensors.
 
@@ -508,7 +516,12 @@ class Figures:
             plan: tensors that each layer saves, by the layer's index.
         """
         return (
-            sum(one.bytes * one.worth for found in plan.values() for one in found) / self.products
+            sum(
+                candidate.bytes * candidate.flops_per_byte
+                for candidates in plan.values()
+                for candidate in candidates
+            )
+            / self.products
         )
 
 
@@ -519,43 +532,43 @@ class Shortage:
 
     Attributes:
         key: tokens of a step and of a chunk, and what else tells similar micro-batches.
-        room: bytes available for saved tensors.
+        headroom: bytes available for saved tensors.
         planned: bytes of the tensors planned to be saved.
-        wished: the bytes in `planned` by layer index.
-        missing: largest shortfall in bytes; a negative number of bytes stayed free.
-        gone: True if the saved tensors were freed.
+        planned_by_layer: the bytes in `planned` by layer index.
+        shortfall: largest shortfall in bytes; a negative number of bytes stayed free.
+        saves_dropped: True if the saved tensors were freed.
         failed: True if the device ran out of memory.
         margin: bytes that the next similar micro-batch leaves free, in addition to those that its
             prediction leaves free.
-        back: fraction by which one micro-batch without a shortfall reduces the margin.
+        margin_decay: fraction by which one micro-batch without a shortfall reduces the margin.
     """
 
     key: tuple[Any, ...]
-    room: float
+    headroom: float
     planned: float
-    wished: Mapping[int, float]
-    missing: float = -math.inf
-    gone: bool = False
+    planned_by_layer: Mapping[int, float]
+    shortfall: float = -math.inf
+    saves_dropped: bool = False
     failed: bool = False
     margin: float = 0.0
-    back: float = BACK
+    margin_decay: float = BACK
 
-    def learn(self, before: Shortage | None) -> None:
+    def learn(self, previous: Shortage | None) -> None:
         """Set `margin`, the memory that the next similar micro-batch leaves free: the margin of the
         previous similar micro-batch, raised if this micro-batch lacked memory and lowered
         otherwise.
 
         Args:
-            before: the shortage of the previous similar micro-batch; None: there was none.
+            previous: the shortage of the previous similar micro-batch; None: there was none.
         """
-        if before is not None:
-            self.margin = before.margin
-            self.back = before.back
-        if self.missing > 0:
-            self.margin = self.margin + self.room - self.planned + self.missing
-            self.back = TRIED if self.failed else self.back
+        if previous is not None:
+            self.margin = previous.margin
+            self.margin_decay = previous.margin_decay
+        if self.shortfall > 0:
+            self.margin = self.margin + self.headroom - self.planned + self.shortfall
+            self.margin_decay = TRIED if self.failed else self.margin_decay
         else:
-            self.margin = self.margin - self.back * min(self.margin, -self.missing)
+            self.margin = self.margin - self.margin_decay * min(self.margin, -self.shortfall)
 
 
 @dataclasses.dataclass
@@ -569,7 +582,7 @@ class BatchSaves:
         last: index of the layer whose forward began last; infinity before the first layer.
         expected: free bytes planned for the start of the next layer.
         slack: shortfall of free memory, in bytes, up to which nothing is changed.
-        at_work: bytes that a chunk needs free; -infinity if nothing is saved.
+        chunk_bytes: bytes that a chunk needs free; -infinity if nothing is saved.
         shortage: memory that the micro-batch lacked; None if nothing is saved.
         retries: number of retries of the device's allocator before the micro-batch.
         others_are_seen: True if the reported free memory includes changes by other processes.
@@ -580,7 +593,7 @@ class BatchSaves:
     last: float = math.inf
     expected: float = 0.0
     slack: float = 0.0
-    at_work: float = -math.inf
+    chunk_bytes: float = -math.inf
     shortage: Shortage | None = None
     retries: int = 0
     others_are_seen: bool = False

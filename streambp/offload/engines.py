@@ -93,7 +93,7 @@ class Engine:
         self._spent = dict.fromkeys(SPENT, 0.0)
         self._copied = dict.fromkeys(SPENT, 0)  # bytes of the copies in `_spent`
 
-    def beside(self, device: torch.device) -> Engine:
+    def engine_for(self, device: torch.device) -> Engine:
         """Return an engine for another device, which uses the same host memory.
 
         Each engine has three queues. A queue of one device can wait for an event of another
@@ -190,7 +190,7 @@ class AcceleratorEngine(Engine):
 
     Args:
         device: the accelerator.
-        beside: the engine that provides the host memory; None: this engine allocates its own.
+        first_engine: the engine that provides the host memory; None: this engine allocates its own.
 
     Attributes:
         pinned: True while all host memory is pinned; after a failure no memory is pinned any more.
@@ -198,10 +198,10 @@ class AcceleratorEngine(Engine):
 
     name = "copies beside the compute"
 
-    def __init__(self, device: torch.device, beside: AcceleratorEngine | None = None) -> None:
+    def __init__(self, device: torch.device, first_engine: AcceleratorEngine | None = None) -> None:
         super().__init__(device)
         self.pinned = True
-        self._first = beside
+        self._first = first_engine
         self._streams = {OUT: torch.Stream(device), BACK: torch.Stream(device)}
         self._running: collections.deque[tuple[str, torch.Event, torch.Event, int]] = (
             collections.deque()
@@ -212,7 +212,7 @@ class AcceleratorEngine(Engine):
             return self._streams[queue]
         return torch.accelerator.current_stream(self.device)
 
-    def beside(self, device: torch.device) -> Engine:
+    def engine_for(self, device: torch.device) -> Engine:
         """Return an engine for another device with streams of its own, which uses the same host
         memory."""
         return AcceleratorEngine(device, self._first or self)
@@ -222,10 +222,12 @@ class AcceleratorEngine(Engine):
         pin.
         """
         gib = size / 2**30
-        shown: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        progress: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if size >= SHOWN_PINNING and (self._first or self).pinned:
-            shown = progress_line(f"pinning {gib:.0f} GiB, about {max(1.0, PINNING * gib):.0f} s")
-        with shown:
+            progress = progress_line(
+                f"pinning {gib:.0f} GiB, about {max(1.0, PINNING * gib):.0f} s"
+            )
+        with progress:
             return self._reserve(size)
 
     def _reserve(self, size: int) -> Tensor:
@@ -236,8 +238,8 @@ class AcceleratorEngine(Engine):
         if host.pinned and not on_cuda:
             try:
                 return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError as refused:
-                error = str(refused).partition("\n")[0]
+            except RuntimeError as failure:
+                error = str(failure).partition("\n")[0]
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # [size]
         if host.pinned and on_cuda:  # torch's pinned memory rounds up to powers of two
             runtime: Any = torch.cuda.cudart()
@@ -278,9 +280,9 @@ class AcceleratorEngine(Engine):
         if queue != COMPUTE or recorded.query():
             stream.wait_event(recorded)
             return
-        before = self.clock()
+        start = self.clock()
         stream.wait_event(recorded)
-        self._running.append((STALL + origin, before, self.clock(), 0))
+        self._running.append((STALL + origin, start, self.clock(), 0))
         self._add_up()
 
     def settle(self) -> None:
@@ -293,17 +295,17 @@ class AcceleratorEngine(Engine):
         """Add a copy to `target` [...] to the queue's stream and measure its time. The copy is
         asynchronous if host memory is pinned."""
         with self._streams[queue]:
-            before = self.clock(queue)
+            start = self.clock(queue)
             target.copy_(source, non_blocking=(self._first or self).pinned)
-            self._running.append((queue, before, self.clock(queue), source.nbytes))
+            self._running.append((queue, start, self.clock(queue), source.nbytes))
         self._add_up()
 
     def _add_up(self) -> None:
         """Add the times of finished copies and waits to the totals, without waiting for the
         device."""
         while self._running and self._running[0][2].query():
-            name, before, after, size = self._running.popleft()
-            self._spent[name] += before.elapsed_time(after) / 1e3
+            name, start, stop, size = self._running.popleft()
+            self._spent[name] += start.elapsed_time(stop) / 1e3
             self._copied[name] += size
 
     def spent(self) -> dict[str, float]:

@@ -72,13 +72,13 @@ class FreeMemory:
             return limit - _allocated(device)
         if device.type != "cpu":
             return None
-        now = time.monotonic()
-        if now > self._until:
-            found = host_limit(None)
+        seconds = time.monotonic()
+        if seconds > self._until:
+            host_bytes = host_limit(None)
             self._host = None
-            if found != NO_LIMIT:
-                self._host = HOST_SHARE * found
-            self._until = now + HOST_MEMORY_CACHE_SECONDS
+            if host_bytes != NO_LIMIT:
+                self._host = HOST_SHARE * host_bytes
+            self._until = seconds + HOST_MEMORY_CACHE_SECONDS
         return self._host
 
     def forget(self) -> None:
@@ -135,16 +135,16 @@ def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], .
         cgroup: root folder of the groups.
         members: the groups of this process, as in /proc/self/cgroup.
     """
-    own = {
+    group_paths = {
         kinds: path
         for _, kinds, path in (
             line.split(":", 2) for line in members.splitlines() if line.count(":") > 1
         )
     }
-    first = next((path for kinds, path in own.items() if "memory" in kinds.split(",")), "/")
-    found = []
-    for root, path, (most, current, cached) in (
-        (cgroup, own.get("", "/"), ("memory.max", "memory.current", "inactive_file")),
+    first = next((path for kinds, path in group_paths.items() if "memory" in kinds.split(",")), "/")
+    files = []
+    for root, path, (limit_name, current, cached) in (
+        (cgroup, group_paths.get("", "/"), ("memory.max", "memory.current", "inactive_file")),
         (
             cgroup / "memory",
             first,
@@ -153,15 +153,15 @@ def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], .
     ):
         deepest = root / path.lstrip("/")
         for group in (deepest, *deepest.parents):
-            limit = group / most
-            used = group / current
-            if group.is_relative_to(root) and limit.exists() and used.exists():
-                found.append((limit, used, group / "memory.stat", cached))
-    return tuple(found)
+            limit = group / limit_name
+            usage = group / current
+            if group.is_relative_to(root) and limit.exists() and usage.exists():
+                files.append((limit, usage, group / "memory.stat", cached))
+    return tuple(files)
 
 
 def host_limit(
-    wanted: int | None,
+    requested_bytes: int | None,
     meminfo: Path = Path("/proc/meminfo"),
     cgroup: Path = Path("/sys/fs/cgroup"),
     set_aside: int = 0,
@@ -170,46 +170,46 @@ def host_limit(
 ) -> int:
     """Return the bytes of host memory that this rank may use.
 
-    The result is `wanted` if given. Otherwise it is a part of this rank's share of the free memory,
-    or NO_LIMIT if the free memory is unknown. Free memory is limited by the machine and by its
-    control groups.
+    The result is `requested_bytes` if given. Otherwise it is a part of this rank's share of the
+    free memory, or NO_LIMIT if the free memory is unknown. Free memory is limited by the machine
+    and by its control groups.
 
     Args:
-        wanted: requested bytes; None: no request.
+        requested_bytes: requested bytes; None: no request.
         meminfo: file with the machine's memory.
         cgroup: root folder of the control groups.
         set_aside: bytes that this rank will allocate for other purposes.
         membership: file with the control groups of this process.
-        part: fraction of the rank's share, if `wanted` is None.
+        part: fraction of the rank's share, if `requested_bytes` is None.
 
     Raises:
         StreamBPError: less memory is available than requested. The out-of-memory killer would raise
             no exception.
     """
-    found = re.search(r"^MemAvailable:\s*(\d+)", _text(meminfo), re.MULTILINE)
-    limits: list[float] = [] if found is None else [int(found[1]) * 1024]
-    for limit, used, stat, cached in _groups(cgroup, _text(membership)):
-        most = _text(limit).strip()
-        if most.isdigit() and int(most) < NO_LIMIT:
+    match = re.search(r"^MemAvailable:\s*(\d+)", _text(meminfo), re.MULTILINE)
+    limits: list[float] = [] if match is None else [int(match[1]) * 1024]
+    for limit, usage, stat, cached in _groups(cgroup, _text(membership)):
+        limit_text = _text(limit).strip()
+        if limit_text.isdigit() and int(limit_text) < NO_LIMIT:
             # Cache counts as free, as in MemAvailable: a checkpoint that was just read fills the
             # cache.
             cache = re.search(rf"^{cached} (\d+)", _text(stat), re.MULTILINE)
             limits.append(
-                int(most) - int(_text(used) or 0) + (0 if cache is None else int(cache[1]))
+                int(limit_text) - int(_text(usage) or 0) + (0 if cache is None else int(cache[1]))
             )
     ranks = local_ranks()
     available = min(limits, default=math.inf) / ranks
-    if wanted is None:
+    if requested_bytes is None:
         return max(0, int(part * available) - set_aside) if available != math.inf else NO_LIMIT
-    if wanted + set_aside > available:
+    if requested_bytes + set_aside > available:
         shared = f" for each of {ranks} ranks on this machine" if ranks > 1 else ""
         if set_aside:
-            beside = f", and the engine's offloading will take {set_aside / 2**30:.1f} GiB"
+            set_aside_text = f", and the engine's offloading will take {set_aside / 2**30:.1f} GiB"
         else:
-            beside = ""
+            set_aside_text = ""
         raise StreamBPError(
-            f"host_memory is {wanted / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB of "
-            f"host memory are available{shared}{beside}. Lower host_memory, or leave it out to use "
-            "nine tenths of the available memory."
+            f"host_memory is {requested_bytes / 2**30:.1f} GiB, but only {available / 2**30:.1f} "
+            f"GiB of host memory are available{shared}{set_aside_text}. Lower host_memory, or leave "
+            "it out to use nine tenths of the available memory."
         )
-    return wanted
+    return requested_bytes

@@ -72,9 +72,9 @@ class Buffer:
 
     Attributes:
         memory: the memory [bytes], uint8.
-        given: weak references to the storages of gradients in the buffer. The buffer is free when
-            all are gone.
+        gradient_storages: weak references to the storages of gradients in the buffer. The buffer is
+            free when all are gone.
     """
 
     memory: Tensor
-    given: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
+    gradient_storages: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)

@@ -66,58 +66,66 @@ class LinkBudget:
         if manager.gpu_memory is None:
             return 0.0
         prefix = self._prefix * tokens
-        return max(0.0, manager.gpu_memory - min(prefix, manager.gpu_memory) - manager.kept)
+        return max(
+            0.0, manager.gpu_memory - min(prefix, manager.gpu_memory) - manager.resident_bytes
+        )
 
-    def watch(self, seen: ObservedCosts) -> ObservedCosts:
+    def time_chunks(self, observed_costs: ObservedCosts) -> ObservedCosts:
         """Set the engine of a layer's measurements, so that the layer's chunks are timed. Called in
         a forward that `begin` wants measured.
 
         Args:
-            seen: measurements of the layer's forward; changed and returned.
+            observed_costs: measurements of the layer's forward; changed and returned.
         """
-        _, seen.engine = self.manager.start(seen.device)
-        memory = None if seen.engine in self._memory else seen.engine.memory()
+        _, observed_costs.engine = self.manager.start(observed_costs.device)
+        memory = None if observed_costs.engine in self._memory else observed_costs.engine.memory()
         if memory is not None:
-            self._memory[seen.engine] = memory
+            self._memory[observed_costs.engine] = memory
             if self.on_device and self.manager.gpu_memory is None:  # for prefixes, until measured
-                half = (memory.limit - memory.allocated) // 2
-                known = self.manager.prefix_memory
-                self.manager.prefix_memory = half if known is None else min(known, half)
-        return seen
+                half_of_free = (memory.limit - memory.allocated) // 2
+                prefix_memory = self.manager.prefix_memory
+                self.manager.prefix_memory = (
+                    half_of_free if prefix_memory is None else min(prefix_memory, half_of_free)
+                )
+        return observed_costs
 
-    def measure(self, seen: list[ObservedCosts]) -> None:
+    def measure(self, layer_costs: list[ObservedCosts]) -> None:
         """Store the measurements of the previous forward, if every layer was timed and its backward
         has run.
 
         Args:
-            seen: measurements of each layer's forward.
+            layer_costs: measurements of each layer's forward.
         """
-        if not seen or not all(layer.engine is not None and layer.learnt() for layer in seen):
+        if not layer_costs or not all(
+            layer.engine is not None and layer.learnt() for layer in layer_costs
+        ):
             return
         transfers = self.manager.transfers
         arena = self.manager.arena
-        moved = transfers.bytes[OUT] - self._sent[0]
-        took = transfers.spent()[OUT] - self._sent[1]
-        warm = seen[1:] or seen  # the first layer may include compilation
-        seconds = sum(sum(layer.times()) for layer in warm) * len(seen) / len(warm)
-        link = moved / took if moved and took else 1.0
-        rate = attention_rate(warm)
-        tokens = seen[0].tokens
-        length = seen[0].length
+        sent_bytes = transfers.bytes[OUT] - self._sent[0]
+        copy_seconds = transfers.spent()[OUT] - self._sent[1]
+        warm_layers = layer_costs[1:] or layer_costs  # the first layer may include compilation
+        seconds = (
+            sum(sum(layer.times()) for layer in warm_layers) * len(layer_costs) / len(warm_layers)
+        )
+        link = sent_bytes / copy_seconds if sent_bytes and copy_seconds else 1.0
+        rate = attention_rate(warm_layers)
+        tokens = layer_costs[0].tokens
+        length = layer_costs[0].length
         self._prefix = self.manager.workspace / tokens
         host_room = math.inf if arena is None else arena.limit
         self.measured[length.bit_length()] = Measured(
             tokens, length, seconds, link, rate, host_room
         )
         # Memory that was added since the start is the optimizer's states, allocated after the peak.
-        pairs = [(before, engine.memory()) for engine, before in self._memory.items()]
+        pairs = [(memory_before, engine.memory()) for engine, memory_before in self._memory.items()]
         free = [
-            now.limit - now.peak - max(0, now.allocated - one.allocated)
-            for one, now in pairs
-            if now is not None
+            end.limit - end.peak - max(0, end.allocated - start.allocated)
+            for start, end in pairs
+            if end is not None
         ]
         if self.on_device and free and self.manager.prefix_memory is not None:
-            left = min(self.manager.workspace, self.manager.prefix_memory) + max(
+            gpu_memory = min(self.manager.workspace, self.manager.prefix_memory) + max(
                 0, int(FREE_SHARE * min(free))
             )
-            self.manager.gpu_memory = self.manager.prefix_memory = left
+            self.manager.gpu_memory = self.manager.prefix_memory = gpu_memory

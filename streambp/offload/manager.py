@@ -84,12 +84,13 @@ class OffloadManager:
         self.on_host_full = on_host_full
         self.layers = layers
         self.set_aside = 0  # bytes of host memory that an engine will take
-        self.held = self.to_come = 0  # bytes of `host_memory` for weights, and for their gradients
+        # bytes of `host_memory` for weights, and for their gradients
+        self.weight_bytes = self.gradient_bytes = 0
         self.staying: dict[int, set[str]] | None = None
         self.workspace = 0  # bytes of this forward's largest prefix, for backward
         self._given_gpu_memory = gpu_memory
         self.gpu_memory = self.prefix_memory = gpu_memory
-        self.left = 0  # tensors that did not fit on the host
+        self.overflow_count = 0  # tensors that did not fit on the host
         self._given_engine = engine
         self.transfers = Transfers()
         self.arena: Arena | None = None
@@ -120,7 +121,7 @@ class OffloadManager:
         if not engines:
             engines[device] = self._given_engine or make_engine(device)
         elif device not in engines:
-            engines[device] = next(iter(engines.values())).beside(device)
+            engines[device] = next(iter(engines.values())).engine_for(device)
         if self.arena is None:
             self.arena = Arena(self._limit(), engines[device].host_buffer, self.transfers.settle)
         return self.arena, engines[device]
@@ -132,16 +133,17 @@ class OffloadManager:
         `host_memory`. It is 0 if the available memory is unknown.
         """
         if self.on_demand and self.host_memory is None:
-            half = host_limit(None, set_aside=self.set_aside, part=DEFAULT_HOST_PART)
-            return 0 if half == NO_LIMIT else half
+            default_limit = host_limit(None, set_aside=self.set_aside, part=DEFAULT_HOST_PART)
+            return 0 if default_limit == NO_LIMIT else default_limit
         if self.on_demand and self.host_memory is not None:
             return min(self.host_memory, host_limit(None, set_aside=self.set_aside))
         if self.host_memory is None:
-            wanted = None
+            requested_bytes = None
         else:
-            wanted = max(1, self.host_memory - self.held - self.to_come)
+            requested_bytes = max(1, self.host_memory - self.weight_bytes - self.gradient_bytes)
         return host_limit(
-            wanted, set_aside=self.set_aside + (self.to_come if wanted is None else 0)
+            requested_bytes,
+            set_aside=self.set_aside + (self.gradient_bytes if requested_bytes is None else 0),
         )
 
     def host_room(self) -> float:
@@ -161,8 +163,8 @@ class OffloadManager:
     def link_rate(self) -> float | None:
         """Return the measured bytes/s to the host; None before enough bytes were moved."""
         rates = [engine.rate(OUT) for engine in self.transfers.engines.values()]
-        known = [rate for rate in rates if rate is not None]
-        return min(known, default=None)
+        measured_rates = [rate for rate in rates if rate is not None]
+        return min(measured_rates, default=None)
 
     def open(self, index: int, device: torch.device) -> HostTensors:
         """Return the storage for the tensors that one layer saves in this call. A layer index that
@@ -195,23 +197,26 @@ class OffloadManager:
         return HostTensors(self, holding, engine)
 
     @property
-    def kept(self) -> int:
+    def resident_bytes(self) -> int:
         """Return the bytes of saved tensors that stay on the device, which count against
         `gpu_memory`."""
-        return sum(store.kept for holding in self._holdings for store in holding.alive())
+        return sum(store.resident_bytes for holding in self._holdings for store in holding.alive())
 
     def has_room(self, size: int) -> bool:
         """True if `size` more bytes of saved tensors may stay on the device, beside K and V of the
         running layer."""
-        return self.gpu_memory is not None and self.workspace + self.kept + size <= self.gpu_memory
+        return (
+            self.gpu_memory is not None
+            and self.workspace + self.resident_bytes + size <= self.gpu_memory
+        )
 
-    def place(
+    def move_to_host(
         self,
         holding: Holding,
         engine: Engine,
         tensor: Tensor,
         optional: bool,
-        foreign: bool = False,
+        needs_clone: bool = False,
     ) -> Entry | None:
         """Start the copy of a tensor [...] to the host, and return the record of the copy.
 
@@ -224,8 +229,8 @@ class OffloadManager:
             engine: engine of the tensor's device.
             tensor: the tensor.
             optional: True if backward can recompute the tensor.
-            foreign: True if other code may change the tensor in place before the copy has ended. A
-                clone is then copied in its place.
+            needs_clone: True if other code may change the tensor in place before the copy has
+                ended. A clone is then copied in its place.
 
         Raises:
             HostMemoryError: the tensor does not fit, and `on_host_full` is "raise".
@@ -235,16 +240,21 @@ class OffloadManager:
         size = tensor.nbytes
         host = stack.push(size)
         if host is None:
-            wanted = padded(size)
+            requested_bytes = padded(size)
             if len(holding.stores) > 1:  # estimate later layers by earlier ones
-                done = len(holding.stores) - 1
+                finished_layers = len(holding.stores) - 1
                 staying = 0
                 if self.gpu_memory is not None and not self.on_demand:
-                    staying = max(0, self.gpu_memory - self.workspace - self.kept) // max(
+                    staying = max(0, self.gpu_memory - self.workspace - self.resident_bytes) // max(
                         1, holding.layer_bytes
                     )
-                wanted = max(wanted, stack.used // done * max(0, self.layers - done - staying))
-            if arena.grow(stack, wanted) or arena.grow(stack, padded(size)):
+                requested_bytes = max(
+                    requested_bytes,
+                    stack.used_bytes
+                    // finished_layers
+                    * max(0, self.layers - finished_layers - staying),
+                )
+            if arena.grow(stack, requested_bytes) or arena.grow(stack, padded(size)):
                 host = stack.push(size)
         if host is not None:
             if size:
@@ -252,27 +262,27 @@ class OffloadManager:
             else:
                 view = tensor.new_empty(tensor.shape, device=host.device)
             entry = Entry(engine, host=view)
-            self.transfers.send(holding, entry, tensor, holding.free_after, foreign)
+            self.transfers.send(holding, entry, tensor, holding.free_after, needs_clone)
             return entry
         if self.on_host_full == "raise":
-            found = (
+            usage = (
                 f"{arena.allocated / 2**30:.2f} GiB allocated, {size / 2**20:.1f} MiB more wanted"
             )
-            if arena.refused is None:
+            if arena.system_error is None:
                 advice = (
-                    f"The host budget of {arena.limit / 2**30:.2f} GiB is used up ({found}). Raise "
+                    f"The host budget of {arena.limit / 2**30:.2f} GiB is used up ({usage}). Raise "
                     "host_memory"
                 )
             else:
                 advice = (
-                    f"The host has no memory left within the budget ({found}; {arena.refused}). "
-                    "Free memory"
+                    f"The host has no memory left within the budget ({usage}; {arena.system_error}"
+                    "). Free memory"
                 )
             raise HostMemoryError(
                 f"{advice}, save less (saves=()), shorten the sequence, or set on_host_full='keep' "
                 "to leave the rest on the device."
             )
-        self.left += 1
+        self.overflow_count += 1
         return None if optional and self.on_host_full == "recompute" else Entry(engine, tensor)
 
     @property
@@ -283,13 +293,18 @@ class OffloadManager:
     def stats(self) -> dict[str, float]:
         """Return statistics by name: bytes moved, GB/s and seconds of waiting for each direction,
         bytes of host memory, and the number of tensors that did not fit."""
-        moved = self.transfers.bytes
+        moved_bytes = self.transfers.bytes
         spent = self.transfers.spent()
-        found = dict[str, float]()
+        statistics = dict[str, float]()
         for queue in (OUT, BACK):
-            found[f"bytes_{queue}"], found[STALL + queue] = moved[queue], spent[STALL + queue]
-            found[f"gb_per_s_{queue}"] = moved[queue] / spent[queue] / 1e9 if spent[queue] else 0.0
-        return {**found, "host_bytes": self.host_bytes, "left": self.left}
+            statistics[f"bytes_{queue}"], statistics[STALL + queue] = (
+                moved_bytes[queue],
+                spent[STALL + queue],
+            )
+            statistics[f"gb_per_s_{queue}"] = (
+                moved_bytes[queue] / spent[queue] / 1e9 if spent[queue] else 0.0
+            )
+        return {**statistics, "host_bytes": self.host_bytes, "left": self.overflow_count}
 
     def abort(self) -> None:
         """Discard the saved tensors of every forward whose backward has not run, for example after
@@ -298,13 +313,13 @@ class OffloadManager:
         If `abort` is not called, the memory is freed with the loss and the exception's traceback. A
         later backward of such a forward raises BackwardError; the next forward is unaffected.
         """
-        self.transfers.let_go()
+        self.transfers.release()
         self.transfers.settle()
         for holding in list(self._holdings):
             holding.retire()
             for store in holding.alive():
                 store._entries.clear()
-                store.kept = 0
+                store.resident_bytes = 0
         self._current = None
 
     def close(self) -> None:
@@ -325,7 +340,7 @@ class HostTensors:
         staying: names of the tensors that stay on the device while `gpu_memory` has room, in the
             form of `StreamConfig.saves`, with "x" for the layer's input; None: all tensors.
         bytes: bytes of all tensors that were ever stored.
-        kept: bytes of stored tensors that are on the device to stay.
+        resident_bytes: bytes of stored tensors that are on the device to stay.
 
     Raises:
         HostMemoryError: the host budget is exhausted and `on_host_full` is "raise".
@@ -346,21 +361,21 @@ class HostTensors:
         self._holding = holding
         self._engine = engine
         self._entries: dict[Access, Entry] = {}
-        self._before = holding.stores[-1] if holding.stores else None
+        self._previous_store = holding.stores[-1] if holding.stores else None
         holding.stores.append(weakref.ref(self))
         self._order: list[list[Access]] = []  # order of backward's reads, set after forward
         self._ahead = self._position = 0
         self.staying = staying
-        self.bytes = self.kept = 0
+        self.bytes = self.resident_bytes = 0
 
     def reserve(self, size: int) -> None:
         """Reserve `size` bytes of host memory at once, if possible. Otherwise memory is allocated
         for each tensor."""
-        missing = size - self._holding.stack.left
-        if missing > 0:
-            self._holding.arena.grow(self._holding.stack, padded(missing))
+        shortfall = size - self._holding.stack.free_bytes
+        if shortfall > 0:
+            self._holding.arena.grow(self._holding.stack, padded(shortfall))
 
-    def put(self, name: str, chunk: int, tensor: Tensor) -> None:
+    def save(self, name: str, chunk: int, tensor: Tensor) -> None:
         """Store a tensor [...]: start its copy to the host, or keep the tensor on the device if
         `staying` names it and `gpu_memory` has room. A tensor stored before under this name and
         chunk is replaced.
@@ -381,14 +396,14 @@ class HostTensors:
             self.bytes += tensor.nbytes
             stays = self.staying is None or saved_as(name) in self.staying
             if stays and self._manager.has_room(tensor.nbytes):
-                self.kept += tensor.nbytes
+                self.resident_bytes += tensor.nbytes
                 entry = Entry(self._engine, tensor, budgeted=True)
             else:
                 optional = (
                     self._holding.stack.kind == MICRO_BATCH and name.split(".")[0] not in ESSENTIAL
                 )
-                entry = self._manager.place(
-                    self._holding, self._engine, tensor, optional, foreign=name == "x"
+                entry = self._manager.move_to_host(
+                    self._holding, self._engine, tensor, optional, needs_clone=name == "x"
                 )
             if entry is not None:
                 if entry.host is None and name == "x":  # the tensor belongs to the caller
@@ -402,7 +417,7 @@ class HostTensors:
     def finish_copies(self) -> bool:
         """Free the tensors on the device whose copies to the host were started, after these copies.
         Return True if there were any."""
-        return self._transfers.let_go() > 0
+        return self._transfers.release() > 0
 
     def drop(self, names: Callable[[str], bool]) -> set[str]:
         """Remove stored tensors that stay on the device, and return their names.
@@ -462,7 +477,8 @@ class HostTensors:
         return tensor
 
     def borrow(self, name: str, chunk: int) -> Tensor:
-        """Return a stored tensor [...] on the device, to be changed and stored again with `put`."""
+        """Return a stored tensor [...] on the device, to be changed and stored again with
+        `save`."""
         tensor = self.peek(name, chunk)
         entry = self._entries[name, chunk]
         if tensor is entry.source:
@@ -480,8 +496,8 @@ class HostTensors:
         """Remove a tensor from the storage."""
         entry = self._entries.pop((name, chunk))
         if entry.budgeted and entry.source is not None:
-            self.kept -= entry.source.nbytes
-        self._transfers.let_go(entry)
+            self.resident_bytes -= entry.source.nbytes
+        self._transfers.release(entry)
 
     def seal(self, order: list[list[Access]], workspace: int = 0) -> None:
         """End a layer's forward: set the order in which backward will read the stored tensors.
@@ -520,17 +536,17 @@ class HostTensors:
             started += self._load_all(reads)
             if started >= self._ahead:
                 break
-        before = self._before() if self._before is not None else None
-        if before is not None and not started:
-            before._read_ahead()
+        previous_store = self._previous_store() if self._previous_store is not None else None
+        if previous_store is not None and not started:
+            previous_store._read_ahead()
 
     def _load_all(self, reads: list[Access]) -> int:
         """Start the copies to the device of the tensors in `reads` that are still stored, and
         return the number of copies, for `read_ahead`."""
-        there = [access for access in reads if access in self._entries]
-        for access in there:
+        stored_reads = [access for access in reads if access in self._entries]
+        for access in stored_reads:
             self.load(*access)
-        return len(there)
+        return len(stored_reads)
 
     def _check_not_retired(self) -> None:
         if not self._holding.retire.alive:

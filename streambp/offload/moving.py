@@ -36,7 +36,7 @@ from streambp.offload.costs import HostFigures, LayerCost, never_leaving
 from streambp.offload.free_memory import NO_LIMIT
 from streambp.offload.link import FREE_SHARE
 from streambp.offload.manager import OffloadManager
-from streambp.offload.places import Places, TwoRooms, choose_places
+from streambp.offload.places import Headroom, Placement, choose_placement
 
 IN_FLIGHT = 2  # groups of copies, each of one chunk
 PINNING = 0.5 / 2**30  # seconds for each byte of host memory
@@ -89,10 +89,10 @@ class MovingStep:
     Attributes:
         shape: size of the micro-batch.
         fits: True if the step fits on the device and on the host.
-        places: the saved tensors, and where they are.
-        left: bytes of the device that are free beside a step that saves nothing but inputs, on the
-            host.
-        room: bytes of the device for saved tensors.
+        placement: the saved tensors, and where they are.
+        free_bytes: bytes of the device that are free beside a step that saves nothing but inputs,
+            on the host.
+        headroom: bytes of the device for saved tensors.
         host: bytes of host memory for saved tensors.
         in_flight: bytes of the device for copies that are under way.
         leaving: bytes that leave for the host.
@@ -102,9 +102,9 @@ class MovingStep:
 
     shape: Shape
     fits: bool
-    places: Places
-    left: float
-    room: float
+    placement: Placement
+    free_bytes: float
+    headroom: float
     host: float
     in_flight: float
     leaving: float
@@ -113,22 +113,22 @@ class MovingStep:
 
 
 def predicted_move(
-    costs: Mapping[int, LayerCost], shape: Shape, left: float, host: float, pace: Pace
+    costs: Mapping[int, LayerCost], shape: Shape, free_bytes: float, host: float, pace: Pace
 ) -> MovingStep:
     """Return the prediction for a step that moves layer inputs and saved tensors to the host.
 
     Args:
         costs: bytes and FLOPs of the tensors that each layer may save.
         shape: size of the micro-batch.
-        left: bytes of the device that are free beside a step that saves nothing but inputs, on the
-            host. Negative: the step does not fit.
+        free_bytes: bytes of the device that are free beside a step that saves nothing but inputs,
+            on the host. Negative: the step does not fit.
         host: bytes of host memory for saved tensors.
         pace: speed of the step's parts.
     """
     link = pace.forward * pace.link / len(costs)  # bytes that one layer's forward hides
     in_flight = IN_FLIGHT * link * shape.chunk / shape.tokens
-    room = FREE_SHARE * max(0.0, left - in_flight)
-    whole = shape.chunk >= shape.tokens
+    device_headroom = FREE_SHARE * max(0.0, free_bytes - in_flight)
+    is_unchunked = shape.chunk >= shape.tokens
     inputs: dict[int, float] = {}
     candidates = {}
     attending = 0.0
@@ -136,17 +136,19 @@ def predicted_move(
     for index, cost in costs.items():
         scaled = cost.scaled_to(shape.tokens)
         inputs[index] = scaled.x
-        candidates[index] = list(cost.candidates(index, shape.tokens, shape.length, whole))
+        candidates[index] = list(cost.candidates(index, shape.tokens, shape.length, is_unchunked))
         attending += scaled.attention_flops * shape.length / cost.length / pace.attention
         copying += scaled.attn_out / pace.link
-    rooms = TwoRooms(host, link, room, never_leaving(attending, copying))
-    places = choose_places(inputs, candidates, rooms)
-    leaving = sum(places.leaving.values())
-    spared = places.spared / pace.products
+    headroom = Headroom(host, link, device_headroom, never_leaving(attending, copying))
+    placement = choose_placement(inputs, candidates, headroom)
+    leaving = sum(placement.leaving.values())
+    spared = placement.spared / pace.products
     waits = max(0.0, leaving / pace.link - (pace.backward - spared))
-    fits = left >= 0 and leaving <= host and places.on_device <= max(0.0, left)
+    fits = free_bytes >= 0 and leaving <= host and placement.on_device <= max(0.0, free_bytes)
     spent = pace.total - spared + waits
-    return MovingStep(shape, fits, places, left, room, host, in_flight, leaving, spent, pace)
+    return MovingStep(
+        shape, fits, placement, free_bytes, device_headroom, host, in_flight, leaving, spent, pace
+    )
 
 
 class HostChoice:
@@ -165,8 +167,8 @@ class HostChoice:
             be spared.
         waited: seconds that moving may have spared, at most, in the micro-batches before steps that
             move were counted.
-        missing: seconds that the price exceeds `unspent` by, if this is why the last micro-batch
-            did not move; 0 otherwise.
+        unpaid_seconds: seconds that the price exceeds `unspent` by, if this is why the last
+            micro-batch did not move; 0 otherwise.
     """
 
     def __init__(self, manager: OffloadManager, price: float = PINNING) -> None:
@@ -176,10 +178,10 @@ class HostChoice:
         self.allowed = True
         self.drew = False
         self.gain = 0.0
-        self.missing = 0.0
+        self.unpaid_seconds = 0.0
         self.waited = 0.0
         self._unsaved = 0.0
-        self._known: dict[tuple[Shape, float, float, float, int], MovingStep] = {}
+        self._predictions: dict[tuple[Shape, float, float, float, int], MovingStep] = {}
         self._figures: HostFigures | None = None
 
     def __reduce__(self) -> tuple[type[HostChoice], tuple[OffloadManager, float]]:
@@ -189,7 +191,7 @@ class HostChoice:
     def reset(self) -> None:
         """Remove the last decision, before the next one."""
         self.gain = 0.0
-        self.missing = 0.0
+        self.unpaid_seconds = 0.0
         self._unsaved = 0.0
 
     def watch_draws(self, run: Callable[[], T], device: torch.device) -> T:
@@ -215,7 +217,7 @@ class HostChoice:
             or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         )
 
-    def room(self, figures: HostFigures) -> float:
+    def host_headroom(self, figures: HostFigures) -> float:
         """Return the bytes of host memory that a micro-batch can take.
 
         Args:
@@ -229,7 +231,7 @@ class HostChoice:
         figures: HostFigures,
         costs: Mapping[int, LayerCost],
         shape: Shape,
-        left: float,
+        free_bytes: float,
         host: float,
     ) -> MovingStep:
         """Return the prediction for a step that moves tensors, from the cache if possible.
@@ -238,15 +240,15 @@ class HostChoice:
             figures: predictions about steps that move layer inputs.
             costs: bytes and FLOPs of the tensors that each layer may save.
             shape: size of the micro-batch.
-            left: bytes of the device that are free beside such a step.
+            free_bytes: bytes of the device that are free beside such a step.
             host: bytes of host memory that the micro-batch can take.
         """
-        if figures is not self._figures or len(self._known) >= REMEMBERED:
-            self._known.clear()
+        if figures is not self._figures or len(self._predictions) >= REMEMBERED:
+            self._predictions.clear()
             self._figures = figures
         unit = sum(cost.scaled_to(shape.tokens).x for cost in costs.values()) / ROOMS
         if unit > 0:  # a few different rooms need few choices
-            left = math.floor(left / unit) * unit
+            free_bytes = math.floor(free_bytes / unit) * unit
         if unit > 0 and host != math.inf:
             host = math.floor(host / unit) * unit
         measured = self.manager.link_rate()
@@ -254,13 +256,13 @@ class HostChoice:
             link = figures.link
         else:
             link = float(f"{measured:.2g}")  # equal in most steps, for the cache
-        seen = sum(cost.tokens + cost.situations for cost in costs.values())
-        key = shape, left, host, link, seen
-        if key not in self._known:
+        observations = sum(cost.tokens + cost.situations for cost in costs.values())
+        key = shape, free_bytes, host, link, observations
+        if key not in self._predictions:
             parts = figures.seconds(shape.tokens, shape.chunk)
             pace = Pace(*parts, figures.products, figures.attention, link)
-            self._known[key] = predicted_move(costs, shape, left, host, pace)
-        return self._known[key]
+            self._predictions[key] = predicted_move(costs, shape, free_bytes, host, pace)
+        return self._predictions[key]
 
     def is_worth_counting(self, unsaved: float, seconds: float) -> bool:
         """True if steps that move tensors must be predicted, although the first prediction takes
@@ -291,8 +293,8 @@ class HostChoice:
             return False
         self.gain = seconds - step.seconds
         price = self.price * max(0.0, step.leaving - self.manager.pinned)
-        self.missing = max(0.0, price - self.unspent - self.gain)
-        return self.missing == 0
+        self.unpaid_seconds = max(0.0, price - self.unspent - self.gain)
+        return self.unpaid_seconds == 0
 
     def began(self, step: MovingStep | None) -> None:
         """Record that a micro-batch begins.
@@ -313,6 +315,6 @@ class HostChoice:
         Args:
             step: the prediction for the micro-batch.
         """
-        self.manager.staying = step.places.staying
+        self.manager.staying = step.placement.staying
         self.manager.gpu_memory = NO_LIMIT  # `staying` decides
         self.manager.reserve = int(RESERVED * step.leaving)

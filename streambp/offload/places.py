@@ -29,7 +29,7 @@ SETS = 10  # tensors of a layer of which every set is tried; of more tensors, th
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoRooms:
+class Headroom:
     """Bytes available for saved tensors on the host and on the device.
 
     Attributes:
@@ -47,7 +47,7 @@ class TwoRooms:
 
 
 @dataclasses.dataclass
-class Places:
+class Placement:
     """The tensors of each layer that are saved, and their places.
 
     Attributes:
@@ -65,10 +65,10 @@ class Places:
     on_device: float = 0.0
     sizes: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
-    def copied(self) -> Places:
+    def copied(self) -> Placement:
         """Return a copy whose places can be changed."""
         staying = {index: set(names) for index, names in self.staying.items()}
-        saved = {index: list(found) for index, found in self.saved.items()}
+        saved = {index: list(candidates) for index, candidates in self.saved.items()}
         return dataclasses.replace(self, saved=saved, staying=staying)
 
     @property
@@ -84,7 +84,9 @@ class Places:
         """
         names = self.staying.get(index, set())
         size = self.sizes.get(index, 0.0) if INPUT in names else 0.0
-        return size + sum(one.bytes for one in self.saved.get(index, ()) if one.name in names)
+        return size + sum(
+            candidate.bytes for candidate in self.saved.get(index, ()) if candidate.name in names
+        )
 
     def let_leave(self, indices: Iterable[int], size: float) -> float:
         """Remove tensors from the device until at least `size` bytes are free, and return the bytes.
@@ -100,8 +102,10 @@ class Places:
                 break
             freed += self.stays(index)
             names = self.staying.pop(index, set())
-            kept = [one for one in self.saved.get(index, []) if one.name not in names]
-            self.saved[index][:] = kept
+            remaining = [
+                candidate for candidate in self.saved.get(index, []) if candidate.name not in names
+            ]
+            self.saved[index][:] = remaining
         return freed
 
     @property
@@ -109,31 +113,35 @@ class Places:
         """Return the computation that backward is spared by the saved tensors, in FLOPs of matrix
         products; attention's FLOPs are converted by their time. Choices are compared by this
         number."""
-        return sum(one.bytes * one.worth for found in self.saved.values() for one in found)
+        return sum(
+            candidate.bytes * candidate.flops_per_byte
+            for candidates in self.saved.values()
+            for candidate in candidates
+        )
 
 
-def choose_places(
-    inputs: Mapping[int, float], candidates: Mapping[int, Sequence[Candidate]], rooms: TwoRooms
-) -> Places:
+def choose_placement(
+    inputs: Mapping[int, float], candidates: Mapping[int, Sequence[Candidate]], headroom: Headroom
+) -> Placement:
     """Return the layers' saved tensors and their places, the device or the host, so that backward
     is spared the most computation. [Note: two rooms]
 
     Args:
         inputs: bytes of each layer's input, by the layer's index.
         candidates: tensors that each layer may save.
-        rooms: the bytes that saved tensors may take.
+        headroom: the bytes that saved tensors may take.
     """
     worths = {0.0}
-    for found in candidates.values():
-        worths |= {one.worth for one in found}
+    for layer_candidates in candidates.values():
+        worths |= {candidate.flops_per_byte for candidate in layer_candidates}
     prices = sorted(worths)[:: 1 + len(worths) // PRICES]
-    choice = _Choice(inputs, candidates, rooms)
+    choice = _Choice(inputs, candidates, headroom)
     best = choice.at_prices(0.0, 0.0)
     for on_device, on_host in itertools.product(prices, repeat=2):
-        places = choice.at_prices(on_device, on_host)
-        if places.spared > best.spared:
-            best = places
-    _use_rest_of_device(best, inputs, rooms.device)
+        placement = choice.at_prices(on_device, on_host)
+        if placement.spared > best.spared:
+            best = placement
+    _use_rest_of_device(best, inputs, headroom.device)
     return best
 
 
@@ -145,21 +153,21 @@ class _Choice:
     Args:
         inputs: bytes of each layer's input, by the layer's index.
         candidates: tensors that each layer may save.
-        rooms: the bytes that saved tensors may take.
+        headroom: the bytes that saved tensors may take.
     """
 
     def __init__(
         self,
         inputs: Mapping[int, float],
         candidates: Mapping[int, Sequence[Candidate]],
-        rooms: TwoRooms,
+        headroom: Headroom,
     ) -> None:
         self.inputs = inputs
         self.candidates = candidates
-        self.rooms = rooms
+        self.headroom = headroom
         self._sets: dict[tuple[Any, ...], tuple[int, ...]] = {}  # layers are alike
 
-    def at_prices(self, on_device: float, on_host: float) -> Places:
+    def at_prices(self, on_device: float, on_host: float) -> Placement:
         """Return the saved tensors and their places if a byte has these prices, in FLOPs that the
         byte would spare if it held another tensor.
 
@@ -168,109 +176,127 @@ class _Choice:
             on_host: price of a byte of the host. Tensors that spare at most this many FLOPs for
                 each byte are the last to be copied to the host.
         """
-        rooms = self.rooms
-        places = Places(sizes=self.inputs)
-        host = rooms.host
+        headroom = self.headroom
+        placement = Placement(sizes=self.inputs)
+        host = headroom.host
         sizes: dict[int, float] = {}  # bytes of each layer that leave
         for index in sorted(self.inputs):
             size = self.inputs[index]
-            places.saved[index] = []
-            places.staying[index] = set()
+            placement.saved[index] = []
+            placement.staying[index] = set()
             if size > host:
-                places.staying[index].add(INPUT)
-                places.on_device += size
+                placement.staying[index].add(INPUT)
+                placement.on_device += size
                 size = 0.0
             sizes[index] = size
-            places.leaving[INPUT] = places.leaving.get(INPUT, 0.0) + size
+            placement.leaving[INPUT] = placement.leaving.get(INPUT, 0.0) + size
             host -= size
-        for least in (on_host, 0.0):
+        for min_flops in (on_host, 0.0):
             for index, size in sizes.items():
-                found = []
-                for one in self.candidates[index]:
-                    can_leave = one.worth > least and one.name not in rooms.never_leave
-                    if can_leave and one not in places.saved[index]:
-                        found.append(one)
-                for one in self._leaving(found, min(rooms.link - size, host), on_device):
-                    places.saved[index].append(one)
-                    places.leaving[one.name] = places.leaving.get(one.name, 0.0) + one.bytes
-                    sizes[index] += one.bytes
-                    host -= one.bytes
-        everything = itertools.chain.from_iterable(self.candidates.values())
-        for one in sorted(everything, key=lambda one: (-one.worth, -one.index)):
-            if one in places.saved[one.index]:
+                movable_candidates = []
+                for candidate in self.candidates[index]:
+                    can_leave = (
+                        candidate.flops_per_byte > min_flops
+                        and candidate.name not in headroom.never_leave
+                    )
+                    if can_leave and candidate not in placement.saved[index]:
+                        movable_candidates.append(candidate)
+                for candidate in self._leaving(
+                    movable_candidates, min(headroom.link - size, host), on_device
+                ):
+                    placement.saved[index].append(candidate)
+                    placement.leaving[candidate.name] = (
+                        placement.leaving.get(candidate.name, 0.0) + candidate.bytes
+                    )
+                    sizes[index] += candidate.bytes
+                    host -= candidate.bytes
+        all_candidates = itertools.chain.from_iterable(self.candidates.values())
+        for candidate in sorted(
+            all_candidates, key=lambda candidate: (-candidate.flops_per_byte, -candidate.index)
+        ):
+            if candidate in placement.saved[candidate.index]:
                 continue
-            if places.on_device + one.bytes <= rooms.device:
-                places.saved[one.index].append(one)
-                places.staying[one.index].add(one.name)
-                places.on_device += one.bytes
-        return places
+            if placement.on_device + candidate.bytes <= headroom.device:
+                placement.saved[candidate.index].append(candidate)
+                placement.staying[candidate.index].add(candidate.name)
+                placement.on_device += candidate.bytes
+        return placement
 
-    def _leaving(self, found: list[Candidate], room: float, price: float) -> list[Candidate]:
+    def _leaving(
+        self, candidates: list[Candidate], headroom: float, price: float
+    ) -> list[Candidate]:
         """Return the tensors of one layer that are copied to the host: those that spare the most
-        FLOPs within `room` bytes.
+        FLOPs within `headroom` bytes.
 
         Args:
-            found: tensors of the layer that may be copied to the host.
-            room: bytes that may be copied.
+            candidates: tensors of the layer that may be copied to the host.
+            headroom: bytes that may be copied.
             price: FLOPs that a byte of the device would spare otherwise; a larger worth of a tensor
                 counts as this price.
         """
-        if len(found) > SETS:
-            chosen = []
-            for one in sorted(found, key=lambda one: (-min(one.worth, price), -one.bytes)):
-                if one.bytes <= room:
-                    chosen.append(one)
-                    room -= one.bytes
-            return chosen
-        key = (*((one.bytes, one.worth) for one in found), room, price)
+        if len(candidates) > SETS:
+            choice = []
+            for candidate in sorted(
+                candidates,
+                key=lambda candidate: (-min(candidate.flops_per_byte, price), -candidate.bytes),
+            ):
+                if candidate.bytes <= headroom:
+                    choice.append(candidate)
+                    headroom -= candidate.bytes
+            return choice
+        key = (
+            *((candidate.bytes, candidate.flops_per_byte) for candidate in candidates),
+            headroom,
+            price,
+        )
         if key not in self._sets:
-            self._sets[key] = _best_set(found, room, price)
-        return [found[number] for number in self._sets[key]]
+            self._sets[key] = _best_set(candidates, headroom, price)
+        return [candidates[number] for number in self._sets[key]]
 
 
-def _best_set(found: Sequence[Candidate], room: float, price: float) -> tuple[int, ...]:
-    """Return the indices in `found` of the set of tensors that spares the most FLOPs within `room`
-    bytes, by trying all sets.
+def _best_set(candidates: Sequence[Candidate], headroom: float, price: float) -> tuple[int, ...]:
+    """Return the indices in `candidates` of the set of tensors that spares the most FLOPs within
+    `headroom` bytes, by trying all sets.
 
     Args:
-        found: a few tensors of one layer.
-        room: bytes that may be copied to the host.
+        candidates: a few tensors of one layer.
+        headroom: bytes that may be copied to the host.
         price: FLOPs that a byte of the device would spare otherwise; a larger worth of a tensor
             counts as this price.
     """
     best: tuple[int, ...] = ()
-    most = 0.0
-    for count in range(1, len(found) + 1):
-        for numbers in itertools.combinations(range(len(found)), count):
+    max_value = 0.0
+    for count in range(1, len(candidates) + 1):
+        for numbers in itertools.combinations(range(len(candidates)), count):
             size = value = 0.0
             for number in numbers:
-                one = found[number]
-                size += one.bytes
-                value += one.bytes * min(one.worth, price)
-            if size <= room and value > most:
+                candidate = candidates[number]
+                size += candidate.bytes
+                value += candidate.bytes * min(candidate.flops_per_byte, price)
+            if size <= headroom and value > max_value:
                 best = numbers
-                most = value
+                max_value = value
     return best
 
 
-def _use_rest_of_device(places: Places, inputs: Mapping[int, float], room: float) -> None:
+def _use_rest_of_device(placement: Placement, inputs: Mapping[int, float], headroom: float) -> None:
     """Change tensors from the host to the device while the device has room, from the last layer to
     the first.
 
     Args:
-        places: the choice, changed in place.
+        placement: the choice, changed in place.
         inputs: bytes of each layer's input, by the layer's index.
-        room: bytes of the device for saved tensors.
+        headroom: bytes of the device for saved tensors.
     """
     for index in sorted(inputs, reverse=True):
         sizes = {INPUT: inputs[index]}
-        for one in places.saved[index]:
-            sizes[one.name] = one.bytes
+        for candidate in placement.saved[index]:
+            sizes[candidate.name] = candidate.bytes
         for name, size in sizes.items():
-            if name in places.staying[index]:
+            if name in placement.staying[index]:
                 continue
-            if places.on_device + size > room:
+            if placement.on_device + size > headroom:
                 return
-            places.staying[index].add(name)
-            places.leaving[name] -= size
-            places.on_device += size
+            placement.staying[index].add(name)
+            placement.leaving[name] -= size
+            placement.on_device += size

@@ -70,7 +70,7 @@ from streambp.offload.costs import (
 from streambp.offload.free_memory import host_limit
 from streambp.offload.link import LinkBudget
 from streambp.offload.moving import HostChoice, MovingStep, Shape
-from streambp.offload.places import Places, TwoRooms, choose_places
+from streambp.offload.places import Headroom, Placement, choose_placement
 
 IGNORED_SHARE_OF_FREE_MEMORY = (
     0.01  # fraction of the initial free memory; smaller deviations are ignored
@@ -83,7 +83,7 @@ REMEMBERED = 32  # maximal number of margins
 ON_HOST = "on the host"  # marks the margins of micro-batches that move saved tensors
 
 Free = Callable[[torch.device], float | None]  # optional methods are those of `FreeMemory`
-Rooms = list[list[float]]  # (index, bytes): common budget of all layers up to `index`
+HeadroomByLayer = list[list[float]]  # (index, bytes): common budget of all layers up to `index`
 
 
 class SavesPolicy:
@@ -127,7 +127,7 @@ class SavesPolicy:
         self.keeps = saves
         self.link = link
         self.latest: Choice | None = None
-        self.known = Figures()
+        self.figures = Figures()
         self.present = 0.0
         self._begun = False
         self._chunks: dict[tuple[int, int], int] = {}
@@ -137,7 +137,7 @@ class SavesPolicy:
             weakref.WeakSet()
         )  # instances of `layer.saved.SavedForBackward`
         # choices with offload="auto", by the measurements and the device's room
-        self._places: dict[tuple[Measured, float], Places] = {}
+        self._places: dict[tuple[Measured, float], Placement] = {}
         self._batch = BatchSaves()
         # keys are tokens of a step and of a chunk, or `Shape` and ON_HOST
         self.margins: dict[tuple[Any, ...], Shortage] = {}
@@ -148,8 +148,8 @@ class SavesPolicy:
         return SavesPolicy, (*settings, self.link, self.host)
 
     def __str__(self) -> str:
-        if self.known.seconds is None:
-            return f"{AUTO_RULE} ({self.known.why})" if self.known.why else AUTO_RULE
+        if self.figures.seconds is None:
+            return f"{AUTO_RULE} ({self.figures.why})" if self.figures.why else AUTO_RULE
         sizes = ", ".join(f"{size:,}" for size in CHUNK_TOKENS)
         return (
             f"auto: the fastest of {sizes} tokens over all rows of the batch that fits into the "
@@ -169,9 +169,9 @@ class SavesPolicy:
             if self.link is not None:
                 self.link.measure(list(self._seen.values()))
             self.learn()
-            known, self.present = self.states(device)
-            if known is not self.known:
-                self.known, self._seen, self._by_name = known, {}, set()
+            figures, self.present = self.states(device)
+            if figures is not self.figures:
+                self.figures, self._seen, self._by_name = figures, {}, set()
                 if self.link is not None:
                     self.link.measured.clear()
         self._begun = not with_layers
@@ -200,18 +200,18 @@ class SavesPolicy:
     def size(self, batch_size: int, length: int, device: torch.device) -> int:
         """Return the chunk size in positions of each row with which a step is fastest among the
         sizes that fit into memory. If no size fits, return the smallest."""
-        known = self.known
+        figures = self.figures
         self.moving = None
-        free = None if known.need is None or known.seconds is None else self.free(device)
+        free = None if figures.need is None or figures.seconds is None else self.free(device)
         if free is None:
             return plan_chunks(length, batch_size, "auto").size
         size = 1
         best = math.inf
-        chosen: dict[int, list[Candidate]] = {}
+        best_plan: dict[int, list[Candidate]] = {}
         tokens = batch_size * length
         sizes = []
-        for wanted in CHUNK_TOKENS:
-            positions = max(1, wanted // batch_size)
+        for chunk_tokens in CHUNK_TOKENS:
+            positions = max(1, chunk_tokens // batch_size)
             positions = length if positions >= length else in_one_pass(positions)
             sizes.append(positions)
             if math.isinf(best):
@@ -222,10 +222,10 @@ class SavesPolicy:
             if fits and seconds < best * (1 - EQUAL_SECONDS):
                 size = positions
                 best = seconds
-                chosen = plan
-        if self.host is not None and known.on_host is not None:
+                best_plan = plan
+        if self.host is not None and figures.on_host is not None:
             rows = (batch_size, length)
-            self.moving = self._faster_on_host(sizes, rows, device, free, (best, chosen))
+            self.moving = self._faster_on_host(sizes, rows, device, free, (best, best_plan))
             if self.moving is not None:
                 size = self.moving.shape.chunk // batch_size
             self._decided = Shape(tokens, length, batch_size * size)
@@ -250,33 +250,37 @@ class SavesPolicy:
             staying: seconds and saved tensors of the fastest step that moves nothing; infinity if
                 none fits.
         """
-        host, known = self.host, self.known
+        host, figures = self.host, self.figures
         assert host is not None
-        assert known.on_host is not None
+        assert figures.on_host is not None
         batch_size, length = rows
         tokens = batch_size * length
         host.reset()
         if not (host.allowed and self.keeps) or host.must_draw_alike():
             return None
-        costs = known.costs
+        costs = figures.costs
         if len(costs) < self.layers or any(cost.device != device for cost in costs.values()):
             return None
         seconds, plan = staying
-        unsaved = known.worth(tokens, length) - known.spared(plan)
+        unsaved = figures.max_spared_seconds(tokens, length) - figures.spared(plan)
         if not host.is_worth_counting(unsaved, seconds):
             return None
-        figures = known.on_host()
-        if figures is None:
+        host_figures = figures.on_host()
+        if host_figures is None:
             return None
         fastest = None
-        room = host.room(figures)
+        host_headroom = host.host_headroom(host_figures)
         for size in dict.fromkeys(sizes):
             shape = Shape(tokens, length, batch_size * size)
             # Memory that similar micro-batches lacked, wherever their tensors were.
-            lacks = (self.margins.get(key) for key in ((*shape, ON_HOST), (tokens, shape.chunk)))
-            margin = max((lack.margin for lack in lacks if lack is not None), default=0.0)
-            left = free - figures.need(tokens, shape.chunk, self.present) - margin
-            step = host.predicted(figures, costs, shape, left, room)
+            shortages = (
+                self.margins.get(key) for key in ((*shape, ON_HOST), (tokens, shape.chunk))
+            )
+            margin = max(
+                (shortage.margin for shortage in shortages if shortage is not None), default=0.0
+            )
+            free_bytes = free - host_figures.need(tokens, shape.chunk, self.present) - margin
+            step = host.predicted(host_figures, costs, shape, free_bytes, host_headroom)
             if not step.fits:
                 continue
             if fastest is None or step.seconds < fastest.seconds * (1 - EQUAL_SECONDS):
@@ -299,17 +303,19 @@ class SavesPolicy:
             device: the device.
             length: tokens of each row.
         """
-        rooms = self._rooms(free, tokens, chunk)
+        headroom_by_layer = self._headroom_by_layer(free, tokens, chunk)
         plan = {}
         seconds = math.inf
-        fits = min(room for _, room in rooms) >= 0
+        fits = min(headroom for _, headroom in headroom_by_layer) >= 0
         if fits and self.keeps and self.link is None:
-            plan = self._fill(rooms, range(self.layers), device, tokens, length, chunk == tokens)
-        if self.known.seconds is not None:
-            seconds = self.known.seconds(tokens, chunk) - self.known.spared(plan)
+            plan = self._fill(
+                headroom_by_layer, range(self.layers), device, tokens, length, chunk == tokens
+            )
+        if self.figures.seconds is not None:
+            seconds = self.figures.seconds(tokens, chunk) - self.figures.spared(plan)
         return fits, plan, seconds
 
-    def _rooms(self, free: float, tokens: int, chunk: int) -> Rooms:
+    def _headroom_by_layer(self, free: float, tokens: int, chunk: int) -> HeadroomByLayer:
         """Return pairs [index, bytes]: the bytes that saved tensors may take while the layers 0 to
         `index` wait for their backward, that is after their forward.
 
@@ -318,21 +324,21 @@ class SavesPolicy:
             tokens: tokens over all rows.
             chunk: tokens of a chunk over all rows.
         """
-        assert self.known.need is not None
-        lack = self.margins.get((tokens, chunk))
-        free -= 0.0 if lack is None else lack.margin
+        assert self.figures.need is not None
+        shortage = self.margins.get((tokens, chunk))
+        free -= 0.0 if shortage is None else shortage.margin
         return [
-            [upto, free - size]
-            for upto, size in self.known.need.by_layer(tokens, chunk, self.present)
+            [last_index, free - size]
+            for last_index, size in self.figures.need.by_layer(tokens, chunk, self.present)
         ]
 
     def saves(
-        self, kept: Any, rows: int, can_keep_graph: Callable[[], bool]
+        self, saved: Any, rows: int, can_keep_graph: Callable[[], bool]
     ) -> tuple[tuple[str, ...] | None, bool, ObservedCosts | None]:
         """Return the tensors that a layer must save in its forward, which begins now.
 
         Args:
-            kept: record of what this call saves, with a method that frees saved tensors.
+            saved: record of what this call saves, with a method that frees saved tensors.
             rows: number of rows.
             can_keep_graph: returns True if the layer's autograd graph may be saved.
 
@@ -342,74 +348,80 @@ class SavesPolicy:
             True if the layer's autograd graph is saved in place of single tensors.
             An object that records bytes and FLOPs of the layer's chunks; None: both are known.
         """
-        index = kept.layer_state.index
-        length = kept.plan.length
-        unread = kept.layer_state.tests.unread
+        index = saved.layer_state.index
+        length = saved.plan.length
+        unread = saved.layer_state.tests.unread
         tokens = rows * length
         if index <= self._batch.last:
-            self._begin(kept, rows)
-        elif self._batch.plan and kept.device == self._batch.device:
-            self._shrink(kept, tokens)
+            self._begin(saved, rows)
+        elif self._batch.plan and saved.device == self._batch.device:
+            self._shrink(saved, tokens)
         batch = self._batch
         batch.last = index
         if self.host is not None:
-            kept.moves = self.moving is not None
-        watch = None
-        cost = self.known.costs.get(index)
-        chosen = batch.plan.get(index, [])
+            saved.moves = self.moving is not None
+        cost_recorder = None
+        cost = self.figures.costs.get(index)
+        candidates = batch.plan.get(index, [])
         if self.link is not None:
             if self.latest is None:
-                watch = ObservedCosts(kept.device, tokens, length, len(kept.plan), unread)
-                self._seen[index] = self.link.watch(watch)
+                cost_recorder = ObservedCosts(saved.device, tokens, length, len(saved.plan), unread)
+                self._seen[index] = self.link.time_chunks(cost_recorder)
             return (
-                tuple(candidate.name for candidate in chosen) if self.keeps else None,
+                tuple(candidate.name for candidate in candidates) if self.keeps else None,
                 False,
-                watch,
+                cost_recorder,
             )
-        if cost is None or cost.situations != len(unread) or cost.device != kept.device:
-            watch = self._seen[index] = ObservedCosts(
-                kept.device, tokens, length, len(kept.plan), unread
+        if cost is None or cost.situations != len(unread) or cost.device != saved.device:
+            cost_recorder = self._seen[index] = ObservedCosts(
+                saved.device, tokens, length, len(saved.plan), unread
             )
-        if kept.device != batch.device:
-            return (), False, watch
-        graph = GRAPH in [candidate.name for candidate in chosen]
-        if graph and not (watch is None and can_keep_graph()):
-            if watch is None:
+        if saved.device != batch.device:
+            return (), False, cost_recorder
+        graph = GRAPH in [candidate.name for candidate in candidates]
+        if graph and not (cost_recorder is None and can_keep_graph()):
+            if cost_recorder is None:
                 self._by_name.add(index)
-            rooms = [[math.inf, sum(candidate.bytes for candidate in chosen)]]
+            headroom_by_layer = [[math.inf, sum(candidate.bytes for candidate in candidates)]]
             graph = False
-            chosen = self._fill(rooms, [index], None, tokens, length, True, (GRAPH,))[index]
-            batch.plan[index] = chosen
+            candidates = self._fill(
+                headroom_by_layer, [index], None, tokens, length, True, (GRAPH,)
+            )[index]
+            batch.plan[index] = candidates
         elif index in self._by_name and can_keep_graph():
             self._by_name.discard(index)
-        self._waiting.add(kept)
+        self._waiting.add(saved)
         if self.moving is not None:
-            batch.expected -= self.moving.places.stays(index)
+            batch.expected -= self.moving.placement.stays(index)
         else:
             inputs = 0.0 if cost is None else cost.scaled_to(tokens).x
-            batch.expected -= sum(candidate.bytes for candidate in chosen) + inputs
-        return () if graph else tuple(candidate.name for candidate in chosen), graph, watch
+            batch.expected -= sum(candidate.bytes for candidate in candidates) + inputs
+        return (
+            () if graph else tuple(candidate.name for candidate in candidates),
+            graph,
+            cost_recorder,
+        )
 
-    def _shrink(self, kept: Any, tokens: int) -> None:
+    def _shrink(self, saved: Any, tokens: int) -> None:
         """Choose fewer saved tensors for the remaining layers, or free all saved tensors, if less
         memory is free than planned.
 
         Args:
-            kept: record of what the running layer's call saves.
+            saved: record of what the running layer's call saves.
             tokens: tokens over all rows.
         """
         batch = self._batch
-        index = kept.layer_state.index
+        index = saved.layer_state.index
         free = self._free_now()
         short = 0.0 if free is None else batch.expected - free
         if short <= batch.slack:
             return
         batch.expected -= short
         if batch.shortage is not None and not batch.others_are_seen:
-            batch.shortage.missing = max(batch.shortage.missing, short)
+            batch.shortage.shortfall = max(batch.shortage.shortfall, short)
         later = range(index, self.layers)
         if self.moving is not None:
-            freed = self.moving.places.let_leave(later, short)
+            freed = self.moving.placement.let_leave(later, short)
             if freed < short:
                 self._drop(None, "less memory was free than planned")
             return
@@ -417,60 +429,70 @@ class SavesPolicy:
         if short > planned:
             self._drop(None, "less memory was free than planned")
         elif planned:
-            rooms = [[math.inf, planned - short]]
+            headroom_by_layer = [[math.inf, planned - short]]
             batch.plan |= self._fill(
-                rooms, later, batch.device, tokens, kept.plan.length, len(kept.plan) == 1
+                headroom_by_layer,
+                later,
+                batch.device,
+                tokens,
+                saved.plan.length,
+                len(saved.plan) == 1,
             )
 
-    def _begin(self, kept: Any, rows: int) -> None:
+    def _begin(self, saved: Any, rows: int) -> None:
         """Begin a micro-batch: learn from the previous micro-batch how much memory to leave free,
         and choose the tensors that each layer saves.
 
         Args:
-            kept: record of what the first layer's call saves.
+            saved: record of what the first layer's call saves.
             rows: number of rows.
         """
         if not self.sizes:
-            self.begins(kept.device, with_layers=True)
+            self.begins(saved.device, with_layers=True)
         previous = self._batch
-        lack = previous.shortage
-        if lack is not None:  # leave free what the previous one lacked
+        shortage = previous.shortage
+        if shortage is not None:  # leave free what the previous one lacked
             retries = getattr(self.free, "retries", lambda _: 0)(previous.device)
             if retries > previous.retries:  # the allocator freed its cache
-                lack.missing = max(lack.missing, previous.slack)
-            lack.learn(self.margins.pop(lack.key, None))
-            self.margins = {**dict(list(self.margins.items())[1 - REMEMBERED :]), lack.key: lack}
+                shortage.shortfall = max(shortage.shortfall, previous.slack)
+            shortage.learn(self.margins.pop(shortage.key, None))
+            self.margins = {
+                **dict(list(self.margins.items())[1 - REMEMBERED :]),
+                shortage.key: shortage,
+            }
         self._seen = {}
         self._batch = batch = BatchSaves(device=previous.device)
         self.latest = None
-        length = kept.plan.length
-        chunk = rows * min(kept.plan.size, kept.plan.length)
+        length = saved.plan.length
+        chunk = rows * min(saved.plan.size, saved.plan.length)
         if self.link is not None:
             self._begin_on_host(self.link, rows * length, length, chunk)
             return
-        free = self.free(kept.device)
-        need = self.known.need
+        free = self.free(saved.device)
+        need = self.figures.need
         tokens = rows * length
-        if self.host is not None and self.known.on_host is not None and free is not None:
-            self._decide_for(Shape(tokens, length, chunk), kept.device, free)
+        if self.host is not None and self.figures.on_host is not None and free is not None:
+            self._decide_for(Shape(tokens, length, chunk), saved.device, free)
             if self.moving is not None:
-                self._begin_moving(self.moving, kept.device, free)
+                self._begin_moving(self.moving, saved.device, free)
                 return
-        batch.others_are_seen = getattr(self.free, "sees_others", lambda _: False)(kept.device)
-        if free is None or need is None or not self.known.costs:
+        batch.others_are_seen = getattr(self.free, "sees_others", lambda _: False)(saved.device)
+        if free is None or need is None or not self.figures.costs:
             return
-        room = max(room for _, room in self._rooms(free, tokens, chunk))
-        batch.device = kept.device
+        headroom = max(headroom for _, headroom in self._headroom_by_layer(free, tokens, chunk))
+        batch.device = saved.device
         batch.slack = IGNORED_SHARE_OF_FREE_MEMORY * free
-        batch.retries = getattr(self.free, "retries", lambda _: 0)(kept.device)
-        _, batch.plan, _ = self.predicted(free, tokens, chunk, kept.device, length)
-        self.latest = chosen = Chosen(tokens, length, chunk, room, batch.plan)
-        planned = sum(chosen.bytes.values())
-        batch.expected = free - max(0.0, room - planned)
+        batch.retries = getattr(self.free, "retries", lambda _: 0)(saved.device)
+        _, batch.plan, _ = self.predicted(free, tokens, chunk, saved.device, length)
+        self.latest = choice = Chosen(tokens, length, chunk, headroom, batch.plan)
+        planned = sum(choice.bytes.values())
+        batch.expected = free - max(0.0, headroom - planned)
         if planned:
-            batch.at_work = need.at_work(chunk)
-            wished = {index: sum(c.bytes for c in found) for index, found in batch.plan.items()}
-            batch.shortage = Shortage((tokens, chunk), room, planned, wished)
+            batch.chunk_bytes = need.chunk_bytes(chunk)
+            planned_by_layer = {
+                index: sum(c.bytes for c in candidates) for index, candidates in batch.plan.items()
+            }
+            batch.shortage = Shortage((tokens, chunk), headroom, planned, planned_by_layer)
 
     def _decide_for(self, shape: Shape, device: torch.device, free: float) -> None:
         """Decide if the micro-batch that begins moves saved tensors to the host, unless the choice
@@ -484,7 +506,7 @@ class SavesPolicy:
         assert self.host is not None
         if shape != self._decided or not self.sizes:
             self.moving = None
-            if self.known.need is not None and self.known.seconds is not None:
+            if self.figures.need is not None and self.figures.seconds is not None:
                 tokens, length, chunk = shape
                 fits, plan, seconds = self.predicted(free, tokens, chunk, device, length)
                 staying = (seconds if fits else math.inf, plan)
@@ -504,31 +526,33 @@ class SavesPolicy:
             free: free bytes of the device.
         """
         assert self.host is not None
-        assert self.known.on_host is not None
-        figures = self.known.on_host()
-        assert figures is not None
-        places = step.places.copied()
-        self.moving = step = dataclasses.replace(step, places=places)
+        assert self.figures.on_host is not None
+        host_figures = self.figures.on_host()
+        assert host_figures is not None
+        placement = step.placement.copied()
+        self.moving = step = dataclasses.replace(step, placement=placement)
         self.host.prepare(step)
         batch = self._batch
         batch.device = device
-        batch.plan = places.saved
+        batch.plan = placement.saved
         batch.slack = IGNORED_SHARE_OF_FREE_MEMORY * free
         batch.retries = getattr(self.free, "retries", lambda _: 0)(device)
         batch.others_are_seen = getattr(self.free, "sees_others", lambda _: False)(device)
         shape, pace = step.shape, step.pace
-        room = pace.link * pace.forward  # bytes whose copies hide behind forward
+        hidden_bytes = pace.link * pace.forward  # bytes whose copies hide behind forward
         measured = Measured(
             shape.tokens, shape.length, pace.forward, pace.link, pace.attention, step.host
         )
-        inputs = places.inputs
-        self.latest = Chosen(*shape, min(room, step.host), places.saved, measured, inputs)
-        self.latest.on_device = planned = places.on_device
-        batch.expected = free - max(0.0, step.left - planned)
+        inputs = placement.inputs
+        self.latest = Chosen(
+            *shape, min(hidden_bytes, step.host), placement.saved, measured, inputs
+        )
+        self.latest.on_device = planned = placement.on_device
+        batch.expected = free - max(0.0, step.free_bytes - planned)
         if planned:
-            batch.at_work = figures.need.at_work(shape.chunk)
-            wished = {index: places.stays(index) for index in places.saved}
-            batch.shortage = Shortage((*shape, ON_HOST), step.left, planned, wished)
+            batch.chunk_bytes = host_figures.need.chunk_bytes(shape.chunk)
+            planned_by_layer = {index: placement.stays(index) for index in placement.saved}
+            batch.shortage = Shortage((*shape, ON_HOST), step.free_bytes, planned, planned_by_layer)
 
     def _begin_on_host(self, link: LinkBudget, tokens: int, length: int, chunk: int) -> None:
         """Choose the tensors that this micro-batch saves, and those of them that are copied to the
@@ -543,52 +567,52 @@ class SavesPolicy:
         """
         measured = link.begin(length)
         link.manager.staying = None
-        costs = self.known.costs
+        costs = self.figures.costs
         if measured is None:
             self._places.clear()
             return
-        whole = functools.reduce(
+        model_cost = functools.reduce(
             operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values())
         )
-        attending = whole.attention_flops / measured.attention
-        never_leave = never_leaving(attending, whole.attn_out / measured.link)
+        attending = model_cost.attention_flops / measured.attention
+        never_leave = never_leaving(attending, model_cost.attn_out / measured.link)
         hidden = measured.seconds * measured.link  # bytes whose copies hide behind forward
         on_device = link.room_on_device(tokens) * measured.tokens / tokens
         # Steps of other lengths have other rooms. Few different rooms need few choices.
-        on_device -= on_device % (whole.x / ROOMS_PER_INPUT)
+        on_device -= on_device % (model_cost.x / ROOMS_PER_INPUT)
         inputs: dict[int, float] = {}
         candidates: dict[int, list[Candidate]] = {}
         for index, cost in costs.items():
             inputs[index] = cost.scaled_to(measured.tokens).x
             candidates[index] = list(cost.candidates(index, measured.tokens, measured.length))
-        rooms = TwoRooms(measured.host, hidden / len(costs), on_device, never_leave)
+        headroom = Headroom(measured.host, hidden / len(costs), on_device, never_leave)
         key = measured, on_device
         if key not in self._places:
-            self._places[key] = choose_places(inputs, candidates, rooms)
-        places = self._places[key]
-        self._batch.plan = places.saved
+            self._places[key] = choose_placement(inputs, candidates, headroom)
+        placement = self._places[key]
+        self._batch.plan = placement.saved
         if self.keeps:
-            link.manager.staying = places.staying
+            link.manager.staying = placement.staying
         self.latest = Chosen(
             measured.tokens,
             measured.length,
             chunk,
-            min(hidden, measured.host) + on_device - whole.x,
-            places.saved,
+            min(hidden, measured.host) + on_device - model_cost.x,
+            placement.saved,
             measured,
-            whole.x,
+            model_cost.x,
         )
-        self.latest.on_device = places.on_device
+        self.latest.on_device = placement.on_device
         why = self.latest.left_out
-        for name in never_leave if whole.attn_out else ():
+        for name in never_leave if model_cost.attn_out else ():
             if self.latest.layers.get(name, 0) < len(costs):
                 why[name] = "attending again is faster than copying"
-        for name in sorted(whole.overwritten):
+        for name in sorted(model_cost.overwritten):
             why.setdefault(name, "layers that overwrite it compute it again")
         full = f"the {'host' if measured.host < hidden else 'link'} has no room"
         for name in (
-            *(name for name in ("attn_out", "kv") if getattr(whole, name)),
-            *whole.products,
+            *(name for name in ("attn_out", "kv") if getattr(model_cost, name)),
+            *model_cost.products,
         ):
             if self.latest.layers.get(name, 0) < len(costs):
                 why.setdefault(name, full)
@@ -596,130 +620,146 @@ class SavesPolicy:
     def faster_on_host(self) -> float:
         """Return the predicted seconds by which offload="cpu" would have shortened the last step; 0
         if unknown."""
-        chosen = self.latest
-        known = self.known
-        costs = self.known.costs
-        on_host = self.link is not None or known.on_host is not None
-        if not isinstance(chosen, Chosen) or on_host or known.seconds is None:
+        choice = self.latest
+        figures = self.figures
+        costs = self.figures.costs
+        on_host = self.link is not None or figures.on_host is not None
+        if not isinstance(choice, Chosen) or on_host or figures.seconds is None:
             return 0.0
-        if GRAPH in chosen.layers or chosen.layers.get("attn_out", 0) == len(costs):
+        if GRAPH in choice.layers or choice.layers.get("attn_out", 0) == len(costs):
             return 0.0
-        room = min(
-            FORWARD * known.seconds(chosen.tokens, chosen.chunk) * known.link, host_limit(None)
+        headroom = min(
+            FORWARD * figures.seconds(choice.tokens, choice.chunk) * figures.link, host_limit(None)
         )
-        room -= sum(cost.scaled_to(chosen.tokens).x for cost in costs.values())
-        plan = self._fill([[math.inf, room]], costs, None, chosen.tokens, chosen.length, False)
-        return max(0.0, known.spared(plan) - chosen.spared / known.products)
+        headroom -= sum(cost.scaled_to(choice.tokens).x for cost in costs.values())
+        plan = self._fill([[math.inf, headroom]], costs, None, choice.tokens, choice.length, False)
+        return max(0.0, figures.spared(plan) - choice.spared / figures.products)
 
     def _fill(
         self,
-        rooms: Rooms,
+        headroom_by_layer: HeadroomByLayer,
         indices: Iterable[int],
         device: torch.device | None,
         tokens: int,
         length: int,
-        whole: bool,
+        is_unchunked: bool,
         without: Container[str] = (),
     ) -> dict[int, list[Candidate]]:
         """Return the tensors that each of these layers saves, by layer index. Tensors are added
         while they fit; the order is by the FLOPs that a saved byte spares, most first.
 
         Args:
-            rooms: pairs [index, bytes] as in `_rooms`; the bytes of the chosen tensors are
-                subtracted in place.
+            headroom_by_layer: pairs [index, bytes] as in `_headroom_by_layer`; the bytes of the
+                chosen tensors are subtracted in place.
             indices: indices of the layers.
             device: only layers on this device save; None: all layers save.
             tokens: tokens over all rows.
             length: tokens of each row.
-            whole: True if the call is one chunk, so that a layer's graph may be saved.
+            is_unchunked: True if the call is one chunk, so that a layer's graph may be saved.
             without: names that no layer saves.
         """
         plan: dict[int, list[Candidate]] = {index: [] for index in indices}
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         graphs: dict[int, Candidate] = {}
-        taken = dict.fromkeys(plan, 0.0)
+        planned_bytes = dict.fromkeys(plan, 0.0)
         for index in plan:
-            cost = self.known.costs.get(index)
+            cost = self.figures.costs.get(index)
             if cost is not None and device in (None, cost.device):
-                named = [
-                    one
-                    for one in cost.candidates(index, tokens, length, whole)
-                    if one.name not in without
+                layer_candidates = [
+                    option
+                    for option in cost.candidates(index, tokens, length, is_unchunked)
+                    if option.name not in without
                 ]
-                found += named
-                if whole and cost.graph and GRAPH not in without and index not in self._by_name:
+                candidates += layer_candidates
+                if (
+                    is_unchunked
+                    and cost.graph
+                    and GRAPH not in without
+                    and index not in self._by_name
+                ):
                     size = cost.graph * tokens / cost.tokens
                     graphs[index] = Candidate(
-                        index, GRAPH, size, sum(one.bytes * one.worth for one in named) / size
+                        index,
+                        GRAPH,
+                        size,
+                        sum(option.bytes * option.flops_per_byte for option in layer_candidates)
+                        / size,
                     )
-        ordered = sorted(found, key=lambda one: (-one.worth, -one.index))
-        for candidate in (*ordered, *sorted(graphs.values(), key=lambda one: -one.index)):
+        ordered = sorted(candidates, key=lambda option: (-option.flops_per_byte, -option.index))
+        for candidate in (*ordered, *sorted(graphs.values(), key=lambda option: -option.index)):
             index = candidate.index
             size = candidate.bytes
             graph = graphs.get(candidate.index)
             # all named saves are in the graph
-            if graph is not None and graph.bytes <= taken[index] + size:
+            if graph is not None and graph.bytes <= planned_bytes[index] + size:
                 candidate = graph
-                size = graph.bytes - taken[index]
+                size = graph.bytes - planned_bytes[index]
             if graph not in plan[index] and all(
-                size <= room for upto, room in rooms if index <= upto
+                size <= headroom
+                for last_index, headroom in headroom_by_layer
+                if index <= last_index
             ):
-                for entry in rooms:
+                for entry in headroom_by_layer:
                     entry[1] -= size if index <= entry[0] else 0.0
                 plan[index] = [candidate] if candidate is graph else [*plan[index], candidate]
-                taken[index] += size
+                planned_bytes[index] += size
         return plan
 
-    def check_room(self, kept: Any) -> None:
+    def check_room(self, saved: Any) -> None:
         """Free all saved tensors if the device has less memory free than a chunk needs.
 
         Args:
-            kept: record of what the running layer's call saves.
+            saved: record of what the running layer's call saves.
         """
         batch = self._batch
-        lack = batch.shortage
-        if lack is None or batch.at_work == -math.inf or kept.device != batch.device:
+        shortage = batch.shortage
+        if shortage is None or batch.chunk_bytes == -math.inf or saved.device != batch.device:
             return
         free = self._free_now()
         if free is None:
             return
         if not batch.others_are_seen:
-            if lack.gone:
-                gone = sum(lack.wished.get(other.layer_state.index, 0.0) for other in self._waiting)
+            if shortage.saves_dropped:
+                dropped_bytes = sum(
+                    shortage.planned_by_layer.get(other_saved.layer_state.index, 0.0)
+                    for other_saved in self._waiting
+                )
             else:
-                gone = 0.0
-            lack.missing = max(lack.missing, batch.at_work + gone - free)
-        if free < batch.at_work and not lack.gone:
-            self._drop(kept, "less memory was free than a chunk takes")
+                dropped_bytes = 0.0
+            shortage.shortfall = max(shortage.shortfall, batch.chunk_bytes + dropped_bytes - free)
+        if free < batch.chunk_bytes and not shortage.saves_dropped:
+            self._drop(saved, "less memory was free than a chunk takes")
 
-    def let_go(self, kept: Any | None = None) -> bool:
+    def drop_saves(self, saved: Any | None = None) -> bool:
         """Free all saved tensors after the device ran out of memory, so that the failed computation
         can be repeated. Return True if any tensor was saved.
 
         Args:
-            kept: record of what the running layer's call saves; None: no layer runs.
+            saved: record of what the running layer's call saves; None: no layer runs.
         """
         self.failed()
-        return self._drop(kept, f"{'the loss' if kept is None else 'a chunk'} ran out of memory")
+        return self._drop(saved, f"{'the loss' if saved is None else 'a chunk'} ran out of memory")
 
     def failed(self) -> None:
         """Record that a step ran out of device memory. Similar steps then save at most half of the
         bytes that were planned for this step."""
-        lack = self._batch.shortage
-        if lack is not None:
-            lack.missing = max(lack.missing, lack.planned / 2)
-            lack.failed = True
+        shortage = self._batch.shortage
+        if shortage is not None:
+            shortage.shortfall = max(shortage.shortfall, shortage.planned / 2)
+            shortage.failed = True
 
     def learn(self) -> Mapping[int, LayerCost]:
         """Return bytes and FLOPs of the tensors that each layer may save, by layer index, for the
         next choice. Predictions are replaced by measurements for layers whose backward has run."""
-        costs = self.known.costs
-        for index, seen in list(self._seen.items()):
-            cost = seen.learnt()
+        costs = self.figures.costs
+        for index, observed_costs in list(self._seen.items()):
+            cost = observed_costs.learnt()
             if cost is not None:
-                before = costs.get(index)
-                if before is not None and not cost.graph:
-                    cost = cost._replace(graph=before.graph * cost.tokens / before.tokens)
+                previous_cost = costs.get(index)
+                if previous_cost is not None and not cost.graph:
+                    cost = cost._replace(
+                        graph=previous_cost.graph * cost.tokens / previous_cost.tokens
+                    )
                 costs[index] = cost
                 del self._seen[index]
         return costs
@@ -733,43 +773,44 @@ class SavesPolicy:
         """
         costs = self.learn()
         free = self.free(device)
-        need = self.known.need
+        need = self.figures.need
         if len(costs) < self.layers or free is None or need is None:
             return None
-        taken = 0.0
+        graph_bytes = 0.0
         for cost in costs.values():
             if not cost.graph or cost.device != device:
                 return None
-            taken += cost.graph * tokens / cost.tokens
-        return taken, free - need(tokens, tokens, self.present)
+            graph_bytes += cost.graph * tokens / cost.tokens
+        return graph_bytes, free - need(tokens, tokens, self.present)
 
     def _free_now(self) -> float | None:
         free = self.free(self._batch.device)
         if free is not None and isinstance(self.latest, Chosen):
-            self.latest.least = min(self.latest.least, free)
+            self.latest.min_free_bytes = min(self.latest.min_free_bytes, free)
         return free
 
-    def _drop(self, kept: Any | None, because: str) -> bool:
+    def _drop(self, saved: Any | None, reason: str) -> bool:
         """Free the saved tensors of all layers of the micro-batch that are on the running device.
         Return True if any tensor was saved.
 
         Args:
-            kept: record of what the running layer's call saves, whose buffers of K and V stay;
+            saved: record of what the running layer's call saves, whose buffers of K and V stay;
                 None: no layer runs, and the buffers of all layers are freed.
-            because: the reason, for reports.
+            reason: the reason, for reports.
         """
-        device = self._batch.device if kept is None else kept.device
-        there = [
-            other
-            for other in self._waiting
-            if other.device == device and (other.saves or other.keeps_graph or other.moves)
+        device = self._batch.device if saved is None else saved.device
+        waiting = [
+            other_saved
+            for other_saved in self._waiting
+            if other_saved.device == device
+            and (other_saved.saves or other_saved.keeps_graph or other_saved.moves)
         ]
-        freed = [other.give_up(at_work=other is kept) for other in there]
+        freed = [other_saved.drop_saves(is_running=other_saved is saved) for other_saved in waiting]
         self._batch.plan = {}
         if self._batch.shortage is not None:
-            self._batch.shortage.gone = True
+            self._batch.shortage.saves_dropped = True
         if self.moving is not None:
-            self.moving.places.staying.clear()
-        if there and isinstance(self.latest, Chosen):
-            self.latest.let_go = because
+            self.moving.placement.staying.clear()
+        if waiting and isinstance(self.latest, Chosen):
+            self.latest.drop_reason = reason
         return any(freed)

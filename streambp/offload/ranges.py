@@ -81,7 +81,7 @@ class LayerRange:
 
     Attributes:
         memory: memory of all weights [bytes], uint8.
-        pieces: the place of each weight in the memory.
+        slices: the place of each weight in the memory.
         tensors: all tensors of the layer when the memory was filled, including those that stay on
             the device.
         wanting: one byte for each of `tensors`: 1 if the tensor required a gradient.
@@ -89,7 +89,7 @@ class LayerRange:
     """
 
     memory: Tensor
-    pieces: list[WeightSlice]
+    slices: list[WeightSlice]
     tensors: list[Tensor]
     wanting: bytes
     trains: bool
@@ -107,7 +107,7 @@ class HostRanges:
         layer_states: records of the decoder layers (`layer.layer_state.LayerState`) by index.
         layers: ranges by index.
         staying: indices of the layers whose weights stay on the device, beside a step.
-        beside: bytes of host memory for gradients.
+        gradient_bytes: bytes of host memory for gradients.
     """
 
     def __init__(self, root: nn.Module | Home, host_memory: int | None) -> None:
@@ -116,7 +116,7 @@ class HostRanges:
         self.layer_states: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.layers: dict[int, LayerRange] = {}
         self.staying: frozenset[int] = frozenset()
-        self.beside = 0
+        self.gradient_bytes = 0
         self._arena: Arena | None = None
         self._maps: list[tuple[nn.Module, Any]] = []
         self._holders: dict[int, tuple[Tensor, set[int]]] = {}  # tensor and layer indices by id
@@ -124,8 +124,8 @@ class HostRanges:
     def __getstate__(self) -> Any:
         """Return the state for copy and pickle, without host memory: the copy's first call fills
         its own."""
-        found = vars(HostRanges(self.home, self.host_memory))
-        return {name: value for name, value in found.items() if name != "layer_states"}
+        state = vars(HostRanges(self.home, self.host_memory))
+        return {name: value for name, value in state.items() if name != "layer_states"}
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state, layer_states=weakref.WeakValueDictionary())
@@ -133,14 +133,14 @@ class HostRanges:
     @property
     def root(self) -> nn.Module:
         """Return the model whose layers' weights are on the host."""
-        found = self.home()
-        assert found is not None  # which calls this
-        return found
+        model = self.home()
+        assert model is not None  # which calls this
+        return model
 
     @property
     def bytes(self) -> int:
         """Return the bytes of host memory that all layers' weights take now."""
-        return sum(one.memory.numel() for one in self.layers.values())
+        return sum(layer_range.memory.numel() for layer_range in self.layers.values())
 
     def install(self, layer_states: Iterable[Any]) -> None:
         """Make the layers' weights stay on the host from now on if the program moves the model, for
@@ -155,34 +155,36 @@ class HostRanges:
                 move_others, self, layer_state.index
             )
         for module in self.root.modules():
-            places = module.__dict__.get(MAP)
+            device_map = module.__dict__.get(MAP)
             # accelerate would use the CPU alone
-            if places and {str(place) for place in places.values()} == {"cpu"}:
+            if device_map and {str(device) for device in device_map.values()} == {"cpu"}:
                 self._maps.append((module, module.__dict__.pop(MAP)))
 
     def remove(self) -> None:
         """Let `model.to(...)` move the layers again. The weights remain on the host."""
         for layer_state in self.layer_states.values():
             layer_state.layer.__dict__.pop(MOVES, None)
-        for module, places in self._maps:
-            module.__dict__[MAP] = places
+        for module, device_map in self._maps:
+            module.__dict__[MAP] = device_map
 
-    def stay(self, room: float, slots: int) -> None:
+    def stay(self, headroom: float, slots: int) -> None:
         """Choose the layers whose weights stay on the device: the last layers, up to the number
         that fits. Once weights are on the host, later calls can only reduce this number.
 
         Args:
-            room: device bytes for layers' weights.
+            headroom: device bytes for layers' weights.
             slots: number of device buffers for the weights of layers on the host; the buffers take
-                part of `room`.
+                part of `headroom`.
         """
         sizes = {index: self.bytes_of(index) for index in self.layer_states}
-        most = room if sum(sizes.values()) <= room else room - slots * max(sizes.values())
+        max_bytes = (
+            headroom if sum(sizes.values()) <= headroom else headroom - slots * max(sizes.values())
+        )
         staying = {index for index, size in sizes.items() if not size}
-        taken = 0
+        used_bytes = 0
         for index in sorted(sizes.keys() - staying, reverse=True):
-            taken += sizes[index]
-            if taken > most or (self.layers and index not in self.staying):
+            used_bytes += sizes[index]
+            if used_bytes > max_bytes or (self.layers and index not in self.staying):
                 break
             staying.add(index)
         self.staying = frozenset(staying)
@@ -196,10 +198,10 @@ class HostRanges:
             trained: False: count the layer's frozen weights. True: count the trained weights of a
                 layer that has no frozen ones; 0 for every other layer.
         """
-        found = [
+        tensors = [
             tensor for tensor in self.streamed(index).values() if tensor.requires_grad == trained
         ]
-        return _laid_out(found)[1] if found else 0
+        return _laid_out(tensors)[1] if tensors else 0
 
     def streamed(self, index: int) -> dict[int, Tensor]:
         """Return the tensors [...] of a layer that are in host memory while the layer does not run,
@@ -212,27 +214,29 @@ class HostRanges:
         if not tensors.keys() <= self._holders.keys():
             self._holders.clear()
             inside: set[int] = set()
-            for other, layer_state in self.layer_states.items():
+            for other_index, layer_state in self.layer_states.items():
                 inside.update(map(id, layer_state.layer.modules()))
                 for tensor in tensors_inside(layer_state.layer):
-                    self._holders.setdefault(id(tensor), (tensor, set()))[1].add(other)
+                    self._holders.setdefault(id(tensor), (tensor, set()))[1].add(other_index)
             for module in self.root.modules():
                 for tensor in tensors_of(module) if id(module) not in inside else ():
                     self._holders.setdefault(id(tensor), (tensor, set()))[1].add(ALL_OTHERS)
-        known = self.layers.get(index)
+        layer_range = self.layers.get(index)
         stay = set[int]()
-        if known is not None:  # adapters that are disabled temporarily
-            stay = set(map(id, known.tensors)).difference(
-                id(piece.tensor) for piece in known.pieces
+        if layer_range is not None:  # adapters that are disabled temporarily
+            stay = set(map(id, layer_range.tensors)).difference(
+                id(weight_slice.tensor) for weight_slice in layer_range.slices
             )
-        own = {
+        own_tensors = {
             key: tensor
             for key, tensor in tensors.items()
             if self._holders[key][1] == {index} and key not in stay
         }
-        return {key: tensor for key, tensor in own.items() if not tensor.requires_grad} or own
+        return {
+            key: tensor for key, tensor in own_tensors.items() if not tensor.requires_grad
+        } or own_tensors
 
-    def put_all(self, engine: Engine, device: torch.device) -> None:
+    def move_all(self, engine: Engine, device: torch.device) -> None:
         """Move the weights of all layers to host memory, except the layers that stay on the device
         and the layers that are there already.
 
@@ -246,27 +250,36 @@ class HostRanges:
                 for tensor in layer_state.of(tensors_inside):
                     if tensor.device != device and not tensor.is_meta:
                         tensor.data = tensor.data.to(device)
-            elif self.known(index) is None:
-                self.put(index, engine, device)
+            elif self.valid_range(index) is None:
+                self.move_layer(index, engine, device)
         self._holders.clear()
 
-    def known(self, index: int) -> LayerRange | None:
+    def valid_range(self, index: int) -> LayerRange | None:
         """Return a layer's range of host memory; None if the layer has none, or if the range is
         outdated and must be filled again.
 
         The range is valid while the layer has the same tensors with the same `requires_grad`, and
         the tensors on the host still point into the range.
         """
-        known = self.layers.get(index)
-        if known is None:
+        layer_range = self.layers.get(index)
+        if layer_range is None:
             return None
         tensors = self.layer_states[index].of(tensors_inside)
-        same = tensors is known.tensors or list(map(id, tensors)) == list(map(id, known.tensors))
-        at_home = (piece.tensor.data_ptr() == piece.home.data_ptr() for piece in known.pieces)
-        current = same and known.wanting == bytes(map(WANTS_GRADIENT, tensors)) and all(at_home)
-        return known if current else None
+        same_tensors = tensors is layer_range.tensors or list(map(id, tensors)) == list(
+            map(id, layer_range.tensors)
+        )
+        at_home = (
+            weight_slice.tensor.data_ptr() == weight_slice.home.data_ptr()
+            for weight_slice in layer_range.slices
+        )
+        current = (
+            same_tensors
+            and layer_range.wanting == bytes(map(WANTS_GRADIENT, tensors))
+            and all(at_home)
+        )
+        return layer_range if current else None
 
-    def put(self, index: int, engine: Engine, device: torch.device) -> LayerRange:
+    def move_layer(self, index: int, engine: Engine, device: torch.device) -> LayerRange:
         """Move a layer's weights into one contiguous range of host memory, and free their previous
         memory.
 
@@ -281,7 +294,7 @@ class HostRanges:
         """
         engine.settle()
         streamed = self.streamed(index)
-        known = self.layers.get(index)
+        layer_range = self.layers.get(index)
         tensors = self.layer_states[index].of(tensors_inside)
         for tensor in tensors:
             if id(tensor) in streamed:
@@ -314,30 +327,32 @@ class HostRanges:
                 tensor.data = tensor.data if _dense(tensor) else tensor.data.contiguous()
             elif not tensor.is_meta and tensor.device != device:
                 tensor.data = tensor.data.to(device)  # adapters were created on the host
-        places, size = _laid_out([tensor for tensor in tensors if id(tensor) in streamed])
-        memory, before = (None, 0) if known is None else (known.memory, known.memory.numel())
+        layout, size = _laid_out([tensor for tensor in tensors if id(tensor) in streamed])
+        memory, previous_size = (
+            (None, 0) if layer_range is None else (layer_range.memory, layer_range.memory.numel())
+        )
         if memory is not None:  # reused if its tensors have their new offsets already
-            offsets = ((tensor.data_ptr() - memory.data_ptr(), offset) for tensor, offset in places)
-            stays = before == size and all(
+            offsets = ((tensor.data_ptr() - memory.data_ptr(), offset) for tensor, offset in layout)
+            stays = previous_size == size and all(
                 not 0 <= at < size or at == offset for at, offset in offsets
             )
             memory = memory if stays else None
         if memory is None:
-            memory = self.more(size, engine, f"The weights of layer {index}", before)
-        pieces = [
+            memory = self.reserve(size, engine, f"The weights of layer {index}", previous_size)
+        slices = [
             WeightSlice(tensor, offset, view_of(memory, offset, tensor))
-            for tensor, offset in places
+            for tensor, offset in layout
         ]
-        for piece in pieces:
-            if piece.home.data_ptr() != piece.tensor.data_ptr():
-                piece.home.copy_(piece.tensor.data)
-                piece.tensor.data = piece.home
+        for weight_slice in slices:
+            if weight_slice.home.data_ptr() != weight_slice.tensor.data_ptr():
+                weight_slice.home.copy_(weight_slice.tensor.data)
+                weight_slice.tensor.data = weight_slice.home
         wanting = bytes(map(WANTS_GRADIENT, tensors))
         trains = any(map(WANTS_GRADIENT, streamed.values()))
-        self.layers[index] = LayerRange(memory, pieces, tensors, wanting, trains)
+        self.layers[index] = LayerRange(memory, slices, tensors, wanting, trains)
         return self.layers[index]
 
-    def more(self, size: int, engine: Engine, who: str, instead: int = 0) -> Tensor:
+    def reserve(self, size: int, engine: Engine, subject: str, replaced_bytes: int = 0) -> Tensor:
         """Reserve host memory [size], uint8, that lives until the end of the patch.
 
         The available memory is checked first, because the out-of-memory killer raises no exception.
@@ -345,26 +360,26 @@ class HostRanges:
         Args:
             size: number of bytes.
             engine: allocates the memory.
-            who: subject of the error message, in the plural.
-            instead: bytes of other memory that this memory replaces.
+            subject: subject of the error message, in the plural.
+            replaced_bytes: bytes of other memory that this memory replaces.
 
         Raises:
             HostMemoryError: the host has no room for the memory.
         """
         if self._arena is None:
             self._arena = Arena(self.host_memory or NO_LIMIT, engine.host_buffer)
-        others = self.bytes + self.beside - instead
-        self._arena.allocated = others
+        other_bytes = self.bytes + self.gradient_bytes - replaced_bytes
+        self._arena.allocated = other_bytes
         stack = BufferStack("weights")
         available = host_limit(None) if self.host_memory is None else NO_LIMIT
         if size > available or not self._arena.grow(stack, size):
-            found = self._arena.refused
+            reason = self._arena.system_error
             if size > available:
-                found = f"{available / 2**30:.2f} GiB are available"
+                reason = f"{available / 2**30:.2f} GiB are available"
             raise HostMemoryError(
-                f"{who} want {size / 2**30:.2f} GiB of host memory beside {others / 2**30:.2f} GiB "
-                "of other weights and gradients, and "
-                f"{found or f'host_memory is {self._arena.limit / 2**30:.2f} GiB'}. Free memory, "
+                f"{subject} want {size / 2**30:.2f} GiB of host memory beside "
+                f"{other_bytes / 2**30:.2f} GiB of other weights and gradients, and "
+                f"{reason or f'host_memory is {self._arena.limit / 2**30:.2f} GiB'}. Free memory, "
                 "raise host_memory, load the model in 4 bits, or leave weights='cpu' out."
             )
         return stack.segments[0]
@@ -397,19 +412,19 @@ def _statistics(values: Iterable[Any]) -> Iterator[Tensor]:
 def tensors_inside(layer: nn.Module) -> list[Tensor]:
     """Return the parameters [...] of all modules of a layer, and the tensors in attributes of these
     parameters (bitsandbytes' statistics). Each tensor is returned once."""
-    found = {id(tensor): tensor for module in layer.modules() for tensor in tensors_of(module)}
-    return list(found.values())
+    tensors = {id(tensor): tensor for module in layer.modules() for tensor in tensors_of(module)}
+    return list(tensors.values())
 
 
 def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
     """Return pairs (tensor, offset) for a layer's contiguous range of host memory, the offset being
     the tensor's first byte, and the bytes of the whole range."""
-    places = list[tuple[Tensor, int]]()
+    layout = list[tuple[Tensor, int]]()
     size = ALIGNMENT
     for tensor in tensors:
-        places.append((tensor, size))
+        layout.append((tensor, size))
         size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return places, size
+    return layout, size
 
 
 def bytes_on_host(
@@ -471,20 +486,22 @@ def move_others(
         recurse: the argument of `_apply`.
     """
     layer = ranges.layer_states[index].layer
-    held = {} if index in ranges.staying else ranges.streamed(index)
-    held |= {
-        id(tensor.grad): tensor.grad for tensor in list(held.values()) if tensor.grad is not None
+    host_tensors = {} if index in ranges.staying else ranges.streamed(index)
+    host_tensors |= {
+        id(tensor.grad): tensor.grad
+        for tensor in list(host_tensors.values())
+        if tensor.grad is not None
     }
 
     def apply(tensor: Tensor) -> Tensor:
-        if id(tensor) not in held or tensor.is_meta:
+        if id(tensor) not in host_tensors or tensor.is_meta:
             return fn(tensor)
         # reveals device and dtype
-        asked = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-        if asked.device.type in ("cpu", "meta"):
+        probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+        if probe.device.type in ("cpu", "meta"):
             return fn(tensor)
-        there = tensor.device.type == "cpu" and tensor.dtype == asked.dtype
-        return tensor if there else tensor.to("cpu", asked.dtype)
+        is_on_host = tensor.device.type == "cpu" and tensor.dtype == probe.dtype
+        return tensor if is_on_host else tensor.to("cpu", probe.dtype)
 
     applied: nn.Module = getattr(type(layer), MOVES)(layer, apply, recurse)
     return applied

@@ -89,7 +89,7 @@ class Holding:
     def alive(self) -> list[Any]:
         """Return the stores of tensors (`HostTensors`), one for each layer of a forward, that other
         code still references."""
-        return [store for store in (one() for one in self.stores) if store is not None]
+        return [store for store in (store_ref() for store_ref in self.stores) if store is not None]
 
     @property
     def layer_bytes(self) -> int:
@@ -155,7 +155,7 @@ class Transfers:
         if key == self._key:
             return
         self._key, self._group = key, self._group + 1
-        self.let_go(upto=self._group - GROUPS_IN_FLIGHT)
+        self.release(last_group=self._group - GROUPS_IN_FLIGHT)
 
     def send(
         self,
@@ -163,7 +163,7 @@ class Transfers:
         entry: Entry,
         tensor: Tensor,
         host_is_free: Iterable[Any],
-        foreign: bool = False,
+        needs_clone: bool = False,
     ) -> None:
         """Start the copy of a tensor [...] to the host, after the events in `host_is_free`.
 
@@ -172,13 +172,13 @@ class Transfers:
             entry: state of the tensor; `entry.host` is the target.
             tensor: the tensor on the device.
             host_is_free: events after which the target may be overwritten.
-            foreign: True if other code may change the tensor in place before the copy has ended. A
-                clone is then copied in its place.
+            needs_clone: True if other code may change the tensor in place before the copy has
+                ended. A clone is then copied in its place.
         """
         assert entry.host is not None
         # a view would keep its storage alive
         part = tensor.untyped_storage().nbytes() > tensor.nbytes
-        if part or foreign:
+        if part or needs_clone:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         else:
             tensor = tensor.contiguous()
@@ -193,17 +193,19 @@ class Transfers:
         self.bytes[OUT] += tensor.nbytes
         self._in_flight.append(Departure(entry, tensor, entry.copied_out, self._group))
 
-    def let_go(self, entry: Entry | None = None, upto: float = math.inf) -> int:
+    def release(self, entry: Entry | None = None, last_group: float = math.inf) -> int:
         """Release tensors on the device whose copies to the host were started, and return their
         number. The compute stream first waits for these copies, so that the memory is not
         overwritten too early.
 
         Args:
             entry: the entry whose tensor is released; None: the tensors of all entries.
-            upto: number of the last group to release. A group is the copies of one chunk; groups
-                are numbered in order.
+            last_group: number of the last group to release. A group is the copies of one chunk;
+                groups are numbered in order.
         """
-        released = [d for d in self._in_flight if d.group <= upto and entry in (None, d.entry)]
+        released = [
+            d for d in self._in_flight if d.group <= last_group and entry in (None, d.entry)
+        ]
         for departure in released:
             self._in_flight.remove(departure)
             departure.entry.engine.wait(COMPUTE, departure.event)  # 6

@@ -8,9 +8,9 @@ forward and once in backward.
 
 A parameter remains one object with one version everywhere: in the optimizer, in state_dict, in
 snapshots of the layer. Only its `.data` changes: it points at the layer's range of host memory, and
-inside `here` at a slot. Quantised weights therefore keep their attributes, and snapshots of a layer
-do not differ. An unstreamed layer would leave a graph that references the slot, and the slot is
-reused for the next layers. Gradients of an unstreamed layer are therefore refused.
+inside `on_device` at a slot. Quantised weights therefore keep their attributes, and snapshots of a
+layer do not differ. An unstreamed layer would leave a graph that references the slot, and the slot
+is reused for the next layers. Gradients of an unstreamed layer are therefore refused.
 
 The content of a slot is valid during one forward of the model. Weights may change afterwards, and
 versions do not reveal the change: writes to `.data` (merging adapters) leave versions as they are.
@@ -64,18 +64,18 @@ class Slot:
 
     Attributes:
         memory: the memory.
-        left: event after the last read of the previous layer's weights.
+        last_read: event after the last read of the previous layer's weights.
         filled: event after the copy of the weights.
         index: index of the layer; -1: empty.
-        used: logical time of the last use, for eviction.
+        last_use: logical time of the last use, for eviction.
         inside: True while the layer runs.
     """
 
     memory: Tensor
-    left: Any
+    last_read: Any
     filled: Any = None
     index: int = -1
-    used: int = 0
+    last_use: int = 0
     inside: bool = False
 
 
@@ -93,9 +93,9 @@ class HostWeights:
         ranges: host memory of the weights.
         loads: number of copies to the device, by (direction, layer index). Directions are
             "forward", "backward", and "trial" for a test run.
-        room: function of (device, rows, length) that returns the device memory for layers' weights
-            during a step with a batch [rows, length], in bytes. None: no layer's weights stay on
-            the device between uses.
+        headroom: function of (device, rows, length) that returns the device memory for layers'
+            weights during a step with a batch [rows, length], in bytes. None: no layer's weights
+            stay on the device between uses.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class HostWeights:
     ) -> None:
         self.ranges = HostRanges(root, host_memory)
         self.loads: dict[Access, int] = {}
-        self.room: Callable[[torch.device, int, int], float] | None = None
+        self.headroom: Callable[[torch.device, int, int], float] | None = None
         self._tokens = -1  # tokens of the largest batch so far
         self._given_engine = engine
         self._engine: Engine | None = None
@@ -115,7 +115,7 @@ class HostWeights:
 
     def close(self) -> None:
         """Free the device buffers of weights. The next call of the model allocates them again."""
-        self._let_go()
+        self._free_gradients()
         if self._engine is not None:
             self._engine.settle()
         self._engine = None
@@ -124,13 +124,17 @@ class HostWeights:
         self._slots: list[Slot] = []
         self._inside: set[int] = set()
         self._next: dict[Access, Access] = {}  # successor of each access in the last pass
-        self._before: Access | None = None
+        self._last_access: Access | None = None
         self._last_forward = -1
         self._clock = 0
 
     def __getstate__(self) -> Any:
         """Return the state for copy and pickle, without device memory."""
-        return {**vars(HostWeights(self.ranges.home)), "ranges": self.ranges, "room": self.room}
+        return {
+            **vars(HostWeights(self.ranges.home)),
+            "ranges": self.ranges,
+            "headroom": self.headroom,
+        }
 
     @property
     def device_bytes(self) -> int:
@@ -141,8 +145,12 @@ class HostWeights:
     def host_bytes(self) -> tuple[int, int]:
         """Return the bytes of weights in host memory, and the further bytes that gradients will
         need."""
-        trained = sum(one.memory.numel() for one in self.ranges.layers.values() if one.trains)
-        return self.ranges.bytes, max(0, trained - self.ranges.beside)
+        trained = sum(
+            layer_range.memory.numel()
+            for layer_range in self.ranges.layers.values()
+            if layer_range.trains
+        )
+        return self.ranges.bytes, max(0, trained - self.ranges.gradient_bytes)
 
     @property
     def seconds_waited(self) -> float:
@@ -150,13 +158,13 @@ class HostWeights:
         call synchronizes with the device."""
         return 0.0 if self._engine is None else self._engine.spent()[STALL + BACK]
 
-    def begin(self, given: Any) -> None:
+    def begin(self, input_or_device: Any) -> None:
         """Begin a forward of the model. The device buffers count as empty, because the weights may
         have changed since they were copied.
 
         Args:
-            given: the model's input [B, T, ...], or the device of a layer that is called alone. If
-                the device is an accelerator, the call allocates the buffers.
+            input_or_device: the model's input [B, T, ...], or the device of a layer that is called
+                alone. If the device is an accelerator, the call allocates the buffers.
 
         Raises:
             UnsupportedModelError: the process belongs to a process group of several ranks.
@@ -167,21 +175,23 @@ class HostWeights:
                 "several: each rank would pin a copy of all weights. Start a single process, or "
                 "leave weights out."
             )
-        device = getattr(given, "device", given) or CPU
-        shape = tuple(getattr(given, "shape", ())[:2])
-        self._let_go()
+        device = getattr(input_or_device, "device", input_or_device) or CPU
+        shape = tuple(getattr(input_or_device, "shape", ())[:2])
+        self._free_gradients()
         for slot in self._slots:
             slot.index = -1
-        self._device = self._before = None
+        self._device = self._last_access = None
         self._last_forward = -1
-        if self.room is not None and len(shape) == 2 and math.prod(shape) > self._tokens:
+        if self.headroom is not None and len(shape) == 2 and math.prod(shape) > self._tokens:
             self._tokens = math.prod(shape)
-            self.ranges.stay(math.inf if device.type == "cpu" else self.room(device, *shape), SLOTS)
+            self.ranges.stay(
+                math.inf if device.type == "cpu" else self.headroom(device, *shape), SLOTS
+            )
         if device.type != "cpu":
             self._start(device)
 
     @contextlib.contextmanager
-    def here(
+    def on_device(
         self, index: int, direction: str, device: torch.device, decodes: bool = False
     ) -> Iterator[None]:
         """Context manager in which the parameters of layer `index` point at a device buffer with
@@ -215,17 +225,17 @@ class HostWeights:
         engine.wait(COMPUTE, slot.filled)  # 8
         engine.access(COMPUTE, slot.memory, write=False)
         self._clock += 1
-        slot.used = self._clock
+        slot.last_use = self._clock
         slot.inside = True
         self._inside.add(index)
-        if self._before is not None:
-            self._next[self._before] = access
-        self._before = access
+        if self._last_access is not None:
+            self._next[self._last_access] = access
+        self._last_access = access
         cached = torch.is_autocast_cache_enabled()
         linears = list[nn.Module]()
         try:
-            for piece in weights.pieces:
-                piece.tensor.data = piece.within(slot.memory)
+            for weight_slice in weights.slices:
+                weight_slice.tensor.data = weight_slice.within(slot.memory)
             if weights.trains:  # autocast would cache a copy of every layer
                 torch.set_autocast_cache_enabled(False)
             following = self._next.get(access)
@@ -240,11 +250,11 @@ class HostWeights:
             for linear in linears:
                 vars(linear).pop(FORWARD, None)
             torch.set_autocast_cache_enabled(cached)
-            for piece in weights.pieces:
-                piece.tensor.data = piece.home
+            for weight_slice in weights.slices:
+                weight_slice.tensor.data = weight_slice.home
             self._inside.discard(index)
             engine.access(COMPUTE, slot.memory, write=False)
-            slot.left = engine.record(COMPUTE)
+            slot.last_read = engine.record(COMPUTE)
             slot.inside = False
 
     def _loaded(self, index: int, direction: str) -> Slot:
@@ -256,16 +266,18 @@ class HostWeights:
         for slot in self._slots:
             if slot.index == index:
                 return slot
-        slot = min((slot for slot in self._slots if not slot.inside), key=lambda slot: slot.used)
+        slot = min(
+            (slot for slot in self._slots if not slot.inside), key=lambda slot: slot.last_use
+        )
         size = weights.memory.numel()
         if slot.memory.numel() < size:  # the layer has grown
             self._engine.settle()
             with torch.inference_mode(False):
-                slot.memory, slot.left = (
+                slot.memory, slot.last_read = (
                     self._engine.like(weights.memory),
                     self._engine.record(COMPUTE),
                 )
-        self._engine.wait(BACK, slot.left)  # 7
+        self._engine.wait(BACK, slot.last_read)  # 7
         self._engine.copy(BACK, slot.memory[:size], weights.memory)
         slot.index, slot.filled = index, self._engine.record(BACK)
         self.loads[direction, index] = self.loads.get((direction, index), 0) + 1
@@ -290,12 +302,12 @@ class HostWeights:
         layer = self._current(index)
         if not layer.trains:
             return None, weights
-        held = {id(piece.tensor) for piece in layer.pieces}
+        host_ids = {id(weight_slice.tensor) for weight_slice in layer.slices}
         arrival: Arrival = []
-        on_host = [weight for weight in weights if id(weight) in held]
-        found = dict(zip(map(id, on_host), Arriving.apply(arrival, *on_host), strict=True))  # type: ignore[no-untyped-call]
+        on_host = [weight for weight in weights if id(weight) in host_ids]
+        weight_views = dict(zip(map(id, on_host), Arriving.apply(arrival, *on_host), strict=True))  # type: ignore[no-untyped-call]
         return functools.partial(self.leave, index, arrival), [
-            found.get(id(weight), weight) for weight in weights
+            weight_views.get(id(weight), weight) for weight in weights
         ]
 
     def leave(
@@ -324,39 +336,44 @@ class HostWeights:
         engine = self._engine
         ranges = self.ranges
         layer = self.ranges.layers[index]
-        pieces = {id(piece.tensor): piece for piece in layer.pieces}
+        slices = {id(weight_slice.tensor): weight_slice for weight_slice in layer.slices}
         pairs = zip(weights, gradients, strict=True)
-        going = {id(w): (pieces[id(w)], g) for w, g in pairs if g is not None and id(w) in pieces}
-        self._let_go()
+        going = {id(w): (slices[id(w)], g) for w, g in pairs if g is not None and id(w) in slices}
+        self._free_gradients()
         if not going:
             return list(gradients)
         # Reuse a free buffer of equal size, or allocate a new one outside of inference mode.
         size = layer.memory.numel()
         fitting = (buffer for buffer in self._buffers if buffer.memory.numel() == size)
         buffer = next(
-            (one for one in fitting if all(storage() is None for storage in one.given)), None
+            (
+                candidate
+                for candidate in fitting
+                if all(storage() is None for storage in candidate.gradient_storages)
+            ),
+            None,
         )
         if buffer is None:
             with torch.inference_mode(False):
-                buffer = Buffer(ranges.more(size, engine, "The gradients of a layer"))
-            ranges.beside += size
+                buffer = Buffer(ranges.reserve(size, engine, "The gradients of a layer"))
+            ranges.gradient_bytes += size
             self._buffers.append(buffer)
-        buffer.given.clear()
+        buffer.gradient_storages.clear()
         for _, gradient in going.values():
             engine.access(COMPUTE, gradient, write=True)
         engine.wait(OUT, engine.record(COMPUTE))  # 9
-        there = dict[int, Tensor]()
-        for key, (piece, gradient) in going.items():
-            engine.copy(OUT, piece.within(buffer.memory), gradient)
+        host_gradients = dict[int, Tensor]()
+        for key, (weight_slice, gradient) in going.items():
+            engine.copy(OUT, weight_slice.within(buffer.memory), gradient)
             # A separate storage, whose end of life shows that the gradient is unused.
-            there[key] = view_of(buffer.memory, piece.offset, piece.home)
-            buffer.given.append(weakref.ref(there[key].untyped_storage()))
+            host_gradients[key] = view_of(buffer.memory, weight_slice.offset, weight_slice.home)
+            buffer.gradient_storages.append(weakref.ref(host_gradients[key].untyped_storage()))
         event = engine.record(OUT)
         arrival[:] = [(engine, event)]
         self._leaving = engine, event, [gradient for _, gradient in going.values()]
-        return [there.get(id(w), g) for w, g in zip(weights, gradients, strict=True)]
+        return [host_gradients.get(id(w), g) for w, g in zip(weights, gradients, strict=True)]
 
-    def _let_go(self) -> None:
+    def _free_gradients(self) -> None:
         """Free the device memory of the gradients that were copied to the host last, after these
         copies. Called when the next layer's gradients are copied, and at the next forward."""
         if self._leaving is not None:
@@ -394,11 +411,14 @@ class HostWeights:
                     stacklevel=2,
                 )
         assert self._engine is not None
-        self.ranges.put_all(self._engine, device)
+        self.ranges.move_all(self._engine, device)
         for slot in self._slots:
             slot.index = -1
         if not self._slots and self.ranges.layers:
-            largest = max((one.memory for one in self.ranges.layers.values()), key=Tensor.numel)
+            largest = max(
+                (layer_range.memory for layer_range in self.ranges.layers.values()),
+                key=Tensor.numel,
+            )
             self._slots = [
                 Slot(self._engine.like(largest), self._engine.record(COMPUTE)) for _ in range(SLOTS)
             ]
@@ -410,11 +430,11 @@ class HostWeights:
         are not there yet, or were replaced, are moved to the host first."""
         if index in self._inside:
             return self.ranges.layers[index]
-        known = self.ranges.known(index)
-        if known is None:
+        layer_range = self.ranges.valid_range(index)
+        if layer_range is None:
             assert self._engine is not None
             assert self._engines_device is not None
-            known = self.ranges.put(index, self._engine, self._engines_device)
+            layer_range = self.ranges.move_layer(index, self._engine, self._engines_device)
             for slot in self._slots:
                 slot.index = -1 if slot.index == index else slot.index
-        return known
+        return layer_range

@@ -37,18 +37,18 @@ def with_adapters(
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
             names[path.rpartition(".")[2]] = None
-    refused: list[str] = []
+    refused_names: list[str] = []
     if not targets:
-        refused = [name for name in names if _is_refused(model, name)]
+        refused_names = [name for name in names if _is_refused(model, name)]
     modules: str | list[str] = list(targets) or EVERY_LINEAR
-    if refused:
-        modules = [name for name in names if name not in refused]
+    if refused_names:
+        modules = [name for name in names if name not in refused_names]
     config = LoraConfig(r=rank, target_modules=modules, task_type="CAUSAL_LM")
     with mock.patch.object(nn.Module, MOVES, _renewed), warnings.catch_warnings():
         # warnings about peft's own calls are useless for a plan
         warnings.simplefilter("ignore")
         try:
-            return get_peft_model(model, config), tuple(refused)  # type: ignore[arg-type]
+            return get_peft_model(model, config), tuple(refused_names)  # type: ignore[arg-type]
         except ValueError as error:
             raise ConfigError(
                 f"peft adds no adapters of rank {rank} to {type(model).__name__} "

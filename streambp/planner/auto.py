@@ -107,23 +107,24 @@ class StepNeed(Need):
             largest.append({})
             step = features(tokens, min(chunk, tokens))
             for phase in phases:
-                upto = waiting(phase.name)
+                last_layer = waiting(phase.name)
                 size = phase.law.at(step) - (1 - self.share) * phase.gradients
-                largest[-1][upto] = max(largest[-1].get(upto, 0.0), size)
+                largest[-1][last_layer] = max(largest[-1].get(last_layer, 0.0), size)
         first, accumulating = largest
         if accumulating:
             first = {
-                upto: (1 - present) * size + present * accumulating.get(upto, size)
-                for upto, size in first.items()
+                last_layer: (1 - present) * size + present * accumulating.get(last_layer, size)
+                for last_layer, size in first.items()
             }
         if len(self._bytes_of_layers) == REMEMBERED:
             self._bytes_of_layers.clear()
         bytes_by_layer = self._bytes_of_layers[key] = tuple(
-            (upto, self.factor * size + self.casts + self.gathered) for upto, size in first.items()
+            (last_layer, self.factor * size + self.casts + self.gathered)
+            for last_layer, size in first.items()
         )
         return bytes_by_layer
 
-    def at_work(self, chunk: int) -> float:
+    def chunk_bytes(self, chunk: int) -> float:
         """Return the bytes needed to compute one chunk, beyond the bytes in use before the chunk.
 
         Args:
@@ -164,7 +165,7 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
     shapes: list[list[tuple[torch.Size, int]]] = []
     for layer in layers:
         sizes = [(full_shape(p), p.itemsize) for p in layer.parameters()]
-        shapes.append([one for one in sizes if len(one[0]) > 1])
+        shapes.append([matrix for matrix in sizes if len(matrix[0]) > 1])
     inputs = sum(
         max((shape[-1] * item for shape, item in matrices), default=0) for matrices in shapes
     )
@@ -174,10 +175,10 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
     )
     parts = [sum(full_bytes(p) for p in layer.parameters() if p.requires_grad) for layer in layers]
     largest = max((*parts, *map(full_bytes, trained)), default=0)
-    once = min(sum(map(full_bytes, trained)), largest)
-    gradients = max(once, sum(map(gradient_bytes, trained)))
+    gradients_at_once = min(sum(map(full_bytes, trained)), largest)
+    gradients = max(gradients_at_once, sum(map(gradient_bytes, trained)))
     first, accumulating = (
-        (Phase("at most", Law(size, inputs, work)),) for size in (gradients, once)
+        (Phase("at most", Law(size, inputs, work)),) for size in (gradients, gradients_at_once)
     )
     return StepNeed(Method("at most", (), "none", False, True, first, accumulating, Law(), ()))
 
@@ -262,19 +263,19 @@ class ModelStates:
         """
         parameters = contents_of(self.model)[1]
         cast = autocast_dtype(device.type)
-        look = [list(map(decide, parameters)) for decide in self._decides]
+        snapshot = [list(map(decide, parameters)) for decide in self._decides]
         if ENGINES[0] in sys.modules:  # ZeRO-3 replaces the data of parameters between gathers
-            look[0] = list(map(full_bytes, parameters))
-        sizes, trains = look[0], look[1]
+            snapshot[0] = list(map(full_bytes, parameters))
+        sizes, trains = snapshot[0], snapshot[1]
         born = [p.is_leaf and p.grad is not None for p in itertools.compress(parameters, trains)]
         # comparing is faster than hashing this many values
-        if self._last[:3] != (device, cast, look):
-            key = device, cast, *map(tuple, look)
+        if self._last[:3] != (device, cast, snapshot):
+            key = device, cast, *map(tuple, snapshot)
             if key not in self._figures:
                 if len(self._figures) == REMEMBERED:
                     self._figures.clear()
                 self._figures[key] = self._count(device)
-            self._last = device, cast, look, self._figures[key]
+            self._last = device, cast, snapshot, self._figures[key]
         figures: Figures = self._last[3]
         if not any(born):
             return figures, 0.0
@@ -300,18 +301,18 @@ class ModelStates:
             layer_state.index: next(layer_state.layer.parameters(), None)
             for layer_state in layer_states
         }
-        places = {
+        devices = {
             index: device if moves_weights else getattr(p, "device", torch.device("cpu"))
             for index, p in first.items()
         }
         key = stored_counts.key_of(self.model, self.config, cast if wide else None)
         stored = stored_counts.read(key)
-        if stored is None or not stored.costs.keys() <= places.keys():
+        if stored is None or not stored.costs.keys() <= devices.keys():
             law = in_a_thread(lambda: _law(self.model, self.config, cast if wide else None))
             if isinstance(law, str):
                 return Figures(upper_bound, why=law)
             costs = in_a_thread(
-                lambda: _costs(self.model, self.config, places, cast if wide else None)
+                lambda: _costs(self.model, self.config, devices, cast if wide else None)
             )
             # a failed count of the costs may succeed in a later process
             if costs or len(find_stacks(self.model).stacks) > 1:
@@ -321,7 +322,7 @@ class ModelStates:
             law = StepNeed(stored.method, stored.factor, stored.casts)
             costs = {}
             for index, cost in stored.costs.items():
-                costs[index] = cost._replace(device=places[index])
+                costs[index] = cost._replace(device=devices[index])
         law = dataclasses.replace(law, share=share, gathered=gathered)
         rates = rates_here(device)
         if not law.method.work:
@@ -412,11 +413,11 @@ def sharing(model: nn.Module) -> tuple[float, float]:
         model: the model.
     """
     full = 0
-    here = 0
+    rank_bytes = 0
     for p in model.parameters():
         if p.requires_grad:
             full += full_bytes(p)
-            here += gradient_bytes(p)
+            rank_bytes += gradient_bytes(p)
     if not any(gradient_bytes(p) < full_bytes(p) for p in model.parameters()):
         return 1.0, 0.0
     largest = [0]
@@ -424,7 +425,7 @@ def sharing(model: nn.Module) -> tuple[float, float]:
         for layer in stack.layers:
             largest.append(sum(map(full_bytes, layer.parameters())))
     head = max(map(full_bytes, model.parameters()))
-    return here / (full or 1), 2.0 * max(*largest, head)
+    return rank_bytes / (full or 1), 2.0 * max(*largest, head)
 
 
 def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, int], float]:

@@ -219,8 +219,8 @@ def padded_and_packed(
                 )
         fitting = [way for way in candidates if way.fits]
         fastest = min((way.seconds for way in fitting), default=0.0)
-        near = [way for way in fitting if way.seconds <= EQUAL_SECONDS * fastest]
-        best = min(near, key=lambda way: (way.peak.host, -way.chunk_size), default=None)
+        nearly_fastest = [way for way in fitting if way.seconds <= EQUAL_SECONDS * fastest]
+        best = min(nearly_fastest, key=lambda way: (way.peak.host, -way.chunk_size), default=None)
         ways.append(best or min(candidates, key=lambda way: way.peak.total))
     return ways[0], ways[1]
 

@@ -71,13 +71,13 @@ def with_both_rooms(
     if profile.saves is None or setting.split or setting.zero >= 3 or not counted:
         return None
     setting = dataclasses.replace(setting, on_host=None)
-    found = []
+    candidates = []
     for size in dict.fromkeys(min(size, seq_len) for size in sizes):
-        found.append(_in_chunks(profile, counted[0], seq_len, size, memory, setting, rates))
-    fitting = [one for one in found if one.fits]
+        candidates.append(_in_chunks(profile, counted[0], seq_len, size, memory, setting, rates))
+    fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
-        return min(found, key=lambda one: one.peak)
-    return min(fitting, key=lambda one: one.seconds)
+        return min(candidates, key=lambda candidate: candidate.peak)
+    return min(fitting, key=lambda candidate: candidate.seconds)
 
 
 def _in_chunks(
@@ -114,11 +114,11 @@ def _in_chunks(
     step = predicted_move(
         costs_from_json(profile.saves or {}), shape, usable - at.total, host_room, pace
     )
-    places = step.places
-    choice = Chosen(tokens, seq_len, size, step.room, places.saved)
+    placement = step.placement
+    choice = Chosen(tokens, seq_len, size, step.headroom, placement.saved)
     saved = tuple(Saved(name, choice.layers[name], count) for name, count in choice.bytes.items())
     hidden = forward * rates.link
     copies = step.in_flight * min(1.0, step.leaving / hidden)
-    used = at.total + copies + places.on_device
+    used_bytes = at.total + copies + placement.on_device
     fits = at.total <= usable and step.leaving <= host_room
-    return BothRooms(size, fits, saved, step.leaving, places.on_device, used, step.seconds)
+    return BothRooms(size, fits, saved, step.leaving, placement.on_device, used_bytes, step.seconds)

@@ -28,8 +28,8 @@ class Counted:
         start: bytes in use at its start.
         peak: bytes in use at its peak.
         gradients: bytes in `.grad` at its start.
-        most: dict from bytes of other ranks' attention keys and values to the most bytes of
-            everything else in use at the same time. {} unless ranks share sequences;
+        max_other_bytes: dict from bytes of other ranks' attention keys and values to the most bytes
+            of everything else in use at the same time. {} unless ranks share sequences;
             `lines_of_keys` then computes `peak` and `per_key` from the dict.
         per_key: bytes of other ranks' keys and values for each unit of `profile.keys_held`, which
             `peak` does not include.
@@ -39,25 +39,25 @@ class Counted:
     start: float
     peak: float
     gradients: float
-    most: Mapping[float, float] = dataclasses.field(default_factory=dict)
+    max_other_bytes: Mapping[float, float] = dataclasses.field(default_factory=dict)
     per_key: float = 0.0
 
 
 def unroll(
-    spans: Sequence[Span], reduced: ShrunkModel
+    spans: Sequence[Span], shrunk_model: ShrunkModel
 ) -> tuple[list[Counted], float, dict[str, Work], tuple[float, ...]]:
     """Return the phases of the full model's step, from a counted step of a model with only
     representative layers. Each counted layer represents all layers of its kind.
 
     Args:
         spans: phases of the counted step, in order.
-        reduced: the representative layers, and the kind of each layer of the full model.
+        shrunk_model: the representative layers, and the kind of each layer of the full model.
 
     Returns:
         The phases, the bytes of host memory, the cost (`Work`) by kind of phase, and the bytes
             exchanged between ranks (`SplitCount.links`).
     """
-    depth = len(reduced.kinds)
+    depth = len(shrunk_model.kinds)
     forward = {}
     for span in spans:
         if span.name == "forward":
@@ -72,13 +72,15 @@ def unroll(
             order.append((span.name, span))
         elif span.layer == 0 and span.name == "forward":
             for index in range(depth):
-                order.append((f"forward {index}", forward[reduced.stand_in(index)]))
-        elif span.layer == len(reduced.kept) - 1 and span.name == "backward":
+                order.append((f"forward {index}", forward[shrunk_model.stand_in(index)]))
+        elif span.layer == len(shrunk_model.layer_indices) - 1 and span.name == "backward":
             down = []
             for index in reversed(range(depth)):
-                if reduced.stand_in(index) in backward:
+                if shrunk_model.stand_in(index) in backward:
                     down.append(index)
-            order += [(f"backward {index}", backward[reduced.stand_in(index)]) for index in down]
+            order += [
+                (f"backward {index}", backward[shrunk_model.stand_in(index)]) for index in down
+            ]
     at_start = {}
     for last, span in itertools.pairwise(spans):
         at_start[id(span)] = (last.gradients, last.host)
@@ -86,7 +88,7 @@ def unroll(
     counted = []
     for name, span in order:
         peaks_by_keys = {}
-        for keys, other_bytes in span.most.items():
+        for keys, other_bytes in span.max_other_bytes.items():
             peaks_by_keys[keys] = live + other_bytes - span.start
         counted.append(Counted(name, live, live + span.peak - span.start, gradients, peaks_by_keys))
         gradients_before, host_before = at_start.get(id(span), (0, 0))
@@ -105,7 +107,7 @@ def unroll(
 
 
 def fit(
-    points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: ShrunkModel
+    points: Sequence[Point], phases: Sequence[Sequence[Counted]], shrunk_model: ShrunkModel
 ) -> tuple[Phase, ...]:
     """Return the memory of each phase as a linear function of T, C and the number of chunks, fitted
     through counts at several (T, C).
@@ -117,7 +119,7 @@ def fit(
     Args:
         points: (T, C) of each count: tokens of a row, and tokens of a chunk.
         phases: the phases of each count, in order.
-        reduced: the kind of each layer of the full model.
+        shrunk_model: the kind of each layer of the full model.
     """
     fitted = []
     counted_peaks = []
@@ -132,12 +134,12 @@ def fit(
         if start.tokens > peak.tokens:  # for long sequences the start exceeds the peak
             fitted.append(Phase(counted.name, start, counted.gradients))
     ends: dict[int, tuple[int, int]] = {}
-    for index, kind in enumerate(reduced.kinds):
+    for index, kind in enumerate(shrunk_model.kinds):
         ends[kind] = (ends.get(kind, (index, index))[0], index)
-    shown = {0, len(reduced.kinds) - 1}.union(*ends.values())
+    end_layers = {0, len(shrunk_model.kinds) - 1}.union(*ends.values())
     selected = []
     for phase in fitted:
         layer = phase.name.split()[-1]
-        if not layer.isdigit() or int(layer) in shown:
+        if not layer.isdigit() or int(layer) in end_layers:
             selected.append(phase)
     return tuple(selected)

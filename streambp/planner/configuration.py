@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from transformers import AutoConfig, PreTrainedConfig
 
 from streambp.errors import StreamBPError
-from streambp.fields import shown
+from streambp.fields import short_repr
 from streambp.reporting import reason
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def read_config(
     if isinstance(source, PreTrainedConfig):
         _check_numbers(source.to_dict(), type(source).__name__)
         return source
-    name = shown(str(source))
+    name = short_repr(str(source))
     fields = None
     try:
         path = Path(source)
@@ -83,15 +83,15 @@ def read_config(
         raise
     except Exception as error:  # transformers' code, with values from anywhere
         if isinstance(fields, dict):
-            named = _fields_of(error, fields, lambda some: AutoConfig.for_model(**some))
+            culprits = _fields_of(error, fields, lambda some: AutoConfig.for_model(**some))
         else:
-            named = ""
+            culprits = ""
         if needs_trust(error):
             advice = f"{TRUST} "
         else:
             advice = ""
         raise StreamBPError(
-            f"No model configuration could be read from {name} ({named}{reason(error)}). "
+            f"No model configuration could be read from {name} ({culprits}{reason(error)}). "
             f"{advice}Pass a config.json, the folder that save_pretrained wrote, or an id on the "
             "Hub that this machine can reach."
         ) from error
@@ -117,10 +117,10 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
         for k, v in config.to_diff_dict().items():
             if k not in ("model_type", "transformers_version"):
                 fields_of_config[k] = v
-        named = _fields_of(error, fields_of_config, lambda fields: make(kind(**fields)))
-        because = reason(error).partition(EVERY_CLASS)[0]
+        culprits = _fields_of(error, fields_of_config, lambda fields: make(kind(**fields)))
+        reason_text = reason(error).partition(EVERY_CLASS)[0]
         raise StreamBPError(
-            f"No causal language model for {kind.__name__} ({named}{because}). Pass the "
+            f"No causal language model for {kind.__name__} ({culprits}{reason_text}). Pass the "
             "configuration of one, or the model itself."
         ) from error
 
@@ -147,8 +147,8 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
             limit = LARGEST_NUMBER
         if abs(value) > limit:
             raise StreamBPError(
-                f"{field} of {name} is {shown(value)}; the planner takes numbers up to {limit:,} "
-                "there. Pass the configuration of a model that can be built."
+                f"{field} of {name} is {short_repr(value)}; the planner takes numbers up to "
+                f"{limit:,} there. Pass the configuration of a model that can be built."
             )
     if isinstance(value, Mapping):
         for key, part in value.items():
@@ -170,20 +170,20 @@ def _fields_of(
         make: creates a model from fields.
     """
     culprits = []
-    other = []
+    suspects = []
     level = logging.root.manager.disable
     logging.disable()  # each attempt would repeat the warnings
     try:
         for field in fields:
-            text = f"{field} is {shown(fields[field])}"
+            text = f"{field} is {short_repr(fields[field])}"
             try:
                 make({name: value for name, value in fields.items() if name != field})
                 culprits.append(text)
-            except Exception as found:
-                other += [text] if reason(found) != reason(error) else []
+            except Exception as changed_error:
+                suspects += [text] if reason(changed_error) != reason(error) else []
     finally:
         logging.disable(level)
-    named = culprits or other
-    if 0 < len(named) <= NAMED:
-        return f"{', '.join(named)}: "
+    responsible = culprits or suspects
+    if 0 < len(responsible) <= NAMED:
+        return f"{', '.join(responsible)}: "
     return ""

@@ -80,13 +80,13 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        fresh = []
+        new_storages = []
         for s in (x.untyped_storage() for x in tensors(result)):
             if s._cdata not in self._alive:
-                fresh.append(s)
-        if fresh:
+                new_storages.append(s)
+        if new_storages:
             input_storages = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
-            for storage in fresh:
+            for storage in new_storages:
                 if storage._cdata not in input_storages and storage._cdata not in self._alive:
                     self._track(storage)
         return result
@@ -129,28 +129,28 @@ CHANGED_LISTS = frozenset({aten._foreach_add_.List})  # operations on lists that
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Known:
+class CachedCall:
     """Cached facts about one call of a torch operation on meta or fake tensors: its results and its
     cost. Equal calls are then counted without running the operation.
 
     Attributes:
-        made: list with the shape, stride and dtype of each output, or the output itself if it is no
-            tensor. `Shapes.IN_PLACE`: the result is the first argument; `Shapes.OUT`: the result is
-            the argument `out`.
+        outputs: list with the shape, stride and dtype of each output, or the output itself if it is
+            no tensor. `Shapes.IN_PLACE`: the result is the first argument; `Shapes.OUT`: the result
+            is the argument `out`.
         several: True if the operation returns a tuple.
         work: FLOPs and bytes of the operation.
         attends: True for attention backward, whose kernel allocates and frees a workspace.
         routed: number of (token, expert) pairs, for a `topk` that may select experts; 0 otherwise.
     """
 
-    made: Any
+    outputs: Any
     several: bool
     work: Work
     attends: bool = False
     routed: int = 0
 
 
-VIEW = Known(None, False, Work(dispatches=1))
+VIEW = CachedCall(None, False, Work(dispatches=1))
 TENSOR_TYPES = frozenset((Tensor, torch.nn.Parameter))
 SIMPLE = frozenset((int, bool, type(None), torch.dtype))
 META = torch.device("meta")
@@ -177,10 +177,10 @@ class Shapes:
         self.mode = mode
         # ids of operations that, by their schemas, return views of their arguments
         self.views: set[int] = set()
-        self._operations: dict[Any, Known] = {}
+        self._operations: dict[Any, CachedCall] = {}
         self._meta = mode is None
 
-    def known(self, func: Any, args: Any, kwargs: Any) -> tuple[Known | None, Any]:
+    def lookup(self, func: Any, args: Any, kwargs: Any) -> tuple[CachedCall | None, Any]:
         """Return the cached facts about a call of an operation, and the call's cache key. The facts
         are None if the call is not in the cache. The key is None if the call cannot be cached.
 
@@ -204,11 +204,11 @@ class Shapes:
         except TypeError:
             return None, None
 
-    def make(self, operation: Known) -> list[Any]:
+    def make(self, operation: CachedCall) -> list[Any]:
         """Return the results of a cached operation, which does not run again: new meta or fake
         tensors with the shapes, strides and dtypes of its outputs."""
         tensors_of_call: list[Any] = []
-        for output in operation.made:
+        for output in operation.outputs:
             if type(output) is not tuple:
                 tensors_of_call.append(output)
                 continue
@@ -251,7 +251,7 @@ class Shapes:
         operation to the cache if possible.
 
         Args:
-            key: the cache key, from `known`; None: do not cache.
+            key: the cache key, from `lookup`; None: do not cache.
             func: the operation, an overload of `torch.ops.aten`.
             args: positional arguments of the operation.
             kwargs: keyword arguments of the operation.
@@ -280,11 +280,11 @@ class Shapes:
             return work
         if writes_inputs:
             if func in CHANGED_IN_PLACE and result is args[0]:
-                self._operations[key] = Known(Shapes.IN_PLACE, False, work)
+                self._operations[key] = CachedCall(Shapes.IN_PLACE, False, work)
             elif "out" in kwargs and result is kwargs["out"]:
-                self._operations[key] = Known(Shapes.OUT, False, work)
+                self._operations[key] = CachedCall(Shapes.OUT, False, work)
             elif func in CHANGED_LISTS:
-                self._operations[key] = Known([None], False, work)
+                self._operations[key] = CachedCall([None], False, work)
         elif any(out.alias_info is not None for out in schema.returns):
             pass  # some outputs are views
         elif all(
@@ -296,7 +296,7 @@ class Shapes:
                     facts.append((x.shape, x.stride(), x.dtype))
                 else:
                     facts.append(x)
-            self._operations[key] = Known(
+            self._operations[key] = CachedCall(
                 facts, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0
             )
         return work
@@ -347,7 +347,7 @@ class StepCount(LiveBytes):
         self.routed = self.experts = 0
         self._work = Work()
         # operation -> number of calls whose work is not yet in `_work`
-        self._times: dict[Known, int] = {}
+        self._times: dict[CachedCall, int] = {}
         self._kernel_depth = 0
 
     @property
@@ -369,7 +369,7 @@ class StepCount(LiveBytes):
         if id(func) in shapes.views:
             self._count(VIEW)
             return func(*args, **kwargs)
-        cached, key = shapes.known(func, args, kwargs)
+        cached, key = shapes.lookup(func, args, kwargs)
         if cached is None:
             return self._first(func, args, kwargs, key)
         self._count(cached)
@@ -377,9 +377,9 @@ class StepCount(LiveBytes):
             self._workspace(func, args)
         if cached.routed:
             self.routed = cached.routed
-        if cached.made is Shapes.IN_PLACE:
+        if cached.outputs is Shapes.IN_PLACE:
             return args[0]
-        if cached.made is Shapes.OUT:
+        if cached.outputs is Shapes.OUT:
             return kwargs["out"]
         outputs = shapes.make(cached)
         for output in outputs:
@@ -442,7 +442,7 @@ class StepCount(LiveBytes):
             if routing is not None:  # shape and dtype of a tensor without data
                 shape, dtype = routing
                 (output,) = self.shapes.make(
-                    Known([(shape, (shape[1], 1), dtype)], False, VIEW.work)
+                    CachedCall([(shape, (shape[1], 1), dtype)], False, VIEW.work)
                 )
                 self._track(output.untyped_storage())
                 self._count(VIEW)
@@ -453,7 +453,7 @@ class StepCount(LiveBytes):
             result = self._grouped(*args, **kwargs)
         else:
             result = super().__torch_dispatch__(func, (), args, kwargs)
-        self._count(Known(None, False, self.shapes.remember(key, func, args, kwargs, result)))
+        self._count(CachedCall(None, False, self.shapes.remember(key, func, args, kwargs, result)))
         if func is TOP_K:
             self.routed = result[1].numel()
         return result
@@ -473,14 +473,14 @@ class StepCount(LiveBytes):
             groups = a.shape[0] if a.dim() == 3 or offs is None else offs.shape[0]
             shape = torch.Size((groups, *shape))
         strides = torch.empty(shape, device=META).stride()
-        (output,) = self.shapes.make(Known([(shape, strides, a.dtype)], False, VIEW.work))
+        (output,) = self.shapes.make(CachedCall([(shape, strides, a.dtype)], False, VIEW.work))
         self._track(output.untyped_storage())
         return output  # type: ignore[no-any-return]
 
-    def _count(self, operation: Known) -> None:
+    def _count(self, operation: CachedCall) -> None:
         """Add the cost of one call of an operation. Inside `one_kernel` only FLOPs are added."""
         if self._kernel_depth:
-            self.add(operation.work._replace(moved=0.0, dispatches=0.0))
+            self.add(operation.work._replace(traffic=0.0, dispatches=0.0))
         else:
             self._times[operation] = self._times.get(operation, 0) + 1
 
@@ -504,23 +504,23 @@ def add_flops(number: float, byte_count: float = 0.0) -> None:
     """Add FLOPs and moved bytes to all active counts (`StepCount`), for matrix products of a kernel
     that a replacement does not compute."""
     for count in running_counts(StepCount):
-        count.add(Work(number, moved=byte_count))
+        count.add(Work(number, traffic=byte_count))
 
 
 @contextlib.contextmanager
-def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[None]:
+def one_kernel(traffic: float, to_host: float = 0.0, from_host: float = 0.0) -> Iterator[None]:
     """Context manager in which all operations together count as one kernel launch with the given
     bytes. The operations' own bytes and dispatches are not counted, their FLOPs and allocations
     are.
 
     Args:
-        moved: bytes that the kernel reads and writes on the device.
-        out: bytes that the kernel copies to the host.
-        back: bytes that the kernel copies from the host.
+        traffic: bytes that the kernel reads and writes on the device.
+        to_host: bytes that the kernel copies to the host.
+        from_host: bytes that the kernel copies from the host.
     """
     counts = running_counts(StepCount)
     for count in counts:
-        count.add(Work(moved=moved, dispatches=1, out=out, back=back))
+        count.add(Work(traffic=traffic, dispatches=1, to_host=to_host, from_host=from_host))
         count._kernel_depth += 1
     try:
         yield

@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parent.parent
 VERSIONS = ("torch", "transformers", "peft")
 DIGEST = "digest"  # entry of a file: a digest of the file's other entries
-Said = Callable[[str, float], None]
+ProgressCallback = Callable[[str, float], None]
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CountRequest:
     """Arguments of a count: the model, and the options of `Skeleton` and `survey`.
 
     Raises:
@@ -74,7 +74,7 @@ class Asked:
         Raises:
             StreamBPError: the source is unknown, or an option does not apply to it.
         """
-        found = Skeleton(
+        skeleton = Skeleton(
             self.source,
             self.dtype,
             self.lora,
@@ -85,35 +85,38 @@ class Asked:
             lora_targets=self.lora_targets,
             encoder_len=self.encoder_len,
         )
-        found.own_adapters = self.kernels != "auto"
-        return found
+        skeleton.own_adapters = self.kernels != "auto"
+        return skeleton
 
 
 def counted(
-    asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, said: Said | None = None
+    request: CountRequest,
+    recipes: Sequence[SurveyRecipe],
+    cache: bool = False,
+    on_progress: ProgressCallback | None = None,
 ) -> Profile:
     """Return a model's counted memory and costs (`Profile`), for several ways to run a step.
 
     Args:
-        asked: the model and the options of the count.
+        request: the model and the options of the count.
         recipes: the ways to run a step.
         cache: read the profile from a file in `folder()`, or count and write the file.
-        said: progress callback; arguments are a text and the finished fraction.
+        on_progress: progress callback; arguments are a text and the finished fraction.
 
     Raises:
         StreamBPError: the model is unknown or cannot be counted.
     """
     file = None
-    if cache and not isinstance(asked.source, nn.Module):
-        config = read_config(asked.source)
+    if cache and not isinstance(request.source, nn.Module):
+        config = read_config(request.source)
         fields = {}
         for name, value in config.to_dict().items():
             if name not in NO_PART_OF_A_STEP:
                 fields[name] = value
         options = {}
-        for field in dataclasses.fields(asked):
+        for field in dataclasses.fields(request):
             if field.name != "source":
-                options[field.name] = getattr(asked, field.name)
+                options[field.name] = getattr(request, field.name)
         recipe_texts = [repr(recipe) for recipe in recipes]
         parts: list[Any] = [type(config).__name__, fields, options, recipe_texts, code_in_use()]
         digest = hashlib.sha256(
@@ -123,10 +126,17 @@ def counted(
         stored = read_file(file, from_json)
         if stored is not None:
             return stored
-    profile = survey(asked.skeleton(), recipes, asked.batch_size, None, asked.attention, said=said)
-    if asked.device != "cpu" and any(recipe.name == STREAMED[0].name for recipe in recipes):
+    profile = survey(
+        request.skeleton(),
+        recipes,
+        request.batch_size,
+        None,
+        request.attention,
+        on_progress=on_progress,
+    )
+    if request.device != "cpu" and any(recipe.name == STREAMED[0].name for recipe in recipes):
         profile = dataclasses.replace(
-            profile, saves=counted_saves(asked.skeleton(), profile.layers)
+            profile, saves=counted_saves(request.skeleton(), profile.layers)
         )
     if file is not None:
         with contextlib.suppress(OSError):  # the file is optional
@@ -191,19 +201,21 @@ def write(file: Path, data: dict[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
-        made.write(json.dumps({**data, DIGEST: _digest(data)}))
+    with tempfile.NamedTemporaryFile(
+        "w", dir=file.parent, delete=False, encoding="utf-8"
+    ) as stream:
+        stream.write(json.dumps({**data, DIGEST: _digest(data)}))
     try:
-        Path(made.name).replace(file)
+        Path(stream.name).replace(file)
     except OSError:
-        Path(made.name).unlink(missing_ok=True)
+        Path(stream.name).unlink(missing_ok=True)
         raise
 
 
 def _source() -> str:
     """Return a digest of this package's source code, by which outdated cached counts are
     recognized."""
-    found = hashlib.sha256()
+    source_hash = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
-        found.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
-    return found.hexdigest()
+        source_hash.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
+    return source_hash.hexdigest()

@@ -104,12 +104,14 @@ def by_default(
         )
         if (
             kept_plain is not None
-            and kept_plain.bytes <= unpatched.MAX_SHARE_OF_FREE_MEMORY * kept_plain.room
+            and kept_plain.bytes <= unpatched.MAX_SHARE_OF_FREE_MEMORY * kept_plain.headroom
             and plain is not None
         ):
-            took = seconds(plain, seq_len, seq_len, rates)
+            unpatched_seconds = seconds(plain, seq_len, seq_len, rates)
             unpatched_peak = peak(profile, plain, seq_len, seq_len, setting)
-            return ByDefault(UNPATCHED, size, True, (), unpatched_peak.total, took.total)
+            return ByDefault(
+                UNPATCHED, size, True, (), unpatched_peak.total, unpatched_seconds.total
+            )
     if policy.moving is not None:
         return _moving(policy.moving, rows, usable)
     fits, plan, spent = policy.predicted(free, tokens, rows * size, PLAN_DEVICE, seq_len)
@@ -152,11 +154,11 @@ def _host_choice(
         host: bytes of host memory for saved tensors.
     """
     name = streamed((), "cpu").name
-    moved = [method for method in profile.methods if method.name == name]
-    if not moved or host <= 0:
+    offload_methods = [method for method in profile.methods if method.name == name]
+    if not offload_methods or host <= 0:
         return None
     rows = profile.batch_size
-    on_host = host_figures(StepNeed(moved[0], rows=rows), rates, rows)
+    on_host = host_figures(StepNeed(offload_methods[0], rows=rows), rates, rows)
     figures.on_host = lambda: on_host
     return HostChoice(_HostMemory(host, profile.layers), price=0.0)
 
@@ -169,13 +171,13 @@ class _HostMemory(OffloadManager):
         layers: number of layers.
     """
 
-    def __init__(self, room: float, layers: int) -> None:
+    def __init__(self, headroom: float, layers: int) -> None:
         super().__init__(None, "keep", layers, on_demand=True)
-        self.room = room
+        self.headroom = headroom
 
     def host_room(self) -> float:
         """Return the bytes of host memory for saved tensors."""
-        return self.room
+        return self.headroom
 
 
 def _moving(step: MovingStep, rows: int, usable: float) -> ByDefault:
@@ -187,10 +189,10 @@ def _moving(step: MovingStep, rows: int, usable: float) -> ByDefault:
         usable: bytes of the device that a program can use.
     """
     shape = step.shape
-    choice = Chosen(*shape, step.room, step.places.saved)
+    choice = Chosen(*shape, step.headroom, step.placement.saved)
     saved = tuple(Saved(name, choice.layers[name], count) for name, count in choice.bytes.items())
     copies = step.in_flight * min(1.0, step.leaving / (step.pace.forward * step.pace.link))
-    on_device = step.places.on_device
-    used = usable - step.left + copies + on_device
+    on_device = step.placement.on_device
+    used_bytes = usable - step.free_bytes + copies + on_device
     size = max(1, shape.chunk // rows)
-    return ByDefault(STREAMED, size, True, saved, used, step.seconds, step.leaving, on_device)
+    return ByDefault(STREAMED, size, True, saved, used_bytes, step.seconds, step.leaving, on_device)

@@ -10,11 +10,11 @@ import torch
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError
-from streambp.fields import LARGEST_NUMBER, shown
-from streambp.planner.counted import Asked
+from streambp.fields import LARGEST_NUMBER, short_repr
+from streambp.planner.counted import CountRequest
 from streambp.planner.fused_layers import Kernels
 from streambp.planner.mixers import Mixers
-from streambp.planner.profile import Peak, Profile, Setting, available, flops, named, peak
+from streambp.planner.profile import Peak, Profile, Setting, available, entry_of, flops, peak
 from streambp.planner.seconds import Seconds, seconds
 from streambp.planner.skeleton import Device, Source
 from streambp.planner.survey import (
@@ -66,7 +66,7 @@ class Estimate:
         Raises:
             ConfigError: no method of this name was counted.
         """
-        return named({method.name: method for method in self.methods}, name)
+        return entry_of({method.name: method for method in self.methods}, name)
 
     @property
     def streamed(self) -> MethodEstimate:
@@ -126,7 +126,7 @@ def estimate(
         StreamBPError: the model is unknown, or has no layers that stream.
     """
     check_length("seq_len", seq_len)
-    request = Asked(
+    request = CountRequest(
         model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention
     )
     StreamConfig(chunk_size=chunk_size, saves=saves, offload=offload)
@@ -150,4 +150,4 @@ def estimate(
 def check_length(field: str, value: int) -> None:
     """Raise ConfigError unless the value is a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_NUMBER:
-        raise ConfigError(f"{field} is {shown(value)}; it must be a positive whole number.")
+        raise ConfigError(f"{field} is {short_repr(value)}; it must be a positive whole number.")

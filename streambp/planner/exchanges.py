@@ -79,10 +79,12 @@ def exchange_seconds(
         return 0.0
     waited, gathered, groups, reordered = exchanged(method.split, seq_len, setting)
     ranks = setting.ranks
-    near = min(ranks, rates.node)
+    local_ranks = min(ranks, rates.node)
     order = reordered / rates.bandwidth
     if method.split.by == ULYSSES:
-        in_node, outside = (waited * part / ranks for part in (near - 1, ranks - near))
+        in_node, outside = (
+            waited * part / ranks for part in (local_ranks - 1, ranks - local_ranks)
+        )
         return max(in_node / rates.peers, outside / rates.network) + order
     if ranks <= rates.node:
         rate = rates.peers

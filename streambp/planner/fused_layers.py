@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from streambp.device import has_data
 from streambp.errors import ConfigError
-from streambp.fields import shown
+from streambp.fields import short_repr
 from streambp.known_names import GATED_MLP, LIGER, NORM, ROTARY
 from streambp.planner.count import Replayed, one_kernel
 from streambp.planner.mixers import globals_of, is_installed, replaced_functions
@@ -49,7 +49,8 @@ def fusion(kernels: Kernels, device: str) -> Fusion | None:
         return None
     if kernels not in ("own", "liger", "compiled"):
         raise ConfigError(
-            f"kernels is {shown(kernels)}; it must be one of 'auto', 'own', 'liger', 'compiled'."
+            f"kernels is {short_repr(kernels)}; it must be one of 'auto', 'own', 'liger', "
+            "'compiled'."
         )
     return None if kernels == "own" else kernels
 
@@ -109,9 +110,9 @@ def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, 
     """Return tensors with the shapes of q [B, H, T, D] and k [B, H_kv, T, D] after a fused kernel's
     rotary embedding. Nothing is computed, because the planner only counts the memory and the bytes
     moved. Nothing is saved for backward."""
-    ctx.moved = 2 * (q.nbytes + k.nbytes)
+    ctx.traffic = 2 * (q.nbytes + k.nbytes)
     ctx.by = by
-    with one_kernel(ctx.moved):
+    with one_kernel(ctx.traffic):
         if by == "liger":
             return (q.view_as(q), k.view_as(k))
         return (torch.empty_like(q), torch.empty_like(k))
@@ -120,7 +121,7 @@ def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, 
 def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:
     """Return gradients without values of q [B, H, T, D] and k [B, H_kv, T, D], to count memory, for
     dq and dk. Liger's kernel overwrites dq and dk, so the results are dq and dk themselves."""
-    with one_kernel(ctx.moved):
+    with one_kernel(ctx.traffic):
         if ctx.by == "liger":
             return (dq, dk, None)
         return (torch.empty_like(dq), torch.empty_like(dk), None)
@@ -150,7 +151,7 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
         return down(gate_kernel(gate(hidden_states), up(hidden_states), fusion))
 
     classes: dict[type[nn.Module], type[nn.Module]] = {}
-    replaced = 0
+    replacements = 0
     for module in model.modules():
         kind = type(module)
         ligers = is_ligers(module.forward)
@@ -166,8 +167,8 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
             content = {"forward": norm if is_norm else mlp, "__module__": kind.__module__}
             classes[kind] = classes.get(kind) or type(kind.__name__, (kind,), content)
             module.__class__ = classes[kind]
-            replaced += 1
-    return replaced
+            replacements += 1
+    return replacements
 
 
 def is_ligers(function: Any) -> bool:

@@ -43,7 +43,9 @@ class UncountedHost(Engine):
             source: source.
         """
         size = target.nbytes
-        with one_kernel(0, out=size if queue == OUT else 0, back=size if queue == BACK else 0):
+        with one_kernel(
+            0, to_host=size if queue == OUT else 0, from_host=size if queue == BACK else 0
+        ):
             super().copy(queue, target, source)
 
 
@@ -69,23 +71,23 @@ class CountingManager(OffloadManager):
         layer's keys and values."""
         return self._waiting + self._prefix
 
-    def place(
+    def move_to_host(
         self,
         holding: Holding,
         engine: Engine,
         tensor: Tensor,
         optional: bool,
-        foreign: bool = False,
+        needs_clone: bool = False,
     ) -> Entry | None:
-        """Store a tensor [...] on the host like `OffloadManager.place`, and count its bytes of host
-        memory.
+        """Store a tensor [...] on the host like `OffloadManager.move_to_host`, and count its bytes
+        of host memory.
 
         The bytes of all tensors saved for backward are added up. K and V are on the host for one
         layer at a time, so the largest layer's bytes are counted.
         """
-        entry = super().place(holding, engine, tensor, optional, foreign)
+        entry = super().move_to_host(holding, engine, tensor, optional, needs_clone)
         if holding.stack.kind == MICRO_BATCH:
             self._waiting += tensor.nbytes
         else:
-            self._prefix = max(self._prefix, holding.stack.used)
+            self._prefix = max(self._prefix, holding.stack.used_bytes)
         return entry

@@ -146,6 +146,6 @@ def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, W
         costs[name] = Work().plus(step[name], 1 - part)
         host_work = Work().plus(step[name], part)
         costs[name + MOVED] = host_work._replace(
-            back=host_work.back + to_device, out=host_work.out + out
+            from_host=host_work.from_host + to_device, to_host=host_work.to_host + out
         )
     return costs

@@ -27,7 +27,7 @@ from streambp.attention.spans import Kind
 from streambp.device import has_data
 from streambp.errors import StreamBPError
 from streambp.head import blocks, triton_fold, triton_gradient
-from streambp.planner.count import Known, Shapes, StepCount, one_kernel, running_counts
+from streambp.planner.count import CachedCall, Shapes, StepCount, one_kernel, running_counts
 from streambp.planner.work import Work, tensors
 
 
@@ -39,14 +39,14 @@ class CountedCall:
         peak: most bytes in use during the call, beyond the bytes before it.
         largest: bytes of the largest storage that the call allocated.
         work: FLOPs, bytes and dispatches.
-        made: the results' shapes, strides and dtypes, as in `Known.made`.
+        outputs: the results' shapes, strides and dtypes, as in `CachedCall.outputs`.
         several: True if the result is a tuple.
     """
 
     peak: int
     largest: int
     work: Work
-    made: list[Any]
+    outputs: list[Any]
     several: bool
 
 
@@ -62,7 +62,7 @@ class CountedCalls:
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
         # None for calls that must run each time
-        self._known: dict[Any, CountedCall | None] = {}
+        self._counted_calls: dict[Any, CountedCall | None] = {}
 
     def run(self, function: Callable[..., Any], key: Any, *args: Any) -> Any:
         """Return `function(*args)`, or new tensors like its results if a call with equal shapes was
@@ -82,9 +82,9 @@ class CountedCalls:
         for x in args:
             if isinstance(x, Tensor):
                 parts += [x.shape, x.stride(), x.dtype]
-        counted_call = self._known.get(tuple(parts))
+        counted_call = self._counted_calls.get(tuple(parts))
         if counted_call is None:
-            if tuple(parts) in self._known:
+            if tuple(parts) in self._counted_calls:
                 return function(*args)
             return self._first(count, tuple(parts), functools.partial(function, *args))
         count.add(counted_call.work)
@@ -92,11 +92,11 @@ class CountedCalls:
         count.largest = max(count.largest, counted_call.largest)
         with no_dispatch():
             outputs = self._shapes.make(
-                Known(counted_call.made, counted_call.several, counted_call.work)
+                CachedCall(counted_call.outputs, counted_call.several, counted_call.work)
             )
-        for one in outputs:
-            if isinstance(one, Tensor):
-                count._track(one.untyped_storage())
+        for output in outputs:
+            if isinstance(output, Tensor):
+                count._track(output.untyped_storage())
         if counted_call.several:
             return tuple(outputs)
         return outputs[0]
@@ -132,7 +132,7 @@ class CountedCalls:
         is_complete = count.live - live == bytes_made and len(
             {x.untyped_storage()._cdata for x in tensors(results)}
         ) == len(tensors(results))
-        self._known[key] = counted_call if is_complete else None
+        self._counted_calls[key] = counted_call if is_complete else None
         count.peak = max(peak, count.peak)
         count.largest = max(largest, count.largest)
         return result
@@ -179,8 +179,8 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
         """Merge attention outputs o and part_o [b, t, H, D], and count the bytes of one kernel
         launch."""
         out, *all_read = args[1:]
-        moved = o.nbytes + part_o.nbytes + out.nbytes
-        with one_kernel(moved):
+        traffic = o.nbytes + part_o.nbytes + out.nbytes
+        with one_kernel(traffic):
             merged = functools.partial(calls.run, attend_merge, tuple(all_read))
             merged(o, lse, part_o, *args)
 
@@ -201,7 +201,7 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
         return calls.run(function, key, kernel, *args)
 
     with contextlib.ExitStack() as stack:
-        for module, name, kernel, moved in (
+        for module, name, kernel, kernel_bytes in (
             (blocks, "fold_rows", triton_fold.fold_rows, lambda product, *_: product.nbytes),
             (
                 blocks,
@@ -211,7 +211,7 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
             ),
         ):
             stack.enter_context(
-                mock.patch.object(module, name, functools.partial(launch, kernel, moved))
+                mock.patch.object(module, name, functools.partial(launch, kernel, kernel_bytes))
             )
         stack.enter_context(mock.patch.object(attend, "merge_in_torch", merge))
         for name in ("forward", "backward"):

@@ -24,7 +24,9 @@ def fields_of(choice: Choice) -> dict[str, Any]:
     chunk_size and saves, and other fields that differ from their defaults."""
     fields: dict[str, Any] = {"chunk_size": choice.chunk_size, "saves": list(choice.saves)}
     fields |= {"offload": choice.offload} if choice.offload != "none" else {}
-    fields |= {"gpu_memory": written(choice.gpu_memory)} if choice.gpu_memory is not None else {}
+    fields |= (
+        {"gpu_memory": format_bytes(choice.gpu_memory)} if choice.gpu_memory is not None else {}
+    )
     return fields | ({"weights": choice.config.weights} if choice.on_host is not None else {})
 
 
@@ -96,7 +98,7 @@ def quoted(value: Any) -> str:
     return repr(value).replace("'", '"')
 
 
-def written(size: int) -> int | str:
+def format_bytes(size: int) -> int | str:
     """Return a number of bytes as text for `StreamConfig`, rounded down: "8.2GiB", "640MiB". Below
     a MiB, return the number itself."""
     for unit, name, digits in UNITS:

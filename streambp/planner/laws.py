@@ -42,7 +42,7 @@ class Law(NamedTuple):
     the same fields.
     """
 
-    one: float = 0.0
+    constant: float = 0.0
     tokens: float = 0.0
     chunk: float = 0.0
     chunks: float = 0.0
@@ -67,16 +67,17 @@ EMBEDDINGS = ("embedding", "embedding backward")  # kinds of phases in which an 
 # The features of each quantity of `Work`, the most distinctive first.
 IN_CHUNKS: Mapping[str, tuple[str, ...]] = {
     "products": ("tokens", "chunk", "square", "chunks"),
-    "forward": ("square", "tokens", "tokens_chunk", "one"),
-    "backward": ("square", "tokens", "tokens_chunk", "one"),
-    "moved": ("tokens", "chunk", "tokens_chunks", "chunks", "queries_blocks"),
-    "dispatches": ("chunks", "one", "blocks"),
-    "out": ("tokens", "chunk", "tokens_chunks"),
-    "back": ("tokens", "chunk", "tokens_chunks"),
+    "forward": ("square", "tokens", "tokens_chunk", "constant"),
+    "backward": ("square", "tokens", "tokens_chunk", "constant"),
+    "traffic": ("tokens", "chunk", "tokens_chunks", "chunks", "queries_blocks"),
+    "dispatches": ("chunks", "constant", "blocks"),
+    "to_host": ("tokens", "chunk", "tokens_chunks"),
+    "from_host": ("tokens", "chunk", "tokens_chunks"),
 }
 AT_ONCE: Mapping[str, tuple[str, ...]] = {
-    "products": ("tokens",), "forward": ("square", "tokens"), "backward": ("square", "tokens"), "moved": ("tokens", "one"),
-    "dispatches": ("one", "tokens"), "out": (), "back": (),
+    "products": ("tokens",), "forward": ("square", "tokens"), "backward": ("square", "tokens"),
+    "traffic": ("tokens", "constant"), "dispatches": ("constant", "tokens"),
+    "to_host": (), "from_host": (),
 }  # fmt: skip
 # Whether an encoder-decoder's encoder has one length, or the decoder's length; "" without encoder.
 Encoder = Literal["", "same", "fixed"]
@@ -88,8 +89,8 @@ CHUNKS_AND_ENCODER: Mapping[str, tuple[str, ...]] = {
 }
 OF_SAME = ("square", "tokens")
 OF_ENCODER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "same": {"products": ("tokens", "one"), "forward": OF_SAME, "backward": OF_SAME},
-    "fixed": {"products": ("one",), "forward": ("one",), "backward": ("one",)},
+    "same": {"products": ("tokens", "constant"), "forward": OF_SAME, "backward": OF_SAME},
+    "fixed": {"products": ("constant",), "forward": ("constant",), "backward": ("constant",)},
 }
 
 
@@ -190,21 +191,25 @@ def fit_work(
     is_chunked = any(c for _, c in points)
     feature_names = dict(IN_CHUNKS if is_chunked else AT_ONCE)
     if encoder and name in LAYERS:
-        products = CHUNKS_AND_ENCODER[encoder] if is_chunked else ("tokens", "one")
+        products = CHUNKS_AND_ENCODER[encoder] if is_chunked else ("tokens", "constant")
         feature_names["products"] = products
     elif encoder and name in EMBEDDINGS:
-        feature_names |= {**OF_ENCODER[encoder], "moved": ("tokens", "one"), "dispatches": ("one",)}
+        feature_names |= {
+            **OF_ENCODER[encoder],
+            "traffic": ("tokens", "constant"),
+            "dispatches": ("constant",),
+        }
     elif name not in LAYERS:
-        head_features = ("tokens", "one")  # the head has its own blocks
+        head_features = ("tokens", "constant")  # the head has its own blocks
         feature_names |= {
             "products": ("tokens",),
-            "moved": head_features,
+            "traffic": head_features,
             "dispatches": head_features,
         }
     steps = [features(*point, k_block=k_block) for point in points]
     laws = []
     for field, values in zip(Work._fields, zip(*costs, strict=True), strict=True):
-        if count_of_own is not None and field in ("out", "back"):
+        if count_of_own is not None and field in ("to_host", "from_host"):
             number = count_of_own
         else:
             number = len(points)

@@ -39,7 +39,7 @@ def seen_costs(
     """
     if len(find_stacks(skeleton.model).stacks) > 1:
         return {}, False
-    reduced = skeleton.reduce()
+    shrunk_model = skeleton.reduce()
     skeleton.model.eval()  # without dropout, because tensors without data have no random numbers
     install(
         skeleton.model,
@@ -53,7 +53,9 @@ def seen_costs(
             weights="device",
         ),
     )
-    sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (no_figures, 0.0), False, True)
+    sees = SavesPolicy(
+        len(shrunk_model.layer_indices), lambda _: None, lambda _: (no_figures, 0.0), False, True
+    )
     no_figures = Figures()
     installed: PatchState = skeleton.model._streambp  # type: ignore[assignment]
     for layer_state in installed.steps.layer_states:
@@ -64,8 +66,8 @@ def seen_costs(
     measured = sees.learn()
     costs = {}
     for index in layers:
-        if (place := reduced.stand_in(index)) in measured:
-            costs[index] = measured[place]
+        if (position := shrunk_model.stand_in(index)) in measured:
+            costs[index] = measured[position]
     return costs, all(map(is_plain, installed.steps.layer_states))
 
 

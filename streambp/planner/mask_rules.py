@@ -19,7 +19,7 @@ from streambp.attention.mask_scan import SCAN
 from streambp.attention.masks import DenseMask, LazyMask
 from streambp.attention.spans import Spans
 from streambp.chunks import Barrier
-from streambp.tensors import replaced
+from streambp.tensors import replace_attribute
 
 rectangles = masks.rectangles
 
@@ -31,7 +31,7 @@ def masks_from_positions() -> contextlib.AbstractContextManager[None]:
     Masks that depend on values read all keys, because every condition on tensors without data
     counts as true.
     """
-    return replaced([masks], "rectangles", [_from_positions])
+    return replace_attribute([masks], "rectangles", [_from_positions])
 
 
 def _from_positions(
@@ -50,14 +50,14 @@ def _from_positions(
         return rectangles(mask, batch_size, length, device)
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            found = _reach_and_barriers(mask.description["mask_function"], length)
+            reach_and_barriers = _reach_and_barriers(mask.description["mask_function"], length)
     except (NotImplementedError, RuntimeError):  # the mask reads tensors without data
-        found = None
-    if found is None:
+        reach_and_barriers = None
+    if reach_and_barriers is None:
         return rectangles(mask, batch_size, length, device)
-    reach, barriers = found
+    reach, barriers = reach_and_barriers
     dense = DenseMask(batch_size, length, mask, barriers)
-    dense.derived[DenseMask] = DenseMask(batch_size, length, mask, (), reach)
+    dense.caches[DenseMask] = DenseMask(batch_size, length, mask, (), reach)
     return dense
 
 

@@ -22,7 +22,7 @@ from streambp.offload.manager import OffloadManager
 from streambp.planner import auto
 from streambp.planner.compose import unroll
 from streambp.planner.count import AllocatedBytes, LiveBytes
-from streambp.planner.counted import Asked, counted
+from streambp.planner.counted import CountRequest, counted
 from streambp.planner.default import ByDefault, by_default
 from streambp.planner.host import UncountedHost
 from streambp.planner.profile import Setting, static
@@ -96,7 +96,7 @@ def compare_step(
         skeleton, skeleton.reduce(), ids.shape[0], "cudnn" if target == "cuda" else None
     )
     (steps,) = counter.count(recipe, (ids.shape[1], chunk_size), accumulate=False)
-    predicted, *_ = unroll(steps, counter.reduced)
+    predicted, *_ = unroll(steps, counter.shrunk_model)
     layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
     install(model, recipe.config)
     if target == "cpu":
@@ -148,7 +148,7 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
     free = free_memory.free_memory(device)
     if free is None:
         return None
-    request = Asked(model, device="cuda", mixers="installed", batch_size=ids.shape[0])
+    request = CountRequest(model, device="cuda", mixers="installed", batch_size=ids.shape[0])
     profile = counted(request, (UNPATCHED_RECIPE, STREAMED[0]))
     rates = auto.rates_here(device)
     weights = static(profile, setting).weights
@@ -167,7 +167,7 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
             count.reset_peak()
             start = time.perf_counter()
             step = _step(model, ids)
-            took = time.perf_counter() - start
+            step_seconds = time.perf_counter() - start
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
             raise
@@ -176,7 +176,7 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
         unpatch(model)
     fits = step.let_go is None
     peak = weights + count.peak
-    return predicted, ByDefault(step.way, step.chunk_size, fits, step.saved, peak, took)
+    return predicted, ByDefault(step.way, step.chunk_size, fits, step.saved, peak, step_seconds)
 
 
 def _step(model: nn.Module, ids: Tensor) -> StepRecord:

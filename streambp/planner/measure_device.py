@@ -105,7 +105,7 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         with StepCount(None) as count:
             _norm(x.to("meta"), weight.to("meta"))
         # bytes as the planner counts them. See `planner/work.py`.
-        bandwidth = count.work.moved / clock(lambda: _norm(x, weight))
+        bandwidth = count.work.traffic / clock(lambda: _norm(x, weight))
         # Copies in both directions at the same time.
         on_device, to_host = (
             torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2)

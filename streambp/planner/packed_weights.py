@@ -53,16 +53,16 @@ def inner_bytes(tensor: Tensor) -> int | None:
 def statistics_of(weights: ParametrizationList) -> list[Tensor]:
     """Return the tensors [...] that a weight's parametrizations need beside the packed weight: in
     buffers, in attributes, and in attributes of plain objects there."""
-    found: dict[int, Tensor] = {}
+    statistics: dict[int, Tensor] = {}
     for module in weights:
         state = type(getattr(module, QUANT_STATE, None))
         waiting: list[Any] = [*module._buffers.values(), *vars(module).values()]
         for value in waiting:  # the loop appends to this list
             if isinstance(value, Tensor):
-                found[id(value)] = value
+                statistics[id(value)] = value
             elif value is not None and type(value) is state:  # statistics of statistics too
                 waiting += vars(value).values()
-    return list(found.values())
+    return list(statistics.values())
 
 
 def decoded_size(weights: ParametrizationList) -> int | None:

@@ -41,7 +41,7 @@ FOR_READERS = re.compile(r"^ *(?://.*\n|/\*.*\*/\n|\n)?", re.MULTILINE)
 def page(
     plan: Plan,
     name: str,
-    others: Mapping[str, Profile] | None = None,
+    other_profiles: Mapping[str, Profile] | None = None,
     training: str = "every parameter",
     unfused: Mapping[str, Profile] | None = None,
 ) -> str:
@@ -50,15 +50,15 @@ def page(
     Args:
         plan: the plan at the start, with the initial state of the controls.
         name: the model's name, for the heading.
-        others: profiles of the same model with other training (LoRA, for example), by the page's
-            labels.
+        other_profiles: profiles of the same model with other training (LoRA, for example), by the
+            page's labels.
         training: label of the plan's own training.
         unfused: profiles without fused kernels, by the same labels, for a switch on the page; None
             or empty: the page has no switch.
     """
     memory = plan.memory
     setting = plan.setting
-    profiles = {training: plan.profile, **(others or {})}
+    profiles = {training: plan.profile, **(other_profiles or {})}
     embedded = []
     without = []
     for label, profile in profiles.items():
@@ -84,8 +84,8 @@ def page(
         "usual": USUAL,
     }
     text = part("page.html")
-    for place, files in PLACES.items():
-        text = text.replace(place, FOR_READERS.sub("", "\n".join(map(part, files))))
+    for placeholder, files in PLACES.items():
+        text = text.replace(placeholder, FOR_READERS.sub("", "\n".join(map(part, files))))
     # "<" could end the script element or open a comment in it.
     return text.replace(
         DATA, json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -17,7 +17,7 @@ from streambp.errors import ConfigError, UnsupportedModelError
 from streambp.fields import check_fields, parse_bytes, parse_tokens
 from streambp.offload.free_memory import DEFAULT_HOST_PART, HOST_PART, LEFT
 from streambp.planner.both_rooms import BothRooms, with_both_rooms
-from streambp.planner.counted import Asked, Said, counted
+from streambp.planner.counted import CountRequest, ProgressCallback, counted
 from streambp.planner.default import ByDefault, by_default
 from streambp.planner.estimate import UNPATCHED
 from streambp.planner.exchanges import link_bytes
@@ -227,15 +227,15 @@ class Plan:
     def both_rooms_win(self) -> bool:
         """True if `offload="auto"` fits, and takes less than 99.5 % of the seconds of `choice` and
         of `patch(model)` without settings. False with weights="cpu"."""
-        both = self.both_rooms
-        if both is None or not both.fits or self.setting.weights == "cpu":
+        combined = self.both_rooms
+        if combined is None or not combined.fits or self.setting.weights == "cpu":
             return False
-        others = []
+        other_seconds = []
         if self.choice is not None:
-            others.append(self.choice.seconds.total)
+            other_seconds.append(self.choice.seconds.total)
         if self.by_default is not None and self.by_default.fits:
-            others.append(self.by_default.seconds)
-        return both.seconds < (1 - TIED) * min(others, default=math.inf)
+            other_seconds.append(self.by_default.seconds)
+        return combined.seconds < (1 - TIED) * min(other_seconds, default=math.inf)
 
     @property
     def next_fastest(self) -> tuple[Timed, ...]:
@@ -249,7 +249,7 @@ class Plan:
         for timed in self.times:
             if timed.fits and timed.method != method and self.profile.method(timed.method).chunked:
                 candidates.append(timed)
-        return tuple(sorted(candidates, key=lambda one: one.seconds)[:2])
+        return tuple(sorted(candidates, key=lambda timed: timed.seconds)[:2])
 
 
 def plan(
@@ -270,7 +270,7 @@ def plan(
     rates: str | Rates = DEFAULT,
     kernels: Kernels = "auto",
     cache: bool = False,
-    said: Said | None = None,
+    said: ProgressCallback | None = None,
     every_split: bool = False,
     lora_targets: Sequence[str] = (),
     with_liger: bool = False,
@@ -307,7 +307,7 @@ def plan(
     """
     device_rates = rates_of(rates)
     setting = setting or Setting()
-    request = Asked(
+    request = CountRequest(
         model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention,
         tuple(lora_targets), with_liger, encoder_len,
     )  # fmt: skip
@@ -387,20 +387,20 @@ def plan_profile(
         times.append(_timed(profile, method, length, memory, setting, rates))
     usable = min(memory.usable, memory.gpu - LEFT)
     host = None
-    room = math.inf
+    host_headroom = math.inf
     if memory.host is not None:
         host = HOST_PART * memory.host
-        room = DEFAULT_HOST_PART * memory.host
+        host_headroom = DEFAULT_HOST_PART * memory.host
     if length:
-        default = by_default(profile, length, usable, setting, rates, room)
+        default = by_default(profile, length, usable, setting, rates, host_headroom)
     else:
         default = None
-    both = None
+    combined = None
     if length:
         sizes = tuple(max(1, tokens // profile.batch_size) for tokens in WITH_BOTH_ROOMS)
-        both = with_both_rooms(profile, length, sizes, (usable, host), setting, rates)
+        combined = with_both_rooms(profile, length, sizes, (usable, host), setting, rates)
     safest = _safest(fitting)
-    results = (choice, best.binds, levers, table, tuple(times), rates, default, safest, both)
+    results = (choice, best.binds, levers, table, tuple(times), rates, default, safest, combined)
     return Plan(profile, setting, memory, length, *results)
 
 
@@ -467,8 +467,8 @@ def _timed(
         spent = seconds(method, seq_len, size, rates, placed_setting)
         total = at.total
     speed = throughput(spent, seq_len, profile.batch_size, limited)
-    shown = size if method.chunked else seq_len
-    return Timed(method.name, shown, choice is not None, total, spent.total, speed)
+    chunk_size = size if method.chunked else seq_len
+    return Timed(method.name, chunk_size, choice is not None, total, spent.total, speed)
 
 
 def choose(
@@ -646,9 +646,9 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
             middle = (low + high + 1) // 2
             at, _ = placed(profile, method, ranks * middle, size, memory, setting)
             low, high = (middle, high) if fits(at, memory) else (low, middle - 1)
-        beyond, _ = placed(profile, method, ranks * (low + 1), size, memory, setting)
-        if beyond.total > memory.usable:
-            binds = beyond.phase
+        next_peak, _ = placed(profile, method, ranks * (low + 1), size, memory, setting)
+        if next_peak.total > memory.usable:
+            binds = next_peak.phase
         else:
             binds = "host memory"
         candidates.append(Longest(method.name, ranks * low, binds))
@@ -700,21 +700,21 @@ def _levers(profile: Profile, seq_len: int, memory: Memory, setting: Setting) ->
         options.append(
             (f"ZeRO-3 over the {setting.gpus} GPUs", dataclasses.replace(setting, zero=3), memory)
         )
-    more = dataclasses.replace(setting, gpus=2 * setting.gpus, zero=3, on_host=None)
+    more_gpus = dataclasses.replace(setting, gpus=2 * setting.gpus, zero=3, on_host=None)
     # the GPUs share the machine
     halved = dataclasses.replace(memory, host=None if memory.host is None else memory.host // 2)
     if setting.split:
-        twice = {FIELDS[setting.split]: 2 * setting.ranks, "gpus": 2 * setting.gpus}
-        wider = dataclasses.replace(setting, **twice)  # type: ignore[arg-type]
+        doubled_ranks = {FIELDS[setting.split]: 2 * setting.ranks, "gpus": 2 * setting.gpus}
+        wider = dataclasses.replace(setting, **doubled_ranks)  # type: ignore[arg-type]
         with contextlib.suppress(UnsupportedModelError):
             available(profile, wider)
             options.append((f"sequences over {wider.ranks} ranks", wider, halved))
-    options.append((f"{more.gpus} GPUs with ZeRO-3", more, halved))
+    options.append((f"{more_gpus.gpus} GPUs with ZeRO-3", more_gpus, halved))
     options.append(
         ("GPUs with twice the memory", setting, dataclasses.replace(memory, gpu=2 * memory.gpu))
     )
-    for change, other, budget in options:
-        methods = available(profile, other)
-        reached = max(longest(profile, m, budget, other).seq_len for m in methods if m.chunked)
+    for change, candidate, budget in options:
+        methods = available(profile, candidate)
+        reached = max(longest(profile, m, budget, candidate).seq_len for m in methods if m.chunked)
         if reached > 1.05 * seq_len:
             yield Lever(change, reached)

@@ -44,7 +44,8 @@ class Phase:
         law: coefficients of the phase's bytes, as a linear function of the tokens of a row and of a
             chunk, the number of chunks and so on. `law.chunks` are bytes for each chunk, which only
             layers with recurrent states need.
-        gradients: bytes that the step has added to `.grad` before the phase; included in `law.one`.
+        gradients: bytes that the step has added to `.grad` before the phase; included in
+            `law.constant`.
     """
 
     name: str
@@ -231,13 +232,13 @@ class Profile:
         Raises:
             ConfigError: no way with this name was counted.
         """
-        return named({method.name: method for method in self.methods}, name)
+        return entry_of({method.name: method for method in self.methods}, name)
 
 
 Entry = TypeVar("Entry")
 
 
-def named(methods: Mapping[str, Entry], name: str) -> Entry:
+def entry_of(methods: Mapping[str, Entry], name: str) -> Entry:
     """Return the entry of one method in `methods`, a dict by method name.
 
     Raises:
@@ -587,12 +588,12 @@ def method_from_json(value: Mapping[str, Any]) -> Method:
     phases = {}
     for name in ("first", "accumulating"):
         phases[name] = tuple(
-            Phase(one["name"], Law(*one["law"]), one["gradients"]) for one in value[name]
+            Phase(entry["name"], Law(*entry["law"]), entry["gradients"]) for entry in value[name]
         )
     parts = []
-    for one in value["work"]:
-        laws = tuple(itertools.starmap(Law, one["laws"]))
-        parts.append(Part(one["name"], laws, one["k_block"]))
+    for entry in value["work"]:
+        laws = tuple(itertools.starmap(Law, entry["laws"]))
+        parts.append(Part(entry["name"], laws, entry["k_block"]))
     split = value.get("split")
     split = split and Split(**{**split, "heads": tuple(itertools.starmap(Heads, split["heads"]))})
     fields = {

@@ -80,8 +80,8 @@ def plan_table(
         timed = times.get(row.method)
         cells = ("too large", "-", "-")
         if timed is not None:
-            took = duration(timed.seconds).removesuffix(" s")
-            cells = (f"{timed.peak / GIB:.1f}", took, f"{timed.tokens_per_second:,.0f}")
+            seconds_text = duration(timed.seconds).removesuffix(" s")
+            cells = (f"{timed.peak / GIB:.1f}", seconds_text, f"{timed.tokens_per_second:,.0f}")
         rows.append((row.method, f"{row.seq_len:,}", *cells))
     stopped = ["stopped by", *(phase_text(row.binds) for row in plan.longest)]
     table = []
@@ -184,10 +184,10 @@ def _choice(plan: Plan) -> list[str]:
     settings, and what runs out first for longer sequences. If no step fits, the first line says so.
     """
     if plan.choice is None:
-        because = too_large(plan)
+        reason = too_large(plan)
         lines = [
             (f"{plan.seq_len:,} tokens do not fit" if plan.seq_len else "Not even one token fits")
-            + (f": {because}." if because is not None else ".")
+            + (f": {reason}." if reason is not None else ".")
         ]
     elif plan.default_wins and plan.by_default is not None:
         lines = [f"{plan.seq_len:,} tokens: streambp.patch(model)"]
@@ -205,10 +205,10 @@ def _choice(plan: Plan) -> list[str]:
     else:
         where = f"GPU memory in {phase_text(plan.binds)}"
     if any(row.seq_len for row in plan.longest):
-        who = "Longer sequences run"
+        subject = "Longer sequences run"
     else:
-        who = "It runs"
-    lines.append(f"{who} out of {where} first")
+        subject = "It runs"
+    lines.append(f"{subject} out of {where} first")
     if plan.choice is not None:  # commands of `remedies` follow a plan that does not fit
         lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
     return lines
@@ -232,16 +232,17 @@ def _default_line(plan: Plan, default: ByDefault) -> str:
     return f"  {how}; peak {default.peak / GIB:.1f} GiB, {duration(default.seconds)} a step{on}"
 
 
-def _both_rooms_lines(both: BothRooms) -> list[str]:
+def _both_rooms_lines(both_rooms: BothRooms) -> list[str]:
     """Return lines of the plan's text with the prediction for offload="auto", which saves tensors
     on the host and on the device."""
-    pinning = duration(both.leaving / GIB * PINNING)
-    names = _saved_text(both.saved)
+    pinning = duration(both_rooms.leaving / GIB * PINNING)
+    names = _saved_text(both_rooms.saved)
     return [
-        f'  Faster: StreamConfig(chunk_size={both.chunk_size}, offload="auto"): saves {names}; '
-        f"peak {both.peak / GIB:.1f} GiB, {duration(both.seconds)} a step",
-        f"    {both.leaving / GIB:.1f} GiB leave for the host, {both.on_device / GIB:.1f} GiB "
-        f"stay; the first steps measure, and allocate host memory in about {pinning}",
+        f'  Faster: StreamConfig(chunk_size={both_rooms.chunk_size}, offload="auto"): saves '
+        f"{names}; peak {both_rooms.peak / GIB:.1f} GiB, {duration(both_rooms.seconds)} a step",
+        f"    {both_rooms.leaving / GIB:.1f} GiB leave for the host, "
+        f"{both_rooms.on_device / GIB:.1f} GiB stay; the first steps measure, and allocate "
+        f"host memory in about {pinning}",
     ]
 
 
@@ -300,10 +301,10 @@ def remedies_table(plan: Plan, remedies: Sequence[Remedy], commands: Sequence[st
     own_seconds = seconds_of(plan)
     lines = []
     title = ""
-    for other, command in zip(remedies, commands, strict=True):
-        choice = other.plan.choice
+    for remedy, command in zip(remedies, commands, strict=True):
+        choice = remedy.plan.choice
         assert choice is not None
-        spent = seconds_of(other.plan)
+        spent = seconds_of(remedy.plan)
         if plan.choice is None:
             kind = "Commands that fit:"
         elif spent <= (1 - SLOWER) * own_seconds:
@@ -315,11 +316,11 @@ def remedies_table(plan: Plan, remedies: Sequence[Remedy], commands: Sequence[st
             title = kind
         size = choice.peak.total
         host = choice.peak.host
-        if other.plan.default_wins and other.plan.by_default is not None:
-            size = other.plan.by_default.peak
-            host = other.plan.by_default.leaving
+        if remedy.plan.default_wins and remedy.plan.by_default is not None:
+            size = remedy.plan.by_default.peak
+            host = remedy.plan.by_default.leaving
         lines += [
-            f"  {other.change}: {choice.seq_len:,} tokens, {size / GIB:.1f} GiB of each GPU, "
+            f"  {remedy.change}: {choice.seq_len:,} tokens, {size / GIB:.1f} GiB of each GPU, "
             f"{host / GIB:.1f} GiB of host memory, {duration(spent)} a step",
             f"    {command}",
         ]
@@ -389,8 +390,10 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
     lines += [f"  next in speed: {', '.join(following)}"] if following else []
     # less memory costs almost no time
     if safest is not None and safest.peak.total <= 0.95 * peak.total:
-        took = duration(safest.seconds.total)
-        lines.append(f"  safest, {safest.peak.total / GIB:.1f} GiB in {took}: {python(safest)}")
+        seconds_text = duration(safest.seconds.total)
+        lines.append(
+            f"  safest, {safest.peak.total / GIB:.1f} GiB in {seconds_text}: {python(safest)}"
+        )
     return lines
 
 
@@ -485,22 +488,22 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
         doing: text beside the bar.
     """
 
-    def said(what: str, fraction: float) -> None:
+    def draw_progress(text: str, fraction: float) -> None:
         """Draw the progress bar.
 
         Args:
-            what: text behind `doing`, such as the name of a method.
+            text: text behind `doing`, such as the name of a method.
             fraction: finished fraction of the work.
         """
         if stream.isatty():
             full = round(BAR * fraction)
             stream.write(
-                f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * fraction:3.0f} % {doing} {what}"
+                f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * fraction:3.0f} % {doing} {text}"
             )
             stream.flush()
 
     try:
-        yield said
+        yield draw_progress
     finally:
         if stream.isatty():
             stream.write("\r\033[K")

@@ -48,8 +48,8 @@ def answer(
             or tensor.dtype == torch.bool
         ):
             return None
-        share, more = divmod(rows, tensor.shape[0])
-        shares = [share + (place < more) for place in range(tensor.shape[0])]
+        share, remainder = divmod(rows, tensor.shape[0])
+        shares = [share + (expert < remainder) for expert in range(tensor.shape[0])]
         return torch.tensor(shares, dtype=torch.long, device="cpu").to(tensor.dtype)  # [experts]
     if tensor.dtype == torch.bool:
         if tensor.dim() == 1:

@@ -39,9 +39,9 @@ def points_for(
     if at is not None and (fused or at[1] < large):
         small = max(1, at[1] // 2)
         large = at[1]
-    few = fused and not tiles and (at is None or at[0] >= large + k_block)
+    few_chunks = fused and not tiles and (at is None or at[0] >= large + k_block)
     if (
-        few
+        few_chunks
         and states
         and chunked
         and large % 4 == 0
@@ -54,11 +54,11 @@ def points_for(
             (length, large * 3 // 4),
             (length + large, large),
         )
-    few = few and not states
-    if fused and at is None and not few:
+    few_chunks = few_chunks and not states
+    if fused and at is None and not few_chunks:
         small = large // 4
-    short = few and at is None
-    length = max((3 if few else 4) * large, large + k_block)
+    short = few_chunks and at is None
+    length = max((3 if few_chunks else 4) * large, large + k_block)
     if at is not None:
         length = min(at[0], length)
     if not chunked:

@@ -89,7 +89,7 @@ def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Second
     for name, part in step.items():
         parts = kernels(part, rates, ranks)
         busy = parts[0] + parts[1] + parts[2]
-        copies = max(part.out, part.back) / ranks / rates.link
+        copies = max(part.to_host, part.from_host) / ranks / rates.link
         phases[name] = max(busy, copies, part.dispatches * rates.dispatch)
         products += parts[0]
         attention += parts[1]
@@ -111,7 +111,7 @@ def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, flo
     return (
         part.products / ranks / rates.products,
         part.forward / ranks / rates.forward + part.backward / ranks / rates.backward,
-        part.moved / ranks / rates.bandwidth,
+        part.traffic / ranks / rates.bandwidth,
     )
 
 
@@ -135,7 +135,7 @@ def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) 
         for name, part in step.items():
             if name.endswith(MOVED):
                 computing = max(sum(kernels(part, rates)), part.dispatches * rates.dispatch)
-                if part.back / rates.link > computing:
+                if part.from_host / rates.link > computing:
                     return False
         return True
 

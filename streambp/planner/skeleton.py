@@ -70,7 +70,7 @@ from streambp.planner.packed_weights import (
     statistics_of,
 )
 from streambp.planner.step import fused_sdpa
-from streambp.tensors import replaced
+from streambp.tensors import replace_attribute
 
 Device = Literal["cuda", "cpu"]
 INNER = 2
@@ -146,7 +146,7 @@ class Skeleton:
                 options = {"dtype": dtype, "trust_remote_code": trusted}
                 self.model = build(
                     config,
-                    lambda one: build_as(one, **options),
+                    lambda config: build_as(config, **options),
                 )
             if lora is not None:
                 self.model, self.without_adapters = with_adapters(self.model, lora, lora_targets)
@@ -180,9 +180,9 @@ class Skeleton:
                 self.mode,
                 no_launches(),
                 # A mock would store its arguments, and their bytes would count.
-                replaced([masking_utils], "is_tracing", [lambda *_: False]),
+                replace_attribute([masking_utils], "is_tracing", [lambda *_: False]),
                 # Fake tensors draw no numbers, and a fake comparison of states has no result.
-                replaced([RandomState], "is_current", [lambda _: True]),
+                replace_attribute([RandomState], "is_current", [lambda _: True]),
                 mock.patch.object(log, "disabled", True),
             ):
                 yield
@@ -517,29 +517,31 @@ class ShrunkModel:
     same structure cost the same.
 
     Attributes:
-        kept: indices of the representative layers in the full model.
+        layer_indices: indices of the representative layers in the full model.
         kinds: a number for each layer of the full model; layers with equal numbers have the same
             structure.
         backbone: name of the module that runs the layers.
         layers: name of its list of layers.
     """
 
-    kept: tuple[int, ...]
+    layer_indices: tuple[int, ...]
     kinds: tuple[int, ...]
     backbone: str
     layers: str
 
     def stand_in(self, index: int) -> int:
-        """Return the position in `kept` of the layer that represents layer `index` of the full
-        model, and has the same costs."""
-        if index in self.kept:
-            return self.kept.index(index)
+        """Return the position in `layer_indices` of the layer that represents layer `index` of the
+        full model, and has the same costs."""
+        if index in self.layer_indices:
+            return self.layer_indices.index(index)
         inner = []
-        for place, representative in enumerate(self.kept):
+        for position, representative in enumerate(self.layer_indices):
             if 0 < representative < len(self.kinds) - 1:
-                inner.append(place)
+                inner.append(position)
         return next(
-            place for place in reversed(inner) if self.kinds[self.kept[place]] == self.kinds[index]
+            position
+            for position in reversed(inner)
+            if self.kinds[self.layer_indices[position]] == self.kinds[index]
         )
 
     def left_out(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -549,32 +551,34 @@ class ShrunkModel:
         representative.
         """
         layers = getattr(model.get_submodule(self.backbone), self.layers)
-        representatives = {id(layers[index]) for index in self.kept}
+        representatives = {id(layers[index]) for index in self.layer_indices}
         return (layer for layer in layers if id(layer) not in representatives)
 
     def apply(self, model: nn.Module) -> None:
         """Remove all layers but the representatives from the full model, or from its copy. Lists
         with one value for each layer are shortened alike."""
-        if len(self.kept) == len(self.kinds):
+        if len(self.layer_indices) == len(self.kinds):
             return
         backbone: Any = model.get_submodule(self.backbone)
         config = backbone.config
         layers = getattr(backbone, self.layers)
         fields, attributes, computed = values_by_layer(backbone, len(layers))
-        setattr(backbone, self.layers, nn.ModuleList([layers[index] for index in self.kept]))
+        setattr(
+            backbone, self.layers, nn.ModuleList([layers[index] for index in self.layer_indices])
+        )
         for holder, lists in ((config, fields), (backbone, attributes)):
             for field, values in lists.items():
-                setattr(holder, field, type(values)(values[index] for index in self.kept))
+                setattr(holder, field, type(values)(values[index] for index in self.layer_indices))
         if computed:
             answers = {}
             for field, values in computed.items():
-                answers[field] = type(values)(values[index] for index in self.kept)
+                answers[field] = type(values)(values[index] for index in self.layer_indices)
             constant = {}
             for field, answer in answers.items():
                 constant[field] = property(functools.partial(_constant, answer))
             config.__class__ = type(type(config).__name__, (type(config),), constant)
         if not getattr(config, INPUTS_BY_LAYER, 0):
-            config.num_hidden_layers = len(self.kept)
+            config.num_hidden_layers = len(self.layer_indices)
 
 
 def reduced_layers(model: nn.Module) -> ShrunkModel:
@@ -606,10 +610,10 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
     one_kind = len(set(kinds)) == 1 and all(
         states_argument(layer) is None for layer in stack.layers
     )
-    needed = 1 if one_kind else INNER
+    layers_per_kind = 1 if one_kind else INNER
     inner = []
     for index in range(1, depth - 1):
-        if kinds[1:index].count(kinds[index]) < needed:
+        if kinds[1:index].count(kinds[index]) < layers_per_kind:
             inner.append(index)
     if depth > 1:
         representatives = (0, *inner, depth - 1)

@@ -26,7 +26,7 @@ from streambp.attention.spans import Spans
 from streambp.known_names import GATHER
 from streambp.model import wrappers
 from streambp.planner.compose import Counted
-from streambp.planner.count import Known, StepCount, one_kernel, running_counts
+from streambp.planner.count import CachedCall, StepCount, one_kernel, running_counts
 from streambp.planner.profile import ULYSSES, Heads, Setting, Split, keys_held
 from streambp.planner.work import tensors
 from streambp.sharded import gathered
@@ -45,22 +45,22 @@ class SplitCount(StepCount):
         links: five numbers of bytes so far. All-to-alls of queries and outputs, all-to-alls of
             keys, gathered keys, gradients of keys sent to be summed, and keys moved on the device
             by reordering. The last number is not in `work`.
-        most: dict from bytes of live keys of other ranks to the largest number of all other live
-            bytes at such moments, since `reset_peak`.
+        max_other_bytes: dict from bytes of live keys of other ranks to the largest number of all
+            other live bytes at such moments, since `reset_peak`.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.links = [0.0] * 5
-        self.most: dict[int, int] = {0: 0}
+        self.max_other_bytes: dict[int, int] = {0: 0}
         self._keys = 0
         self._sizes: dict[int, int] = {}  # sizes of storages of keys
         self._marking = 0
 
     def reset_peak(self) -> None:
-        """Set `peak` and `most` to the bytes that exist now."""
+        """Set `peak` and `max_other_bytes` to the bytes that exist now."""
         super().reset_peak()
-        self.most = {self._keys: self.live - self._keys}
+        self.max_other_bytes = {self._keys: self.live - self._keys}
 
     def _track(self, storage: torch.UntypedStorage) -> None:
         if self._marking and storage.nbytes() > SMALL:
@@ -69,10 +69,10 @@ class SplitCount(StepCount):
         super()._track(storage)
         self._note(self.live)
 
-    def _count(self, operation: Known) -> None:
+    def _count(self, operation: CachedCall) -> None:
         if self._marking and not self._kernel_depth:
-            self.links[MOVED] += operation.work.moved
-            self.add(operation.work._replace(moved=0.0))
+            self.links[MOVED] += operation.work.traffic
+            self.add(operation.work._replace(traffic=0.0))
         else:
             super()._count(operation)
 
@@ -88,9 +88,11 @@ class SplitCount(StepCount):
         self.peak = max(previous, self.peak)
 
     def _note(self, live: int) -> None:
-        """Record in `most` the largest number of live bytes other than keys of other ranks, for the
-        present number of bytes of such keys."""
-        self.most[self._keys] = max(self.most.get(self._keys, 0), live - self._keys)
+        """Record in `max_other_bytes` the largest number of live bytes other than keys of other
+        ranks, for the present number of bytes of such keys."""
+        self.max_other_bytes[self._keys] = max(
+            self.max_other_bytes.get(self._keys, 0), live - self._keys
+        )
 
 
 @contextlib.contextmanager
@@ -143,7 +145,7 @@ def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
 
 @contextlib.contextmanager
 def split_over(
-    by: str, ranks: int, rows: int, length: int, seen: set[Heads] | None = None
+    by: str, ranks: int, rows: int, length: int, head_counts: set[Heads] | None = None
 ) -> Iterator[None]:
     """Context manager in which patched models treat their batch as the first rank's shard of longer
     sequences, without other processes. A step with sharded sequences is counted inside.
@@ -155,14 +157,15 @@ def split_over(
         ranks: number of ranks that share a sequence.
         rows: number of rows in the batch.
         length: tokens of a row in the shard.
-        seen: set to which the head counts of every layer with attention are added; None: no set.
+        head_counts: set to which the head counts of every layer with attention are added; None: no
+            set.
     """
     kind: type[Shards]
     if by == ULYSSES:
         kind = Shards
     else:
         kind = GatheredShards
-    shards = kind(None, ranks, length, Spans.causal(rows, ranks * length), room=1)
+    shards = kind(None, ranks, length, Spans.causal(rows, ranks * length), headroom=1)
     if by == ULYSSES:
         start = _keys_allocated()(kind.start_keys)
     else:
@@ -170,11 +173,11 @@ def split_over(
     counted_gradient = _keys_allocated()(kind.own_gradient)
 
     def start_keys(self: Any, parts: list[Tensor], heads: int) -> Keys:
-        """Add the layer's head counts to `seen`, and start the exchange of the layer's keys and
-        values."""
-        if seen is not None:
+        """Add the layer's head counts to `head_counts`, and start the exchange of the layer's keys
+        and values."""
+        if head_counts is not None:
             k, v = parts
-            seen.add(Heads(heads, k.shape[1], gathered.bytes_of_a_head(k, v, 1)))
+            head_counts.add(Heads(heads, k.shape[1], gathered.bytes_of_a_head(k, v, 1)))
         return start(self, parts, heads)
 
     def own_gradient(self: Any, *arguments: Any) -> list[Tensor]:
@@ -186,7 +189,7 @@ def split_over(
                 count._keys -= count._sizes.pop(x.untyped_storage()._cdata, 0)
         return gradients
 
-    replaced = [
+    replacements = [
         (wrappers, "is_initialized", lambda: True),
         (wrappers, "shards_of", lambda *_: shards),
         (gathered, "collective", _collective),
@@ -196,12 +199,12 @@ def split_over(
         (KVBuffer, "grow_accumulators", _keys_allocated()(KVBuffer.grow_accumulators)),
     ]
     if by == ULYSSES:
-        replaced += [(kind, "own_gradient", own_gradient), (kind, "exchange", _exchange)]
+        replacements += [(kind, "own_gradient", own_gradient), (kind, "exchange", _exchange)]
     else:
         methods = "in_order", "by_rank"
-        replaced += [(kind, name, _keys_allocated()(getattr(kind, name))) for name in methods]
+        replacements += [(kind, name, _keys_allocated()(getattr(kind, name))) for name in methods]
     with contextlib.ExitStack() as stack:
-        for owner, name, stand_in in replaced:
+        for owner, name, stand_in in replacements:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield
 
@@ -257,14 +260,20 @@ def lines_of_keys(
     for counted in zip(*phases, strict=True):
         amounts = []
         for c, scale in zip(counted, key_amounts, strict=True):
-            amounts.append({size / scale: most for size, most in c.most.items()})
+            amounts.append(
+                {size / scale: value_bytes for size, value_bytes in c.max_other_bytes.items()}
+            )
         previous: list[float] = []
         for amount in sorted(set().union(*amounts), reverse=True):
             values = []
             for counted_phase in amounts:
                 values.append(
                     max(
-                        (most for size, most in counted_phase.items() if size >= amount),
+                        (
+                            value_bytes
+                            for size, value_bytes in counted_phase.items()
+                            if size >= amount
+                        ),
                         default=0.0,
                     )
                 )

@@ -22,7 +22,7 @@ from streambp.attention.interface import attention_configs
 from streambp.known_names import IMPLEMENTATION
 from streambp.planner.count import AllocatedBytes, LiveBytes, Replayed, add_flops
 from streambp.planner.work import Work, aten
-from streambp.tensors import replaced
+from streambp.tensors import replace_attribute
 
 EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = (
     "embedding",
@@ -48,8 +48,9 @@ class Span:
         host: bytes of host memory in use at the end.
         gradients: bytes of parameters' `.grad` at the end.
         work: FLOPs, bytes read and written, and dispatches in the phase.
-        most: `splits.SplitCount.most` of the phase: dict from bytes of keys of other ranks to the
-            largest number of all other bytes beside such keys. {} without sequence sharding.
+        max_other_bytes: `splits.SplitCount.max_other_bytes` of the phase: dict from bytes of keys
+            of other ranks to the largest number of all other bytes beside such keys. {} without
+            sequence sharding.
         links: `splits.SplitCount.links` of the phase: bytes exchanged with other ranks. () without
             sequence sharding.
     """
@@ -62,7 +63,7 @@ class Span:
     host: int
     gradients: int
     work: Work
-    most: Mapping[float, float] = dataclasses.field(default_factory=dict)
+    max_other_bytes: Mapping[float, float] = dataclasses.field(default_factory=dict)
     links: tuple[float, ...] = ()
 
 
@@ -124,7 +125,9 @@ class Phases:
                 current - previous for current, previous in zip(links, self._links, strict=True)
             )
             self.spans.append(
-                dataclasses.replace(span, most=getattr(count, "most", {}), links=linked)
+                dataclasses.replace(
+                    span, max_other_bytes=getattr(count, "max_other_bytes", {}), links=linked
+                )
             )
         if name is None:
             self._current = None
@@ -155,20 +158,20 @@ def run_step(
     """
     phases = Phases(count, list(model.parameters()), host)
 
-    def before(place: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter_layer(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Record that a layer's forward begins: a forward pre-hook."""
         if phases.backward:
             return  # a recomputation
-        if place == 0:
+        if index == 0:
             if args:
                 hidden_states = args[0]
             else:
                 hidden_states = kwargs["hidden_states"]
             if hidden_states.requires_grad:
                 hidden_states.register_hook(lambda grad: phases.enter(EMBEDDING_BACKWARD))
-        phases.enter("forward", place)
+        phases.enter("forward", index)
 
-    def after(place: int, module: nn.Module, args: Any, output: Any) -> None:
+    def leave_layer(index: int, module: nn.Module, args: Any, output: Any) -> None:
         """Register a tensor hook that records the start of the layer's backward: a forward hook.
         The last layer's hook also records the start of the head."""
         if phases.backward:
@@ -178,16 +181,16 @@ def run_step(
         else:
             hidden_states = output
         if hidden_states.requires_grad:
-            hidden_states.register_hook(lambda grad: phases.enter("backward", place))
-        if place == len(layers) - 1:
+            hidden_states.register_hook(lambda grad: phases.enter("backward", index))
+        if index == len(layers) - 1:
             phases.enter(HEAD)
 
     handles = []
-    for place, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         handles.append(
-            layer.register_forward_pre_hook(functools.partial(before, place), with_kwargs=True)
+            layer.register_forward_pre_hook(functools.partial(enter_layer, index), with_kwargs=True)
         )
-        handles.append(layer.register_forward_hook(functools.partial(after, place)))
+        handles.append(layer.register_forward_hook(functools.partial(leave_layer, index)))
     try:
         with count:
             phases.enter(EMBEDDING)
@@ -208,7 +211,7 @@ def fused_attention(model: nn.Module) -> Iterator[None]:
     """Context manager in which the model's attention makes FlashAttention's allocations on meta
     tensors. transformers' sdpa on meta tensors would allocate a [T, T] matrix."""
     AttentionInterface.register(FUSED, _flash)
-    with replaced(attention_configs(model), IMPLEMENTATION, itertools.repeat(FUSED)):
+    with replace_attribute(attention_configs(model), IMPLEMENTATION, itertools.repeat(FUSED)):
         yield
 
 
@@ -220,7 +223,7 @@ def fused_sdpa() -> Iterator[None]:
     Two parts of a streamed encoder-decoder call this function themselves: the encoder's layers,
     which are not streamed, and attention to the encoder's output.
     """
-    with replaced([F], "scaled_dot_product_attention", [_flash_as_sdpa]):
+    with replace_attribute([F], "scaled_dot_product_attention", [_flash_as_sdpa]):
         yield
 
 

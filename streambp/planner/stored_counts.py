@@ -132,8 +132,8 @@ def _restore(key: str, entries: Mapping[str, Any]) -> StoredCount:
     if entries["key"] != key:
         raise ValueError("it is another model's")
     costs = {}
-    for place, cost in costs_from_json(entries["saves"]).items():
-        costs[entries["indices"][place]] = cost
+    for position, cost in costs_from_json(entries["saves"]).items():
+        costs[entries["indices"][position]] = cost
     method = method_from_json(entries["method"])
     return StoredCount(method, entries["factor"], entries["casts"], costs)
 
@@ -159,8 +159,8 @@ def store(key: str | None, count: StoredCount) -> None:
         }
         file = _file(key)
         write(file, data)
-        others = sorted(file.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
-        for old in others[:-MOST_FILES]:
+        files = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for old in files[:-MOST_FILES]:
             old.unlink(missing_ok=True)
 
 
@@ -265,10 +265,10 @@ def _code_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
         if base.__module__.partition(".")[0] not in LIBRARIES:
             spaces[_name(base)] = vars(base)
             spaces[base.__module__] = vars(sys.modules.get(base.__module__, types))
-    for place in sorted(spaces):
-        for name, value in sorted(spaces[place].items()):
+    for space in sorted(spaces):
+        for name, value in sorted(spaces[space].items()):
             if isinstance(value, types.FunctionType):
-                yield place, name, _function(value, 1)
+                yield space, name, _function(value, 1)
 
 
 def _function(function: Any, depth: int) -> list[Any]:

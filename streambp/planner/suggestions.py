@@ -75,12 +75,12 @@ class Remedy:
 def settings_of(base: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
     """Yield pairs of command-line options and the setting that they request: `base` itself, and
     variants with the layers' weights, the optimizer state or both in host memory."""
-    places: list[tuple[tuple[str, ...], Setting]] = [((), base)]
-    for place in ("auto", "cpu"):
-        if place != base.weights and base.weights != "cpu":
-            placed = dataclasses.replace(base, weights=place)  # type: ignore[arg-type]
-            places.append((("--weights", place), placed))
-    for options, setting in places:
+    choices: list[tuple[tuple[str, ...], Setting]] = [((), base)]
+    for weights in ("auto", "cpu"):
+        if weights != base.weights and base.weights != "cpu":
+            placed = dataclasses.replace(base, weights=weights)  # type: ignore[arg-type]
+            choices.append((("--weights", weights), placed))
+    for options, setting in choices:
         yield options, setting
         if base.optimizer and not base.optimizer_on_host:
             offloaded = dataclasses.replace(setting, optimizer_on_host=True)
@@ -127,8 +127,8 @@ def best_change(
                 changes.append("the layers' weights on the host")
             fitting.append(Remedy(" and ".join(changes), options, plan))
     bar = (1 + SLOWER) * min((seconds_of(remedy.plan) for remedy in fitting), default=0.0)
-    near = [remedy for remedy in fitting if seconds_of(remedy.plan) <= bar]
-    return min(near, key=lambda one: len(one.options), default=None)
+    nearly_fastest = [remedy for remedy in fitting if seconds_of(remedy.plan) <= bar]
+    return min(nearly_fastest, key=lambda remedy: len(remedy.options), default=None)
 
 
 def _changed(
@@ -168,11 +168,11 @@ def remedies(
         training: the requested training.
         count: returns the counted costs of the model under a training; called only if necessary.
     """
-    named = 0
+    remedy_count = 0
     last = None
     best = best_change(plan, seq_len, plan.profile, None)
     if best is not None:
-        named += 1
+        remedy_count += 1
         yield best
     for how in training.smaller():
         if best is not None and on_device(best):
@@ -183,15 +183,15 @@ def remedies(
         last = (profile, how)
         smaller = best_change(plan, seq_len, profile, how)
         if smaller is not None:
-            named += 1
+            remedy_count += 1
             yield smaller
             if on_device(smaller):
                 break
     for wider in _on_more_gpus(plan, seq_len):
-        named += 1
+        remedy_count += 1
         yield wider
     shorter = _fewer_tokens(plan, seq_len, plan.profile, None)
-    if shorter is None and not named and last is not None:
+    if shorter is None and not remedy_count and last is not None:
         shorter = _fewer_tokens(plan, seq_len, *last)
     if shorter is not None:
         yield shorter
@@ -258,7 +258,7 @@ def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator
         gpus *= 2
 
 
-def _least_seconds(found: Plan) -> float:
+def _min_seconds(base_plan: Plan) -> float:
     """Return the least seconds of a plan's fastest step on devices with 1.25 times the memory,
     twice the memory, and enough memory for everything. If the seconds are not fewer than now, no
     change is proposed.
@@ -266,13 +266,15 @@ def _least_seconds(found: Plan) -> float:
     The first two count because `patch` without settings may be slower with more memory: on a device
     with enough memory for everything it runs the model unpatched.
     """
-    gpu = found.memory.gpu
-    least = math.inf
+    gpu = base_plan.memory.gpu
+    min_seconds = math.inf
     for size in (gpu * 5 // 4, 2 * gpu, PLENTY):
-        larger = dataclasses.replace(found.memory, gpu=size, host=None)
-        plan = plan_profile(found.profile, found.seq_len, larger, found.setting, found.rates)
-        least = min(least, seconds_of(plan))
-    return least
+        larger = dataclasses.replace(base_plan.memory, gpu=size, host=None)
+        plan = plan_profile(
+            base_plan.profile, base_plan.seq_len, larger, base_plan.setting, base_plan.rates
+        )
+        min_seconds = min(min_seconds, seconds_of(plan))
+    return min_seconds
 
 
 def faster(
@@ -288,7 +290,7 @@ def faster(
             memory would make the step faster.
     """
     seconds = seconds_of(plan)
-    if _least_seconds(plan) >= (1 - SLOWER) * seconds:
+    if _min_seconds(plan) >= (1 - SLOWER) * seconds:
         return  # more memory does not help
     best = best_change(plan, plan.seq_len, plan.profile, None)
     if best is not None and seconds_of(best.plan) <= (1 - SLOWER) * seconds:

@@ -136,7 +136,7 @@ def survey(
     accumulating: bool = True,
     tree: bool = True,
     timed: bool = True,
-    said: Callable[[str, float], None] | None = None,
+    on_progress: Callable[[str, float], None] | None = None,
 ) -> Profile:
     """Count steps of a model on meta or fake tensors, one method for each recipe, and return the
     counted memory and FLOPs (`Profile`).
@@ -151,7 +151,8 @@ def survey(
         accumulating: also count steps that add to existing gradients.
         tree: also count each module's parameters and activations.
         timed: also count more (T, C), which predictions of seconds at other lengths need.
-        said: progress callback with the next recipe's name and the fraction of the work done.
+        on_progress: progress callback with the next recipe's name and the fraction of the work
+            done.
 
     Raises:
         StreamBPError: a step cannot be counted on meta or fake tensors, for example because experts
@@ -159,29 +160,33 @@ def survey(
     """
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_at_once(skeleton)
-    more = _more_fields(skeleton)
-    reduced = skeleton.reduce()
-    counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
+    extra_fields = _more_fields(skeleton)
+    shrunk_model = skeleton.reduce()
+    counter = Counter(
+        skeleton, shrunk_model, batch_size, kernels if skeleton.device == "cuda" else None
+    )
     methods = []
     left_out = []
-    refused = set[str]()
+    refused_splits = set[str]()
     chunks = [_chunks_to_count(recipe) for recipe in recipes]
     for number, recipe in enumerate(recipes):
-        if recipe.split in refused or (recipe.fused_head and skeleton.head is None):
+        if recipe.split in refused_splits or (recipe.fused_head and skeleton.head is None):
             continue
-        if said is not None:
-            said(recipe.name, sum(chunks[:number]) / sum(chunks))
-        shown = progress_line("counting a step") if said is None else contextlib.nullcontext()
+        if on_progress is not None:
+            on_progress(recipe.name, sum(chunks[:number]) / sum(chunks))
+        display = (
+            progress_line("counting a step") if on_progress is None else contextlib.nullcontext()
+        )
         try:
-            with uncollected(), shown:
+            with uncollected(), display:
                 methods.append(_count_method(counter, recipe, at, accumulating, timed))
         except Exception as error:  # any error of a model's own forward on tensors without data
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
                 :200
             ]
-            if recipe.split and any(other.config and not other.split for other in recipes):
+            if recipe.split and any(peer.config and not peer.split for peer in recipes):
                 left_out.append(f"{recipe.split} ({reason})")
-                refused.add(recipe.split)
+                refused_splits.add(recipe.split)
                 continue
             if isinstance(error, StreamBPError):
                 raise
@@ -195,11 +200,11 @@ def survey(
     dtype = str(next(skeleton.model.parameters()).dtype).removeprefix("torch.")
     name = type(skeleton.language_model).__name__
     modules = Node("", name, 1, 0, 0.0)
-    if tree and len(refused) == len(left_out):
-        modules = module_tree(skeleton, reduced, batch_size)
-    shape = (name, dtype, len(reduced.kinds), batch_size, groups, unsharded)
+    if tree and len(refused_splits) == len(left_out):
+        modules = module_tree(skeleton, shrunk_model, batch_size)
+    shape = (name, dtype, len(shrunk_model.kinds), batch_size, groups, unsharded)
     mixers = assumed(skeleton.model, skeleton.mixers)
-    return Profile(*shape, tuple(methods), modules, tuple(left_out), mixers, **more)
+    return Profile(*shape, tuple(methods), modules, tuple(left_out), mixers, **extra_fields)
 
 
 def _more_fields(skeleton: Skeleton) -> dict[str, Any]:
@@ -284,7 +289,7 @@ class Counter:
 
     Attributes:
         skeleton: the model, on meta or fake tensors.
-        reduced: its representative layers.
+        shrunk_model: its representative layers.
         batch_size: number of rows.
         kernels: attention kernels whose workspaces are counted; None: none.
         growth: for each phase, the additional bytes of a chunked step that adds to existing
@@ -292,7 +297,7 @@ class Counter:
     """
 
     skeleton: Skeleton
-    reduced: ShrunkModel
+    shrunk_model: ShrunkModel
     batch_size: int
     kernels: str | None
 
@@ -352,7 +357,7 @@ class Counter:
                 steps[point] = self.count(recipe, point, accumulate=False)[0]
             counted_works: Works = {}
             for point, spans in steps.items():
-                counted_works[point] = unroll(spans, self.reduced)[2]
+                counted_works[point] = unroll(spans, self.shrunk_model)[2]
             self._more_points[key] = (counts, counted_works)
         first, more_work = self._more_points[key]
         shared = next(point for point in counts if point in first)
@@ -362,10 +367,10 @@ class Counter:
             chunks = tokens * shared[1] / point[1]
             works[point] = {}
             for name, part in work.items():
-                more = counts[shared][name].plus(first[shared][name], -1)
-                moved_bytes = part.moved + tokens * more.moved
-                dispatches = part.dispatches + chunks * more.dispatches
-                works[point][name] = part._replace(moved=moved_bytes, dispatches=dispatches)
+                difference = counts[shared][name].plus(first[shared][name], -1)
+                moved_bytes = part.traffic + tokens * difference.traffic
+                dispatches = part.dispatches + chunks * difference.dispatches
+                works[point][name] = part._replace(traffic=moved_bytes, dispatches=dispatches)
         return works
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
@@ -528,10 +533,17 @@ def _grown(phases: list[Counted], growth: list[Counted]) -> list[Counted]:
         growth: the result of `_growth` at any length.
     """
     result = []
-    for phase, more in zip(phases, growth, strict=True):
-        most = {keys: others + more.peak for keys, others in phase.most.items()}
-        start = phase.start + more.start
-        result.append(Counted(phase.name, start, phase.peak + more.peak, more.gradients, most))
+    for phase, growth_part in zip(phases, growth, strict=True):
+        max_bytes = {
+            keys: other_bytes + growth_part.peak
+            for keys, other_bytes in phase.max_other_bytes.items()
+        }
+        start = phase.start + growth_part.start
+        result.append(
+            Counted(
+                phase.name, start, phase.peak + growth_part.peak, growth_part.gradients, max_bytes
+            )
+        )
     return result
 
 
@@ -566,20 +578,20 @@ def _count_method(
     hosts = list[list[float]]()
     counted = Works()
     links = tuple[float, ...]()
-    more = counter.growth if chunked else []
+    growth = counter.growth if chunked else []
     for point in points:
-        steps = counter.count(recipe, point, accumulating and not more)
-        phases, on_host, counted[point], sent = unroll(steps[0], counter.reduced)
+        steps = counter.count(recipe, point, accumulating and not growth)
+        phases, on_host, counted[point], sent = unroll(steps[0], counter.shrunk_model)
         links = links or sent
         first.append(phases)
         hosts.append([on_host])
         if accumulating:
             # existing gradients add the same bytes at every point and in every streamed method
-            if not more:
-                more = _growth(phases, unroll(steps[1], counter.reduced)[0])
-            more_phases.append(_grown(phases, more))
+            if not growth:
+                growth = _growth(phases, unroll(steps[1], counter.shrunk_model)[0])
+            more_phases.append(_grown(phases, growth))
     if chunked:
-        counter.growth = more
+        counter.growth = growth
     split = None
     if recipe.config is not None and recipe.split:
         heads = counter.heads(recipe)
@@ -589,7 +601,8 @@ def _count_method(
         first = lines_of_keys(first, split, lengths_of_shards, ranks)
         more_phases = lines_of_keys(more_phases, split, lengths_of_shards, ranks)
     regimes = [
-        fit(points, phases, counter.reduced) if phases else () for phases in (first, more_phases)
+        fit(points, phases, counter.shrunk_model) if phases else ()
+        for phases in (first, more_phases)
     ]
     host = fit_bytes(points, hosts)[0]._replace(chunk=0.0)
     if chunked and timed and not tiles:
@@ -605,7 +618,7 @@ def _count_method(
     k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
     parts = []
     for name in counted[points[0]]:
-        over_ranks = [Work().plus(one[name], ranks) for one in all_work.values()]
+        over_ranks = [Work().plus(costs[name], ranks) for costs in all_work.values()]
         parts.append(
             fit_work(name, lengths, over_ranks, k_block, len(counted), counter.skeleton.encoder)
         )

@@ -21,7 +21,7 @@ LENGTH = 4096
 Activations = dict[nn.Module, float]
 
 
-def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> Node:
+def module_tree(skeleton: Skeleton, shrunk_model: ShrunkModel, batch_size: int) -> Node:
     """Return the tree of a model's modules with their parameters and activations, for the unpatched
     model without checkpointing.
 
@@ -29,7 +29,7 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
 
     Args:
         skeleton: the model, on meta or fake tensors.
-        reduced: the representative layers, and the kind of each layer of the full model.
+        shrunk_model: the representative layers, and the kind of each layer of the full model.
         batch_size: number of rows, for activations.
     """
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
@@ -39,10 +39,10 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
         """Return the node of a module and its children."""
         children = []
         if tuple(module.children()) == layers:
-            for kind in dict.fromkeys(reduced.kinds):
+            for kind in dict.fromkeys(shrunk_model.kinds):
                 indices = []
-                for index, other in enumerate(reduced.kinds):
-                    if other == kind:
+                for index, layer_kind in enumerate(shrunk_model.kinds):
+                    if layer_kind == kind:
                         indices.append(index)
                 inner = indices[len(indices) // 2]
                 label = ",".join(map(str, indices))
@@ -53,7 +53,7 @@ def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> No
                         label = f"{indices[0]}-{indices[-1]}"
                 elif len(indices) > 4:
                     label = ",".join(map(str, indices[:3])) + f",..,{indices[-1]}"
-                children.append(node(label, layers[reduced.stand_in(inner)], len(indices)))
+                children.append(node(label, layers[shrunk_model.stand_in(inner)], len(indices)))
         else:
             groups: dict[str, list[tuple[str, nn.Module]]] = {}
             for child_name, child in module.named_children():
@@ -96,12 +96,12 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
     for module in skeleton.model.modules():
         handles.append(
             module.register_forward_pre_hook(
-                lambda one, _: spans.update({one: (count.tracked, count.tracked)})
+                lambda module, _: spans.update({module: (count.tracked, count.tracked)})
             )
         )
         handles.append(
             module.register_forward_hook(
-                lambda one, *_: spans.update({one: (spans[one][0], count.tracked)})
+                lambda module, *_: spans.update({module: (spans[module][0], count.tracked)})
             )
         )
     attention: AbstractContextManager[None]

@@ -53,8 +53,8 @@ def whole_run(
     choice = plan.choice
     if choice is None:
         return None
-    cut = [min(length, plan.seq_len) for length in lengths]
-    tokens = sum(cut)
+    row_lengths = [min(length, plan.seq_len) for length in lengths]
+    tokens = sum(row_lengths)
     setting = plan.setting
     replicas = setting.gpus / setting.ranks
     rows_at_once = plan.profile.batch_size * replicas
@@ -65,7 +65,7 @@ def whole_run(
         placed_setting = dataclasses.replace(setting, on_host=choice.on_host)
         method = plan.profile.method(choice.method)
         total = 0.0
-        for length, number in Counter(map(rounded_up, cut)).items():
+        for length, number in Counter(map(rounded_up, row_lengths)).items():
             tokens_of_row = min(length, plan.seq_len)
             tokens_of_row += -tokens_of_row % setting.ranks
             chunk = min(choice.chunk_size, tokens_of_row)
@@ -76,7 +76,7 @@ def whole_run(
     fastest = min(packed, hours) if hours is not None else packed
     spent = setting.gpus * fastest
     money = None if price is None else price * spent
-    return WholeRun(len(cut), tokens, epochs, packed, hours, spent, money)
+    return WholeRun(len(row_lengths), tokens, epochs, packed, hours, spent, money)
 
 
 def rounded_up(length: int) -> int:

@@ -27,24 +27,25 @@ class Work(NamedTuple):
         products: FLOPs of matrix products.
         forward: FLOPs of attention forward, for the computed query-key pairs.
         backward: FLOPs of attention backward, for the computed query-key pairs.
-        moved: bytes that operations read and write; attention and most matrix products count none.
+        traffic: bytes that operations read and write; attention and most matrix products count
+            none.
         dispatches: number of operations that torch starts.
-        out: bytes copied to the host.
-        back: bytes copied from the host.
+        to_host: bytes copied to the host.
+        from_host: bytes copied from the host.
     """
 
     products: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
-    moved: float = 0.0
+    traffic: float = 0.0
     dispatches: float = 0.0
-    out: float = 0.0
-    back: float = 0.0
+    to_host: float = 0.0
+    from_host: float = 0.0
 
-    def plus(self, other: Work, times: float = 1.0) -> Work:
+    def plus(self, addend: Work, times: float = 1.0) -> Work:
         """Return the sum of this cost and `times` times the other, field by field; -1 subtracts."""
         return Work(
-            *[value + times * other_value for value, other_value in zip(self, other, strict=True)]
+            *[value + times * other_value for value, other_value in zip(self, addend, strict=True)]
         )
 
 
@@ -201,7 +202,7 @@ def _size(tensor: Tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
-def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+def traffic_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the bytes that one torch operation reads and writes. The result is 0 for attention and
     matrix products, except for products that are added to a sum.
 
@@ -253,17 +254,17 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
         a, b = args[FACTORS[func] :][:2]
         # In a grouped product, every row of a meets one matrix of b, or every column one group.
         terms = math.prod(a.shape[-2:] if func is GROUPED else a.shape)
-        size = moved(func, args, kwargs, result)
+        size = traffic_of(func, args, kwargs, result)
         if a.dim() == 2 and func is not GROUPED and min(*a.shape, b.shape[-1]) <= SKINNY:
             if func in ADDS_TO_A_SUM:
                 output_bytes = 0
             else:
                 output_bytes = _size(tensors(result)[0])
             size += _size(a) + _size(b) + output_bytes
-        return Work(2 * terms * b.shape[-1], moved=size, dispatches=1)
+        return Work(2 * terms * b.shape[-1], traffic=size, dispatches=1)
     if func in ATTENTION:
         flops = attention_flops(func, args, kwargs)
         if func in BACKWARDS:
             return Work(backward=flops, dispatches=1)
         return Work(forward=flops, dispatches=1)
-    return Work(moved=moved(func, args, kwargs, result), dispatches=1)
+    return Work(traffic=traffic_of(func, args, kwargs, result), dispatches=1)

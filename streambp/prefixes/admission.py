@@ -54,7 +54,7 @@ from streambp.prefixes.arguments import (
 )
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
-from streambp.tensors import replaced
+from streambp.tensors import replace_attribute
 
 DROPS = "drop"  # part of names of modules with dropout, and of rate attributes
 JITTER = "jitter"  # part of names of attributes that scale a router's input at random
@@ -153,9 +153,9 @@ def check_streamed(layer_state: LayerState) -> None:
     Raises:
         UnsharedError: the layer ran unchunked.
     """
-    if layer_state.last_call.report.because is not None:
+    if layer_state.last_call.report.reason is not None:
         raise UnsharedError(
-            f"{type(layer_state.layer).__name__} does not run in chunks: {layer_state.last_call.report.because}"
+            f"{type(layer_state.layer).__name__} does not run in chunks: {layer_state.last_call.report.reason}"
         )
 
 
@@ -200,7 +200,7 @@ class Trials:
         kwargs: Mapping[str, Any],
         over: Over,
         layer_states: list[LayerState],
-        apart: int,
+        fork_distance: int,
         on_all_ranks: bool,
     ) -> None:
         """Test with random tokens whether calls with arguments of this form can be computed as a
@@ -210,7 +210,7 @@ class Trials:
             kwargs: the call's arguments, which `why_not` has accepted.
             over: the backbone's forward.
             layer_states: the backbone's decoder layers.
-            apart: minimum number of tokens between two positions at which rows branch.
+            fork_distance: minimum number of tokens between two positions at which rows branch.
             on_all_ranks: True if all ranks run this test together, as forwards contain collectives.
         """
         shares = kwargs.get(EMBEDS) is None
@@ -220,7 +220,7 @@ class Trials:
         reasons: list[str | None] = []
         for with_padding in (False,) * shares + (True,) * padded:
             trial = trial_of(kwargs, vocabulary, with_padding)
-            reasons.append(self._try(trial, over, layer_states, apart, on_all_ranks))
+            reasons.append(self._try(trial, over, layer_states, fork_distance, on_all_ranks))
         self.verdicts[self.kind_of(kwargs)] = reasons[0], reasons[-1]
 
     def _try(
@@ -228,13 +228,13 @@ class Trials:
         kwargs: dict[str, Any],
         over: Over,
         layer_states: list[LayerState],
-        branch_distance: int,
+        fork_distance: int,
         on_all_ranks: bool,
     ) -> str | None:
         mask, positions = mask_and_positions(kwargs)
         ids = known_by(kwargs)
         tree = find_tree(
-            ids, mask, positions, least=TRIAL[1] // 3, saves=0.0, apart=branch_distance
+            ids, mask, positions, min_prefix=TRIAL[1] // 3, saves=0.0, fork_distance=fork_distance
         )
         assert isinstance(tree, Tree), tree
         is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # [B, T]
@@ -249,7 +249,7 @@ class Trials:
             failed: list[Exception] = []
             try:
                 recorded = [ReplayedChoices() for _ in layer_states]
-                with replaced(layer_states, "choices", recorded):  # [Note: choices]
+                with replace_attribute(layer_states, "choices", recorded):  # [Note: choices]
                     rows = over(kwargs, None, failed)
                 restored.end_run()
                 restored.rewind()
@@ -257,7 +257,7 @@ class Trials:
                     choices.rearranged(functools.partial(_in_packed_row, tree))
                     for choices in recorded
                 ]
-                with replaced(layer_states, "choices", replayed):
+                with replace_attribute(layer_states, "choices", replayed):
                     row = over(packed(kwargs, tree, self.takes_positions), tree, failed)
                 if not failed:
                     expected = rows[0][is_token]
@@ -279,10 +279,10 @@ class Trials:
             )
         if set_otherwise:
             return f"its forward initialises itself at its first call ({', '.join(set_otherwise)})"
-        half = expected.dtype in HALF or autocast_dtype(ids.device.type) in HALF
+        in_half = expected.dtype in HALF or autocast_dtype(ids.device.type) in HALF
         results = results.double()
         expected = expected.double()
-        if half:  # distance over all values, because single values round coarsely
+        if in_half:  # distance over all values, because single values round coarsely
             distance = float((results - expected).norm() / expected.norm().clamp(min=1e-30))
             bar = BAR_IN_HALF
         else:
@@ -291,7 +291,8 @@ class Trials:
             )
             bar = BAR
         scores = max(
-            (choices.typical() if half else choices.furthest() for choices in replayed), default=0.0
+            (choices.typical() if in_half else choices.furthest() for choices in replayed),
+            default=0.0,
         )
         if distance <= bar and scores <= SCORES * bar:
             return None

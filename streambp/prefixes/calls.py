@@ -26,7 +26,7 @@ from streambp.known_names import EMBEDS, LABELS, PER_TOKEN, SHARED_INPUTS
 from streambp.layer.layer_state import LayerState
 from streambp.prefixes.admission import Over, Trials, draws_noise, why_not
 from streambp.prefixes.arguments import known_by, mask_and_positions, packed
-from streambp.prefixes.late import Again, LateRows
+from streambp.prefixes.late import LateRows, RowsForward
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import A_CHUNK, NOTHING_SHARED, Tree, find_tree
 
@@ -98,7 +98,7 @@ class SharedPrefixes:
         labels: tuple[Any, Any] = (None, None),
         documents: bool = False,
         padding_unseen: Unseen = None,
-        again: Again | None = None,
+        rows_forward: RowsForward | None = None,
     ) -> Any:
         """Return the backbone's output for rows [B, T], computed on a packed row or on the rows.
 
@@ -110,8 +110,8 @@ class SharedPrefixes:
             documents: True if the language model's position_ids mark several documents in a row.
             padding_unseen: returns True if no other code reads values at padding positions; called
                 only for batches with padding. None: other code may read them.
-            again: forward over the rows, which can run later if other code reads values at padding;
-                None: it cannot.
+            rows_forward: forward over the rows, which can run later if other code reads values at
+                padding; None: it cannot.
 
         Raises:
             StreamBPError: a packed row failed while the model ran, and other ranks wait for this
@@ -121,15 +121,15 @@ class SharedPrefixes:
         if documents and isinstance(tree, Tree):
             tree = "position_ids mark documents in packed rows"
         if isinstance(tree, Tree):
-            late = None
-            if again is not None:
-                late = self._late(again, tree, labels)
+            late_rows = None
+            if rows_forward is not None:
+                late_rows = self._late(rows_forward, tree, labels)
             try:
                 output = over(packed(kwargs, tree, self.trials.takes_positions), tree)
                 compute = None
-                if late is not None:
-                    compute = late.of(output)
-                output = spread_all(output, tree, late=compute)
+                if late_rows is not None:
+                    compute = late_rows.of(output)
+                output = spread_all(output, tree, compute_rows=compute)
             except Exception as error:  # a hook may need the rows, as for peft's adapter_names
                 if is_out_of_memory(error):
                     raise
@@ -151,7 +151,9 @@ class SharedPrefixes:
         self.last = tree
         return over(kwargs, None)
 
-    def _late(self, rows_later: Again, tree: Tree, labels: tuple[Any, Any]) -> LateRows | None:
+    def _late(
+        self, rows_forward: RowsForward, tree: Tree, labels: tuple[Any, Any]
+    ) -> LateRows | None:
         """Return an object that can still run the backbone on the batch's rows after the packed
         row, for a program that reads values at padding.
 
@@ -159,7 +161,7 @@ class SharedPrefixes:
         each forward.
 
         Args:
-            rows_later: the forward over the rows, to run later.
+            rows_forward: the forward over the rows, to run later.
             tree: the packed row.
             labels: see `call`.
         """
@@ -168,11 +170,11 @@ class SharedPrefixes:
 
         caller = self._caller(labels)
 
-        def told() -> None:
+        def record_padding_read() -> None:
             self._reads_padding.add(caller)
             self.last = PADDING_IS_READ
 
-        return LateRows(self.module, rows_later, tree, told)
+        return LateRows(self.module, rows_forward, tree, record_padding_read)
 
     def _caller(self, labels: tuple[Any, Any]) -> tuple[bool, bool]:
         """Return a key for the program's code that makes this call: (True in training mode, True
@@ -214,7 +216,9 @@ class SharedPrefixes:
         self._looked = None
         wants = isinstance(tree, Tree) and not self.trials.knows(kwargs)
         if on_all_ranks and self._agreed(kwargs, may_try, wants):
-            self.trials.make(kwargs, over, layer_states(), _apart(layer_states()), on_all_ranks)
+            self.trials.make(
+                kwargs, over, layer_states(), _fork_distance(layer_states()), on_all_ranks
+            )
         elif on_all_ranks and wants:
             return (
                 "ranks are to try a kind of call together, and this one is not that of all of them "
@@ -222,7 +226,9 @@ class SharedPrefixes:
             )
         elif wants:
             try:
-                self.trials.make(kwargs, over, layer_states(), _apart(layer_states()), on_all_ranks)
+                self.trials.make(
+                    kwargs, over, layer_states(), _fork_distance(layer_states()), on_all_ranks
+                )
                 return self._tried(kwargs, tree)  # type: ignore[arg-type]
             except Exception as error:
                 reason = f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
@@ -326,22 +332,24 @@ class SharedPrefixes:
         if self._looked is None or not is_same_call:
             ids = known_by(kwargs)
             scored = _labelled(plain, shifted, ids)
-            look = functools.partial(
+            find = functools.partial(
                 find_tree,
                 ids,
                 mask,
                 positions,
                 scored,
-                apart=_apart(layer_states),
+                fork_distance=_fork_distance(layer_states),
                 a_chunk=_a_chunk(layer_states),
             )
-            row_or_reason = look()
+            row_or_reason = find()
             shares = (
                 isinstance(row_or_reason, Tree)
                 and row_or_reason.tokens < row_or_reason.tokens_of_rows
             )
             if shares and self.rows == "auto" and draws_noise(self.module):
-                row_or_reason = look(least=ids.shape[1] + 1)  # share no tokens, drop padding only
+                row_or_reason = find(
+                    min_prefix=ids.shape[1] + 1
+                )  # share no tokens, drop padding only
                 row_or_reason = row_or_reason if isinstance(row_or_reason, Tree) else NOISE_IS_SEEN
             self._looked = key, row_or_reason
         tree = self._looked[1]
@@ -392,18 +400,18 @@ class SharedPrefixes:
         )
         kind = zlib.crc32(repr(self.trials.kind_of(kwargs)).encode()) if may_try else 0
         replies = everyones_numbers(self.module, [kind, wants], device)
-        if kind == 0 or any(other[0] != kind for other in replies):
+        if kind == 0 or any(reply[0] != kind for reply in replies):
             return False
         return any(wants_test for _, wants_test in replies)
 
 
-def _apart(layer_states: list[LayerState]) -> int:
+def _fork_distance(layer_states: list[LayerState]) -> int:
     """Return the minimum number of tokens between two positions at which rows may branch in a
     packed row: the largest minimum of all layers.
 
     A layer with recurrent states ends a chunk at each of these positions.
     """
-    return max((layer_state.kind.states.least for layer_state in layer_states), default=1)
+    return max((layer_state.kind.states.min_tokens for layer_state in layer_states), default=1)
 
 
 def _a_chunk(layer_states: list[LayerState]) -> float:

@@ -33,11 +33,11 @@ class Moment:
     the model has changed since the first.
 
     Attributes:
-        written: parameters and buffers, each with its version counter.
+        versions: parameters and buffers, each with its version counter.
         flags: plain attributes of each module if the model has active dropout or noise, else [].
     """
 
-    written: list[tuple[Tensor, int]]
+    versions: list[tuple[Tensor, int]]
     flags: list[dict[str, Any]]
 
     @classmethod
@@ -57,9 +57,9 @@ class Moment:
         """True if a parameter, buffer or flag of the module was replaced or modified since the
         snapshot."""
         current = Moment.of(module)
-        if len(current.written) != len(self.written) or current.flags != self.flags:
+        if len(current.versions) != len(self.versions) or current.flags != self.flags:
             return True
-        pairs = zip(self.written, current.written, strict=True)
+        pairs = zip(self.versions, current.versions, strict=True)
         return any(x is not y or i != j for (x, i), (y, j) in pairs)
 
 
@@ -80,7 +80,7 @@ def _flags(module: nn.Module) -> list[dict[str, Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Again:
+class RowsForward:
     """Forward of a backbone over the rows of a batch, which is run only if the program needs values
     that the packed row lacks.
 
@@ -99,18 +99,22 @@ class LateRows:
 
     Args:
         module: the backbone.
-        again: the backbone's forward over the rows.
+        rows_forward: the backbone's forward over the rows.
         tree: the packed row of the first forward.
-        told: called when the program reads padding.
+        on_padding_read: called when the program reads padding.
     """
 
     def __init__(
-        self, module: nn.Module, again: Again, tree: Tree, told: Callable[[], None]
+        self,
+        module: nn.Module,
+        rows_forward: RowsForward,
+        tree: Tree,
+        on_padding_read: Callable[[], None],
     ) -> None:
         self.module = module
-        self.again = again
+        self.rows_forward = rows_forward
         self.tree = tree
-        self.told = told
+        self.on_padding_read = on_padding_read
         self.moment = Moment.of(module)
         self.graded = torch.is_grad_enabled()
         self.inferred = torch.is_inference_mode_enabled()
@@ -130,8 +134,8 @@ class LateRows:
                 tensor, so a read would not be noticed.
         """
         hidden = output[0]
-        if not isinstance(hidden, LazyHidden) or hidden.written is not None:
-            if self.again.handed_out:
+        if not isinstance(hidden, LazyHidden) or hidden.materialized_tensor is not None:
+            if self.rows_forward.handed_out:
                 raise UnsharedError(
                     "its final norm is not left to the head, which may read padding"
                 )
@@ -149,14 +153,14 @@ class LateRows:
         Raises:
             StreamBPError: the model has changed since the first forward.
         """
-        self.told()
+        self.on_padding_read()
         if self.moment.is_over(self.module):
             raise _changed()
         assert self.autocast is not None
         with self._as_then(graded), self.autocast.restored():
-            hidden = self.again.run()[0]
+            hidden = self.rows_forward.run()[0]
         assert isinstance(hidden, LazyHidden)
-        assert hidden.written is None
+        assert hidden.materialized_tensor is None
         rows = hidden.source.reshape(-1, hidden.source.shape[-1])
         self._compare(rows.detach())
         return rows
@@ -176,9 +180,9 @@ class LateRows:
         assert self.source is not None
         if self.moment.flags:
             return  # the second forward draws other noise
-        places = self.tree.places(rows.device).flatten()  # [B * T]
-        is_token = places < self.tree.length
-        expected = self.source[places[is_token]]
+        token_positions = self.tree.token_positions(rows.device).flatten()  # [B * T]
+        is_token = token_positions < self.tree.length
+        expected = self.source[token_positions[is_token]]
         computed = rows[is_token]
         difference = computed.double() - expected.double()
         if rows.dtype in HALF:

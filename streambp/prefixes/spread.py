@@ -98,14 +98,16 @@ def _at_places(x: LazyHidden, tree: Tree) -> LazyHidden:
         UnsharedError: x has another shape.
     """
     source = x.source.reshape(-1, x.source.shape[-1])  # [N, h]
-    if source.shape[0] != tree.length or x.recipe.places is not None:
+    if source.shape[0] != tree.length or x.recipe.token_positions is not None:
         raise UnsharedError(
             f"the final norm is one of {list(x.shape)} for a packed row of {tree.length} tokens"
         )
     if any(True for _ in tree.padding()):
         source = Behind.apply(source)
     return LazyHidden.make(
-        source, dataclasses.replace(x.recipe, places=tree.places(source.device)), x.dtype
+        source,
+        dataclasses.replace(x.recipe, token_positions=tree.token_positions(source.device)),
+        x.dtype,
     )
 
 
@@ -123,15 +125,23 @@ def with_late_padding(x: LazyHidden, tree: Tree, compute: Callable[[bool], Tenso
         UnsharedError: x has another shape.
     """
     source = x.source.reshape(-1, x.source.shape[-1])  # [N, h]
-    if source.shape[0] != tree.length or x.recipe.places is not None:
+    if source.shape[0] != tree.length or x.recipe.token_positions is not None:
         raise UnsharedError(
             f"the final norm is one of {list(x.shape)} for a packed row of {tree.length} tokens"
         )
-    places = tree.places(source.device)  # [B, T]
-    columns = torch.arange(places.numel(), device=places.device).view_as(places)
-    places = torch.where(places < tree.length, places, tree.length + columns)
-    late = LatePadding(source, compute)
-    return LazyHidden.make(source, dataclasses.replace(x.recipe, places=places, late=late), x.dtype)
+    token_positions = tree.token_positions(source.device)  # [B, T]
+    columns = torch.arange(token_positions.numel(), device=token_positions.device).view_as(
+        token_positions
+    )
+    token_positions = torch.where(
+        token_positions < tree.length, token_positions, tree.length + columns
+    )
+    late_padding = LatePadding(source, compute)
+    return LazyHidden.make(
+        source,
+        dataclasses.replace(x.recipe, token_positions=token_positions, late_padding=late_padding),
+        x.dtype,
+    )
 
 
 def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
@@ -139,12 +149,12 @@ def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
     the packed row too. `columns` is a slice of the batch's row, and `positions` a slice of the
     packed row."""
     for index, row in enumerate(tree.rows):
-        for piece in row.pieces:
-            start = row.column + piece.at
+        for span in row.packed_spans:
+            start = row.column + span.at
             yield (
                 index,
-                slice(start, start + piece.stop - piece.start),
-                slice(piece.start, piece.stop),
+                slice(start, start + span.stop - span.start),
+                slice(span.start, span.stop),
             )
 
 
@@ -167,25 +177,25 @@ def refuse(*parts: Tensor) -> None:
         )
 
 
-def spread(x: Tensor, tree: Tree, late: Callable[[bool], Tensor] | None = None) -> Tensor:
+def spread(x: Tensor, tree: Tree, compute_rows: Callable[[bool], Tensor] | None = None) -> Tensor:
     """Return an output x of the model for the packed row as an output for the batch's rows. [1, N,
     ...] becomes [B, T, ...], and [N, ...] becomes [B * T, ...], in x's dtype.
 
     Args:
         x: the output.
         tree: the packed row of N tokens.
-        late: returns the hidden states of the rows [B * T, h], if x is a lazy tensor and the
-            program reads padding; None: padding has another token's values.
+        compute_rows: returns the hidden states of the rows [B * T, h], if x is a lazy tensor and
+            the program reads padding; None: padding has another token's values.
 
     Raises:
         UnsharedError: x has another shape.
     """
     if isinstance(x, LazyHidden):
-        if x.written is not None:
-            return spread(x.written, tree)
-        if late is None:
+        if x.materialized_tensor is not None:
+            return spread(x.materialized_tensor, tree)
+        if compute_rows is None:
             return _at_places(x, tree)
-        return with_late_padding(x, tree, late)
+        return with_late_padding(x, tree, compute_rows)
     if x.dim() > 1 and tuple(x.shape[:2]) == (1, tree.length):
         rows: Tensor = Spread.apply(x[0], tree)
         return rows
@@ -201,7 +211,7 @@ def spread_all(
     output: Any,
     tree: Tree,
     results: dict[int, Tensor] | None = None,
-    late: Callable[[bool], Tensor] | None = None,
+    compute_rows: Callable[[bool], Tensor] | None = None,
 ) -> Any:
     """Return a model's output for the packed row as an output for the batch's rows. The function
     `spread` is applied to every tensor in the output, once to a tensor that occurs twice.
@@ -210,8 +220,8 @@ def spread_all(
         output: a tensor [1, N, ...] or [N, ...], or such tensors in tuples, lists and dicts.
         tree: the packed row.
         results: results so far, by id of the tensor.
-        late: returns the hidden states of the rows [B * T, h], if the program reads padding; None:
-            padding has another token's values.
+        compute_rows: returns the hidden states of the rows [B * T, h], if the program reads
+            padding; None: padding has another token's values.
 
     Raises:
         UnsharedError: a tensor has another shape.
@@ -219,12 +229,12 @@ def spread_all(
     results = {} if results is None else results
     if isinstance(output, Tensor):
         if id(output) not in results:
-            results[id(output)] = spread(output, tree, late)
+            results[id(output)] = spread(output, tree, compute_rows)
         return results[id(output)]
     if isinstance(output, Mapping):
         return type(output)(
-            **{name: spread_all(x, tree, results, late) for name, x in output.items()}
+            **{name: spread_all(x, tree, results, compute_rows) for name, x in output.items()}
         )
     if isinstance(output, tuple | list):
-        return type(output)(spread_all(value, tree, results, late) for value in output)
+        return type(output)(spread_all(value, tree, results, compute_rows) for value in output)
     return output

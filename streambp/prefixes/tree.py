@@ -58,16 +58,16 @@ class Row:
 
     Attributes:
         column: the column of the row's first token, behind left padding.
-        pieces: the row's tokens, first to last; (): padding alone.
+        packed_spans: the row's tokens, first to last; (): padding alone.
     """
 
     column: int
-    pieces: tuple[PackedSpan, ...]
+    packed_spans: tuple[PackedSpan, ...]
 
     @property
     def length(self) -> int:
         """Return the number of tokens without padding."""
-        return sum(piece.stop - piece.start for piece in self.pieces)
+        return sum(span.stop - span.start for span in self.packed_spans)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +77,14 @@ class Segment:
 
     Attributes:
         row: index of the batch row.
-        own: the range of these tokens.
-        before: ranges of the batch row's tokens before the segment, which are in earlier segments.
+        span: the range of these tokens.
+        prefix_spans: ranges of the batch row's tokens before the segment, which are in earlier
+            segments.
     """
 
     row: int
-    own: PackedSpan
-    before: tuple[PackedSpan, ...]
+    span: PackedSpan
+    prefix_spans: tuple[PackedSpan, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Tree:
     def tokens(self) -> int:
         """Return the number of tokens of all rows, without padding, where tokens of a shared prefix
         count once."""
-        return self.segments[-1].own.stop if self.segments else 0
+        return self.segments[-1].span.stop if self.segments else 0
 
     @property
     def length(self) -> int:
@@ -130,14 +131,14 @@ class Tree:
         states starts the segment with the states that it had at `continued`."""
         pairs: list[tuple[int, int]] = []
         for segment in self.segments:
-            continued = segment.before[-1].stop if segment.before else 0
-            pairs.append((segment.own.start, continued))
+            continued = segment.prefix_spans[-1].stop if segment.prefix_spans else 0
+            pairs.append((segment.span.start, continued))
         if self.furthest is not None:
             pairs.append((self.tokens, 0))
         return tuple(pairs)
 
     @property
-    def pieces(self) -> int:
+    def min_chunks(self) -> int:
         """Return the number of pieces into which the packed row is cut by the positions where rows
         branch or end. Layers with recurrent states need at least as many chunks."""
         return len({0, self.length, *itertools.chain.from_iterable(self.forks)}) - 1
@@ -149,7 +150,7 @@ class Tree:
                 if start < stop:
                     yield index, start, stop
 
-    def places(self, device: torch.device) -> Tensor:
+    def token_positions(self, device: torch.device) -> Tensor:
         """Return indices [B, T]: the position in the packed row of each token of the batch. The
         index of padding is the packed row's length.
 
@@ -158,10 +159,10 @@ class Tree:
         """
         indices = torch.full((len(self.rows), self.width), self.length, device="cpu")
         for index, row in enumerate(self.rows):
-            for piece in row.pieces:
-                start = row.column + piece.at
-                indices[index, start : start + piece.stop - piece.start] = torch.arange(
-                    piece.start, piece.stop, device="cpu"
+            for span in row.packed_spans:
+                start = row.column + span.at
+                indices[index, start : start + span.stop - span.start] = torch.arange(
+                    span.start, span.stop, device="cpu"
                 )
         return indices.to(device)
 
@@ -172,8 +173,8 @@ class Tree:
         rows = batch.unbind()
         parts: list[Tensor] = []
         for segment in self.segments:
-            start = self.rows[segment.row].column + segment.own.at
-            size = segment.own.stop - segment.own.start
+            start = self.rows[segment.row].column + segment.span.at
+            size = segment.span.stop - segment.span.start
             parts.append(rows[segment.row][start : start + size])
         return torch.cat(parts)[None]
 
@@ -185,50 +186,53 @@ class Tree:
                 earlier tokens.
         """
         runs = [
-            Run(segment.own.start, segment.own.stop, segment.own.start) for segment in self.segments
+            Run(segment.span.start, segment.span.stop, segment.span.start)
+            for segment in self.segments
         ]
         if self.furthest is not None:
             runs.append(Run(self.tokens, self.length, self.tokens))
-        shared_runs = self._whole_pieces() if window is None else self._pieces_within(window)
+        shared_runs = self._shared_runs() if window is None else self._shared_runs_within(window)
         return Spans(self.length, ((*runs, *shared_runs),), window)
 
-    def _whole_pieces(self) -> Iterator[Run]:
+    def _shared_runs(self) -> Iterator[Run]:
         """Yield a `Run` for each range of keys in earlier segments and the queries that read the
         keys, for attention without a sliding window. Neighbouring segments that read the same keys
         share one."""
         edges: set[int] = set()
         for segment in self.segments:
-            for piece in segment.before:
-                edges.update((piece.start, piece.stop))
-        cuts = sorted(edges)
+            for span in segment.prefix_spans:
+                edges.update((span.start, span.stop))
+        sorted_edges = sorted(edges)
         readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for segment in self.segments:
-            for piece in segment.before:
-                inner_cuts = [cut for cut in cuts if piece.start <= cut <= piece.stop]
-                for part in itertools.pairwise(inner_cuts):
+            for span in segment.prefix_spans:
+                inner_edges = [edge for edge in sorted_edges if span.start <= edge <= span.stop]
+                for part in itertools.pairwise(inner_edges):
                     queries = readers.setdefault(part, [])
-                    start = segment.own.start
+                    start = segment.span.start
                     if queries and queries[-1][1] == start:
                         start = queries.pop()[0]
-                    queries.append((start, segment.own.stop))
+                    queries.append((start, segment.span.stop))
         for (k0, k1), queries in sorted(readers.items()):
             for q0, q1 in queries:
                 yield Run(q0, q1, k0, k1)
 
-    def _pieces_within(self, window: int) -> Iterator[Run]:
+    def _shared_runs_within(self, window: int) -> Iterator[Run]:
         """Yield a `Run` for each range of keys in earlier segments and the queries that read the
         keys, for attention with a sliding window of `window` tokens."""
         for segment in self.segments:
-            for piece in segment.before:
-                shift = (segment.own.start - segment.own.at) - (piece.start - piece.at)
+            for prefix_span in segment.prefix_spans:
+                shift = (segment.span.start - segment.span.at) - (
+                    prefix_span.start - prefix_span.at
+                )
                 # end of the queries that read the piece
-                last = min(segment.own.stop, piece.stop - 1 + window + shift)
-                if segment.own.start < last:
-                    yield Run(segment.own.start, last, piece.start, piece.stop, shift)
+                last = min(segment.span.stop, prefix_span.stop - 1 + window + shift)
+                if segment.span.start < last:
+                    yield Run(segment.span.start, last, prefix_span.start, prefix_span.stop, shift)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Known:
+class _RowTokens:
     """Place of one batch row's tokens, without padding, from which `find_tree` compares rows and
     packs their tokens.
 
@@ -248,9 +252,9 @@ def find_tree(
     mask: Tensor | None = None,
     positions: Tensor | None = None,
     labelled: Tensor | None = None,
-    least: int = MIN_SHARED_TOKENS,
+    min_prefix: int = MIN_SHARED_TOKENS,
     saves: float = SAVES,
-    apart: int = 1,
+    fork_distance: int = 1,
     a_chunk: float = 0,
 ) -> Tree | str:
     """Return the packed row for a batch, or the reason against it as text.
@@ -263,36 +267,36 @@ def find_tree(
         positions: [1 or B, T] or [axes, 1 or B, T], integers or floats; None: the columns. The
             first axis is text, unless three axes lack text.
         labelled: [B, T] in bool, True for tokens whose output has a label; None: unknown.
-        least: minimum number of tokens that rows share before they branch.
+        min_prefix: minimum number of tokens that rows share before they branch.
         saves: minimum savings, as a fraction of B * T tokens including padding.
-        apart: minimum number of tokens between two positions at which rows branch, and before a
-            row's end. Rows may share a few tokens less for that reason.
+        fork_distance: minimum number of tokens between two positions at which rows branch, and
+            before a row's end. Rows may share a few tokens less for that reason.
         a_chunk: cost of one more chunk, as a number of tokens, if chunks must end wherever rows
             branch; 0: chunks may end anywhere.
     """
     rows_or_reason = _look_at(ids, mask, positions, labelled)
     if isinstance(rows_or_reason, str):
         return rows_or_reason
-    token_places, furthest = rows_or_reason
-    segments, rows = _write_down(ids, token_places, least, apart)
+    row_tokens, furthest = rows_or_reason
+    segments, rows = _write_down(ids, row_tokens, min_prefix, fork_distance)
     tree = Tree(ids.shape[1], rows, segments, furthest)
     if not tree.tokens:
         return "the last call's batch is padding alone"
     if tree.tokens == ids.numel():
         return NOTHING_SHARED
-    more = a_chunk * (tree.pieces - 1)
-    if ids.numel() - tree.tokens - more < max(saves * ids.numel(), 1):
-        cut = f", in {tree.pieces} chunks at least" if more else ""
+    chunk_costs = a_chunk * (tree.min_chunks - 1)
+    if ids.numel() - tree.tokens - chunk_costs < max(saves * ids.numel(), 1):
+        chunk_note = f", in {tree.min_chunks} chunks at least" if chunk_costs else ""
         return (
             f"a packed row saves too little: the last call's {ids.numel():,} tokens would be "
-            f"{tree.tokens:,}{cut}"
+            f"{tree.tokens:,}{chunk_note}"
         )
     return tree
 
 
 def _look_at(
     ids: Tensor, mask: Tensor | None, positions: Tensor | None, labelled: Tensor | None
-) -> tuple[list[_Known], float | None] | str:
+) -> tuple[list[_RowTokens], float | None] | str:
     """Return the place of each row's tokens in the batch, from which `find_tree` builds the tree.
     If a packed row is impossible, for example because padding separates tokens, return the reason
     as text.
@@ -340,86 +344,88 @@ def _look_at(
         if outside:
             return f"padding of the last call's row {index} predicts a label"
     furthest, read = (max(row[at] for row in rows) for at in (6, 7))
-    token_places = [_Known(row[0], row[2], row[5]) for row in rows]
+    row_tokens = [_RowTokens(row[0], row[2], row[5]) for row in rows]
     if read in (furthest, -1):
-        return token_places, None
-    return token_places, furthest
+        return row_tokens, None
+    return row_tokens, furthest
 
 
 def _write_down(
-    ids: Tensor, token_places: list[_Known], least: int, branch_distance: int
+    ids: Tensor, row_tokens: list[_RowTokens], min_prefix: int, fork_distance: int
 ) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
     """Return the segments of the packed row, in order, and each batch row's pieces.
 
     Args:
         ids: [B, T], integers that are equal for equal tokens.
-        token_places: the place of each row's tokens.
-        least, branch_distance: see `find_tree`.
+        row_tokens: the place of each row's tokens.
+        min_prefix, fork_distance: see `find_tree`.
     """
-    first_columns = [row.column for row in token_places]
+    first_columns = [row.column for row in row_tokens]
     if any(first_columns):  # shift rows left to their first token
         firsts = torch.tensor(first_columns, device=ids.device)
         columns = (torch.arange(ids.shape[1], device=ids.device) + firsts[:, None]).clamp(
             max=ids.shape[1] - 1
         )
         ids = ids.gather(1, columns)
-    # Group rows that share `least` tokens: most rows of most batches share nothing.
-    starts = ids[:, :least].unique(dim=0, return_inverse=True)[1].tolist()
+    # Group rows that share `min_prefix` tokens: most rows of most batches share nothing.
+    starts = ids[:, :min_prefix].unique(dim=0, return_inverse=True)[1].tolist()
     groups: dict[tuple[float, ...], list[int]] = {}
-    for index, (known_row, start) in enumerate(zip(token_places, starts, strict=True)):
+    for index, (tokens_of_row, start) in enumerate(zip(row_tokens, starts, strict=True)):
         group: tuple[float, ...] = (index,)
-        if known_row.length >= least:
-            group = (known_row.position, start)
+        if tokens_of_row.length >= min_prefix:
+            group = (tokens_of_row.position, start)
         groups.setdefault(group, []).append(index)
     # Groups of rows without pieces yet, and the pieces that each group shares.
     waiting: list[tuple[list[int], tuple[PackedSpan, ...]]] = []
     for rows in reversed(groups.values()):
         waiting.append((rows, ()))
     segments: list[Segment] = []
-    pieces: dict[int, tuple[PackedSpan, ...]] = {}
+    packed_spans: dict[int, tuple[PackedSpan, ...]] = {}
     end = 0
     while waiting:
-        (pivot, *followers), pieces_before = waiting.pop()
-        depth = sum(piece.stop - piece.start for piece in pieces_before)
-        pieces[pivot] = pieces_before
-        if token_places[pivot].length > depth:
-            span = PackedSpan(depth, end, end + token_places[pivot].length - depth)
-            segments.append(Segment(pivot, span, pieces_before))
-            pieces[pivot] = (*pieces_before, span)
+        (pivot, *followers), prefix_spans = waiting.pop()
+        depth = sum(packed_span.stop - packed_span.start for packed_span in prefix_spans)
+        packed_spans[pivot] = prefix_spans
+        if row_tokens[pivot].length > depth:
+            span = PackedSpan(depth, end, end + row_tokens[pivot].length - depth)
+            segments.append(Segment(pivot, span, prefix_spans))
+            packed_spans[pivot] = (*prefix_spans, span)
             end = span.stop
-            if pieces_before and pieces_before[-1].stop == span.start:  # adjacent in the packed row
-                pieces[pivot] = (
-                    *pieces_before[:-1],
-                    PackedSpan(pieces_before[-1].at, pieces_before[-1].start, span.stop),
+            if prefix_spans and prefix_spans[-1].stop == span.start:  # adjacent in the packed row
+                packed_spans[pivot] = (
+                    *prefix_spans[:-1],
+                    PackedSpan(prefix_spans[-1].at, prefix_spans[-1].start, span.stop),
                 )
-        common = _common(ids, pivot, followers, depth, [row.length for row in token_places], least)
+        common = _common(
+            ids, pivot, followers, depth, [row.length for row in row_tokens], min_prefix
+        )
         for row, at in common.items():
             # a row that ends at the branch has no own segment
-            if branch_distance > 1 and at != token_places[row].length:
+            if fork_distance > 1 and at != row_tokens[row].length:
                 at = min(
                     at,
-                    token_places[row].length - branch_distance,
-                    token_places[pivot].length - branch_distance,
+                    row_tokens[row].length - fork_distance,
+                    row_tokens[pivot].length - fork_distance,
                 )
-                common[row] = at - at % branch_distance
-        short_matches = [row for row in followers if common[row] - depth < least]
+                common[row] = at - at % fork_distance
+        short_matches = [row for row in followers if common[row] - depth < min_prefix]
         if short_matches:
-            waiting.append((short_matches, pieces_before))
+            waiting.append((short_matches, prefix_spans))
         # the stack pops the longest first
-        for at in sorted({at for at in common.values() if at - depth >= least}):
+        for at in sorted({at for at in common.values() if at - depth >= min_prefix}):
             path: list[PackedSpan] = []
-            for piece in pieces[pivot]:
-                if piece.at < at:
-                    stop = min(piece.stop, piece.start + at - piece.at)
-                    path.append(PackedSpan(piece.at, piece.start, stop))
+            for packed_span in packed_spans[pivot]:
+                if packed_span.at < at:
+                    stop = min(packed_span.stop, packed_span.start + at - packed_span.at)
+                    path.append(PackedSpan(packed_span.at, packed_span.start, stop))
             waiting.append(([row for row in followers if common[row] == at], tuple(path)))
     return tuple(segments), tuple(
-        Row(row.column, pieces[index]) for index, row in enumerate(token_places)
+        Row(row.column, packed_spans[index]) for index, row in enumerate(row_tokens)
     )
 
 
 def _common(
-    ids: Tensor, pivot: int, rows: list[int], depth: int, lengths: list[int], least: int
+    ids: Tensor, pivot: int, rows: list[int], depth: int, lengths: list[int], first_size: int
 ) -> dict[int, int]:
     """Return a dict from the index of each of `rows` to the number of its first tokens that equal
     those of the row `pivot`. The packed row has equal tokens once, in the pivot's segment.
@@ -433,12 +439,12 @@ def _common(
         rows: indices of the other rows.
         depth: number of tokens that are known to be equal.
         lengths: number of tokens of each row.
-        least: number of tokens in the first comparison.
+        first_size: number of tokens in the first comparison.
     """
     equal_tokens = {row: min(lengths[row], lengths[pivot]) for row in rows}
     matching_rows = rows
     start = depth
-    size = max(least, 1)
+    size = max(first_size, 1)
     while matching_rows and start < lengths[pivot]:
         stop = min(start + size, lengths[pivot])
         differs = ids[matching_rows, start:stop] != ids[pivot, start:stop]  # [rows, tokens]

@@ -28,7 +28,7 @@ class StateCarrier:
 
     Attributes:
         carries: True if the layer has states.
-        least: minimum number of tokens in a chunk.
+        min_tokens: minimum number of tokens in a chunk.
         why_not_split: the reason why a sequence of this layer cannot be split over ranks; None for
             a layer without states.
     """
@@ -37,17 +37,17 @@ class StateCarrier:
         self.argument = argument
         self.returned = returned
         self.carries = bool(argument)
-        self.least = 1
+        self.min_tokens = 1
         self.why_not_split: str | None = None
         if argument:
-            self.least = LEAST_TOKENS
+            self.min_tokens = LEAST_TOKENS
             self.why_not_split = (
                 "it goes on from a state (a recurrence, a convolution), which another rank's shard "
                 "ends with"
             )
 
-    def hand(
-        self, named: dict[str, Any], chunk: Chunk, states: States | None, read: Read | None
+    def chunk_arguments(
+        self, arguments: dict[str, Any], chunk: Chunk, states: States | None, read: Read | None
     ) -> tuple[dict[str, Any], StateCache | None]:
         """Return the arguments for one chunk's forward, and the chunk's cache, which collects the
         chunk's end states.
@@ -57,19 +57,19 @@ class StateCarrier:
         unchanged, if both `states` and `read` are None.
 
         Args:
-            named: the chunk's arguments by name.
+            arguments: the chunk's arguments by name.
             chunk: the chunk.
             states: states at the chunk's start; None: the layer has no states.
             read: function from the chunk's K and V to K and V of all positions so far; None: the
                 layer reads no keys and values from its cache.
         """
         if states is None and read is None:
-            return named, None
+            return arguments, None
         cache = StateCache(chunk.start, states or {}, read)
         argument_value: Any = cache
         if self.returned:
-            argument_value = tuple(cache.before.values()) or None
-        return {**named, self.argument: argument_value}, cache
+            argument_value = tuple(cache.start_states.values()) or None
+        return {**arguments, self.argument: argument_value}, cache
 
     def collect(self, result: Any, cache: StateCache | None) -> Any:
         """Return a layer's result without the recurrent states. States among the return values are
@@ -85,5 +85,5 @@ class StateCarrier:
         hidden_states, states = result
         if cache is not None:
             for number, state in enumerate(states):
-                cache.after[Key("returned", 0, number)] = in_own_memory(state)
+                cache.end_states[Key("returned", 0, number)] = in_own_memory(state)
         return hidden_states, None

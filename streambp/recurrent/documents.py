@@ -209,45 +209,44 @@ def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
     return PackedRows(ends * (rows // len(ends)))
 
 
-def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
+def in_one(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return replacements for a layer's document arguments, by name, with which each row is one
-    document: seq_idx [B, T], cu_seq_lens_q [2]. Arguments that `named` does not contain are left
-    out.
+    document: seq_idx [B, T], cu_seq_lens_q [2]. What `arguments` does not contain is left out.
 
     The tests of a layer's first call use these arguments.
 
     Args:
-        named: the layer's arguments by name.
+        arguments: the layer's arguments by name.
     """
     replacements = {}
-    if named.get(DOCUMENT_IDS) is not None:
-        replacements[DOCUMENT_IDS] = torch.zeros_like(named[DOCUMENT_IDS])
-    if named.get(DOCUMENT_ENDS) is not None:
-        replacements[DOCUMENT_ENDS] = named[DOCUMENT_ENDS][[0, -1]]
+    if arguments.get(DOCUMENT_IDS) is not None:
+        replacements[DOCUMENT_IDS] = torch.zeros_like(arguments[DOCUMENT_IDS])
+    if arguments.get(DOCUMENT_ENDS) is not None:
+        replacements[DOCUMENT_ENDS] = arguments[DOCUMENT_ENDS][[0, -1]]
     return replacements
 
 
-def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
+def in_several(arguments: Mapping[str, Any], length: int) -> dict[str, Tensor]:
     """Return replacements for a layer's document arguments, by name, with which each row has
     several short documents: seq_idx [B, T], cu_seq_lens_q [documents + 1]. Every second row of
-    seq_idx has other boundaries. Arguments that `named` does not contain are left out.
+    seq_idx has other boundaries. What `arguments` does not contain is left out.
 
     The tests of a layer's first call use these arguments.
 
     Args:
-        named: the layer's arguments by name.
+        arguments: the layer's arguments by name.
         length: number of tokens of the test.
     """
     replacements = {}
     inner_ends = [end for end in TRIAL_LENGTHS if end < length]
-    if named.get(DOCUMENT_IDS) is not None:
-        ids = named[DOCUMENT_IDS]  # [B, T]
+    if arguments.get(DOCUMENT_IDS) is not None:
+        ids = arguments[DOCUMENT_IDS]  # [B, T]
         rows = torch.arange(ids.shape[0], device=ids.device)[:, None] % 2
         tokens = torch.arange(ids.shape[-1], device=ids.device) + rows
         ends = torch.tensor(inner_ends, device=ids.device, dtype=tokens.dtype)
         replacements[DOCUMENT_IDS] = torch.bucketize(tokens, ends, right=True).to(ids.dtype)
-    if named.get(DOCUMENT_ENDS) is not None:
-        replacements[DOCUMENT_ENDS] = named[DOCUMENT_ENDS].new_tensor([0, *inner_ends, length])
+    if arguments.get(DOCUMENT_ENDS) is not None:
+        replacements[DOCUMENT_ENDS] = arguments[DOCUMENT_ENDS].new_tensor([0, *inner_ends, length])
     return replacements
 
 

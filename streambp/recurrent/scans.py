@@ -148,7 +148,7 @@ def starting_from(
                 (module, name, functools.partial(_scan, getattr(module, name), cache))
             )
         elif name == "torch":
-            stand_in = TorchWithState(cache.before.get(Key("linear", layer, 0)))
+            stand_in = TorchWithState(cache.start_states.get(Key("linear", layer, 0)))
             stand_ins.setdefault(module, {})[name] = stand_in
         else:
             scan = written_forward(module).__globals__[name]
@@ -185,7 +185,9 @@ def _scan(
         kwargs: further keyword arguments of the scan.
     """
     key = Key("recurrent", 0, 0)
-    hidden_states, cache.after[key] = real(*args, recurrent_states=cache.before.get(key), **kwargs)
+    hidden_states, cache.end_states[key] = real(
+        *args, recurrent_states=cache.start_states.get(key), **kwargs
+    )
     return hidden_states, None  # The module would store a returned state together with its graph.
 
 
@@ -234,7 +236,7 @@ class SelectiveScan:
 
     def __init__(self, scan: Callable[..., Any], cache: StateCache, layer: Any) -> None:
         self._scan = scan
-        self._start = cache.before.get(Key("recurrent", layer, 0))
+        self._start = cache.start_states.get(Key("recurrent", layer, 0))
         self._calls = 0
 
     def __call__(self, u: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -243,9 +245,9 @@ class SelectiveScan:
         if u.dtype.itemsize >= 4 or not in_torch(self._scan):
             return self._start_and_end(u, *args, **kwargs)
         wide: list[Any] = [_in_float32(x) for x in args]
-        named: dict[str, Any] = {name: _in_float32(x) for name, x in kwargs.items()}
+        wide_kwargs: dict[str, Any] = {name: _in_float32(x) for name, x in kwargs.items()}
         with torch.autocast(u.device.type, enabled=False):
-            return self._start_and_end(u.float(), *wide, **named)
+            return self._start_and_end(u.float(), *wide, **wide_kwargs)
 
     def _start_and_end(
         self,

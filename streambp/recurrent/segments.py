@@ -36,7 +36,7 @@ from streambp.known_names import (
 from streambp.recurrent.documents import Segment, kind_of
 from streambp.recurrent.scans import SwappedScans, in_torch, scans_of, starting_from
 from streambp.recurrent.states import StateCache, States
-from streambp.source import written, written_forward
+from streambp.source import undecorate, written_forward
 from streambp.tensors import rebuilt
 
 Part = tuple[Segment, Any, States]  # a segment, the mixer's result for it, and the end states
@@ -66,7 +66,7 @@ def _names(module: nn.Module) -> set[str]:
         if klass is nn.Module:
             break
         for value in vars(klass).values():
-            code = getattr(written(value), "__code__", None) if callable(value) else None
+            code = getattr(undecorate(value), "__code__", None) if callable(value) else None
             if code is not None:
                 names.update(code.co_names)
     return names
@@ -157,28 +157,28 @@ def _by_segment(
     for segment in segments:
         segment_cache = None
         if cache is not None:
-            start_states = cache.before if segment.goes_on else {}
+            start_states = cache.start_states if segment.goes_on else {}
             start_states = {
                 key: _picked(state, segment.rows, rows) for key, state in start_states.items()
             }
             segment_cache = StateCache(cache.start + segment.start, start_states)
-        cut = functools.partial(_cut, segment, rows, tokens)
+        slice_value = functools.partial(_cut, segment, rows, tokens)
         handed: list[Any] = []
         for value in (*args, *kwargs.values()):
             if value is cache and segment_cache is not None:
                 handed.append(segment_cache)
             else:
-                handed.append(rebuilt(value, cut))
-        this = module.__dict__["forward"]
+                handed.append(rebuilt(value, slice_value))
+        wrapper = module.__dict__["forward"]
         with starting_from(scans, segment_cache):
             current = module.__dict__["forward"]
-            forward = real if current is this else current
+            forward = real if current is wrapper else current
             result = forward(
                 *handed[: len(args)], **dict(zip(kwargs, handed[len(args) :], strict=True))
             )
-        parts.append((segment, result, {} if segment_cache is None else segment_cache.after))
+        parts.append((segment, result, {} if segment_cache is None else segment_cache.end_states))
     if cache is not None:
-        cache.after.update(_end_states(parts, rows, tokens))
+        cache.end_states.update(_end_states(parts, rows, tokens))
     results = [result for _, result, _ in parts]
     if all(isinstance(result, Tensor) for result in results):
         joined = _joined_tokens(segments, results, rows)
@@ -258,13 +258,13 @@ def _end_states(parts: list[Part], rows: int, tokens: int) -> States:
             by_row[row] = (states, index)
     end_states: States = {}
     for key in last[0][1]:
-        pieces: list[Tensor] = []
+        row_states: list[Tensor] = []
         for row in range(rows):
             states, index = by_row[row]
-            pieces.append(states[key][index : index + 1])
-        width = max(piece.shape[-1] for piece in pieces)
+            row_states.append(states[key][index : index + 1])
+        width = max(state.shape[-1] for state in row_states)
         # A convolution reads zeros in front of a document's first tokens.
         end_states[key] = torch.cat(
-            [F.pad(piece, (width - piece.shape[-1], 0)) for piece in pieces]
+            [F.pad(state, (width - state.shape[-1], 0)) for state in row_states]
         )
     return end_states

@@ -9,17 +9,18 @@ chunk. The layer's own forward computes them.
     for chunk in order:                        for chunk, last to first:
         save the start states                      leaves of the saved start states
         layer(chunk, StateCache(start states))     recompute with StateCache(leaves)
-        start states = the cache's `after`         differentiate output and end states
+        start states = the cache's `end_states`    differentiate output and end states
                                                        by x and the leaves
                                                    upstream gradients of the end states
                                                        = gradients of the leaves
 
 A chunk's end states are outputs like its hidden states. The next chunk, which is differentiated
-first, computes their gradients ([Note: prefix accumulation order]). Reads use `before` alone and
-writes use `after` alone. Nothing is written in place, so a recomputation reads the same values as
-forward. End states are copies: a view would keep the chunk's full input alive for its last few
-tokens. Start states are no leaves if no end state depends on a differentiated tensor. The trace of
-unread products detects this case: adapters behind the mixer, in the first layer that trains.
+first, computes their gradients ([Note: prefix accumulation order]). Reads use `start_states` alone
+and writes use `end_states` alone. Nothing is written in place, so a recomputation reads the same
+values as forward. End states are copies: a view would keep the chunk's full input alive for its
+last few tokens. Start states are no leaves if no end state depends on a differentiated tensor. The
+trace of unread products detects this case: adapters behind the mixer, in the first layer that
+trains.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class StateCache(ChunkCache):
             reads no keys and values from its cache.
 
     Attributes:
-        before: states at the chunk's start.
-        after: states at the chunk's end, complete after the layer's forward.
+        start_states: states at the chunk's start.
+        end_states: states at the chunk's end, complete after the layer's forward.
     """
 
     # mixers read this flag before they choose a decode kernel for a single token
@@ -84,8 +85,8 @@ class StateCache(ChunkCache):
         read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         super().__init__(start, read)
-        self.before = start_states
-        self.after: States = {}
+        self.start_states = start_states
+        self.end_states: States = {}
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return True for every layer. transformers' modules would otherwise take a chunk of a
@@ -97,7 +98,7 @@ class StateCache(ChunkCache):
     ) -> bool:
         """True if the chunk starts from a state with this layer index and number. None stands for
         any layer, or any number."""
-        for key in self.before:
+        for key in self.start_states:
             if layer_idx not in (None, key.layer):
                 continue
             if state_idx in (None, key.number):
@@ -107,11 +108,11 @@ class StateCache(ChunkCache):
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the convolution's last k inputs before the chunk, [B, D, k]; None if there are
         none."""
-        return self.before.get(Key("conv", layer_idx, state_idx))
+        return self.start_states.get(Key("conv", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the recurrence's state [B, ...] at the chunk's start; None if there is none."""
-        return self.before.get(Key("recurrent", layer_idx, state_idx))
+        return self.start_states.get(Key("recurrent", layer_idx, state_idx))
 
     def update_conv_state(
         self,
@@ -128,7 +129,7 @@ class StateCache(ChunkCache):
         The first chunk has no inputs before it, and gets `conv_states` itself.
         """
         key = Key("conv", layer_idx, state_idx)
-        last_inputs = self.before.get(key)
+        last_inputs = self.start_states.get(key)
         if last_inputs is None:
             joined = conv_states
         else:
@@ -140,14 +141,14 @@ class StateCache(ChunkCache):
                 else:
                     joined = torch.cat((last_inputs, conv_states), -1)
         size = conv_kernel_size or (conv_states if last_inputs is None else last_inputs).shape[-1]
-        self.after[key] = joined[..., -size:].clone(memory_format=torch.contiguous_format)
+        self.end_states[key] = joined[..., -size:].clone(memory_format=torch.contiguous_format)
         return joined
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
         """Store recurrent_states [B, ...] as the state at the chunk's end, and return it."""
-        self.after[Key("recurrent", layer_idx, state_idx)] = in_own_memory(recurrent_states)
+        self.end_states[Key("recurrent", layer_idx, state_idx)] = in_own_memory(recurrent_states)
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> None:
@@ -158,7 +159,7 @@ class StateCache(ChunkCache):
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Store linear_cache [B, ...] as the state at the chunk's end."""
-        self.after[Key("linear", layer_idx, 0)] = in_own_memory(linear_cache)
+        self.end_states[Key("linear", layer_idx, 0)] = in_own_memory(linear_cache)
 
     @property
     def layers(self) -> Mapping[int, SimpleNamespace]:
@@ -171,7 +172,7 @@ class StateCache(ChunkCache):
         by_layer: dict[int, SimpleNamespace] = collections.defaultdict(
             lambda: SimpleNamespace(record_past=True, conv_states={}, recurrent_states={})
         )
-        for key, state in self.before.items():
+        for key, state in self.start_states.items():
             if key.kind in ("conv", "recurrent"):
                 getattr(by_layer[key.layer], f"{key.kind}_states")[key.number] = state
         return by_layer

@@ -73,7 +73,7 @@ class AttendedAtOnce:
         keys = self.keys
         assert keys is not None
         self.keys = None
-        o, lse = self._attend(keys, last=not (keep and call.kept.keeps_kv))
+        o, lse = self._attend(keys, last=not (keep and call.saved.keeps_kv))
         call.backward_bytes += 2 * o.nbytes + self.q.nbytes
         del self.q
         if keep:
@@ -106,7 +106,7 @@ class AttendedAtOnce:
     def begin_backward(self, is_retry: bool) -> None:
         """Ignore the call: a chunk adds nothing to the gradients of K and V."""
 
-    def put(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
+    def store_gradients(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
         """Store the gradient [B, H, C, D_v] of a chunk's leaf, which `leaf` has returned."""
         (d_o,) = gradients
         self.o[part_of(chunk)] = 0.0 if d_o is None else d_o
@@ -137,17 +137,17 @@ class AttendedAtOnce:
         o = q.new_empty((batch, length, heads, call.value_size))
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         unsaved = []
-        for piece in call.pieces:
-            queries = piece.here
-            index = piece.here.index
-            saved = [call.kept.store.take(*access) for access in call.kept.attended_reads(index)]
-            call.kept.store.read_ahead()
+        for chunk_shard in call.chunk_shards:
+            queries = chunk_shard.local_chunk
+            index = chunk_shard.local_chunk.index
+            saved = [call.saved.store.take(*access) for access in call.saved.attended_reads(index)]
+            call.saved.store.read_ahead()
             if saved:
                 o[:, queries.start : queries.stop], lse[part_of(queries)] = saved
             else:
-                unsaved.append(piece)
+                unsaved.append(chunk_shard)
             del saved
-        if not unsaved and call.kept.gathers and keeps(call.layer_state.config, "attn_out"):
+        if not unsaved and call.saved.gathers and keeps(call.layer_state.config, "attn_out"):
             # saved on every rank, so no keys are gathered for another attention
             return o.transpose(1, 2), lse
         prefix = call.carried.prefix
@@ -156,15 +156,17 @@ class AttendedAtOnce:
             sinks = None if call.sinks is None else call.sinks[group.heads]
             kv_storage = KVBuffer.of(group.k, group.v, call.params.backend.width)
             call.backward_bytes = max(call.backward_bytes, bytes_of(group.k, group.v))
-            for piece in unsaved:
-                queries = piece.here
+            for chunk_shard in unsaved:
+                queries = chunk_shard.local_chunk
                 q_of_group = q[:, group.heads, queries.start : queries.stop]
-                params = params_of(call, piece.whole)
+                params = params_of(call, chunk_shard.full_chunk)
                 attended = attend_blocks(
-                    q_of_group, kv_storage, prefix.layout, piece.whole, params, sinks
+                    q_of_group, kv_storage, prefix.layout, chunk_shard.full_chunk, params, sinks
                 )
                 prefix.note(
-                    call.params.backend.plan(prefix.layout, piece.whole, batch, Use.FORWARD)
+                    call.params.backend.plan(
+                        prefix.layout, chunk_shard.full_chunk, batch, Use.FORWARD
+                    )
                 )
                 o[:, queries.start : queries.stop, group.heads] = attended.o
                 lse[:, group.heads, queries.start : queries.stop] = attended.lse
@@ -181,12 +183,14 @@ class AttendedAtOnce:
             lse: logsumexp of attention, [B, H', n].
         """
         call = self.call
-        if "attn_out" in call.kept.saves:
-            for piece in call.pieces:
-                part = part_of(piece.here)
-                call.kept.store.put("attn_out.0", piece.here.index, o[part].transpose(1, 2))
-                call.kept.store.put("lse.0", piece.here.index, lse[part])
-        if call.kept.keeps_kv:
+        if "attn_out" in call.saved.saves:
+            for chunk_shard in call.chunk_shards:
+                part = part_of(chunk_shard.local_chunk)
+                call.saved.store.save(
+                    "attn_out.0", chunk_shard.local_chunk.index, o[part].transpose(1, 2)
+                )
+                call.saved.store.save("lse.0", chunk_shard.local_chunk.index, lse[part])
+        if call.saved.keeps_kv:
             keep_keys(call, keys)
 
     def _differentiate(self, d_o: Tensor) -> list[Tensor]:
@@ -208,11 +212,17 @@ class AttendedAtOnce:
             d_sinks = torch.zeros_like(call.sinks, dtype=attended.lse.dtype)
         for group in keys.groups(last=True):
             kv_storage = KVBuffer.of(group.k, group.v, call.params.backend.width)
-            for piece in reversed(call.pieces):
-                part = slice(None), group.heads, slice(piece.here.start, piece.here.stop)
+            for chunk_shard in reversed(call.chunk_shards):
+                part = (
+                    slice(None),
+                    group.heads,
+                    slice(chunk_shard.local_chunk.start, chunk_shard.local_chunk.stop),
+                )
                 saved = Attended(attended.o[part].transpose(1, 2), attended.lse[part])
                 sinks = None if call.sinks is None else call.sinks[group.heads]
-                out, leaves = differentiable(call, q[part], kv_storage, sinks, piece.whole, saved)
+                out, leaves = differentiable(
+                    call, q[part], kv_storage, sinks, chunk_shard.full_chunk, saved
+                )
                 q[part], *d_sink = torch.autograd.grad(out, leaves, d_o[part].transpose(1, 2))
                 if d_sinks is not None:
                     d_sinks[group.heads] += d_sink[0]
@@ -241,7 +251,7 @@ class AttendedByChunk:
         self.q = q
         self.keys = keys
         assert call.params is not None
-        group = keys.both[0]
+        group = keys.key_groups[0]
         width = call.params.backend.width
         self.kv_storage = call.attempt(lambda _: KVBuffer.of(group.k, group.v, width))
         self.dtype = group.k.dtype
@@ -255,7 +265,7 @@ class AttendedByChunk:
         Args:
             keep: True: save the tensors that backward needs.
         """
-        if keep and self.call.kept.keeps_kv:
+        if keep and self.call.saved.keeps_kv:
             keep_keys(self.call, self.keys)
         del self.keys
 
@@ -267,13 +277,13 @@ class AttendedByChunk:
         params = params_of(call, chunk)
         plan = params.backend.plan(prefix.layout, chunk, call.rows, Use.FORWARD)
         q = self.q[part_of(chunk)]
-        watch = call.kept.watch
-        began = None if watch is None else watch.clock()
+        cost_recorder = call.saved.cost_recorder
+        began = None if cost_recorder is None else cost_recorder.clock()
         attended = attend_blocks(
             q, self.kv_storage, prefix.layout, chunk, params, call.sinks, plan=plan
         )
-        if watch is not None:
-            watch.mark_attention(began)
+        if cost_recorder is not None:
+            cost_recorder.mark_attention(began)
         prefix.note(plan)
         return attended.o.transpose(1, 2), [attended]
 
@@ -293,7 +303,7 @@ class AttendedByChunk:
         again. Must be called with gradients enabled."""
         call = self.call
         saved = None
-        for attended in call.kept.attended() or ():
+        for attended in call.saved.attended() or ():
             saved = attended
         out, leaves = differentiable(
             call, self.q[part_of(chunk)], self.kv_storage, call.sinks, chunk, saved
@@ -308,7 +318,7 @@ class AttendedByChunk:
         """
         self.kv_storage.begin_backward(is_retry)
 
-    def put(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
+    def store_gradients(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
         """Store the gradients of a chunk's leaves, which `leaf` has returned.
 
         Args:
@@ -347,7 +357,7 @@ class ReadByChunk:
     def __init__(self, call: ShardedCall, keys: Keys) -> None:
         self.call = call
         self.keys = keys
-        group = keys.both[0]
+        group = keys.key_groups[0]
         self.tensors = (group.k.transpose(1, 2), group.v.transpose(1, 2))  # [B, H_kv, T, D]
         self.sums: list[Tensor] = []
         call.backward_bytes = bytes_of(group.k, group.v)
@@ -358,7 +368,7 @@ class ReadByChunk:
         Args:
             keep: True: save the tensors that backward needs.
         """
-        if keep and self.call.kept.keeps_kv:
+        if keep and self.call.saved.keeps_kv:
             keep_keys(self.call, self.keys)
         del self.keys
 
@@ -383,7 +393,7 @@ class ReadByChunk:
     def begin_backward(self, is_retry: bool) -> None:
         """Ignore the call: gradients of K and V are added when a chunk has ended."""
 
-    def put(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
+    def store_gradients(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
         """Add the gradients [B, H_kv, T, D] of a chunk's leaves, which `leaf` has returned, to
         their sums."""
         for total, gradient in zip(self.sums, gradients, strict=True):
@@ -415,14 +425,14 @@ def keep_keys(call: ShardedCall, keys: Keys) -> None:
         call: the call of the layer.
         keys: K and V.
     """
-    if not call.kept.store.copies:
+    if not call.saved.store.copies:
         call.keys = keys
         return
     for group in keys.groups(last=True):
-        for piece in call.pieces:
-            positions = slice(piece.whole.start, piece.whole.stop)
-            call.kept.store.put("k.0", piece.here.index, group.k[:, positions])
-            call.kept.store.put("v.0", piece.here.index, group.v[:, positions])
+        for chunk_shard in call.chunk_shards:
+            positions = slice(chunk_shard.full_chunk.start, chunk_shard.full_chunk.stop)
+            call.saved.store.save("k.0", chunk_shard.local_chunk.index, group.k[:, positions])
+            call.saved.store.save("v.0", chunk_shard.local_chunk.index, group.v[:, positions])
 
 
 def differentiable(

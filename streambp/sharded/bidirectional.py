@@ -26,7 +26,7 @@ from streambp.layer.chunk_states import Carried
 from streambp.layer.function import BackwardPass, Strategy
 from streambp.layer.layer_state import LayerState
 from streambp.recurrent.documents import PackedRows
-from streambp.sharded.call import ShardedCall, ShardedKept
+from streambp.sharded.call import ShardedCall, ShardedSaves
 from streambp.sharded.layer import run_backward_in_halves, run_forward_in_halves
 from streambp.sharded.shards import Keys, Shards
 
@@ -72,7 +72,7 @@ class OneRank(Shards):
         return [sums.pop(0).to(dtype).transpose(1, 2) for _ in range(2)]
 
 
-class BidirectionalKept(ShardedKept):
+class BidirectionalSaves(ShardedSaves):
     """The tensors that a layer call saves for backward if its queries read later keys. One rank
     has all tokens, so the policy for `saves="auto"` may choose what is saved."""
 
@@ -94,7 +94,7 @@ class BidirectionalCall(ShardedCall):
     """
 
     has_full_sequence = True
-    kept_class = BidirectionalKept
+    saves_class = BidirectionalSaves
 
     def __init__(self, layer_state: LayerState, arguments: Arguments, layout: Layout) -> None:
         self.mask_layout = layout
@@ -109,7 +109,7 @@ class BidirectionalCall(ShardedCall):
         spans = self.mask_layout.spans
         if isinstance(spans, DenseMask):
             spans = spans.over_all_keys(self.hidden_states.device)
-        layout = Layout(spans, (), self.mask_layout.told)
+        layout = Layout(spans, (), self.mask_layout.document_source)
         prefix = Prefix(spans, self.plan.length, self.layer_state.config.attention)
         prefix.calls = 1  # the half before attention ends at the first call
         return Carried(layout, prefix, self.layer_state.kind.attention.in_tiles)
@@ -144,7 +144,7 @@ def _make(layer_state: LayerState, arguments: Arguments) -> LayerCall:
     rows, length = hidden_states.shape[-3:-1]
     plan = plan_of(layer_state, rows, length, hidden_states.device)
     if len(plan.ends) > 1:
-        layout = layer_state.kind.attention.layout(arguments.named, hidden_states)
+        layout = layer_state.kind.attention.layout(arguments.by_name, hidden_states)
         ahead = isinstance(layout.spans, Spans) and layout.spans.reads_ahead
         allowed = plan.avoiding(layout.barriers)
         if ahead or len(allowed.ends) == 1 or allowed.longest > 2 * plan.size:

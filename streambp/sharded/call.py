@@ -32,7 +32,7 @@ from streambp.layer.saved import SavedForBackward, linear_of
 from streambp.offload.manager import Access
 from streambp.sharded.halves import SplitAtAttention
 from streambp.sharded.masks import resolve_whole
-from streambp.sharded.shards import HeadGroup, Keys, Shards
+from streambp.sharded.shards import ChunkShard, Keys, Shards
 
 
 def keeps(config: StreamConfig, name: str) -> bool:
@@ -51,19 +51,19 @@ def keeps(config: StreamConfig, name: str) -> bool:
     return certain and name in config.named_saves
 
 
-class ShardedKept(SavedForBackward):
+class ShardedSaves(SavedForBackward):
     """The tensors that a layer call saves for backward where sequences are split over ranks: for
     the layer's halves before and after attention, and for attention itself.
 
     Attributes:
-        pieces: the chunks of queries whose attention this rank computes.
+        chunk_shards: the chunks of queries whose attention this rank computes.
         gathers: True if K and V are gathered from other ranks (context parallelism).
         products_before: the saved Linears that run before attention.
         products_after: the saved Linears that run after attention.
         unread: the Linears that each half of the layer can skip.
     """
 
-    pieces: list[HeadGroup]
+    chunk_shards: list[ChunkShard]
     gathers: bool
     products_before: list[str]
     products_after: list[str]
@@ -92,9 +92,12 @@ class ShardedKept(SavedForBackward):
         names_before = self.products_before
         order = [self.half_reads(chunk.index, names_before) for chunk in self.plan]
         if self.keeps_kv:
-            order += map(self.key_reads, self.pieces)
+            order += map(self.key_reads, self.chunk_shards)
         if not self.attends_by_chunk:
-            order += [self.attended_reads(piece.here.index) for piece in self.pieces]
+            order += [
+                self.attended_reads(chunk_shard.local_chunk.index)
+                for chunk_shard in self.chunk_shards
+            ]
         order += [self.after_reads(chunk.index) for chunk in self.plan.backward]
         order += [self.half_reads(chunk.index, names_before) for chunk in self.plan.backward]
         return order
@@ -129,13 +132,13 @@ class ShardedKept(SavedForBackward):
                 reads.append((name, index))
         return reads
 
-    def key_reads(self, piece: HeadGroup) -> list[Access]:
+    def key_reads(self, chunk_shard: ChunkShard) -> list[Access]:
         """Return (name, chunk index) of the saved K and V for the positions of one piece.
 
         Args:
-            piece: a chunk of queries whose attention this rank computes.
+            chunk_shard: a chunk of queries whose attention this rank computes.
         """
-        return [(f"{part}.0", piece.here.index) for part in "kv"]
+        return [(f"{part}.0", chunk_shard.local_chunk.index) for part in "kv"]
 
     def attended_reads(self, index: int) -> list[Access]:
         """Return (name, chunk index) of the saved attention output and the saved logsumexp of one
@@ -149,7 +152,7 @@ class ShardedKept(SavedForBackward):
 
 
 # attention's output [B, H, C, D_v], or K and V of all tokens for a layer that attends by itself
-Given = Tensor | tuple[Tensor, Tensor]
+HalfInput = Tensor | tuple[Tensor, Tensor]
 
 
 class ShardedCall(LayerCall):
@@ -158,7 +161,7 @@ class ShardedCall(LayerCall):
     Attributes:
         plan: the chunks of this rank's tokens.
         shards: the split, and the exchanges with other ranks.
-        pieces: the chunks of queries whose attention this rank computes.
+        chunk_shards: the chunks of queries whose attention this rank computes.
         params: parameters of attention; None before the first chunk.
         random_before: list of random states, one for each chunk, from which the half before
             attention draws; [] if this half draws nothing.
@@ -168,9 +171,9 @@ class ShardedCall(LayerCall):
             skip.
     """
 
-    kept: ShardedKept
+    saved: ShardedSaves
     has_full_sequence = False
-    kept_class: type[ShardedKept] = ShardedKept
+    saves_class: type[ShardedSaves] = ShardedSaves
 
     def __init__(self, layer_state: LayerState, arguments: Arguments, shards: Shards) -> None:
         self.shards = shards
@@ -193,14 +196,14 @@ class ShardedCall(LayerCall):
                 f"A layer was given {length} tokens, this rank's shard has {self.shards.length}. "
                 "Pass all of the shard's tokens through every layer."
             )
-        named = self.arguments.named
+        arguments = self.arguments.by_name
         shards = self.shards
-        if named.get(DOCUMENT_ENDS) is not None:
+        if arguments.get(DOCUMENT_ENDS) is not None:
             raise UnsupportedMaskError(
                 "cu_seq_lens cannot be split over ranks. Mark packed documents by position_ids "
                 "that restart, and leave cu_seq_lens out."
             )
-        mask = attention_mask_of(named)
+        mask = attention_mask_of(arguments)
         device = self.hidden_states.device
         layout = Layout(
             resolve_whole(
@@ -210,11 +213,11 @@ class ShardedCall(LayerCall):
         prefix = Prefix(layout.spans, self.shards.whole_length, self.layer_state.config.attention)
         return Carried(layout, prefix, self.layer_state.kind.attention.in_tiles)
 
-    def _keep(self) -> ShardedKept:
-        saved = self.kept_class(
+    def _keep(self) -> ShardedSaves:
+        saved = self.saves_class(
             self.layer_state, self.plan, self.carried, self.device, self.autocast
         )
-        self.pieces = saved.pieces = self.shards.pieces(self.rows, self.plan.size)
+        self.chunk_shards = saved.chunk_shards = self.shards.chunk_shards(self.rows, self.plan.size)
         saved.gathers = self.shards.gathers_keys
         saved.products_before = []
         saved.products_after = []
@@ -230,23 +233,24 @@ class ShardedCall(LayerCall):
     def split(
         self,
         chunk: Chunk,
-        given: Given | None = None,
+        half_input: HalfInput | None = None,
         at_attention: Callable[[], None] | None = None,
     ) -> SplitAtAttention | KeysOfAll:
         """Return the object that cuts the layer's forward on a chunk in two.
 
         Args:
             chunk: the chunk's range of positions.
-            given: attention's output [B, H, C, D_v] for the second half; None: this is the first
-                half. A layer that attends by itself gets K [B, H_kv, T, D] and V of all tokens.
+            half_input: attention's output [B, H, C, D_v] for the second half; None: this is the
+                first half. A layer that attends by itself gets K [B, H_kv, T, D] and V of all
+                tokens.
             at_attention: called in the second half where the first half ends.
         """
         if self.attends_by_itself:
-            assert not isinstance(given, Tensor)
-            return KeysOfAll(chunk, given, at_attention)
-        assert not isinstance(given, tuple)
-        split = SplitAtAttention(given, at_attention)
-        if given is None:
+            assert not isinstance(half_input, Tensor)
+            return KeysOfAll(chunk, half_input, at_attention)
+        assert not isinstance(half_input, tuple)
+        split = SplitAtAttention(half_input, at_attention)
+        if half_input is None:
             split.bias_length = self.shards.whole_length
         return split
 
@@ -276,8 +280,8 @@ class ShardedCall(LayerCall):
             autocast,
             min(TRIAL_TOKENS, self.plan.length),
         )
-        known = key in self.layer_state.tests.unread_in_halves
-        if linears and not known and not torch.is_inference_mode_enabled():
+        is_cached = key in self.layer_state.tests.unread_in_halves
+        if linears and not is_cached and not torch.is_inference_mode_enabled():
             parameters = Parameters(self.layer_state.layer, self.device)
             with (
                 torch.enable_grad(),
@@ -296,17 +300,17 @@ class ShardedCall(LayerCall):
                     )
                 remember(self.layer_state.tests.unread_in_halves, key, unread)
         self.unread = self.layer_state.tests.unread_in_halves.get(key, UnreadInHalves())
-        self.kept.unread = self.unread
-        situation = ("halves", *key)
+        self.saved.unread = self.unread
+        skip_key = ("halves", *key)
         is_known = key in self.layer_state.tests.unread_in_halves
-        if is_known and self.kept.chosen_here and situation not in self.layer_state.tests.unread:
+        if is_known and self.saved.chosen_here and skip_key not in self.layer_state.tests.unread:
             # The policy for saves="auto" chooses no output that backward never reads.
             never_read = self.unread.to_differentiate_after - self.unread.for_output
             products = UnreadProducts(recompute=never_read, states=False)
-            remember(self.layer_state.tests.unread, situation, products)
+            remember(self.layer_state.tests.unread, skip_key, products)
 
 
-def _random_attention(call: ShardedCall, tensors: list[Tensor]) -> tuple[Given, list[Tensor]]:
+def _random_attention(call: ShardedCall, tensors: list[Tensor]) -> tuple[HalfInput, list[Tensor]]:
     """Return random tensors in the place of attention's, for a test of the half behind it, and the
     list of these tensors, which require gradients.
 
@@ -316,7 +320,7 @@ def _random_attention(call: ShardedCall, tensors: list[Tensor]) -> tuple[Given, 
             itself. That layer gets random k and v, other layers a random output [B, H, C, D_v].
     """
     if call.attends_by_itself:
-        k, v = (torch.randn_like(one).requires_grad_() for one in tensors)
+        k, v = (torch.randn_like(tensor).requires_grad_() for tensor in tensors)
         return (k, v), [k, v]
     q, _, v = tensors
     o = torch.randn_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).requires_grad_()
@@ -352,14 +356,14 @@ def _skippable(
         with random.replayed(), computed(linears, computed_names), left_out(linears, names):
             return gradients_of(run(), leaves)
 
-    def same(results: list[Any]) -> bool:
+    def equals_expected(results: list[Any]) -> bool:
         """True if these results equal those with all Linears."""
         if leaves is None:
             return all(map(torch.equal, results, expected))
         return same_gradients(call, results, expected)
 
     expected = results_without(frozenset())
-    return confirmed(names, lambda names: same(results_without(names)))
+    return confirmed(names, lambda names: equals_expected(results_without(names)))
 
 
 def _unread_in_halves(
@@ -378,29 +382,29 @@ def _unread_in_halves(
     x = x.clone().requires_grad_()
     leaves = call.arguments.leaves(chunk, [True] * len(call.arguments.differentiable))
 
-    def before() -> list[Tensor]:
+    def run_before() -> list[Tensor]:
         """Run the layer's forward up to its attention, and return q, k and v. A layer that attends
         by itself has only k and v."""
-        point = call.split(chunk)
+        chunk_attention = call.split(chunk)
         with random.replayed():
-            call.run(x, chunk, point, leaves)
-        return [*point.tensors]
+            call.run(x, chunk, chunk_attention, leaves)
+        return [*chunk_attention.tensors]
 
     with torch.no_grad():
-        tensors = before()
-    given, of_attention = _random_attention(call, tensors)
+        tensors = run_before()
+    half_input, of_attention = _random_attention(call, tensors)
 
-    def needed() -> list[Tensor]:
+    def needed_tensors() -> list[Tensor]:
         """Return q alone, for a half that need not compute saved k and v. A layer that attends by
         itself needs k and v there, and computes q in its second half."""
-        tensors = before()
+        tensors = run_before()
         return tensors if call.attends_by_itself else tensors[:1]
 
-    def after() -> list[Tensor]:
-        """Run the layer's forward with `given` as attention's output, and return hidden_states and
-        the layer's other outputs."""
+    def run_after() -> list[Tensor]:
+        """Run the layer's forward with `half_input` as attention's output, and return hidden_states
+        and the layer's other outputs."""
         with random.replayed():
-            output = call.run(x, chunk, call.split(chunk, given), leaves)
+            output = call.run(x, chunk, call.split(chunk, half_input), leaves)
         assert output is not None
         return [output.hidden_states, *output.extras.values()]
 
@@ -413,8 +417,8 @@ def _unread_in_halves(
         )
 
     try:
-        first = trace(linears, needed)
-        second = trace(linears, after)
+        first = trace(linears, needed_tensors)
+        second = trace(linears, run_after)
     except Exception as error:  # see `trials.unread_products`
         if is_out_of_memory(error):
             raise
@@ -426,8 +430,8 @@ def _unread_in_halves(
     if not has_data(x):
         return UnreadInHalves(queries, unreached, to_before, unreached | to_after)
     return UnreadInHalves(
-        skippable(queries, needed, False),
-        skippable(unreached, after, False),
-        skippable(to_before, before, True),
-        skippable(unreached | to_after, after, True),
+        skippable(queries, needed_tensors, False),
+        skippable(unreached, run_after, False),
+        skippable(to_before, run_before, True),
+        skippable(unreached | to_after, run_after, True),
     )

@@ -20,7 +20,7 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import counted_bytes, memory_limit, tells_memory
 from streambp.errors import StreamBPError
 from streambp.known_names import GATHER, REDUCE_SCATTER
-from streambp.sharded.shards import HeadGroup, KeyGroup, Keys, Shards
+from streambp.sharded.shards import ChunkShard, KeyGroup, Keys, Shards
 
 # an eighth of the memory that is free at the start of forward: for K, V and their gradients
 MAX_SHARE_OF_FREE_MEMORY = 8
@@ -53,7 +53,7 @@ class GatheredShards(Shards):
     Attributes:
         balanced: True: a sequence has 2 P parts and rank r holds parts r and 2 P - 1 - r. False: a
             sequence has P parts and rank r holds part r.
-        room: bytes that every rank has for K, V and their gradients.
+        headroom: bytes that every rank has for K, V and their gradients.
     """
 
     balanced: bool = True
@@ -69,7 +69,7 @@ class GatheredShards(Shards):
             return [self.rank * self.length]
         return [part * self.length // 2 for part in (self.rank, 2 * self.size - 1 - self.rank)]
 
-    def pieces(self, batch_size: int, size: int) -> list[HeadGroup]:
+    def chunk_shards(self, batch_size: int, size: int) -> list[ChunkShard]:
         """Return the chunks of this rank's queries, for all heads, in sequence order. Attention is
         computed one chunk at a time. Each chunk has at most `size` positions.
 
@@ -77,14 +77,14 @@ class GatheredShards(Shards):
             batch_size: number of rows B.
             size: maximum length of a chunk.
         """
-        groups: list[HeadGroup] = []
+        groups: list[ChunkShard] = []
         length = self.length // len(self._starts)
         for number, start in enumerate(self._starts):
             for chunk in ChunkPlan(length, min(size, length)):
                 first_query = number * length
                 index = len(groups)
                 groups.append(
-                    HeadGroup(
+                    ChunkShard(
                         Chunk(index, first_query + chunk.start, first_query + chunk.stop),
                         Chunk(index, start + chunk.start, start + chunk.stop),
                     )
@@ -143,13 +143,13 @@ class GatheredShards(Shards):
         if padding is not None:
             fits = fits | ~(padding[:, 1:] & padding[:, :-1])
         if not bool(fits.all()):
-            row, place = (~fits).nonzero()[0].tolist()
-            pair = positions[min(row, len(positions) - 1), place : place + 2].tolist()
+            row, column = (~fits).nonzero()[0].tolist()
+            pair = positions[min(row, len(positions) - 1), column : column + 2].tolist()
             order = (
                 "two parts a rank, one early and one late" if self.balanced else "one part a rank"
             )
             raise StreamBPError(
-                f"position_ids of row {row} are {pair} at places {place} and {place + 1} of the "
+                f"position_ids of row {row} are {pair} at places {column} and {column + 1} of the "
                 "sequence that the ranks hold together, put in the order of torch's context "
                 f"parallelism ({order}). Put position_ids of whole sequences, "
                 "torch.arange(whole_length) or documents that start at 0, among the buffers of "
@@ -216,12 +216,12 @@ class GatheredKeys(Keys):
 
     def __init__(self, shards: GatheredShards, k: Tensor, v: Tensor, heads: int) -> None:
         self.shards = shards
-        self.own = (k, v)
+        self.local_kv = (k, v)
         self.readers = heads // k.shape[1]
         self.size = max(
-            1, min(k.shape[1], shards.room // bytes_of_a_head(k, v, shards.whole_length))
+            1, min(k.shape[1], shards.headroom // bytes_of_a_head(k, v, shards.whole_length))
         )
-        self.held: KeyGroup | None = None
+        self.reused_group: KeyGroup | None = None
         self.coming = self._start(0)
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
@@ -231,20 +231,20 @@ class GatheredKeys(Keys):
         Args:
             last: True if this is the last loop.
         """
-        if self.held is not None:
-            group = self.held
-            self.held = None if last else self.held
+        if self.reused_group is not None:
+            group = self.reused_group
+            self.reused_group = None if last else self.reused_group
             yield group
             return
-        heads = self.own[0].shape[1]
+        heads = self.local_kv[0].shape[1]
         for first in range(0, heads, self.size):
             coming = self.coming or self._start(first)
             self.coming = []
             if first + self.size < heads:
                 self.coming = self._start(first + self.size)
             elif first == 0 and not last:
-                self.held = self._arrived(coming, first)
-                yield self.held
+                self.reused_group = self._arrived(coming, first)
+                yield self.reused_group
                 return
             yield self._arrived(coming, first)
 
@@ -259,7 +259,7 @@ class GatheredKeys(Keys):
                 part. P is the number of ranks, G that of the heads.
         """
         transfers = []
-        for part in self.own:
+        for part in self.local_kv:
             shard = part[:, first : first + self.size].transpose(1, 2).contiguous()
             everyones = shard.new_empty((self.shards.size, *shard.shape))
             work = collective(GATHER)(

@@ -10,12 +10,12 @@ are gathered (`sharded/gathered.py`):
 
     forward, no graph                             Ulysses                 context parallelism
         chunks of the shard: up to attention          q, k, v to heads        k, v gathered
-        pieces: attend                                o to tokens
+        chunk_shards: attend                                o to tokens
         chunks of the shard: from attention on
     backward
         chunks of the shard: up to attention          q, k, v to heads        k, v gathered,
                                                                               unless o was saved
-        pieces: attend, or read the saved o           o to tokens
+        chunk_shards: attend, or read the saved o           o to tokens
         chunks of the shard: after attention
         pieces, last to first: dq, dk, dv             do to heads             k, v gathered,
                                                                               unless in one group
@@ -50,7 +50,7 @@ from streambp.attention.prefix import KeysOfAll
 from streambp.chunks import Chunk
 from streambp.device import RandomState
 from streambp.errors import UnsupportedModelError
-from streambp.layer.call import LayerCall, Whole, put
+from streambp.layer.call import LayerCall, Whole, write_chunk
 from streambp.layer.function import BackwardPass, Strategy, outputs_of, run_forward
 from streambp.layer.gradients import counting, refuse_other_leaves
 from streambp.layer.layer_state import CallReport, LayerState
@@ -64,7 +64,7 @@ from streambp.sharded.attended import (
     ReadByChunk,
     part_of,
 )
-from streambp.sharded.call import Given, ShardedCall
+from streambp.sharded.call import HalfInput, ShardedCall
 from streambp.sharded.halves import SplitAtAttention
 from streambp.sharded.shards import Keys, Shards
 
@@ -85,9 +85,9 @@ def stream_shard(layer_state: LayerState, args: Any, kwargs: Any, shards: Shards
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: the result cannot be computed
             exactly.
     """
-    because = layer_state.kind.attention.why_not_split or layer_state.kind.states.why_not_split
-    if because is not None:
-        return _refuse(layer_state, args, kwargs, CallReport(because))
+    reason = layer_state.kind.attention.why_not_split or layer_state.kind.states.why_not_split
+    if reason is not None:
+        return _refuse(layer_state, args, kwargs, CallReport(reason))
     if not layer_state.kind.attention.reads_a_mask:
         return stream_layer(
             layer_state,
@@ -104,10 +104,10 @@ def _refuse(layer_state: LayerState, args: Any, kwargs: Any, report: CallReport)
     """Raise the error for a layer that cannot run in chunks while sequences are split over ranks.
     The layer cannot run unchunked either: its own attention would read only this rank's part of
     each sequence."""
-    reason = report.because or "the shard is too short to try it in chunks"
+    reason = report.reason or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
-        f"{type(layer_state.layer).__name__} cannot stream: {reason}. With sequences split over ranks it "
-        "would see this rank's shard alone. Train this model without splitting sequences."
+        f"{type(layer_state.layer).__name__} cannot stream: {reason}. With sequences split over "
+        "ranks it would see this rank's shard alone. Train this model without splitting sequences."
     )
 
 
@@ -127,9 +127,9 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
     with torch.no_grad(), call.streaming():
         call.look_into_halves()
         if keep:
-            call.kept.find_products()
-            if call.kept.watch is not None:
-                call.kept.watch.mark()
+            call.saved.find_products()
+            if call.saved.cost_recorder is not None:
+                call.saved.cost_recorder.record_chunk()
             call.backward.witness = call.layer_state.witness(call.hidden_states, call.autocast)
         random_state = RandomState.capture(call.device)
         parts = _project(call, keep)
@@ -139,9 +139,9 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             call.random_before = []
         elif call.shards.splits:
             raise UnsupportedModelError(
-                f"{type(call.layer_state.layer).__name__} draws random numbers before its attention "
-                "(dropout?), which streambp does not support where sequences are split over ranks. "
-                "Set that dropout to 0."
+                f"{type(call.layer_state.layer).__name__} draws random numbers before its "
+                "attention (dropout?), which streambp does not support where sequences are split "
+                "over ranks. Set that dropout to 0."
             )
         if call.params is not None and call.params.dropout > 0.0:
             seed = int(torch.randint(2**31, (), device="cpu"))
@@ -150,10 +150,10 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         del q, keys
         attention.forward(keep)
         names: list[str] = []
-        for name in call.kept.products.names:
-            if name not in call.kept.products_before and name not in call.unread.for_output:
+        for name in call.saved.products.names:
+            if name not in call.saved.products_before and name not in call.unread.for_output:
                 names.append(name)
-        call.kept.products_after = names
+        call.saved.products_after = names
         linears = call.layer_state.linears
         recorded = NULL_CONTEXT
         # records the inputs of Linears that this half skips in backward
@@ -168,17 +168,17 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             for chunk in call.plan:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
                 if keep:
-                    call.kept.random.append(RandomState.capture(call.device))
+                    call.saved.random.append(RandomState.capture(call.device))
                 compute = functools.partial(
                     _forward_after, call, outputs, hidden_chunk, chunk, attention, keep
                 )
                 attended = call.attempt(compute) if keep else compute(False)
                 if keep:
-                    call.kept.keep(chunk, hidden_chunk, attended)
+                    call.saved.keep(chunk, hidden_chunk, attended)
                 del attended
-        call.layer_state.last_call.kernels = call.carried.prefix.used
+        call.layer_state.last_call.kernels = call.carried.prefix.kernel_uses
     if keep:
-        call.kept.seal(call.backward_bytes)
+        call.saved.seal(call.backward_bytes)
     return outputs_of(call, outputs)
 
 
@@ -227,16 +227,16 @@ def _forward_after(
         is_retry: True if the chunk is computed a second time, after running out of memory.
     """
     if is_retry:
-        call.kept.random[-1].restore()
-    given, attended = attention.output(chunk)
-    see = call.seeing(chunk, in_backward=False, half="after")
-    names = [name for name in call.kept.products_after if name in call.kept.products.names]
-    with call.kept.products.capture_outputs(names, see) if keep else NULL_CONTEXT:
-        output = call.run(hidden_chunk, chunk, _second_half(call, chunk, given))
+        call.saved.random[-1].restore()
+    half_input, attended = attention.output(chunk)
+    see = call.seeing(chunk, in_backward=False, half_name="after")
+    names = [name for name in call.saved.products_after if name in call.saved.products.names]
+    with call.saved.products.capture_outputs(names, see) if keep else NULL_CONTEXT:
+        output = call.run(hidden_chunk, chunk, _second_half(call, chunk, half_input))
     assert output is not None
     if call.backward.witness is not None:
         call.backward.witness.see_output(hidden_chunk, output.hidden_states)
-    put(outputs, output, chunk, call.plan.length)
+    write_chunk(outputs, output, chunk, call.plan.length)
     return attended
 
 
@@ -255,10 +255,10 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
             compute = functools.partial(_project_chunk, call, chunk, projected, keep)
             if keep:
                 call.attempt(compute)
-                call.kept.keep_products(chunk)
+                call.saved.keep_products(chunk)
             else:
                 compute(False)
-    call.kept.products_before = list(dict.fromkeys(map(linear_of, call.kept.products.keys)))
+    call.saved.products_before = list(dict.fromkeys(map(linear_of, call.saved.products.keys)))
     return projected
 
 
@@ -286,8 +286,8 @@ def _project_chunk(
     if is_retry:
         call.random_before[-1].restore()
     hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
-    see = call.seeing(chunk, in_backward=False, half="before")
-    with call.kept.products.capture_outputs(see=see) if keep else NULL_CONTEXT:
+    see = call.seeing(chunk, in_backward=False, half_name="before")
+    with call.saved.products.capture_outputs(see=see) if keep else NULL_CONTEXT:
         projected_chunk = _collect(call, hidden_chunk, chunk, projected, 3)
     _see_projected(see, projected_chunk)
 
@@ -314,29 +314,29 @@ def _collect(
         projected: the tensors; [] before the first chunk, which allocates them.
         count: 3: copy q, k and v; 1: copy q alone.
     """
-    point = call.split(chunk)
-    call.run(hidden_chunk, chunk, point)
-    if isinstance(point, SplitAtAttention):
-        _take_settings(call, point)
+    chunk_attention = call.split(chunk)
+    call.run(hidden_chunk, chunk, chunk_attention)
+    if isinstance(chunk_attention, SplitAtAttention):
+        _take_settings(call, chunk_attention)
     else:
-        call.heads = (0, point.tensors[0].shape[1])
-    parts = point.tensors[:count]
+        call.heads = (0, chunk_attention.tensors[0].shape[1])
+    parts = chunk_attention.tensors[:count]
     if not projected:
         projected += [_for_all_tokens(part, call.plan.length) for part in parts]
     for target, part in zip(projected, parts, strict=True):
         target[part_of(chunk)] = part
-    return point.tensors
+    return chunk_attention.tensors
 
 
-def _take_settings(call: ShardedCall, point: SplitAtAttention) -> None:
+def _take_settings(call: ShardedCall, chunk_attention: SplitAtAttention) -> None:
     """Store the settings of a layer's attention call in `call`: its kernels and sizes, by the first
     chunk, and its sinks.
 
     Args:
         call: the call of the layer.
-        point: has the arguments of the attention call.
+        chunk_attention: has the arguments of the attention call.
     """
-    arguments = point.projected
+    arguments = chunk_attention.projected
     assert arguments is not None
     if arguments.dropout > 0.0 and call.shards.splits:
         raise UnsupportedModelError(
@@ -371,7 +371,9 @@ def _for_all_tokens(part: Tensor, length: int) -> Tensor:
     return part.new_empty((rows, length, heads, size)).transpose(1, 2)
 
 
-def _second_half(call: ShardedCall, chunk: Chunk, given: Given) -> SplitAtAttention | KeysOfAll:
+def _second_half(
+    call: ShardedCall, chunk: Chunk, half_input: HalfInput
+) -> SplitAtAttention | KeysOfAll:
     """Return the replacement of attention for the half after attention, on one chunk.
 
     This half runs the layer from its start. The random numbers before attention must equal those of
@@ -382,16 +384,18 @@ def _second_half(call: ShardedCall, chunk: Chunk, given: Given) -> SplitAtAttent
     Args:
         call: the call of the layer.
         chunk: the chunk's range of positions.
-        given: attention's output for the chunk, [B, H, C, D_v], or K [B, H_kv, T, D] and V for a
-            layer that attends by itself.
+        half_input: attention's output for the chunk, [B, H, C, D_v], or K [B, H_kv, T, D] and V for
+            a layer that attends by itself.
     """
-    if isinstance(given, Tensor) and call.layer_state.tests.overwritten.attended:
-        given = given.clone()  # the layer writes to a copy, because the output may be saved
+    if isinstance(half_input, Tensor) and call.layer_state.tests.overwritten.attended:
+        half_input = (
+            half_input.clone()
+        )  # the layer writes to a copy, because the output may be saved
     if not call.random_before:
-        return call.split(chunk, given)
+        return call.split(chunk, half_input)
     random_state = RandomState.capture(call.device)
     call.random_before[chunk.index].restore()
-    return call.split(chunk, given, random_state.restore)
+    return call.split(chunk, half_input, random_state.restore)
 
 
 def _as_before(call: ShardedCall, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
@@ -423,7 +427,7 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor | None, Keys]:
     """Return q, and K and V of full sequences, for attention in backward. K and V are read if
     saved. All other tensors are recomputed and exchanged between ranks again. q is None for a layer
     that attends by itself."""
-    saved = call.kept
+    saved = call.saved
     count = 3
     unread = _unread_before(call)
     if saved.keeps_kv:
@@ -435,17 +439,19 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor | None, Keys]:
             if count == 1 and call.attends_by_itself:
                 break  # k and v are saved, and the second half computes q
             reads = saved.half_reads(chunk.index, saved.products_before)
-            saved.bring(chunk, reads, again=dict(reads))
+            saved.bring(chunk, reads, names_to_keep=dict(reads))
             call.attempt(functools.partial(_project_again, call, chunk, projected, count))
     q = _queries(call, projected)
     keys = call.shards.start_keys(projected, call.heads[0]) if projected else call.keys
     call.keys = None
     if keys is not None:
         return q, keys
-    for piece in call.pieces:
-        k, v = (saved.store.take(*access).transpose(1, 2) for access in saved.key_reads(piece))
+    for chunk_shard in call.chunk_shards:
+        k, v = (
+            saved.store.take(*access).transpose(1, 2) for access in saved.key_reads(chunk_shard)
+        )
         saved.store.read_ahead()
-        call.carried.prefix.restore(0, piece.whole, k, v)
+        call.carried.prefix.restore(0, chunk_shard.full_chunk, k, v)
     kv_buffer = call.carried.prefix.kv_storages.pop()
     assert isinstance(kv_buffer, KVBuffer)
     return q, Keys(kv_buffer.k, kv_buffer.v)
@@ -464,7 +470,7 @@ def _project_again(
         count: number of tensors.
         is_retry: True if the chunk is computed a second time, after running out of memory.
     """
-    saved = call.kept
+    saved = call.saved
     with (
         _as_before(call, chunk),
         saved.products.use_outputs(saved.brought, saved.products_before),
@@ -480,16 +486,16 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, attention: Atten
         work: receives the gradients.
         attention: computes attention, and receives the gradients of its leaves.
     """
-    saved = call.kept
+    saved = call.saved
     linears = call.layer_state.linears
     unread = call.unread.to_differentiate_after.difference(saved.products_after)
     with summed(linears, work.sums, unread, call.backward.witness):
         for chunk in call.plan.backward:
-            saved.bring(chunk, saved.after_reads(chunk.index), again=("x",))
+            saved.bring(chunk, saved.after_reads(chunk.index), names_to_keep=("x",))
             of_inputs, of_leaves, of_parameters = call.attempt(
                 functools.partial(_chunk_after, call, work, chunk, attention)
             )
-            attention.put(chunk, of_leaves)
+            attention.store_gradients(chunk, of_leaves)
             work.add(chunk, of_inputs)
             call.attempt(functools.partial(_add_to_sums, work, of_parameters))
 
@@ -511,25 +517,25 @@ def _chunk_after(
         attention: computes attention.
         is_retry: True in a retry after running out of memory. [Note: once for each chunk]
     """
-    saved = call.kept
+    saved = call.saved
     work.sums.begin(is_retry)
     attention.begin_backward(is_retry)
-    see = call.seeing(chunk, in_backward=True, half="after")
+    see = call.seeing(chunk, in_backward=True, half_name="after")
     hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
-    leaves = call.arguments.leaves(chunk, work.wanted)
+    leaves = call.arguments.leaves(chunk, work.needs_arguments)
     with (
         torch.enable_grad(),
         saved.random[chunk.index].replayed(),
         saved.products.use_outputs(saved.brought, saved.products_after, sums=work.sums, see=see),
         _counting(call, saved.brought["x"], work),
     ):
-        given, of_attention = attention.leaf(chunk)
-        output = call.run(hidden_chunk, chunk, _second_half(call, chunk, given), leaves)
+        half_input, of_attention = attention.leaf(chunk)
+        output = call.run(hidden_chunk, chunk, _second_half(call, chunk, half_input), leaves)
     assert output is not None
     if call.backward.witness is not None:
         call.backward.witness.see_output(hidden_chunk, output.hidden_states)
     outputs, upstream = work.upstream(output, chunk)
-    del output, given
+    del output, half_input
     targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
     return _differentiated(call, work, chunk, targets, of_attention, outputs, upstream)
 
@@ -545,8 +551,10 @@ def _counting(
         x: the chunk's input [..., B, C, h].
         work: contains the aliases of the parameters.
     """
-    watch = call.kept.watch
-    return NULL_CONTEXT if watch is None else counting(call, watch, (x, *work.shadows))
+    cost_recorder = call.saved.cost_recorder
+    return (
+        NULL_CONTEXT if cost_recorder is None else counting(call, cost_recorder, (x, *work.shadows))
+    )
 
 
 def _add_to_sums(work: BackwardPass, gradients: list[Tensor | None], is_retry: bool) -> None:
@@ -595,7 +603,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
         work: receives the gradients.
         gradients: gradients of q, k and v, [B, H, T / P, D] for P ranks.
     """
-    saved = call.kept
+    saved = call.saved
     linears = call.layer_state.linears
     unread = call.unread.to_differentiate_before.difference(saved.products_before)
     with summed(linears, work.sums, unread):
@@ -605,7 +613,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
                 functools.partial(_chunk_before, call, work, chunk, gradients)
             )
             saved.brought.clear()
-            work.add(chunk, of_inputs, again=True)
+            work.add(chunk, of_inputs, accumulate=True)
             call.attempt(functools.partial(_add_to_sums, work, of_parameters))
 
 
@@ -622,33 +630,35 @@ def _chunk_before(
         gradients: of q, k and v, [B, H, T / P, D].
         is_retry: True in a retry after running out of memory. [Note: once for each chunk]
     """
-    saved = call.kept
+    saved = call.saved
     work.sums.begin(is_retry)
     hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
-    leaves = call.arguments.leaves(chunk, work.wanted)
-    point = call.split(chunk)
-    see = call.seeing(chunk, in_backward=True, half="before")
+    leaves = call.arguments.leaves(chunk, work.needs_arguments)
+    chunk_attention = call.split(chunk)
+    see = call.seeing(chunk, in_backward=True, half_name="before")
     with (
         torch.enable_grad(),
         _as_before(call, chunk),
         saved.products.use_outputs(saved.brought, saved.products_before, sums=work.sums, see=see),
         _counting(call, saved.brought["x"], work),
     ):
-        call.run(hidden_chunk, chunk, point, leaves)
-    _see_projected(see, point.tensors)
-    if saved.watch is not None and saved.watch.graph:  # a kept graph has keys and values as well
-        saved.watch.graph += sum(x.nbytes for x in point.tensors[-2:])
+        call.run(hidden_chunk, chunk, chunk_attention, leaves)
+    _see_projected(see, chunk_attention.tensors)
+    if (
+        saved.cost_recorder is not None and saved.cost_recorder.graph
+    ):  # a kept graph has keys and values as well
+        saved.cost_recorder.graph += sum(x.nbytes for x in chunk_attention.tensors[-2:])
     outputs: list[Tensor] = []
     upstream: list[Tensor] = []
-    for x, gradient in zip(point.tensors, gradients, strict=True):
+    for x, gradient in zip(chunk_attention.tensors, gradients, strict=True):
         if x.requires_grad:
             outputs.append(x)
             upstream.append(gradient[part_of(chunk)])
     sink = None
     bias = None
-    if isinstance(point, SplitAtAttention) and point.projected is not None:
-        sink = point.projected.sink
-        bias = point.projected.bias
+    if isinstance(chunk_attention, SplitAtAttention) and chunk_attention.projected is not None:
+        sink = chunk_attention.projected.sink
+        bias = chunk_attention.projected.bias
     if chunk.stop == call.plan.length and sink is not None and sink.requires_grad:
         assert call.sinks is not None
         d_sinks = torch.zeros_like(sink)

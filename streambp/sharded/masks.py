@@ -35,7 +35,7 @@ def resolve_whole(
     length: int,
     position_ids: Tensor | None,
     device: torch.device,
-    everyones: Callable[[list[int]], list[list[int]]],
+    gather_numbers: Callable[[list[int]], list[list[int]]],
 ) -> Spans:
     """Return the `Spans` of the full sequences, the keys that each query may read, from the
     attention mask that the model made for this rank's tokens.
@@ -52,7 +52,7 @@ def resolve_whole(
         length: number of this rank's tokens in a row.
         position_ids: [1 or B, length], of these tokens.
         device: device for comparisons of masks.
-        everyones: gathers a list of numbers from each rank; called once for each mask of the model,
+        gather_numbers: gathers a list of numbers from each rank; called once for each mask of the model,
             on every rank.
 
     Raises:
@@ -62,17 +62,17 @@ def resolve_whole(
     rows = len(full_spans.rows)
     if mask is None:
         return Spans.causal(rows, full_spans.length)
-    if isinstance(mask, LazyMask) and mask.whole is not None:
-        return mask.whole
-    window, clear, shown = _shown(mask, rows, full_spans.length, length, position_ids, device)
-    replies = everyones([-1 if window is None else window, clear, shown])
-    if any(other[2] == Shown.REFUSED or other[0] != replies[0][0] for other in replies):
+    if isinstance(mask, LazyMask) and mask.full_layout is not None:
+        return mask.full_layout
+    window, clear, visibility = _shown(mask, rows, full_spans.length, length, position_ids, device)
+    replies = gather_numbers([-1 if window is None else window, clear, visibility])
+    if any(reply[2] == Shown.REFUSED or reply[0] != replies[0][0] for reply in replies):
         raise UnsupportedMaskError(
             "The attention mask is no sliding window, padding or packing; where sequences are "
             "split over ranks streambp knows one rank's part of it only. Train this model without "
             "splitting sequences."
         )
-    if not any(other[1] for other in replies):
+    if not any(reply[1] for reply in replies):
         raise UnsupportedMaskError(
             f"One shard of {length} tokens does not show whether the attention mask is a sliding "
             f"window of {window}. Use longer sequences or fewer ranks, or train without splitting "
@@ -80,14 +80,14 @@ def resolve_whole(
         )
     assert isinstance(mask, LazyMask)
     ignored = (
-        any(other[2] == Shown.IGNORED for other in replies)
+        any(reply[2] == Shown.IGNORED for reply in replies)
         and mask.description.get("attention_mask") is None
     )
     if ignored:
-        mask.whole = Spans.causal(rows, full_spans.length, window)
+        mask.full_layout = Spans.causal(rows, full_spans.length, window)
     else:
-        mask.whole = dataclasses.replace(full_spans, window=window)
-    return mask.whole
+        mask.full_layout = dataclasses.replace(full_spans, window=window)
+    return mask.full_layout
 
 
 def _shown(

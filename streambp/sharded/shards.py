@@ -32,17 +32,17 @@ from streambp.distributed.engines import all_gather
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
 
 
-class HeadGroup(NamedTuple):
+class ChunkShard(NamedTuple):
     """A chunk of queries whose attention this rank computes, with its positions on this rank and in
     the full sequence.
 
     Attributes:
-        here: the chunk's positions among this rank's queries.
-        whole: the chunk's positions in the full sequence.
+        local_chunk: the chunk's positions among this rank's queries.
+        full_chunk: the chunk's positions in the full sequence.
     """
 
-    here: Chunk
-    whole: Chunk
+    local_chunk: Chunk
+    full_chunk: Chunk
 
 
 class KeyGroup(NamedTuple):
@@ -69,7 +69,7 @@ class Keys:
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.both = [KeyGroup(slice(None), k, v)]
+        self.key_groups = [KeyGroup(slice(None), k, v)]
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
         """Yield K and V, one group of heads after the other.
@@ -78,7 +78,7 @@ class Keys:
             last: True if this is the last loop. The memory is then freed once the caller drops the
                 heads.
         """
-        yield self.both.pop() if last else self.both[0]
+        yield self.key_groups.pop() if last else self.key_groups[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Shards:
             Layers may have a sliding window in addition.
         positions: position_ids [1 or B, T / P] of this rank's tokens.
         rank: this rank's index in the group.
-        room: device memory in bytes that every rank can spend on gathered K and V (context
+        headroom: device memory in bytes that every rank can spend on gathered K and V (context
             parallelism).
     """
 
@@ -105,7 +105,7 @@ class Shards:
     spans: Spans
     positions: Tensor | None = None
     rank: int = 0
-    room: int = 0
+    headroom: int = 0
 
     by: ClassVar[str] = "DeepSpeed Ulysses"
     # texts of error messages
@@ -120,7 +120,7 @@ class Shards:
         """Return T, the number of tokens in a full sequence."""
         return self.size * self.length
 
-    def pieces(self, batch_size: int, size: int) -> list[HeadGroup]:
+    def chunk_shards(self, batch_size: int, size: int) -> list[ChunkShard]:
         """Return the chunks of queries whose attention this rank computes. Under Ulysses each rank
         attends with all queries of the full sequence, for the rank's own heads.
 
@@ -129,7 +129,7 @@ class Shards:
             size: maximum number of positions of a chunk.
         """
         return [
-            HeadGroup(chunk, chunk) for chunk in plan_chunks(self.whole_length, batch_size, size)
+            ChunkShard(chunk, chunk) for chunk in plan_chunks(self.whole_length, batch_size, size)
         ]
 
     def queries(self, x: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def gather_shards(
     position_ids: Tensor | None,
     attention_mask: Any,
     agreed: int = 0,
-    room: int = 0,
+    headroom: int = 0,
 ) -> Shards:
     """Gather position_ids and padding masks of all P ranks, and return the split of the full
     sequences. Called once for each forward of the backbone.
@@ -249,7 +249,8 @@ def gather_shards(
         position_ids: [1 or B, T / P] of these tokens, counted over the full sequence.
         attention_mask: padding mask of these tokens, [B, T / P], or None.
         agreed: a number that must be equal on all ranks, because the exchanges depend on it.
-        room: bytes that this rank can spend on K and V; the result has the minimum over the ranks.
+        headroom: bytes that this rank can spend on K and V; the result has the minimum over the
+            ranks.
 
     Raises:
         StreamBPError: position_ids are missing, or the ranks' tensors do not fit together; on every
@@ -258,11 +259,11 @@ def gather_shards(
     """
     batch_size, length = tokens.shape[:2]
     code = _kind(batch_size, length, position_ids, attention_mask)
-    everyones = _agree(
-        group, torch.tensor([batch_size, length, code, agreed, room], device=tokens.device)
+    replies = _agree(
+        group, torch.tensor([batch_size, length, code, agreed, headroom], device=tokens.device)
     )
-    least_code = min(other[2] for other in everyones)
-    if least_code == -1:
+    min_code = min(reply[2] for reply in replies)
+    if min_code == -1:
         fault = "missing" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
         raise StreamBPError(
             f"position_ids are {fault}. With sequences split over ranks each rank must pass the "
@@ -270,17 +271,17 @@ def gather_shards(
             "sequence. Put torch.arange(whole_length) into the batch before it is split "
             "(DeepSpeed Ulysses), or among the buffers of context_parallel."
         )
-    if least_code == -2:
+    if min_code == -2:
         raise UnsupportedMaskError(
             f"attention_mask is {getattr(attention_mask, 'shape', type(attention_mask).__name__)}; "
             "with sequences split over ranks it must be this rank's shard of a padding mask, "
             f"[{batch_size}, {length}], or None."
         )
     assert position_ids is not None
-    size = len(everyones)
-    least_room = min(other[4] for other in everyones)
+    size = len(replies)
+    min_headroom = min(reply[4] for reply in replies)
     spans = Spans.causal(batch_size, length * size)
-    shards = kind(group, size, length, spans, position_ids, dist.get_rank(group), least_room)
+    shards = kind(group, size, length, spans, position_ids, dist.get_rank(group), min_headroom)
     # [1 or B, T]
     positions = shards.in_order(torch.stack(all_gather(group, position_ids.contiguous())))
     padding = None
@@ -306,7 +307,7 @@ def _agree(group: Any, numbers: Tensor) -> list[list[int]]:
         StreamBPError: the ranks' numbers differ, or a rank did not take part.
     """
     try:
-        everyones: list[list[int]] = [other.tolist() for other in all_gather(group, numbers)]
+        replies: list[list[int]] = [reply.tolist() for reply in all_gather(group, numbers)]
     except RuntimeError as error:
         raise StreamBPError(
             "The ranks that share sequences did not all begin this forward: a rank has ended, or "
@@ -314,17 +315,17 @@ def _agree(group: Any, numbers: Tensor) -> list[list[int]]:
             "context_parallel on every rank of its mesh. With DeepSpeed Ulysses the model must be "
             "in training mode on all ranks, or on none."
         ) from error
-    for rank, other in enumerate(everyones):
-        if other[:-1] != everyones[0][:-1]:
+    for rank, reply in enumerate(replies):
+        if reply[:-1] != replies[0][:-1]:
             raise StreamBPError(
                 "Ranks that share sequences hold different shards. Rank 0 holds [rows, tokens, "
-                f"position_ids and mask, settings] = {everyones[0][:-1]}, rank {rank} "
-                f"{other[:-1]}. Shards must have the same shape and position_ids, so the number of "
+                f"position_ids and mask, settings] = {replies[0][:-1]}, rank {rank} "
+                f"{reply[:-1]}. Shards must have the same shape and position_ids, so the number of "
                 "ranks must divide the number of tokens. attention_mask must be passed on all "
                 "ranks or on none. StreamConfig must be the same on all ranks, chunk_size "
                 "excepted."
             )
-    return everyones
+    return replies
 
 
 def _kind(batch_size: int, length: int, position_ids: Tensor | None, attention_mask: Any) -> int:

@@ -35,17 +35,17 @@ class CountedChoices(TorchFunctionMode):
             self.counts[args[0].shape[-1]].update(map(tuple, rows))
         return result
 
-    def differing(self, other: CountedChoices) -> int:
-        """Return the number of rows whose indices were counted here and not in `other`. A row is a
-        token with the indices of its experts, for example.
+    def differing(self, other_choices: CountedChoices) -> int:
+        """Return the number of rows whose indices were counted here and not in `other_choices`. A
+        row is a token with the indices of its experts, for example.
 
         Sizes for which the two objects counted different numbers of rows are ignored. Sparse
         attention has such sizes: `topk` selects among the keys so far, and their number depends on
         the chunks.
         """
-        sizes = self.counts.keys() & other.counts.keys()
+        sizes = self.counts.keys() & other_choices.counts.keys()
         comparable = []
         for n in sizes:
-            if self.counts[n].total() == other.counts[n].total():
+            if self.counts[n].total() == other_choices.counts[n].total():
                 comparable.append(n)
-        return sum((self.counts[n] - other.counts[n]).total() for n in comparable)
+        return sum((self.counts[n] - other_choices.counts[n]).total() for n in comparable)

@@ -70,7 +70,7 @@ PADDING_NOTE = (
 )
 
 Batch = dict[str, Tensor]
-Said = Callable[[str, float], None]
+ProgressCallback = Callable[[str, float], None]
 
 
 def verify(
@@ -166,15 +166,17 @@ def compare_methods(
         *costs[0],
     )
     method_results = []
-    for method, errors, cost in zip(against, draw_found.judged, costs[1:], strict=True):
+    for method, errors, cost in zip(against, draw_found.method_errors, costs[1:], strict=True):
         exact = not errors.problems
         method_results.append(
-            MethodResult(name_of(method), exact, errors.problems, errors.whole.streamed, *cost)
+            MethodResult(
+                name_of(method), exact, errors.problems, errors.full_gradient.streamed, *cost
+            )
         )
     return Comparison(verification, (streamed, *method_results))
 
 
-def _say_nothing(what: str, done: float) -> None:
+def _say_nothing(text: str, fraction: float) -> None:
     """Ignore a report of progress. This is the default of the argument `said`."""
 
 
@@ -199,7 +201,7 @@ def _judge(
     batch: Batch,
     narrow: torch.dtype,
     wide: torch.dtype,
-    progress: Said,
+    progress: ProgressCallback,
 ) -> Draw:
     """Return the verdict for one batch. The gradients of the streamed model, the unpatched model
     and every other method are compared with the gradients of a reference in dtype `wide`. The
@@ -227,7 +229,7 @@ def _judge(
         try:
             unpatched = _run(model, batch, scale)
         finally:
-            fused.take_off()
+            fused.uninstall()
         if not all(bool(gradient.isfinite().all()) for gradient in unpatched.gradients.values()):
             raise StreamBPError(
                 f"The unpatched model's own gradients are not finite in {_name(narrow)}, so there "
@@ -250,8 +252,8 @@ def _judge(
         exact=not streaming.problems,
         problems=streaming.problems,
         parameters=streaming.rated,
-        whole_streamed=streaming.whole.streamed,
-        whole_unpatched=streaming.whole.unpatched,
+        whole_streamed=streaming.full_gradient.streamed,
+        whole_unpatched=streaming.full_gradient.unpatched,
         loss_streamed=streamed.loss,
         loss_unpatched=unpatched.loss,
         loss_truth=truth[0],
@@ -267,18 +269,18 @@ def _judge(
     return Draw(verification, tuple(runs), tuple(errors))
 
 
-class Judged(NamedTuple):
+class GradientErrors(NamedTuple):
     """Errors of one run's gradients, relative to the truth (the unpatched model in a wider dtype),
     and the verdict.
 
     Attributes:
         rated: the errors of each parameter, worst first.
-        whole: the errors of the full gradient, all parameters together.
+        full_gradient: the errors of the full gradient, all parameters together.
         problems: evidence against exactness; empty if exact.
     """
 
     rated: tuple[ParameterError, ...]
-    whole: ParameterError
+    full_gradient: ParameterError
     problems: tuple[str, ...]
 
 
@@ -289,18 +291,18 @@ class Draw(NamedTuple):
     Attributes:
         verification: the verdict on streaming.
         runs: the streamed run, the unpatched run, and the run of each method in `against`.
-        judged: the errors of each method in `against`, such as "checkpointing": distances of its
-            gradients from the truth's.
+        method_errors: the errors of each method in `against`, such as "checkpointing": distances of
+            its gradients from the truth's.
     """
 
     verification: Verification
     runs: tuple[VerifyRun, ...]
-    judged: tuple[Judged, ...]
+    method_errors: tuple[GradientErrors, ...]
 
 
 def _rate(
     loss: float, distances: dict[str, list[float]], runs: list[VerifyRun], number: int
-) -> Judged:
+) -> GradientErrors:
     """Return the errors of one run's gradients, relative to the truth (the gradients of the
     unpatched model in a wider dtype).
 
@@ -328,7 +330,7 @@ def _rate(
         set(runs[number].gradients),
         "streamed" if number == 0 else "by this method",
     )
-    return Judged(rated, of_full_gradient, problems)
+    return GradientErrors(rated, of_full_gradient, problems)
 
 
 def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
@@ -408,20 +410,20 @@ def check_memory(
         StreamBPError: the host has too little memory.
     """
     sets = 2 + other_methods
-    needed = 0
+    required_bytes = 0
     for parameter in model.parameters():
-        needed += parameter.numel() * wide.itemsize
+        required_bytes += parameter.numel() * wide.itemsize
         if parameter.requires_grad:
-            needed += sets * parameter.numel() * narrow.itemsize
+            required_bytes += sets * parameter.numel() * narrow.itemsize
         if parameter.is_meta:
-            needed += parameter.nbytes
+            required_bytes += parameter.nbytes
     available = available_memory()
-    if available is not None and needed > available:
+    if available is not None and required_bytes > available:
         raise StreamBPError(
             f"The model in {_name(wide)} and {sets} sets of {_name(narrow)} gradients take "
-            f"{needed / GIB:.1f} GiB of host memory; {available / GIB:.1f} are free. Use a machine "
-            "with more memory or a narrower dtype, or verify fewer layers of random weights: "
-            "streambp verify --random --layers 2."
+            f"{required_bytes / GIB:.1f} GiB of host memory; {available / GIB:.1f} are free. Use a "
+            "machine with more memory or a narrower dtype, or verify fewer layers of random "
+            "weights: streambp verify --random --layers 2."
         )
 
 
@@ -649,7 +651,7 @@ def _run_truth(
     return step[0], distances_by_name
 
 
-def _distance(truth: Tensor | None, other: Tensor | None) -> float:
+def _distance(truth: Tensor | None, gradient: Tensor | None) -> float:
     """Return the norm of truth - other, for two gradients of one parameter, [...] each; None counts
     as zero.
 
@@ -657,7 +659,7 @@ def _distance(truth: Tensor | None, other: Tensor | None) -> float:
     """
     total = 0.0
     present = []
-    for tensor in (truth, other):
+    for tensor in (truth, gradient):
         if tensor is not None:
             present.append(tensor.flatten().split(ELEMENTS))
     for blocks in zip(*present, strict=True):

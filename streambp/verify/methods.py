@@ -19,11 +19,11 @@ from torch import nn
 
 from streambp.device import is_accelerator
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
-from streambp.fields import shown
+from streambp.fields import short_repr
 from streambp.known_names import LIGER as LIGER_PACKAGE
 from streambp.known_names import NOT_OF_LAYERS
 from streambp.libraries import required
-from streambp.model.fused_layers import NoKernelsError, put_on
+from streambp.model.fused_layers import NoKernelsError, install_kernels
 
 UNPATCHED = "unpatched"
 CHECKPOINTING = "checkpointing"
@@ -61,7 +61,7 @@ def check_methods(methods: Sequence[Method]) -> None:
     for name in names:
         if name not in METHODS:
             raise ConfigError(
-                f"against names {shown(name)}; it must be among {', '.join(METHODS)}. Several "
+                f"against names {short_repr(name)}; it must be among {', '.join(METHODS)}. Several "
                 "names are separated by commas."
             )
     if len(set(names)) < len(names):
@@ -105,16 +105,16 @@ def prepared(model: nn.Module, method: Method) -> Iterator[Forward]:
     if method == UNPATCHED:
         yield model
         return
-    other: Any = _shared_copy(model)
+    copied_model: Any = _shared_copy(model)
     if not isinstance(method, str):
-        yield method(other)
+        yield method(copied_model)
         return
-    forward: Forward = other
+    forward: Forward = copied_model
     if method == TRL:
-        forward = _with_trls_head(other)
+        forward = _with_trls_head(copied_model)
     if method == LIGER:
-        _with_ligers_kernels(other)
-    _checkpoint(other)
+        _with_ligers_kernels(copied_model)
+    _checkpoint(copied_model)
     yield forward
 
 
@@ -197,10 +197,10 @@ def _with_ligers_kernels(model: nn.Module) -> None:
     """
     apply = _liger()
     try:
-        put_on(model)
+        install_kernels(model)
     except NoKernelsError as error:
         raise UnsupportedModelError(
-            f"{error.found}. Leave {LIGER} out of the methods to compare with."
+            f"{error.fault}. Leave {LIGER} out of the methods to compare with."
         ) from error
     parts = dict.fromkeys(LAYER_KERNELS, False)
     parts[HEAD] = True

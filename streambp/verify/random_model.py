@@ -33,22 +33,22 @@ class CutModel:
         model: the model.
         layers: number of its layers.
         depth: number of layers of the full model.
-        needed: smallest number of first layers among which each kind of layer occurs.
+        min_layers: smallest number of first layers among which each kind of layer occurs.
     """
 
     model: PreTrainedModel
     layers: int
     depth: int
-    needed: int
+    min_layers: int
 
     def note(self) -> str:
         """Return text for the verdict's notes: how many layers were tested, and if these are of all
         kinds."""
         text = f"random weights; the first {self.layers} of {self.depth} layers"
-        if self.layers < self.needed:
+        if self.layers < self.min_layers:
             return (
-                f"{text}, which are not of every kind: pass --layers {self.needed} to judge all "
-                "kinds of layers"
+                f"{text}, which are not of every kind: pass --layers {self.min_layers} to judge "
+                "all kinds of layers"
             )
         return f"{text}, among which are all kinds of layers"
 
@@ -72,15 +72,15 @@ def random_model(
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     skeleton = Skeleton(config, dtype, None, 16, "cuda")
     kinds = reduced_layers(skeleton.model).kinds
-    needed = max(kinds.index(kind) for kind in set(kinds)) + 1
-    number = layers or min(needed, MOST)
+    min_layers = max(kinds.index(kind) for kind in set(kinds)) + 1
+    number = layers or min(min_layers, MOST)
     if number > len(kinds):
         raise ConfigError(
             f"--layers is {number}, and the model has {len(kinds)} layers. Pass a smaller number."
         )
-    cut = cut_config(config, number, len(kinds))
+    small_config = cut_config(config, number, len(kinds))
     with torch.device("meta"):
-        empty = _build(cut, dtype)
+        empty = _build(small_config, dtype)
     if len(reduced_layers(empty).kinds) != number:
         raise StreamBPError(
             f"{type(config).__name__} does not say in num_hidden_layers how many layers it has. "
@@ -90,9 +90,9 @@ def random_model(
     check_memory(empty, dtype, wide)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model = _build(cut, dtype)
+        model = _build(small_config, dtype)
         _vary_constants(model)
-    return CutModel(model, number, len(kinds), needed)
+    return CutModel(model, number, len(kinds), min_layers)
 
 
 def cut_config(config: PreTrainedConfig, layers: int, depth: int) -> PreTrainedConfig:
@@ -105,8 +105,8 @@ def cut_config(config: PreTrainedConfig, layers: int, depth: int) -> PreTrainedC
     """
     if layers == depth:
         return config
-    cut = copy.deepcopy(config)
-    text: Any = cut.get_text_config()
+    small_config = copy.deepcopy(config)
+    text: Any = small_config.get_text_config()
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == depth:
             setattr(text, name, value[:layers])
@@ -114,7 +114,7 @@ def cut_config(config: PreTrainedConfig, layers: int, depth: int) -> PreTrainedC
     if shared:
         setattr(text, SHARED_LAYERS, max(0, shared - (depth - layers)))
     text.num_hidden_layers = layers
-    return cut
+    return small_config
 
 
 def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -126,8 +126,8 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     trusted = type(config).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
     model: PreTrainedModel = build(
         config,
-        lambda one: AutoModelForCausalLM.from_config(
-            copy.deepcopy(one), dtype=dtype, trust_remote_code=trusted
+        lambda config: AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=trusted
         ),
     )
     return model

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from streambp.known_names import EAGER, EXPERTS_IMPLEMENTATION
-from streambp.tensors import replaced
+from streambp.tensors import replace_attribute
 
 
 def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -89,7 +89,7 @@ def float64_experts(model: nn.Module) -> Iterator[None]:
         config: Any = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
             configs[id(config)] = config
-    with replaced(configs.values(), EXPERTS_IMPLEMENTATION, itertools.repeat(EAGER)):
+    with replace_attribute(configs.values(), EXPERTS_IMPLEMENTATION, itertools.repeat(EAGER)):
         yield
 
 

@@ -127,18 +127,18 @@ class Verification:
 
     def table(self, top: int = 20) -> str:
         """Return the report with the `top` worst parameters; 0 means all."""
-        shown = self.parameters[: top or None]
-        width = max(map(len, ["whole gradient", *(p.name for p in shown)]))
+        parameters = self.parameters[: top or None]
+        width = max(map(len, ["whole gradient", *(p.name for p in parameters)]))
         lines = [
             f"{self.model}, {self.dtype}: {self.seq_len} tokens in {self.chunks} chunks of "
             f"{self.chunk_size}, the last of {self.seq_len % self.chunk_size}",
             "",
             f"{'relative error of the gradient of':<{width}}  {'streamed':>10}  {'unpatched':>10}",
         ]
-        for p in shown:
+        for p in parameters:
             bar = "" if p.exact else f"  > {p.bar:.1e}"
             lines.append(f"{p.name:<{width}}  {p.streamed:>10.2e}  {p.unpatched:>10.2e}{bar}")
-        hidden = len(self.parameters) - len(shown)
+        hidden = len(self.parameters) - len(parameters)
         lines += [f"and {hidden} more, none worse"] if hidden else []
         lines += [
             f"{'whole gradient':<{width}}  {self.whole_streamed:>10.2e}  "
@@ -224,29 +224,29 @@ def find_problems(
         run: the run's name.
     """
     problems = []
-    for names, what in (
+    for names, difference in (
         (expected - received, f"get none {run}"),
         (received - expected, f"get one only {run}"),
     ):
         if names:
             problems.append(
                 f"{len(names)} parameters differ in having a gradient: {', '.join(sorted(names))} "
-                f"{what}"
+                f"{difference}"
             )
     if not total.exact:
         problems.append(
             f"the whole gradient's error {total.streamed:.2e} is more than {WHOLE:g} x the model's "
             f"own rounding noise {total.unpatched:.2e}"
         )
-    beyond = []
+    inexact = []
     for p in rated:
         if not p.exact:
-            beyond.append(p)
-    if beyond:
-        worst = beyond[0]
+            inexact.append(p)
+    if inexact:
+        worst = inexact[0]
         problems.append(
-            f"{len(beyond)} of {len(rated)} parameters have errors that rounding does not explain; "
-            f"{worst.name} has {worst.streamed:.2e}, at most {worst.bar:.1e} was expected"
+            f"{len(inexact)} of {len(rated)} parameters have errors that rounding does not "
+            f"explain; {worst.name} has {worst.streamed:.2e}, at most {worst.bar:.1e} was expected"
         )
     allowed = EACH * loss.unpatched + abs(loss.truth) * max(total.unpatched / 4, LOSS_FLOOR)
     if not loss.streamed <= allowed:

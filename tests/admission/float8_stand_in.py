@@ -12,7 +12,7 @@ FINITE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 ACTIVATIONS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def named(value):
+def enum_member(value):
     """A member of an enumeration."""
     return types.SimpleNamespace(value=value)
 
@@ -23,8 +23,8 @@ def config(granularity, powers_of_two, weights_in_float8=True):
 
     def cast(scaled=True):
         return types.SimpleNamespace(
-            scaling_type=named("dynamic" if scaled else "disabled"),
-            scaling_granularity=named(granularity),
+            scaling_type=enum_member("dynamic" if scaled else "disabled"),
+            scaling_granularity=enum_member(granularity),
         )
 
     return types.SimpleNamespace(

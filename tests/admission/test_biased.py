@@ -82,8 +82,8 @@ def gradients(model, batch):
     model.zero_grad(set_to_none=True)
     loss = model(**batch).loss
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
 
 
 def check(name, implementation="eager", source=19, padding="right", **settings):
@@ -96,9 +96,9 @@ def check(name, implementation="eager", source=19, padding="right", **settings):
         copy.deepcopy(stock), streambp.StreamConfig(**{"chunk_size": 7, **settings})
     )
     for _ in range(2):
-        ours_loss, found = gradients(ours, batch)
+        ours_loss, grads = gradients(ours, batch)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(grads, expected) <= EXACT
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * 6
     return described
@@ -147,17 +147,17 @@ def test_tables_that_are_not_trained(name):
         parameter.requires_grad_("relative_attention_bias" not in parameter_name)
     batch = batch_of(19, "right")
     _, expected = gradients(stock, batch)
-    _, found = gradients(streambp.patch(stock, streambp.StreamConfig(chunk_size=7)), batch)
-    assert worst_error(found, expected) <= EXACT
+    _, grads = gradients(streambp.patch(stock, streambp.StreamConfig(chunk_size=7)), batch)
+    assert worst_error(grads, expected) <= EXACT
 
 
 def test_generate_is_untouched():
     stock = model_of("t5").eval()
     batch = batch_of(19, "right")
-    asked = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    expected = stock.generate(**asked, max_new_tokens=9, do_sample=False)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected = stock.generate(**inputs, max_new_tokens=9, do_sample=False)
     ours = streambp.patch(stock, streambp.StreamConfig(chunk_size=7))
-    assert torch.equal(ours.generate(**asked, max_new_tokens=9, do_sample=False), expected)
+    assert torch.equal(ours.generate(**inputs, max_new_tokens=9, do_sample=False), expected)
 
 
 def test_a_fused_kernel_that_is_asked_for_is_refused():
@@ -186,13 +186,13 @@ def test_a_bias_by_pair_runs_unchunked():
     torch.testing.assert_close(layer(x, mask, bias)[0], expected, rtol=0.0, atol=1e-12)
 
 
-def lose_one_chunk(self, chunk, found, again=False, real=BackwardPass.add):
+def lose_one_chunk(self, chunk, grads, accumulate=False, real=BackwardPass.add):
     """No gradient for the bias from the first chunk."""
-    kept = []
-    for gradient in found:
+    passed_gradients = []
+    for gradient in grads:
         is_bias = gradient is not None and gradient.shape[-1] == 2 * LENGTH - 1
-        kept.append(None if is_bias and chunk.start == 0 else gradient)
-    real(self, chunk, kept, again)
+        passed_gradients.append(None if is_bias and chunk.start == 0 else gradient)
+    real(self, chunk, passed_gradients, accumulate)
 
 
 def lose_later_blocks(sums, gradient, block, real=kernels.add_of_block):
@@ -217,7 +217,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", list(MUTANTS))
 def test_mutants(mutant, monkeypatch):
-    module, attribute, changed, name = MUTANTS[mutant]
-    monkeypatch.setattr(module, attribute, changed)
+    module, attribute, replacement, name = MUTANTS[mutant]
+    monkeypatch.setattr(module, attribute, replacement)
     with pytest.raises((AssertionError, StreamingMismatchError)):
         check(name)

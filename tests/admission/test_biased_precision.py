@@ -38,8 +38,8 @@ def half_precision_ratio(name, autocast, seed):
     errors = []
     for model in (ours, stock):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            _, found = gradients(model, batch)
-        errors.append(relative_l2({n: g.double() for n, g in found.items()}, expected))
+            _, grads = gradients(model, batch)
+        errors.append(relative_l2({n: g.double() for n, g in grads.items()}, expected))
     assert [layer.path for layer in streambp.describe(ours).layers] == ["streams"] * 6
     return errors[0] / errors[1]
 

@@ -31,8 +31,8 @@ def gradients(model, batch):
     model.zero_grad(set_to_none=True)
     loss = model(**batch).loss
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
 
 
 @pytest.mark.fast("none-sdpa")
@@ -51,9 +51,9 @@ def test_exact(padding, implementation):
     loss, expected = gradients(stock, batch)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=CHUNK))
     for _ in range(2):
-        ours_loss, found = gradients(ours, batch)
+        ours_loss, grads = gradients(ours, batch)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(grads, expected) <= EXACT
     assert [layer.path for layer in streambp.describe(ours).layers] == ["streams"] * 2
 
 

@@ -78,10 +78,10 @@ def raising(real, x, run):
     return with_first(output, OfTheBatch.apply(first_of(output)))
 
 
-def changed(model, place, change):
-    """The model, whose second layer computes `place` as `change` says."""
+def changed_model(model, module_name, change):
+    """The model, whose second layer computes `module_name` as `change` says."""
     layer = model.model.layers[1]
-    module = getattr(layer, place) if place else layer
+    module = getattr(layer, module_name) if module_name else layer
     real = module.forward
 
     @functools.wraps(real)
@@ -95,18 +95,18 @@ def changed(model, place, change):
     return model
 
 
-def compared(place, change, chunk_size=5):
+def compared(module_name, change, chunk_size=5):
     """Gradients of three steps against the unpatched model's; the description of the changed
     layer."""
-    plain = changed(build("qwen3", dtype=torch.float64), place, change)
-    model = changed(build("qwen3", dtype=torch.float64), place, change)
+    plain = changed_model(build("qwen3", dtype=torch.float64), module_name, change)
+    model = changed_model(build("qwen3", dtype=torch.float64), module_name, change)
     streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size, rows="as_given"))
     for seed in (1, 2, 3):
         batch = make_batch("right-padded", seed=seed)
         loss, expected = gradients(plain, **batch)
-        found_loss, found = gradients(model, **batch)
+        found_loss, grads = gradients(model, **batch)
         torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0.0)
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(grads, expected) <= EXACT
     return streambp.describe(model).layers[1]
 
 
@@ -128,24 +128,24 @@ CASES = [  # where, what, and why the layer runs whole; None: it streams
 
 
 @pytest.mark.parametrize(
-    ("place", "change", "because"),
-    thinned(CASES, lambda place, change, because: not place or change is inference),
+    ("module_name", "change", "reason"),
+    thinned(CASES, lambda module_name, change, reason: not module_name or change is inference),
 )
-def test_layers_whose_output_has_no_gradient(place, change, because, float64_oracle):
-    layer = compared(place, change)
-    assert layer.path == ("streams" if because is None else "checkpoints")
-    assert layer.reason == (because or "")
+def test_layers_whose_output_has_no_gradient(module_name, change, reason, float64_oracle):
+    layer = compared(module_name, change)
+    assert layer.path == ("streams" if reason is None else "checkpoints")
+    assert layer.reason == (reason or "")
 
 
 def test_an_evaluation_says_nothing_of_gradients(float64_oracle):
-    model = changed(build("qwen3", dtype=torch.float64), "", without_graph)
+    model = changed_model(build("qwen3", dtype=torch.float64), "", without_graph)
     streambp.patch(model, streambp.StreamConfig(chunk_size=5, rows="as_given"))
     with torch.no_grad():
         model.eval()(**make_batch("plain"), use_cache=False)
     assert streambp.describe(model).layers[1].path == "streams"
-    _, found = gradients(model.train(), **make_batch("plain"))
-    plain = changed(build("qwen3", dtype=torch.float64), "", without_graph)
-    assert worst_error(found, gradients(plain, **make_batch("plain"))[1]) <= EXACT
+    _, grads = gradients(model.train(), **make_batch("plain"))
+    plain = changed_model(build("qwen3", dtype=torch.float64), "", without_graph)
+    assert worst_error(grads, gradients(plain, **make_batch("plain"))[1]) <= EXACT
 
 
 def fails_outside(self, call, x, upstream, shadows, real=UnpatchedRun.__init__):

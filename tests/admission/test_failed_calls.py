@@ -50,7 +50,7 @@ def counts_and_fails(layer, number):
     layer.mlp.forward = forward
 
 
-def tried(model, batch, trains):
+def call_fails(model, batch, trains):
     """Run a call that may fail; say whether it did."""
     model.train(trains)
     failed = False
@@ -75,8 +75,8 @@ def streams_exactly(model, counts=False):
     batch = make_batch("plain")
     expected = gradients(build("llama", torch.float64), **batch)[1]
     for _ in range(2):
-        found = gradients(model, **batch)[1]
-    assert worst_error(found, expected) <= EXACT
+        grads = gradients(model, **batch)[1]
+    assert worst_error(grads, expected) <= EXACT
     first, second = streambp.describe(model).layers
     assert second.path == "streams"
     assert first.path == ("checkpoints" if counts else "streams")
@@ -95,11 +95,11 @@ def test_a_module_that_raises_once(how, number, trains, float64_oracle):
     model = build("llama", torch.float64)
     how(model.model.layers[0], number)
     streambp.patch(model, CONFIG)
-    failed = [tried(model, make_batch("plain"), trains) for _ in range(3)]
+    failed = [call_fails(model, make_batch("plain"), trains) for _ in range(3)]
     # a forward, and a recomputation that is put back
     assert sum(failed) <= 2 * (how is counts_and_fails)
     for _ in range(number if how is counts_and_fails else 0):
-        failed.append(tried(model, make_batch("plain"), trains))
+        failed.append(call_fails(model, make_batch("plain"), trains))
     # a forward, and a recomputation that is put back
     assert sum(failed) <= 2 * (how is counts_and_fails)
     streams_exactly(model, counts=how is counts_and_fails)
@@ -164,7 +164,7 @@ def test_what_never_runs_in_chunks_is_known_after_some_calls(float64_oracle, mon
 @pytest.mark.parametrize("mutant", ["at once", "never forgotten", "empty batches are tried"])
 def test_mutants_turn_these_red(mutant, monkeypatch, float64_oracle):
     if mutant == "at once":
-        monkeypatch.setattr(TrialResult, "doubt", TrialResult.judge)
+        monkeypatch.setattr(TrialResult, "doubt", TrialResult.set_result)
         tests = [lambda: test_a_module_that_raises_once(fails_at, 2, True, None)]
         tests += [lambda: test_a_module_that_raises_once(fails_at, 5, True, None)]
     elif mutant == "never forgotten":
@@ -173,7 +173,7 @@ def test_mutants_turn_these_red(mutant, monkeypatch, float64_oracle):
         tests = [lambda: test_embeddings_of_another_dtype(None)]
     else:
         monkeypatch.setattr(torch.Tensor, "numel", lambda x: max(1, x.nelement()))
-        monkeypatch.setattr(TrialResult, "doubt", TrialResult.judge)
+        monkeypatch.setattr(TrialResult, "doubt", TrialResult.set_result)
         monkeypatch.setattr(LayerTests, "forget", lambda *_: None)
         monkeypatch.setattr(probe, "runs_unpatched", lambda *_: True)
         tests = [lambda: test_an_empty_batch("llama", True, None)]

@@ -58,14 +58,14 @@ def test_a_kind_of_scale_decides(name, dtype):
         model = in_float8(build(dtype, seed), name)
         expected_loss, expected = gradients(copy.deepcopy(model), **batch)
         streambp.patch(model, CONFIG)
-        loss, found = gradients(model, **batch)
+        loss, grads = gradients(model, **batch)
         streams = SETTINGS[name][1]
         assert paths(model) == {"streams" if streams else "checkpoints"}
-        assert found.keys() == expected.keys()
+        assert grads.keys() == expected.keys()
         if not streams:
             assert "Float8Linear (self_attn.q_proj and 6 more)" in str(streambp.describe(model))
         if not streams and dtype == torch.float32:
-            assert worst_error(found, expected) <= 1e-5
+            assert worst_error(grads, expected) <= 1e-5
             assert abs(loss - expected_loss) <= 1e-5 * abs(expected_loss)
 
 
@@ -101,8 +101,8 @@ def test_frozen_weights_have_no_gradient_to_scale():
     batch = make_batch("plain", length=LENGTH)
     _, expected = gradients(copy.deepcopy(model), **batch)
     streambp.patch(model, CONFIG)
-    _, found = gradients(model, **batch)
-    assert worst_error(found, expected) <= 1e-5
+    _, grads = gradients(model, **batch)
+    assert worst_error(grads, expected) <= 1e-5
 
 
 def test_a_configuration_that_does_not_tell_runs_whole():
@@ -120,8 +120,8 @@ def test_padding_is_not_left_out_of_a_shared_scale():
     batch = make_batch("right-padded", length=LENGTH)
     _, expected = gradients(copy.deepcopy(model), **batch)
     streambp.patch(model, CONFIG)
-    _, found = gradients(model, **batch)
-    assert worst_error(found, expected) <= 1e-5
+    _, grads = gradients(model, **batch)
+    assert worst_error(grads, expected) <= 1e-5
     assert "computed as given: Float8Linear" in str(streambp.describe(model))
 
 

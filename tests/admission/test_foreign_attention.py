@@ -50,8 +50,8 @@ def normalised(module, query, key, value, attention_mask, **kwargs):
 def local(module, query, key, value, attention_mask, **kwargs):
     """Each query reads the last WINDOW keys alone."""
     positions = torch.arange(query.shape[2])
-    near = (positions[:, None] >= positions) & (positions[:, None] - positions < WINDOW)
-    return sdpa_attention_forward(module, query, key, value, near, **kwargs)
+    window_mask = (positions[:, None] >= positions) & (positions[:, None] - positions < WINDOW)
+    return sdpa_attention_forward(module, query, key, value, window_mask, **kwargs)
 
 
 def counting(module, *args, **kwargs):
@@ -71,16 +71,16 @@ class Scaled:
 
 
 def windowed_mask(mask_function=None, **description):
-    near = lambda batch, head, query, key: query - key < WINDOW  # noqa: E731
+    in_window = lambda batch, head, query, key: query - key < WINDOW  # noqa: E731
     return sdpa_mask(
-        mask_function=and_masks(mask_function or causal_mask_function, near), **description
+        mask_function=and_masks(mask_function or causal_mask_function, in_window), **description
     )
 
 
-def over_ranks(own, *args, dist_attn=None, **kwargs):
+def over_ranks(attend, *args, dist_attn=None, **kwargs):
     """The shape of ms-swift's sequence parallelism: a partial in the place of transformers'
     function."""
-    return own(*args, **kwargs)
+    return attend(*args, **kwargs)
 
 
 def registered(model, attention=sdpa_attention_forward, mask=sdpa_mask):
@@ -89,7 +89,7 @@ def registered(model, attention=sdpa_attention_forward, mask=sdpa_mask):
     model.set_attn_implementation("custom")
 
 
-def replaced(model, attention):
+def set_sdpa(model, attention):
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
 
 
@@ -124,14 +124,14 @@ CASES = {
     "a mask function by name": (lambda m: registered(m, mask=windowed_mask), "mask function .*windowed_mask"),
     "no mask function": (without_mask_function, "no mask function registered by its name"),
     "the mask function of sdpa": (mask_replaced, "mask function .*windowed_mask"),
-    "in sdpa's place": (lambda m: replaced(m, local), r"implementation='sdpa'\) is .*\.local"),
-    "the same numbers": (lambda m: replaced(m, counting), r"test_foreign_attention\.counting"),
+    "in sdpa's place": (lambda m: set_sdpa(m, local), r"implementation='sdpa'\) is .*\.local"),
+    "the same numbers": (lambda m: set_sdpa(m, counting), r"test_foreign_attention\.counting"),
     "ms-swift's": (
-        lambda m: replaced(m, functools.partial(over_ranks, sdpa_attention_forward, dist_attn=object())),
+        lambda m: set_sdpa(m, functools.partial(over_ranks, sdpa_attention_forward, dist_attn=object())),
         r"test_foreign_attention\.over_ranks",
     ),
     "a partial of transformers' own": (
-        lambda m: replaced(m, functools.partial(sdpa_attention_forward, scaling=0.1)), "sdpa_attention_forward",
+        lambda m: set_sdpa(m, functools.partial(sdpa_attention_forward, scaling=0.1)), "sdpa_attention_forward",
     ),
     "an object without a hash": (lambda m: registered(m, Scaled(0.1)), r"test_foreign_attention\.Scaled"),
     "another eager function": (
@@ -174,7 +174,7 @@ def test_is_refused_by_name(case, order):
 
 def test_a_layer_called_by_itself():
     model = streambp.patch(build("llama", torch.float64), CONFIG)
-    replaced(model, counting)
+    set_sdpa(model, counting)
     x = torch.randn(2, 11, 32, dtype=torch.float64)
     rotary = model.model.rotary_emb(x, torch.arange(11)[None])
     with pytest.raises(UnsupportedModelError, match="counting"):
@@ -257,7 +257,7 @@ def test_mutant_torchs_attention_is_not_asked_for_again(monkeypatch):
 
 def test_mutant_the_layer_is_compared_with_itself(monkeypatch):
     """Without the comparison another model is trained, silently."""
-    monkeypatch.setattr(own_run.UnpatchedRun, "agrees", lambda self, whole: True)
+    monkeypatch.setattr(own_run.UnpatchedRun, "agrees", lambda self, streamed: True)
     model = build("llama", torch.float64)
     eager_replaced(model, in_disguise(eager))
     expected = gradients(model, **make_batch("plain"))[1]
@@ -285,33 +285,33 @@ def hub_kernel(**also):
     return names["flash_attn_forward"]
 
 
-@pytest.mark.parametrize(("name", "function", "known"), [
+@pytest.mark.parametrize(("name", "function", "is_known"), [
     ("kernels-community/metal-flash", hub_kernel(supports_flash_attn=True), True),
     ("kernels-community/metal-flash", hub_kernel(), False),
     ("custom", hub_kernel(supports_flash_attn=True), False),
     ("kernels-community/other:flash", local, False),
 ])  # fmt: skip
-def test_kernels_of_the_hub(name, function, known):
+def test_kernels_of_the_hub(name, function, is_known):
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)
     (attention, *_) = third_party.distinct_attentions(build("llama").model.layers)
-    assert (third_party.foreign_function(attention, name) is None) == known
+    assert (third_party.foreign_function(attention, name) is None) == is_known
 
 
 @pytest.mark.parametrize(
-    ("home", "ranks", "known"),
+    ("home", "ranks", "is_known"),
     [("verl.models", 1, True), ("verl.models", 2, False), ("axolotl", 1, False)],
 )
-def test_what_transformers_flash_attention_calls(home, ranks, known, monkeypatch):
+def test_what_transformers_flash_attention_calls(home, ranks, is_known, monkeypatch):
     """verl replaces it always, ring attention only where sequences are split."""
     names = {"__name__": home, third_party.VERLS_SIZE: lambda: ranks}
     exec("def split(*args, **kwargs): ...", names)
     flash = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
     monkeypatch.setitem(flash.__globals__, "_flash_attention_forward", names["split"])
     (attention, *_) = third_party.distinct_attentions(build("llama").model.layers)
-    found = third_party.foreign_function(attention, "flash_attention_2")
-    assert (found is None) == known
-    assert known or f"calls {home}.split" in found
+    foreign_name = third_party.foreign_function(attention, "flash_attention_2")
+    assert (foreign_name is None) == is_known
+    assert is_known or f"calls {home}.split" in foreign_name
 
 
 @pytest.mark.parametrize(
@@ -326,22 +326,22 @@ def test_who_splits_sequences_elsewhere_is_named(home, implementation):
     functions are written."""
     names = {"__name__": home}
     exec("def attend(module, query, key, value, attention_mask, **kwargs): ...", names)
-    found = (
+    split_attention = (
         functools.partial(names["attend"], dist_attn=object())
         if home.startswith("swift")
         else names["attend"]
     )
-    ALL_ATTENTION_FUNCTIONS[implementation] = found
+    ALL_ATTENTION_FUNCTIONS[implementation] = split_attention
     (attention, *_) = third_party.distinct_attentions(build("llama").model.layers)
     assert f"is {home}.attend" in third_party.foreign_function(attention, implementation)
 
 
-@pytest.mark.parametrize(("mask", "known"), [(sdpa_mask, True), (windowed_mask, False)])
-def test_transformers_decorators_are_looked_into(mask, known):
+@pytest.mark.parametrize(("mask", "is_known"), [(sdpa_mask, True), (windowed_mask, False)])
+def test_transformers_decorators_are_looked_into(mask, is_known):
     """transformers 5.17 has such a decorator around `sdpa_mask`."""
     AttentionMaskInterface.register("sdpa", deprecate_kwarg("old", version="99.0.0")(mask))
     model = build("llama")
-    if known:
+    if is_known:
         assert streambp.patch(model) is model
         return
     with pytest.raises(streambp.StreamBPError, match="windowed_mask"):

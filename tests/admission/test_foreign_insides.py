@@ -80,13 +80,13 @@ def by_hook(hook):
 
 
 def by_instance_forward(layer):
-    own = layer.mlp.forward
-    layer.mlp.forward = lambda x: own(shifted(x))
+    real_forward = layer.mlp.forward
+    layer.mlp.forward = lambda x: real_forward(shifted(x))
 
 
 def by_own_forward(layer):
-    own = layer.forward
-    layer.forward = lambda x, **kwargs: own(shifted(x), **kwargs)
+    real_forward = layer.forward
+    layer.forward = lambda x, **kwargs: real_forward(shifted(x), **kwargs)
 
 
 WAYS = {
@@ -101,7 +101,7 @@ WAYS = {
 }
 
 
-def changed(way, model=None):
+def changed_model(way, model=None):
     model = model or build("qwen3", torch.float64)
     way(model.model.layers[1])
     return model
@@ -124,7 +124,7 @@ def paths(model):
 def test_absolute_positions_run_whole(way, frozen):
     """12 random tokens show nothing of it."""
     batch = make_batch("left-padded", length=LENGTH)
-    models = [changed(WAYS[way]) for _ in range(2)]
+    models = [changed_model(WAYS[way]) for _ in range(2)]
     for model in models:
         model.model.layers.requires_grad_(not frozen)
     expected = gradients(models[0], **batch)[1]
@@ -151,18 +151,21 @@ def test_mutant_without_a_long_trial(monkeypatch):
 @pytest.fixture
 def trials(monkeypatch):
     """Lengths of the trials at a call's own length."""
-    seen = []
+    lengths = []
     real = long_trial.why_not_at_length
     monkeypatch.setattr(
-        probe, "why_not_at_length", lambda call: seen.append(call.plan.length) or real(call)
+        probe, "why_not_at_length", lambda call: lengths.append(call.plan.length) or real(call)
     )
-    return seen
+    return lengths
 
 
 @EXACT
 def test_a_longer_call_is_tried_again(trials):
     """Positions from 100 on are out of sight until then; shorter calls need no trial."""
-    stock, ours = changed(WAYS["given back"]), streambp.patch(changed(WAYS["given back"]), CONFIG)
+    stock, ours = (
+        changed_model(WAYS["given back"]),
+        streambp.patch(changed_model(WAYS["given back"]), CONFIG),
+    )
     for length, expected_paths in (
         (70, "streams"),
         (90, "streams"),
@@ -203,12 +206,12 @@ def test_token_by_token_streams(family, mode, trials):
     stock = build(family, torch.float64) if family == "qwen3" else zoo.build(family)
     layers = getattr(stock, "model", None) or stock.transformer
     layers = getattr(layers, "layers", None) or layers.h
-    place = next(
+    child_name = next(
         name for name, module in layers[0].named_children() if name in ("mlp", "feed_forward")
     )
-    setattr(layers[0], place, Gated(getattr(layers[0], place)))
+    setattr(layers[0], child_name, Gated(getattr(layers[0], child_name)))
     layers[1].register_forward_pre_hook(lambda module, args: None)
-    getattr(layers[1], place).register_forward_hook(lambda module, args, out: out)
+    getattr(layers[1], child_name).register_forward_hook(lambda module, args, out: out)
     ours = streambp.patch(copy.deepcopy(stock), CONFIG_AS_GIVEN)
     batch = make_batch(mode)
     for _ in range(2):
@@ -238,42 +241,46 @@ def test_rounding_is_no_difference(family, dtype):
 @pytest.mark.parametrize("kind", ["collects", "collects if it is told to", "logs"])
 def test_who_only_looks_on_needs_no_trial(kind, trials):
     """Numbers out of sight it sees once for each chunk; tensors make the layer run whole."""
-    seen, wanted = queue.SimpleQueue(), [True]
+    records, is_on = queue.SimpleQueue(), [True]
 
-    def told(module, args, out):
-        if wanted:
-            seen.put(out.detach())
+    def collect(module, args, out):
+        if is_on:
+            records.put(out.detach())
 
     def logs(module, args, out):
         for x in args:
-            seen.put(float(x.detach().norm()))
+            records.put(float(x.detach().norm()))
 
-    hook = {"collects": lambda m, args, out: seen.put(out.detach()), "logs": logs}.get(kind, told)
+    hook = {"collects": lambda m, args, out: records.put(out.detach()), "logs": logs}.get(
+        kind, collect
+    )
     stock, ours = build("qwen3", torch.float64), build("qwen3", torch.float64)
     ours.model.layers[1].mlp.register_forward_hook(hook)
     streambp.patch(ours, CONFIG)
     batch = make_batch("plain", length=LENGTH)
     assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= 1e-10
     assert trials == []
-    assert not seen.empty()
+    assert not records.empty()
     assert paths(ours) == ["streams", "streams" if kind == "logs" else "checkpoints"]
 
 
 def test_memory_that_does_not_suffice(monkeypatch):
     """Fewer tokens are tried then, and `describe` says how many."""
     real = long_trial._is_alike
-    tried = []
+    chunk_counts = []
 
     def scarce(call, chunks):
-        tried.append(chunks)
+        chunk_counts.append(chunks)
         if chunks > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(call, chunks)
 
     monkeypatch.setattr(long_trial, "_is_alike", scarce)
-    ours = streambp.patch(changed(lambda layer: setattr(layer, "mlp", Gated(layer.mlp))), CONFIG)
+    ours = streambp.patch(
+        changed_model(lambda layer: setattr(layer, "mlp", Gated(layer.mlp))), CONFIG
+    )
     ours(**make_batch("plain", length=LENGTH), use_cache=False).loss.backward()
-    assert tried == [5, 2]
+    assert chunk_counts == [5, 2]
     reason = streambp.describe(ours).layers[1].reason
     assert reason == f"{__name__}.forward tried on 64 tokens at once, no more did fit"
 
@@ -324,33 +331,33 @@ def with_backward_hook(hook):
     return model
 
 
-def check_backward_hook(hook, whole):
+def check_backward_hook(hook, changes_gradients):
     stock, batch = with_backward_hook(hook), make_batch("plain", LENGTH)
     model = streambp.patch(copy.deepcopy(stock), CONFIG)
     for _ in range(2):
         _, expected = gradients(stock, **batch)
-        _, found = gradients(model, **batch)
-        assert worst_error(found, expected) <= 1e-10
-    assert ("changes gradients inside it" in str(streambp.describe(model))) is whole
+        _, grads = gradients(model, **batch)
+        assert worst_error(grads, expected) <= 1e-10
+    assert ("changes gradients inside it" in str(streambp.describe(model))) is changes_gradients
 
 
 @EXACT
 @pytest.mark.parametrize("hook", [edits, edits_if_long])
 def test_hooks_that_change_gradients_make_the_layer_run_whole(hook):
     """No run of a few tokens tells by which places they go."""
-    check_backward_hook(hook, whole=True)
+    check_backward_hook(hook, changes_gradients=True)
 
 
 @EXACT
 def test_backward_hooks_that_look_on_stream():
-    check_backward_hook(counts, whole=False)
+    check_backward_hook(counts, changes_gradients=False)
 
 
 @EXACT
 def test_mutant_backward_hooks_are_not_watched(monkeypatch):
     monkeypatch.setattr(probe, "BACKWARD_HOOKS", ())
     with pytest.raises(AssertionError):
-        check_backward_hook(edits, whole=True)
+        check_backward_hook(edits, changes_gradients=True)
 
 
 def doubles(module, args, out):
@@ -367,12 +374,12 @@ def in_a_checkpoint(model):
 @EXACT
 def test_a_checkpoint_around_the_model_sees_no_trial(monkeypatch):
     """A trial's graph saves tensors that the checkpoint's recomputation does not meet again."""
-    stock = changed(by_hook(doubles))
+    stock = changed_model(by_hook(doubles))
     expected = gradients(stock, **make_batch("plain"))[1]
-    ours = streambp.patch(changed(by_hook(doubles)), CONFIG_AS_GIVEN)
+    ours = streambp.patch(changed_model(by_hook(doubles)), CONFIG_AS_GIVEN)
     assert worst_error(in_a_checkpoint(ours), expected) <= 1e-10
     assert set(paths(ours)) == {"streams"}
-    mutant = streambp.patch(changed(by_hook(doubles)), CONFIG_AS_GIVEN)
+    mutant = streambp.patch(changed_model(by_hook(doubles)), CONFIG_AS_GIVEN)
     saves = torch.autograd.graph.saved_tensors_hooks
     monkeypatch.setattr(
         rehearsal.torch.autograd.graph,

@@ -35,15 +35,15 @@ def recorder(layer, record):
 
 
 def number_of_numpy(layer):
-    kept = {}
-    recorder(layer, lambda out: kept.update(norm=np.float32(norm(out))))
-    return lambda: float(kept["norm"])
+    store = {}
+    recorder(layer, lambda out: store.update(norm=np.float32(norm(out))))
+    return lambda: float(store["norm"])
 
 
 def count_of_numpy(layer):
-    kept = {}
-    recorder(layer, lambda out: kept.update(positive=(out.detach().numpy() > 0).sum()))
-    return lambda: int(kept["positive"])
+    store = {}
+    recorder(layer, lambda out: store.update(positive=(out.detach().numpy() > 0).sum()))
+    return lambda: int(store["positive"])
 
 
 def attribute_of_the_config(layer):
@@ -70,21 +70,21 @@ def attribute_of_the_weight_in_use(layer):
 
 
 def numbers_in_a_queue(layer):
-    kept = queue.Queue()
-    recorder(layer, lambda out: kept.put(norm(out)))
-    return lambda: list(kept.queue)
+    store = queue.Queue()
+    recorder(layer, lambda out: store.put(norm(out)))
+    return lambda: list(store.queue)
 
 
 def numbers_in_an_array(layer):
-    kept = array.array("d")
-    recorder(layer, lambda out: kept.append(norm(out)))
-    return lambda: list(kept)
+    store = array.array("d")
+    recorder(layer, lambda out: store.append(norm(out)))
+    return lambda: list(store)
 
 
 def bytes_in_an_array(layer):
-    kept = bytearray()
-    recorder(layer, lambda out: kept.append(out.shape[1]))
-    return lambda: list(kept)
+    store = bytearray()
+    recorder(layer, lambda out: store.append(out.shape[1]))
+    return lambda: list(store)
 
 
 def lines_of_text(layer):
@@ -94,21 +94,21 @@ def lines_of_text(layer):
 
 
 def number_of_c(layer):
-    kept = ctypes.c_double(0)
-    recorder(layer, lambda out: setattr(kept, "value", norm(out)))
-    return lambda: kept.value
+    store = ctypes.c_double(0)
+    recorder(layer, lambda out: setattr(store, "value", norm(out)))
+    return lambda: store.value
 
 
 def number_in_memory(layer):
-    kept = memoryview(bytearray(8)).cast("d")
-    recorder(layer, lambda out: kept.__setitem__(0, norm(out)))
-    return lambda: kept[0]
+    store = memoryview(bytearray(8)).cast("d")
+    recorder(layer, lambda out: store.__setitem__(0, norm(out)))
+    return lambda: store[0]
 
 
 def chain_of_dicts(layer):
-    kept = collections.ChainMap({})
-    recorder(layer, lambda out: kept.__setitem__("norm", norm(out)))
-    return lambda: kept["norm"]
+    store = collections.ChainMap({})
+    recorder(layer, lambda out: store.__setitem__("norm", norm(out)))
+    return lambda: store["norm"]
 
 
 WAYS = {
@@ -174,9 +174,9 @@ def test_mutants_turn_these_red(way, monkeypatch):
 
 
 def last_token(layer):
-    kept = {}
-    recorder(layer, lambda out: kept.update(last=out[:, -1].detach().clone()))
-    return lambda: kept["last"]
+    store = {}
+    recorder(layer, lambda out: store.update(last=out[:, -1].detach().clone()))
+    return lambda: store["last"]
 
 
 def norm_of_the_last_token(layer):
@@ -186,24 +186,24 @@ def norm_of_the_last_token(layer):
 
 def largest_norm(layer):
     """It seldom grows after the first step."""
-    kept = {"largest": 0.0}
-    recorder(layer, lambda out: kept.update(largest=max(kept["largest"], norm(out))))
-    return lambda: kept["largest"]
+    store = {"largest": 0.0}
+    recorder(layer, lambda out: store.update(largest=max(store["largest"], norm(out))))
+    return lambda: store["largest"]
 
 
 def every_second_call(layer):
     """The number of the step is the program's."""
-    step, kept = {"number": 0}, {}
+    step, store = {"number": 0}, {}
 
     def record(out):
         if step["number"] % 2 == 0:
-            kept["norm"] = norm(out)
+            store["norm"] = norm(out)
 
     recorder(layer, record)
 
     def read():
         step["number"] += 1
-        return dict(kept)
+        return dict(store)
 
     return read
 
@@ -252,13 +252,13 @@ def test_mutants_of_later_steps_turn_these_red(way, mutant, monkeypatch):
 
 
 def largest_input(layer):
-    kept = {}
+    store = {}
 
     def hook(module, args):
-        kept["largest"] = float(args[0].detach().abs().max())
+        store["largest"] = float(args[0].detach().abs().max())
 
     layer.input_layernorm.register_forward_pre_hook(hook)
-    return lambda: kept["largest"]
+    return lambda: store["largest"]
 
 
 @pytest.mark.parametrize(("step", "loudest"), [(train, 0), (evaluate, -1)])

@@ -46,7 +46,7 @@ def paths(model):
     return [layer.path for layer in streambp.describe(model).layers]
 
 
-def seen(out):
+def copy_of(out):
     return out.detach().clone()
 
 
@@ -55,64 +55,64 @@ def seen(out):
 
 def attribute(layer):
     def hook(module, args, out):
-        module.kept = seen(out)
+        module.store = copy_of(out)
 
     layer.mlp.register_forward_hook(hook)
-    return lambda: layer.mlp.kept
+    return lambda: layer.mlp.store
 
 
 def attribute_of_a_module_inside(layer):
     def hook(module, args, out):
-        module.act_fn.kept = seen(out)
+        module.act_fn.store = copy_of(out)
 
     layer.mlp.register_forward_hook(hook)
-    return lambda: layer.mlp.act_fn.kept
+    return lambda: layer.mlp.act_fn.store
 
 
 def cell(layer):
-    kept = None
+    store = None
 
     def hook(module, args):
-        nonlocal kept
-        kept = seen(args[0])
+        nonlocal store
+        store = copy_of(args[0])
 
     layer.mlp.register_forward_pre_hook(hook)
-    return lambda: kept
+    return lambda: store
 
 
 def entry_of_a_dict(layer):
-    kept = {}
+    store = {}
 
     def hook(module, args, out):
-        kept["mlp"] = seen(out)
+        store["mlp"] = copy_of(out)
 
     layer.mlp.register_forward_hook(hook)
-    return lambda: kept["mlp"]
+    return lambda: store["mlp"]
 
 
 def end_of_a_list(layer):
-    kept = []
-    layer.mlp.register_forward_hook(lambda module, args, out: kept.append(seen(out)))
-    return lambda: list(kept)
+    store = []
+    layer.mlp.register_forward_hook(lambda module, args, out: store.append(copy_of(out)))
+    return lambda: list(store)
 
 
 def deque_of_the_last(layer):
-    kept = collections.deque(maxlen=2)
-    layer.mlp.register_forward_hook(lambda module, args, out: kept.append(seen(out)))
-    return lambda: list(kept)
+    store = collections.deque(maxlen=2)
+    layer.mlp.register_forward_hook(lambda module, args, out: store.append(copy_of(out)))
+    return lambda: list(store)
 
 
 def set_of_numbers(layer):
-    kept = set()
+    store = set()
     layer.mlp.register_forward_hook(
-        lambda module, args, out: kept.add(round(float(out.detach().norm()), 9))
+        lambda module, args, out: store.add(round(float(out.detach().norm()), 9))
     )
-    return lambda: sorted(kept)
+    return lambda: sorted(store)
 
 
 def default_argument(layer):
-    def hook(module, args, out, kept=[]):  # noqa: B006 - it is the idiom
-        kept[:] = [seen(out)]
+    def hook(module, args, out, store=[]):  # noqa: B006 - it is the idiom
+        store[:] = [copy_of(out)]
 
     layer.mlp.register_forward_hook(
         hook := types.FunctionType(hook.__code__, globals(), argdefs=([],))
@@ -122,17 +122,17 @@ def default_argument(layer):
 
 def attribute_of_a_function(layer):
     def hook(module, args, out):
-        hook.kept = seen(out)
+        hook.store = copy_of(out)
 
     layer.mlp.register_forward_hook(hook)
-    return lambda: hook.kept
+    return lambda: hook.store
 
 
 def global_dict(layer):
     name = f"kept of {id(layer)}"
 
     def hook(module, args, out):
-        KEPT[name] = seen(out)
+        KEPT[name] = copy_of(out)
 
     layer.mlp.register_forward_hook(hook)
     return lambda: KEPT[name]
@@ -141,22 +141,22 @@ def global_dict(layer):
 class Recorder:
     """With what it keeps on itself."""
 
-    __slots__ = ("kept",)
+    __slots__ = ("store",)
     shared: dict = {}  # noqa: RUF012 - it is the idiom
 
     def __init__(self):
-        self.kept = None
+        self.store = None
 
     def __call__(self, module, args, out):
-        self.kept = seen(out)
+        self.store = copy_of(out)
 
     def of_class(self, module, args, out):
-        type(self).shared[id(self)] = seen(out)
+        type(self).shared[id(self)] = copy_of(out)
 
 
 def slot_of_an_object(layer):
     layer.mlp.register_forward_hook(recorder := Recorder())
-    return lambda: recorder.kept
+    return lambda: recorder.store
 
 
 def entry_of_a_class(layer):
@@ -165,43 +165,43 @@ def entry_of_a_class(layer):
 
 
 def bound_by_a_partial(layer):
-    def hook(kept, module, args, out):
-        kept.out = seen(out)
+    def hook(store, module, args, out):
+        store.out = copy_of(out)
 
-    kept = types.SimpleNamespace()
-    layer.mlp.register_forward_hook(functools.partial(hook, kept))
-    return lambda: kept.out
+    store = types.SimpleNamespace()
+    layer.mlp.register_forward_hook(functools.partial(hook, store))
+    return lambda: store.out
 
 
 def value_of_a_thread(layer):
-    kept = threading.local()
+    store = threading.local()
 
     def hook(module, args, out):
-        kept.out = seen(out)
+        store.out = copy_of(out)
 
     layer.mlp.register_forward_hook(hook)
-    return lambda: kept.out
+    return lambda: store.out
 
 
 def without_gradients(layer):
-    kept = []
+    store = []
 
     @torch.no_grad()
     def hook(module, args, out):
-        kept[:] = [out.clone()]
+        store[:] = [out.clone()]
 
     layer.mlp.register_forward_hook(hook)
-    return lambda: kept[0]
+    return lambda: store[0]
 
 
 def called_by_the_hook(layer):
-    kept = {}
+    store = {}
 
     def record(name, out):
-        kept[name] = seen(out)
+        store[name] = copy_of(out)
 
     layer.mlp.register_forward_hook(lambda module, args, out: record("out", out))
-    return lambda: kept["out"]
+    return lambda: store["out"]
 
 
 def buffer_of_ones_own(layer):
@@ -225,43 +225,43 @@ def array(layer):
 
 
 def generator(layer):
-    kept = []
+    store = []
 
     def collect():
         while True:
-            kept.append((yield))
+            store.append((yield))
 
     collector = collect()
     next(collector)
-    layer.mlp.register_forward_hook(lambda module, args, out: collector.send(seen(out)))
-    return lambda: list(kept)
+    layer.mlp.register_forward_hook(lambda module, args, out: collector.send(copy_of(out)))
+    return lambda: list(store)
 
 
 def variable_of_the_context(layer):
     variable = contextvars.ContextVar("recorded", default=None)
 
     def hook(module, args, out):
-        variable.set(seen(out))
+        variable.set(copy_of(out))
 
     layer.mlp.register_forward_hook(hook)
     return lambda: variable.get()
 
 
 def bound_append(layer):
-    kept = []
-    append = kept.append
-    layer.mlp.register_forward_hook(lambda module, args, out: append(seen(out)))
-    return lambda: list(kept)
+    store = []
+    append = store.append
+    layer.mlp.register_forward_hook(lambda module, args, out: append(copy_of(out)))
+    return lambda: list(store)
 
 
 def numbers(layer):
-    kept = {}
+    store = {}
 
     def hook(module, args, out):
-        kept["tokens"], kept["norm"] = out.shape[1], float(out.detach().norm())
+        store["tokens"], store["norm"] = out.shape[1], float(out.detach().norm())
 
     layer.mlp.register_forward_hook(hook)
-    return lambda: dict(kept)
+    return lambda: dict(store)
 
 
 def counted_calls(layer):
@@ -285,57 +285,57 @@ def running_mean(layer):
 
 
 def sum_of_all(layer):
-    kept = {"sum": 0}
+    store = {"sum": 0}
 
     def hook(module, args, out):
-        kept["sum"] = kept["sum"] + out.detach().sum((0, 1))
+        store["sum"] = store["sum"] + out.detach().sum((0, 1))
 
     layer.mlp.register_forward_hook(hook)
-    return lambda: kept["sum"]
+    return lambda: store["sum"]
 
 
 def gradient(layer):
-    kept = {}
+    store = {}
 
     def hook(module, grad_input, grad_output):
-        kept["grad"] = seen(grad_output[0])
+        store["grad"] = copy_of(grad_output[0])
 
     layer.mlp.register_full_backward_hook(hook)
-    return lambda: kept.get("grad")
+    return lambda: store.get("grad")
 
 
 def gradient_of_a_tensor(layer):
-    kept = []
+    store = []
 
     def hook(module, args, out):
         if out.requires_grad:
-            out.register_hook(lambda grad: kept.append(seen(grad)))
+            out.register_hook(lambda grad: store.append(copy_of(grad)))
 
     layer.mlp.register_forward_hook(hook)
-    return lambda: list(kept)
+    return lambda: list(store)
 
 
 def instance_forward(layer):
-    own, kept = layer.mlp.forward, []
+    real_forward, store = layer.mlp.forward, []
 
     def forward(x):
-        out = own(x)
-        kept[:] = [seen(out)]
+        out = real_forward(x)
+        store[:] = [copy_of(out)]
         return out
 
     layer.mlp.forward = forward
-    return lambda: kept[0]
+    return lambda: store[0]
 
 
 def forward_of_the_layer(layer):
-    own, kept = layer.forward, []
+    real_forward, store = layer.forward, []
 
     def forward(hidden_states, **kwargs):
-        kept.append(hidden_states.detach().mean((0, 1)))
-        return own(hidden_states, **kwargs)
+        store.append(hidden_states.detach().mean((0, 1)))
+        return real_forward(hidden_states, **kwargs)
 
     layer.forward = forward
-    return lambda: list(kept)
+    return lambda: list(store)
 
 
 def class_of_its_own(layer):
@@ -343,7 +343,7 @@ def class_of_its_own(layer):
         def forward(self, x):
             out = super().forward(x)
             if self.training or not torch.is_grad_enabled():
-                self.last = seen(out)
+                self.last = copy_of(out)
             return out
 
     layer.mlp.__class__ = Recording
@@ -351,31 +351,31 @@ def class_of_its_own(layer):
 
 
 def all_modules(layer):
-    kept = {}
-    wanted = layer.mlp
+    store = {}
+    mlp = layer.mlp
 
     def hook(module, args, out):
-        if module is wanted:
-            kept["out"] = seen(out)
+        if module is mlp:
+            store["out"] = copy_of(out)
 
     handle = nn.modules.module.register_module_forward_hook(hook)
     REMOVED.append(handle)
-    return lambda: kept["out"]
+    return lambda: store["out"]
 
 
 def forward_of_a_class(layer):
-    known, own, kept = type(layer.mlp), type(layer.mlp).forward, {}
+    mlp_class, real_forward, store = type(layer.mlp), type(layer.mlp).forward, {}
 
     def forward(self, x):
-        kept[id(self)] = x.detach().amax((0, 1))
-        return own(self, x)
+        store[id(self)] = x.detach().amax((0, 1))
+        return real_forward(self, x)
 
     def put_back():
-        known.forward = own
+        mlp_class.forward = real_forward
 
-    known.forward = forward
+    mlp_class.forward = forward
     REMOVED.append(types.SimpleNamespace(remove=put_back))
-    return lambda: kept[id(layer.mlp)]
+    return lambda: store[id(layer.mlp)]
 
 
 REMOVED: list = []
@@ -423,30 +423,30 @@ STEPS = {
 }
 
 
-def same(one, other):
-    if isinstance(one, torch.Tensor | np.ndarray):
-        assert tuple(one.shape) == tuple(other.shape)
+def assert_same(expected, actual):
+    if isinstance(expected, torch.Tensor | np.ndarray):
+        assert tuple(expected.shape) == tuple(actual.shape)
         torch.testing.assert_close(
-            torch.as_tensor(one), torch.as_tensor(other), rtol=1e-9, atol=1e-12
+            torch.as_tensor(expected), torch.as_tensor(actual), rtol=1e-9, atol=1e-12
         )
-    elif isinstance(one, dict | list):
-        assert len(one) == len(other)
+    elif isinstance(expected, dict | list):
+        assert len(expected) == len(actual)
         pairs = (
-            zip(one.values(), other.values(), strict=True)
-            if isinstance(one, dict)
-            else zip(one, other, strict=True)
+            zip(expected.values(), actual.values(), strict=True)
+            if isinstance(expected, dict)
+            else zip(expected, actual, strict=True)
         )
         for pair in pairs:
-            same(*pair)
-    elif isinstance(one, float):
-        assert one == pytest.approx(other, rel=1e-9)
+            assert_same(*pair)
+    elif isinstance(expected, float):
+        assert expected == pytest.approx(actual, rel=1e-9)
     else:
-        assert one == other
+        assert expected == actual
 
 
 def check(way, steps, when="before"):
     models, readers = [build("qwen3", torch.float64) for _ in range(2)], []
-    found = [[], []]
+    results = [[], []]
     for index, model in enumerate(models):
         patched = functools.partial(streambp.patch, model, CONFIG) if index else list
         if when != "before":
@@ -459,12 +459,12 @@ def check(way, steps, when="before"):
             patched()
         for number, step in enumerate(steps):
             gradients = step(model, number)
-            found[index].append((gradients, copy.deepcopy(readers[-1]())))
+            results[index].append((gradients, copy.deepcopy(readers[-1]())))
         while REMOVED:
             REMOVED.pop().remove()
-    for (expected, kept), (gradients, ours) in zip(*found, strict=True):
+    for (expected, expected_values), (gradients, ours) in zip(*results, strict=True):
         assert worst_error(gradients, expected) <= 1e-10
-        same(kept, ours)
+        assert_same(expected_values, ours)
     return models[1]
 
 
@@ -490,41 +490,41 @@ def test_what_is_kept_is_what_the_unpatched_model_keeps(way, steps, when):
 
 
 def by_a_closure(layer):
-    on, kept = False, []
+    on, store = False, []
 
     def hook(module, args, out):
         if on:
-            kept[:] = [seen(out)]
+            store[:] = [copy_of(out)]
 
     def switch():
         nonlocal on
         on = True
 
     layer.mlp.register_forward_hook(hook)
-    return switch, lambda: kept
+    return switch, lambda: store
 
 
 def by_an_attribute(layer):
-    layer.mlp.mode, layer.mlp.kept = "off", None
+    layer.mlp.mode, layer.mlp.store = "off", None
 
     def hook(module, args, out):
         if module.mode == "record":
-            module.kept = seen(out)
+            module.store = copy_of(out)
 
     layer.mlp.register_forward_hook(hook)
-    return lambda: setattr(layer.mlp, "mode", "record"), lambda: layer.mlp.kept
+    return lambda: setattr(layer.mlp, "mode", "record"), lambda: layer.mlp.store
 
 
 def by_a_global(layer):
-    kept = []
+    store = []
 
     def hook(module, args, out):
         if SETTINGS.deep["recorder"].on:
-            kept.append(seen(out))
+            store.append(copy_of(out))
 
     SETTINGS.deep["recorder"].on = False
     layer.mlp.register_forward_hook(hook)
-    return lambda: setattr(SETTINGS.deep["recorder"], "on", True), lambda: list(kept)
+    return lambda: setattr(SETTINGS.deep["recorder"], "on", True), lambda: list(store)
 
 
 def by_an_object(layer):
@@ -537,7 +537,7 @@ def by_an_object(layer):
 
         def record(self, module, args):
             if self.inner["first"][0].target is not None:
-                self.inner["first"][0].target["x"] = seen(args[0])
+                self.inner["first"][0].target["x"] = copy_of(args[0])
 
     outer = Outer()
     layer.mlp.register_forward_pre_hook(outer.record)
@@ -548,25 +548,25 @@ def by_an_object(layer):
 
 def by_a_length(layer):
     """No look sees it, and a trial is shorter."""
-    switch, kept = queue.SimpleQueue(), []
+    switch, store = queue.SimpleQueue(), []
 
     def hook(module, args, out):
-        if not switch.empty() and len(kept) < 1:
-            kept.append(seen(out))
+        if not switch.empty() and len(store) < 1:
+            store.append(copy_of(out))
 
     layer.mlp.register_forward_hook(hook)
-    return lambda: switch.put(1), lambda: list(kept)
+    return lambda: switch.put(1), lambda: list(store)
 
 
 def by_the_number_of_calls(layer):
     """It records what has a certain name."""
     state = {"name": "warm up", "kept": {}}
-    own = layer.mlp.forward
+    real_forward = layer.mlp.forward
 
     def forward(x):
         if state["name"].startswith("record"):
             state["kept"][state["name"]] = x.detach().norm(dim=-1)
-        return own(x)
+        return real_forward(x)
 
     layer.mlp.forward = forward
     return lambda: state.update(name="record 1"), lambda: state["kept"]
@@ -581,7 +581,7 @@ SWITCHES = {way.__name__: way for way in (
 def test_a_switch_out_of_sight(step):
     """One step raises; from then on it is exact."""
     models = [build("qwen3", torch.float64) for _ in range(2)]
-    found = []
+    results = []
     for index, model in enumerate(models):
         switch, read = by_a_length(model.model.layers[1])
         if index:
@@ -590,16 +590,16 @@ def test_a_switch_out_of_sight(step):
         switch()
         if index:
             with pytest.raises(
-                streambp.StreamBPError, match=r"stores values of single chunks \(kept"
+                streambp.StreamBPError, match=r"stores values of single chunks \(store"
             ):
                 step(model)
             _, hook = model.model.layers[1].mlp._forward_hooks.popitem()
             hook.__closure__[0].cell_contents.clear()
             model.model.layers[1].mlp.register_forward_hook(hook)
-        found.append((step(model), read()))
-    (expected, kept), (gradients, ours) = found
+        results.append((step(model), read()))
+    (expected, expected_values), (gradients, ours) = results
     assert worst_error(gradients, expected) <= 1e-10
-    same(kept, ours)
+    assert_same(expected_values, ours)
 
 
 @pytest.mark.fast(3)
@@ -607,7 +607,7 @@ def test_a_switch_out_of_sight(step):
 @pytest.mark.parametrize("way", SWITCHES)
 def test_a_recorder_that_is_switched_on_later(way, step):
     models = [build("qwen3", torch.float64) for _ in range(2)]
-    found = []
+    results = []
     for index, model in enumerate(models):
         switch, read = SWITCHES[way](model.model.layers[1])
         if index:
@@ -616,13 +616,13 @@ def test_a_recorder_that_is_switched_on_later(way, step):
         if index:
             assert paths(model) == ["streams", "streams"]
         switch()
-        found.append([(gradients, None) for gradients in first])
+        results.append([(gradients, None) for gradients in first])
         for number in range(2):
             gradients = step(model, number)
-            found[-1].append((gradients, copy.deepcopy(read())))
-    for (expected, kept), (gradients, ours) in zip(*found, strict=True):
+            results[-1].append((gradients, copy.deepcopy(read())))
+    for (expected, expected_values), (gradients, ours) in zip(*results, strict=True):
         assert worst_error(gradients, expected) <= 1e-10
-        same(kept, ours)
+        assert_same(expected_values, ours)
     assert paths(models[1]) == ["streams", "checkpoints"]
     assert kept_values.KEEPS_VALUES in streambp.describe(models[1]).layers[1].reason
 
@@ -630,28 +630,30 @@ def test_a_recorder_that_is_switched_on_later(way, step):
 # Routes that are recorded in one call and replayed in others.
 
 
-def recorded_whole(kept, index, top):
-    kept[index] = top
+def recorded_whole(store, index, top):
+    store[index] = top
 
 
-def replayed_whole(kept, index, top):
-    return kept[index] if index in kept and len(kept[index]) == len(top) else top
+def replayed_whole(store, index, top):
+    return store[index] if index in store and len(store[index]) == len(top) else top
 
 
-def recorded_as_array(kept, index, top):
-    kept[index] = top.numpy().copy()
+def recorded_as_array(store, index, top):
+    store[index] = top.numpy().copy()
 
 
-def replayed_from_array(kept, index, top):
-    return torch.from_numpy(kept[index]) if index in kept and len(kept[index]) == len(top) else top
+def replayed_from_array(store, index, top):
+    return (
+        torch.from_numpy(store[index]) if index in store and len(store[index]) == len(top) else top
+    )
 
 
-def recorded_by_row(kept, index, top):
-    kept[index] = [row.clone() for row in top.view(2, -1, top.shape[-1])]
+def recorded_by_row(store, index, top):
+    store[index] = [row.clone() for row in top.view(2, -1, top.shape[-1])]
 
 
-def replayed_by_row(kept, index, top):
-    rows = kept.get(index, [])
+def replayed_by_row(store, index, top):
+    rows = store.get(index, [])
     return torch.cat(rows) if sum(map(len, rows)) == len(top) else top
 
 
@@ -662,7 +664,7 @@ STORES = {
 }
 
 
-def replaying(model, store, told):
+def replaying(model, store, signal):
     """Puts a forward on each router. told: "mode" has the mode in a string, "grad" replays where
     there are gradients, "flag" where an attribute of the model's config says so."""
     record, replay = STORES[store]
@@ -675,7 +677,7 @@ def replaying(model, store, told):
             probs = logits.softmax(-1)
             top = probs.topk(2).indices  # [B * T, k]
             mode = state["mode"]
-            if told == "grad" and mode != "off":
+            if signal == "grad" and mode != "off":
                 mode = "replay" if torch.is_grad_enabled() else "record"
             if mode == "record":
                 record(state["kept"], index, top)
@@ -690,61 +692,61 @@ def replaying(model, store, told):
     return state
 
 
-def check_replay(store, told, when):
-    models, found = [zoo.build("qwen3_moe") for _ in range(2)], []
+def check_replay(store, signal, when):
+    models, results = [zoo.build("qwen3_moe") for _ in range(2)], []
     for index, model in enumerate(models):
-        state = replaying(model, store, told) if when != "after" else None
+        state = replaying(model, store, signal) if when != "after" else None
         if index:
             streambp.patch(model, CONFIG)
-        state = state or replaying(model, store, told)
+        state = state or replaying(model, store, signal)
         if when == "later":
             train(model, 3)
         state["mode"] = "record"
-        found.append([evaluate(model, 1), copy.deepcopy(state["kept"])])
+        results.append([evaluate(model, 1), copy.deepcopy(state["kept"])])
         state["mode"] = "replay"
         for _ in range(2):  # as updates between them do, which make other routes
-            found[-1].append(train(model, 1))
+            results[-1].append(train(model, 1))
             with torch.no_grad():
                 for layer in model.model.layers:
                     layer.mlp.gate.weight.neg_()
-    (loss, kept, *expected), (our_loss, our_kept, *gradients) = found
-    same(loss, our_loss)
-    same(kept, our_kept)
-    for one, other in zip(expected, gradients, strict=True):
-        assert worst_error(other, one) <= 1e-10
+    (loss, expected_values, *expected), (our_loss, our_kept, *gradients) = results
+    assert_same(loss, our_loss)
+    assert_same(expected_values, our_kept)
+    for expected_grads, grads in zip(expected, gradients, strict=True):
+        assert worst_error(grads, expected_grads) <= 1e-10
     assert set(paths(models[1])) == {"checkpoints"}
 
 
 @pytest.mark.fast(3)
 @pytest.mark.parametrize(
-    ("store", "told", "when"),
+    ("store", "signal", "when"),
     thinned(
         itertools.product(STORES, ["mode", "grad"], ["before", "after", "later"]),
-        lambda store, told, when: store == "tensor" or (told, when) == ("mode", "before"),
+        lambda store, signal, when: store == "tensor" or (signal, when) == ("mode", "before"),
     ),
 )
-def test_routes_that_are_replayed(store, told, when):
+def test_routes_that_are_replayed(store, signal, when):
     """Where the weights are those of the record, live routes are the same, and a trial of these
     tokens tells nothing."""
-    check_replay(store, told, when)
+    check_replay(store, signal, when)
 
 
 def test_weights_of_attention_are_refused_by_name():
     """Streamed layers make none, whole or in chunks."""
-    model, kept = build("qwen3", torch.float64), {}
+    model, store = build("qwen3", torch.float64), {}
     model.set_attn_implementation("eager")
 
     def hook(module, args, out):
         if out[1] is not None:
-            kept["weights"] = seen(out[1])
+            store["weights"] = copy_of(out[1])
 
     model.model.layers[1].self_attn.register_forward_hook(hook)
     streambp.patch(model, CONFIG)
     with pytest.raises(UnsupportedModelError, match=r"such as attention weights: .*\['weights'\]"):
         train(model)
-    assert kept == {}
+    assert store == {}
     model(**make_batch("plain", LENGTH), output_attentions=True, use_cache=False).loss.backward()
-    assert kept["weights"].shape[-2:] == (LENGTH, LENGTH)
+    assert store["weights"].shape[-2:] == (LENGTH, LENGTH)
 
 
 def check_out_of_sight():
@@ -753,15 +755,15 @@ def check_out_of_sight():
         [build("qwen3", torch.float64) for _ in range(2)],
         [queue.SimpleQueue() for _ in range(2)],
     )
-    for model, kept in zip(models, queues, strict=True):
+    for model, records in zip(models, queues, strict=True):
         model.model.layers[1].mlp.register_forward_hook(
-            lambda m, args, out, put=kept.put: put(seen(out))
+            lambda m, args, out, record=records.put: record(copy_of(out))
         )
     streambp.patch(models[1], CONFIG)
-    for model, kept in zip(models, queues, strict=True):
+    for model, records in zip(models, queues, strict=True):
         evaluate(model)
-        while not kept.empty():
-            last = kept.get()
+        while not records.empty():
+            last = records.get()
         assert last.shape == (2, LENGTH, 32)
     assert paths(models[1]) == ["streams", "checkpoints"]
 
@@ -798,7 +800,7 @@ def test_sums_over_tokens_stream():
         expected, gradients = (train(model, seed) for model in models)
         assert worst_error(gradients, expected) <= 1e-10
         assert sums[1].tokens == sums[0].tokens
-        same(sums[0].product, sums[1].product)
+        assert_same(sums[0].product, sums[1].product)
     assert paths(models[1]) == ["streams", "streams"]
 
 
@@ -828,7 +830,7 @@ def test_a_time_is_no_difference(monkeypatch):
 @pytest.mark.parametrize("step", [train, evaluate])
 def test_a_recorder_that_comes_after_a_warm_up(step):
     """It is told by name, and runs whole from then on."""
-    models, found = [build("qwen3", torch.float64) for _ in range(2)], []
+    models, results = [build("qwen3", torch.float64) for _ in range(2)], []
     for index, model in enumerate(models):
         if index:
             streambp.patch(model, CONFIG)
@@ -838,15 +840,15 @@ def test_a_recorder_that_comes_after_a_warm_up(step):
         read = end_of_a_list(model.model.layers[1])
         if index:
             with pytest.raises(
-                streambp.StreamBPError, match=r"stores values of single chunks \(kept"
+                streambp.StreamBPError, match=r"stores values of single chunks \(store"
             ):
                 step(model)
             model.model.layers[1].mlp._forward_hooks.clear()
             read = end_of_a_list(model.model.layers[1])
-        found.append((step(model), read()))
-    (expected, kept), (gradients, ours) = found
+        results.append((step(model), read()))
+    (expected, expected_values), (gradients, ours) = results
     assert worst_error(gradients, expected) <= 1e-10
-    same(kept, ours)
+    assert_same(expected_values, ours)
 
 
 def nothing_is_tried(monkeypatch):
@@ -860,17 +862,19 @@ def tokens_of_the_call(monkeypatch):
 
 
 def kinds_are_not_told(monkeypatch):
-    monkeypatch.setattr(entry, "tell", lambda layer_state, look, kind, hidden_states: kind)
-    monkeypatch.setattr(kept_values, "tell", lambda layer_state, look, kind, hidden_states: kind)
+    monkeypatch.setattr(entry, "tell", lambda layer_state, snapshot, kind, hidden_states: kind)
+    monkeypatch.setattr(
+        kept_values, "tell", lambda layer_state, snapshot, kind, hidden_states: kind
+    )
 
 
 def nothing_is_out_of_sight(monkeypatch):
-    monkeypatch.setattr(memory.Writes, "kept_elsewhere", lambda self, found: "")
+    monkeypatch.setattr(memory.Writes, "kept_elsewhere", lambda self, memory_after: "")
 
 
 def recomputations_leave_something(monkeypatch):
     monkeypatch.setattr(
-        kept_values, "recomputed", lambda layer_state, look: contextlib.nullcontext()
+        kept_values, "recomputed", lambda layer_state, snapshot: contextlib.nullcontext()
     )
 
 
@@ -883,14 +887,14 @@ def trials_leave_something(monkeypatch):
 
 @contextlib.contextmanager
 def not_undone(roots):
-    before = memory.Memory(roots)
-    with memory.Writes(before) as writes:
-        yield before, writes
+    memory_before = memory.Memory(roots)
+    with memory.Writes(memory_before) as writes:
+        yield memory_before, writes
 
 
 def shapes_alone(monkeypatch):
-    def alike(one, other, tolerance):
-        return getattr(one, "shape", None) == getattr(other, "shape", None)
+    def alike(first, second, tolerance):
+        return getattr(first, "shape", None) == getattr(second, "shape", None)
 
     monkeypatch.setattr(kept_values, "_alike", alike)
 

@@ -40,20 +40,22 @@ HYBRIDS = (
 
 def verdicts(model, monkeypatch, step):
     """Which layers of a patched model stream: what its step finds out."""
-    found = {}
+    streams_by_layer = {}
     real = entry.can_stream
 
-    def kept(call):
+    def record_verdict(call):
         verdict = real(call)
-        found[id(call.layer_state.layer)] = verdict.streams
+        streams_by_layer[id(call.layer_state.layer)] = verdict.streams
         return verdict
 
     with monkeypatch.context() as patch:
-        patch.setattr(entry, "can_stream", kept)
+        patch.setattr(entry, "can_stream", record_verdict)
         step()
     streambp.unpatch(model)
     return [
-        found.get(id(layer), False) for stack in find_stacks(model).stacks for layer in stack.layers
+        streams_by_layer.get(id(layer), False)
+        for stack in find_stacks(model).stacks
+        for layer in stack.layers
     ]
 
 
@@ -99,14 +101,16 @@ def test_whole_layers_are_as_near_as_the_unpatched_model(name):
     stock = copy.deepcopy(wide).to(torch.bfloat16)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=12))
     _, truth = gradients(wide, **batch)
-    found, expected = (relative_l2(gradients(model, **batch)[1], truth) for model in (ours, stock))
-    assert found <= 2 * expected  # one draw; lost states give 5 and more
+    our_error, expected = (
+        relative_l2(gradients(model, **batch)[1], truth) for model in (ours, stock)
+    )
+    assert our_error <= 2 * expected  # one draw; lost states give 5 and more
 
 
-def lost(self, conv_states, layer_idx, state_idx=0, real=StateCache.update_conv_state, **more):
+def lost(self, conv_states, layer_idx, state_idx=0, real=StateCache.update_conv_state, **kwargs):
     """As if the convolution started from nothing in every chunk."""
-    joined = real(self, conv_states, layer_idx, state_idx, **more)
-    if Key("conv", layer_idx, state_idx) not in self.before:
+    joined = real(self, conv_states, layer_idx, state_idx, **kwargs)
+    if Key("conv", layer_idx, state_idx) not in self.start_states:
         return joined
     width = joined.shape[-1] - conv_states.shape[-1]
     return torch.cat((torch.zeros_like(joined[..., :width]), conv_states), -1)

@@ -19,7 +19,7 @@ from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.layer_state import Overwritten
 from streambp.offload import manager_of
 from streambp.sharded import call as sharded_call
-from streambp.source import written
+from streambp.source import undecorate
 from tests import zoo
 from tests.distributed.one_rank import split_over_one_rank, with_shifted_labels
 from tests.families import build, make_batch, mix_neighbours
@@ -110,9 +110,9 @@ def error(stock, batch=None, steps=1, **settings):
     expected_loss, expected = gradients(stock, **batch)
     ours = patched(stock, **settings)
     for _ in range(steps):
-        loss, found = gradients(ours, **batch)
+        loss, grads = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-6 * abs(expected_loss)
-    return worst_error(found, expected), ours
+    return worst_error(grads, expected), ours
 
 
 def refusal(family, kernels, saves, split):
@@ -134,18 +134,18 @@ def test_gradients_are_exact_or_refused_at_the_first_call(
     stock, batch = model_with(monkeypatch, family, *kernels), make_batch("plain")
     if split:
         batch = with_shifted_labels(batch)
-    refused = refusal(family, kernels, saves, split)
+    message = refusal(family, kernels, saves, split)
     expected = gradients(stock, **make_batch("plain"))[1]
     if split:
         split_over_one_rank(monkeypatch)
     ours = patched(stock, saves=saves, offload=offload)
-    if refused is not None:
-        with pytest.raises(UnsupportedModelError, match=refused):
+    if message is not None:
+        with pytest.raises(UnsupportedModelError, match=message):
             ours(**batch, use_cache=False)
         return
     for _ in range(3 if offload == "auto" else 1):
-        found = gradients(ours, **batch)[1]
-    assert worst_error(found, expected) <= EXACT
+        grads = gradients(ours, **batch)[1]
+    assert worst_error(grads, expected) <= EXACT
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}, (
         streambp.describe(ours)
     )
@@ -193,7 +193,7 @@ def only_in(module, real):
     def forward(self, *args, position_embeddings, **kwargs):
         cos, sin = position_embeddings
         if self is not module and self.layer_idx != module.layer_idx:
-            space = written(real).__globals__
+            space = undecorate(real).__globals__
             kernel, space["apply_rotary_pos_emb"] = (
                 space["apply_rotary_pos_emb"],
                 lambda q, k, cos, sin: (q, k),
@@ -227,10 +227,10 @@ class TestAttentionsOutput:
     def test_is_recomputed_in_halves(self, stock, monkeypatch):
         expected = gradients(stock, **make_batch("plain"))[1]
         split_over_one_rank(monkeypatch)
-        found = gradients(
+        grads = gradients(
             patched(stock, saves=("attn_out",)), **with_shifted_labels(make_batch("plain"))
         )[1]
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(grads, expected) <= EXACT
 
     def test_is_not_saved(self, stock):
         with pytest.raises(UnsupportedModelError, match="Leave 'attn_out' out"):
@@ -292,16 +292,16 @@ def test_what_holds_by_itself_is_still_left_out(float64, monkeypatch):
 
 
 def test_a_layer_is_tried_once(float64, monkeypatch):
-    tried = []
+    trial_names = []
     for name in ("_writes", "_find_unread"):
         real = getattr(trials, name)
         monkeypatch.setattr(
-            trials, name, lambda *a, real=real, name=name: tried.append(name) or real(*a)
+            trials, name, lambda *a, real=real, name=name: trial_names.append(name) or real(*a)
         )
     ours = patched(model_with(monkeypatch, "llama", "norm", "gate"), rows="as_given")
     for _ in range(3):
         gradients(ours, **make_batch("plain"))
-    assert sorted(tried) == ["_find_unread"] * 2 + ["_writes"] * 2
+    assert sorted(trial_names) == ["_find_unread"] * 2 + ["_writes"] * 2
 
 
 MUTANTS = {
@@ -339,11 +339,11 @@ def test_mutants_turn_gradients_wrong(name, float64, monkeypatch):
     ours = patched(stock, **settings)
     try:
         for _ in range(steps):
-            found = gradients(ours, **batch)[1]
+            grads = gradients(ours, **batch)[1]
     except (
         StreamingMismatchError,
         BackwardError,
     ):  # the comparison with the unpatched layer comes first, or the witness
         return
-    wrong = [not gradient.isfinite().all() for gradient in found.values()]
-    assert any(wrong) or worst_error(found, expected) > 0.01
+    wrong = [not gradient.isfinite().all() for gradient in grads.values()]
+    assert any(wrong) or worst_error(grads, expected) > 0.01

@@ -63,38 +63,38 @@ def a_step(model, autocast, lazy):
         else:
             loss = model(**batch, labels=labels, use_cache=False).loss
         (loss * 64).backward()
-    found = {
+    grads = {
         name: p.grad.float() / 64 for name, p in model.named_parameters() if p.grad is not None
     }
     model.zero_grad(set_to_none=True)
-    return found
+    return grads
 
 
 @contextlib.contextmanager
 def own_joins(monkeypatch):
     """Within, collects what code of streambp's own joins or multiplies while autocast is on."""
-    seen = set()
+    joins = set()
 
     def watched(real, name):
-        def call(*given, **named):
+        def call(*args, **kwargs):
             caller = sys._getframe(1).f_code
             floating = any(
-                x.is_floating_point() for x in tree_leaves((given, named)) if isinstance(x, Tensor)
+                x.is_floating_point() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
             )
             if (
                 floating
                 and torch.is_autocast_enabled("cpu")
                 and caller.co_filename.startswith(PACKAGE)
             ):
-                seen.add((caller.co_filename.removeprefix(PACKAGE), caller.co_name, name))
-            return real(*given, **named)
+                joins.add((caller.co_filename.removeprefix(PACKAGE), caller.co_name, name))
+            return real(*args, **kwargs)
 
         return call
 
     with monkeypatch.context() as patch:
         for owner, name in JOINS:
             patch.setattr(owner, name, watched(getattr(owner, name), name))
-        yield seen
+        yield joins
 
 
 def errors(family, settings, weights, autocast, monkeypatch):
@@ -106,12 +106,12 @@ def errors(family, settings, weights, autocast, monkeypatch):
     expected = a_step(truth, None, lazy)
     stock = relative_l2(a_step(model, autocast, lazy), expected)
     streambp.patch(model, streambp.StreamConfig(**SETTINGS[settings]))
-    with own_joins(monkeypatch) as seen:
+    with own_joins(monkeypatch) as joins:
         ours = [relative_l2(a_step(model, autocast, lazy), expected) for _ in range(2)]
     paths = {layer.path for layer in streambp.describe(model).layers}
     expected_paths = HYBRID_PATHS if family in HYBRIDS else {"streams"}
     assert paths <= {"as unpatched", *expected_paths}
-    return max(ours), stock, seen
+    return max(ours), stock, joins
 
 
 @pytest.mark.fast("default-pair0-llama", "chunked-pair1-qwen3_moe", "lazy-pair0-llama", "offload-pair1-llama",
@@ -120,8 +120,8 @@ def errors(family, settings, weights, autocast, monkeypatch):
 @pytest.mark.parametrize("pair", PAIRS, ids=["pair0", "pair1"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_other_half_precision(settings, pair, family, monkeypatch):
-    ours, stock, seen = errors(family, settings, *pair, monkeypatch)
-    assert not seen
+    ours, stock, joins = errors(family, settings, *pair, monkeypatch)
+    assert not joins
     assert ours <= 1.5 * stock
 
 

@@ -29,7 +29,7 @@ from tests.admission.test_trials_leave_nothing import (
     SITUATIONS,
     Scaled,
     around_mlp,
-    made,
+    make_model,
     results,
     size_of,
 )
@@ -88,64 +88,64 @@ class OnWeight(OnTensor):
 
 class InObjects(Scaled):
     def start(self):
-        self.kept = np.array([None])
+        self.store = np.array([None])
 
     def scale_of(self, x):
-        if self.kept[0] is None:
-            self.kept[0] = size_of(x)
-        return self.kept[0]
+        if self.store[0] is None:
+            self.store[0] = size_of(x)
+        return self.store[0]
 
 
 class InFile(Scaled):
     """In memory."""
 
     def start(self):
-        self.kept = io.BytesIO()
+        self.store = io.BytesIO()
 
     def scale_of(self, x):
-        if not self.kept.getvalue():
-            torch.save(size_of(x), self.kept)
-        self.kept.seek(0)
-        return torch.load(self.kept)
+        if not self.store.getvalue():
+            torch.save(size_of(x), self.store)
+        self.store.seek(0)
+        return torch.load(self.store)
 
 
 class InText(Scaled):
     def start(self):
-        self.kept = io.StringIO()
+        self.store = io.StringIO()
 
     def scale_of(self, x):
-        if not self.kept.tell():
-            self.kept.write(repr(float(size_of(x))))
-        return float(self.kept.getvalue())
+        if not self.store.tell():
+            self.store.write(repr(float(size_of(x))))
+        return float(self.store.getvalue())
 
 
 class InMemory(Scaled):
     def start(self):
-        self.kept = memoryview(bytearray(8)).cast("d")
+        self.store = memoryview(bytearray(8)).cast("d")
 
     def scale_of(self, x):
-        if self.kept[0] == 0:
-            self.kept[0] = float(size_of(x))
-        return self.kept[0]
+        if self.store[0] == 0:
+            self.store[0] = float(size_of(x))
+        return self.store[0]
 
 
 class InC(Scaled):
     def start(self):
-        self.kept = ctypes.c_double(0)
+        self.store = ctypes.c_double(0)
 
     def scale_of(self, x):
-        if self.kept.value == 0:
-            self.kept.value = float(size_of(x))
-        return self.kept.value
+        if self.store.value == 0:
+            self.store.value = float(size_of(x))
+        return self.store.value
 
 
 class InDefaults(Scaled):
     def start(self):
-        def scale_of(x, kept=None):
-            if kept is None:
-                kept = size_of(x)
-                scale_of.__defaults__ = (kept,)
-            return kept
+        def scale_of(x, saved_scale=None):
+            if saved_scale is None:
+                saved_scale = size_of(x)
+                scale_of.__defaults__ = (saved_scale,)
+            return saved_scale
 
         self.scale_of = scale_of
 
@@ -154,20 +154,20 @@ class InHiddenBuffer(Scaled):
     """Of a module in a list, which no named_modules finds."""
 
     def start(self):
-        self.kept = [nn.Module()]
-        self.kept[0].register_buffer("scale", torch.zeros(()))
+        self.store = [nn.Module()]
+        self.store[0].register_buffer("scale", torch.zeros(()))
 
     def scale_of(self, x):
-        if self.kept[0].scale == 0:
-            self.kept[0].scale.copy_(size_of(x))
-        return self.kept[0].scale
+        if self.store[0].scale == 0:
+            self.store[0].scale.copy_(size_of(x))
+        return self.store[0].scale
 
 
 class AsHiddenBuffer(InHiddenBuffer):
     def scale_of(self, x):
-        if self.kept[0].scale == 0:
-            self.kept[0].scale = size_of(x)
-        return self.kept[0].scale
+        if self.store[0].scale == 0:
+            self.store[0].scale = size_of(x)
+        return self.store[0].scale
 
 
 class WithoutBuffer(Scaled):
@@ -204,28 +204,28 @@ FAST = ("buffer that is None", "parameter that is None")
 WHOLE = ("deleted buffer", "attribute of a weight")
 
 
-def check(way, situation):
+def check(way, case):
     """Exact from the first step on, and streamed once the value is there."""
-    change, calls = functools.partial(around_mlp, kind=WAYS[way]), SITUATIONS[situation]
-    expected = results(made(change), calls)
-    ours = streambp.patch(made(change), CONFIG)
+    change, calls = functools.partial(around_mlp, kind=WAYS[way]), SITUATIONS[case]
+    expected = results(make_model(change), calls)
+    ours = streambp.patch(make_model(change), CONFIG)
     assert worst_error(results(ours, calls), expected) <= EXACT
     path = "checkpoints" if way in WHOLE else "streams"
     assert {layer.path for layer in streambp.describe(ours).layers} == {path}
 
 
 @pytest.mark.parametrize(
-    ("way", "situation"),
+    ("way", "case"),
     thinned(
-        [(way, situation) for way in WAYS for situation in SITUATIONS],
-        lambda way, situation: way in FAST and situation == "first call",
+        [(way, case) for way in WAYS for case in SITUATIONS],
+        lambda way, case: way in FAST and case == "first call",
     ),
 )
-def test_a_value_of_the_first_batch(way, situation):
-    check(way, situation)
+def test_a_value_of_the_first_batch(way, case):
+    check(way, case)
 
 
-def changed(module):
+def change_all(module):
     """Change what is restored: each place once."""
     module.scale, module.weight = nn.Parameter(torch.ones(2)), None
     module.mean = torch.ones(3)
@@ -238,7 +238,7 @@ def changed(module):
     module.function.__defaults__ = (7,)
 
 
-def function(x, given=(1, 2)):
+def function(x, pair=(1, 2)):
     return x
 
 
@@ -257,11 +257,11 @@ def test_everything_is_put_back():
     module.function.__defaults__ = (1, 2)
     weight, bias = module.weight, module.bias
     with Restored(module) as restored:
-        changed(module)
+        change_all(module)
         names = restored.changes()
         restored.rewind()
         assert not restored.changes()
-        changed(module)
+        change_all(module)
     assert {"scale", "mean", "weight", "bias.note", "function.__defaults__"} <= set(names)
     assert {"file", "text", "view", "number"} <= set(names)
     assert module.scale is None

@@ -45,9 +45,9 @@ def test_what_a_kernel_raises_comes_out(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(CpuFlashKernel, "forward", fails)
-    with pytest.raises(KernelError, match="Set another attention") as found:
+    with pytest.raises(KernelError, match="Set another attention") as raised_error:
         run()
-    assert found.value.__cause__ is error
+    assert raised_error.value.__cause__ is error
     monkeypatch.undo()
     run()
 
@@ -85,9 +85,9 @@ def test_an_error_in_a_kernel_counts_by_where_it_was_raised():
     try:
         CpuFlashKernel().forward(q, q[..., :4], q, None)
     except Exception as error:
-        found = error
-    assert not failed_in_a_kernel(found, HERE)
-    assert failed_in_a_kernel(found, torch.device("cuda", 0))
+        caught_error = error
+    assert not failed_in_a_kernel(caught_error, HERE)
+    assert failed_in_a_kernel(caught_error, torch.device("cuda", 0))
     assert not failed_in_a_kernel(
         RuntimeError("The size of tensor a (5) must match the size of tensor b (12)"), HERE
     )

@@ -144,13 +144,13 @@ def test_buffers_are_written_once_for_a_forward(change, float64_oracle):
     """Two steps of accumulation, so that a recomputation comes behind a later forward's buffers."""
     stock, ours = pair(change)
     batches = [make_batch("plain"), make_batch("plain", length=31, seed=2)]
-    found = []
+    runs = []
     for model in (stock, ours):
         sum(model(**batch, use_cache=False).loss for batch in batches).backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    assert worst_error(found[1], found[0]) <= 1e-10
-    for (name, buffer), other in zip(stock.named_buffers(), ours.buffers(), strict=True):
-        torch.testing.assert_close(other, buffer, rtol=1e-12, atol=1e-12, msg=name)
+        runs.append({name: p.grad for name, p in model.named_parameters()})
+    assert worst_error(runs[1], runs[0]) <= 1e-10
+    for (name, buffer), our_buffer in zip(stock.named_buffers(), ours.buffers(), strict=True):
+        torch.testing.assert_close(our_buffer, buffer, rtol=1e-12, atol=1e-12, msg=name)
     assert paths(ours) == {"checkpoints"}
     assert all("writes to buffers" in reason for reason in reasons(ours))
 
@@ -161,13 +161,13 @@ def test_buffers_that_are_only_read_stream(float64_oracle):
             return self.inner(x) * (1 + self.count.sum())
 
     stock, ours = pair(around_mlp(Scaled))
-    own = list(ours.buffers())
+    buffers = list(ours.buffers())
     with torch.no_grad():
         for model in (stock, ours):
             for layer in model.model.layers:
                 layer.mlp.count.fill_(2)
     check_agree(stock, ours, **make_batch("plain"))
-    assert all(a is b for a, b in zip(own, ours.buffers(), strict=True))
+    assert all(a is b for a, b in zip(buffers, ours.buffers(), strict=True))
     assert paths(ours) == {"streams"}
 
 
@@ -181,30 +181,31 @@ def test_an_auxiliary_loss_in_an_attribute(chunk_size, float64_oracle):
     gradients(ours.eval(), **batch)
     assert paths(ours) == {"streams"}
     ours.train()
-    found = []
+    runs = []
     for model in (stock, ours):
         loss = model(**batch, use_cache=False).loss + 3 * sum(
             layer.mlp.aux_loss for layer in model.model.layers
         )
         loss.backward()
-        found.append((loss, {name: p.grad for name, p in model.named_parameters()}))
-    assert abs(found[0][0] - found[1][0]) <= 1e-12 * abs(found[0][0])
-    assert worst_error(found[1][1], found[0][1]) <= 1e-10
+        runs.append((loss, {name: p.grad for name, p in model.named_parameters()}))
+    assert abs(runs[0][0] - runs[1][0]) <= 1e-12 * abs(runs[0][0])
+    assert worst_error(runs[1][1], runs[0][1]) <= 1e-10
     assert all("with their graph" in reason for reason in reasons(ours))
 
 
 def step_with_hooks(model, batch, collected=None):
     """A loss of what hooks have collected, besides the model's."""
-    kept = []
-    put = kept.append if collected is None else collected.put
+    outputs = []
+    collect = outputs.append if collected is None else collected.put
     hooks = [
-        layer.mlp.register_forward_hook(lambda m, a, out: put(out)) for layer in model.model.layers
+        layer.mlp.register_forward_hook(lambda m, a, out: collect(out))
+        for layer in model.model.layers
     ]
     model.zero_grad()
     loss = model(**batch, use_cache=False).loss
     while collected is not None and not collected.empty():
-        kept.append(collected.get())
-    loss = loss + sum(out.pow(2).mean() for out in kept)
+        outputs.append(collected.get())
+    loss = loss + sum(out.pow(2).mean() for out in outputs)
     for hook in hooks:
         hook.remove()
     loss.backward()
@@ -212,12 +213,12 @@ def step_with_hooks(model, batch, collected=None):
 
 
 @pytest.mark.fast("False")
-@pytest.mark.parametrize("before", [False, True])
-def test_a_loss_of_what_hooks_collect(before, float64_oracle):
+@pytest.mark.parametrize("runs_step_first", [False, True])
+def test_a_loss_of_what_hooks_collect(runs_step_first, float64_oracle):
     """They see the sequence once, and nothing of the trial is left with them."""
     stock, ours = pair(lambda layer: None)
     batch = make_batch("plain")
-    if before:
+    if runs_step_first:
         gradients(ours, **batch)
     for _ in range(2):
         assert worst_error(step_with_hooks(ours, batch), step_with_hooks(stock, batch)) <= 1e-10
@@ -225,12 +226,12 @@ def test_a_loss_of_what_hooks_collect(before, float64_oracle):
     assert paths(ours) == {"streams"}
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_a_loss_of_what_hooks_collect_out_of_sight(before, float64_oracle):
+@pytest.mark.parametrize("runs_step_first", [False, True])
+def test_a_loss_of_what_hooks_collect_out_of_sight(runs_step_first, float64_oracle):
     """What a queue holds of the trial cannot be taken out: it raises by name."""
     stock, ours = pair(lambda layer: None)
     batch = make_batch("plain")
-    if before:
+    if runs_step_first:
         gradients(ours, **batch)
     with pytest.raises(BackwardError, match="a hook inside a streamed layer stored"):
         step_with_hooks(ours, batch, queue.SimpleQueue())
@@ -272,8 +273,8 @@ def test_a_closed_gate_in_layers_that_read_a_cache_or_hand_on_states(name):
     model = zoo.build(name)
     layers = model.transformer.h if name == "gptj" else model.model.layers
     for layer in layers:
-        place = "mlp" if name == "gptj" else "feed_forward"
-        setattr(layer, place, Shifted(getattr(layer, place)))
+        child_name = "mlp" if name == "gptj" else "feed_forward"
+        setattr(layer, child_name, Shifted(getattr(layer, child_name)))
     streambp.patch(model, CONFIG)
     model(**make_batch("plain"), use_cache=False).loss.backward()
     assert paths(model) == {"checkpoints"}
@@ -290,13 +291,15 @@ def test_mixing_less_than_half_precision_rounds(by, graph):
 
 def test_the_trial_leaves_parameters_buffers_and_random_numbers_alone():
     _, ours = pair(around_mlp(Counted), torch.float32)
-    before = {
+    previous_values = {
         name: x.clone() for name, x in ours.state_dict().items() if not name.endswith("count")
     }
     state = torch.get_rng_state()
     ours(**make_batch("plain"), use_cache=False).loss.backward()
     assert all(
-        torch.equal(x, before[name]) for name, x in ours.state_dict().items() if name in before
+        torch.equal(x, previous_values[name])
+        for name, x in ours.state_dict().items()
+        if name in previous_values
     )
     assert torch.equal(torch.get_rng_state(), state)
     assert all(isinstance(p, nn.Parameter) for p in ours.parameters())
@@ -345,10 +348,10 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch, float64_oracle):
 
 def test_large_matrices_are_not_copied(monkeypatch):
     monkeypatch.setattr(rehearsal, "LARGE", 32)
-    some, whole = torch.randn(8, 8, generator=seeded()), torch.zeros(8, 8)
+    some, all_zeros = torch.randn(8, 8, generator=seeded()), torch.zeros(8, 8)
     some[2] = 0
     assert rehearsal.with_random_zeros(nn.Parameter(some)).data_ptr() == some.data_ptr()
-    for zeros in (whole, whole[:4], some[1:4]):
+    for zeros in (all_zeros, all_zeros[:4], some[1:4]):
         assert bool(rehearsal.with_random_zeros(nn.Parameter(zeros)).all())
     quantised = nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
     assert torch.equal(rehearsal.with_random_zeros(quantised), quantised)

@@ -118,40 +118,40 @@ class Word(Scaled):
 
 class InList(Scaled):
     def start(self):
-        self.kept = []
+        self.store = []
 
     def scale_of(self, x):
-        if not self.kept:
-            self.kept.append(size_of(x))
-        return self.kept[0]
+        if not self.store:
+            self.store.append(size_of(x))
+        return self.store[0]
 
 
 class InDict(Scaled):
     """Beside a counter and a record of lengths."""
 
     def start(self):
-        self.kept = {}
+        self.store = {}
 
     def scale_of(self, x):
-        self.kept.setdefault("scale", size_of(x))
-        self.kept["calls"] = self.kept.get("calls", 0) + 1
-        self.kept[x.shape[1]] = True
-        return self.kept["scale"]
+        self.store.setdefault("scale", size_of(x))
+        self.store["calls"] = self.store.get("calls", 0) + 1
+        self.store[x.shape[1]] = True
+        return self.store["scale"]
 
 
 class InSet(Scaled):
     def start(self):
-        self.kept = set()
+        self.store = set()
 
     def scale_of(self, x):
-        if not self.kept:
-            self.kept.add(float(size_of(x)))
-        return next(iter(self.kept))
+        if not self.store:
+            self.store.add(float(size_of(x)))
+        return next(iter(self.store))
 
 
 class InDeque(InList):
     def start(self):
-        self.kept = collections.deque(maxlen=1)
+        self.store = collections.deque(maxlen=1)
 
 
 class InObject(Scaled):
@@ -221,8 +221,8 @@ class OfFunction(Scaled):
 
 class OfDefault(Scaled):
     def start(self):
-        def scale_of(x, kept={}):  # noqa: B006 - which is what is tried
-            return kept.setdefault("scale", size_of(x))
+        def scale_of(x, store={}):  # noqa: B006 - which is what is tried
+            return store.setdefault("scale", size_of(x))
 
         scale_of.__defaults__[0].clear()
         self.scale_of = scale_of
@@ -321,60 +321,60 @@ class OnLibrary(Scaled):
 
 class InQueue(Scaled):
     def start(self):
-        self.kept = queue.Queue()
+        self.store = queue.Queue()
 
     def scale_of(self, x):
-        if self.kept.empty():
-            self.kept.put(size_of(x))
-        return self.kept.queue[0]
+        if self.store.empty():
+            self.store.put(size_of(x))
+        return self.store.queue[0]
 
 
 class InPythonArray(Scaled):
     def start(self):
-        self.kept = array.array("d", [0.0])
+        self.store = array.array("d", [0.0])
 
     def scale_of(self, x):
-        if self.kept[0] == 0:
-            self.kept[0] = float(size_of(x))
-        return self.kept[0]
+        if self.store[0] == 0:
+            self.store[0] = float(size_of(x))
+        return self.store[0]
 
 
 class InBytes(Scaled):
     def start(self):
-        self.kept = bytearray(8)
+        self.store = bytearray(8)
 
     def scale_of(self, x):
-        if not any(self.kept):
-            self.kept[:] = np.float64(float(size_of(x))).tobytes()
-        return float(np.frombuffer(bytes(self.kept), np.float64)[0])
+        if not any(self.store):
+            self.store[:] = np.float64(float(size_of(x))).tobytes()
+        return float(np.frombuffer(bytes(self.store), np.float64)[0])
 
 
 class Resized(Scaled):
     def start(self):
-        self.kept = torch.zeros(0)
+        self.store = torch.zeros(0)
 
     def scale_of(self, x):
-        if self.kept.numel() == 0:
-            self.kept.resize_(1).fill_(float(size_of(x)))
-        return self.kept[0]
+        if self.store.numel() == 0:
+            self.store.resize_(1).fill_(float(size_of(x)))
+        return self.store[0]
 
 
 class DataReplaced(Resized):
     def scale_of(self, x):
-        if self.kept.numel() == 0:
-            self.kept.data = size_of(x).reshape(1)
-        return self.kept[0]
+        if self.store.numel() == 0:
+            self.store.data = size_of(x).reshape(1)
+        return self.store[0]
 
 
 class InCache(Scaled):
     """Of calls without arguments, with a bound to their number and without."""
 
-    most = None
+    max_entries = None
 
     def start(self):
         self.last = None
 
-        @functools.lru_cache(self.most)
+        @functools.lru_cache(self.max_entries)
         def scale_of():
             return float(size_of(self.last))
 
@@ -386,7 +386,7 @@ class InCache(Scaled):
 
 
 class InBoundedCache(InCache):
-    most = 4
+    max_entries = 4
 
 
 class AsParameter(Scaled):
@@ -410,12 +410,12 @@ class AsModule(Scaled):
 
 class InParameterList(Scaled):
     def start(self):
-        self.kept = nn.ParameterList()
+        self.store = nn.ParameterList()
 
     def scale_of(self, x):
-        if not len(self.kept):
-            self.kept.append(nn.Parameter(size_of(x)))
-        return self.kept[0]
+        if not len(self.store):
+            self.store.append(nn.Parameter(size_of(x)))
+        return self.store[0]
 
 
 class AsClass(Scaled):
@@ -447,16 +447,16 @@ class HookOnce(Scaled):
 
 class OfStaticMethod(Scaled):
     def start(self):
-        vars(OfStaticMethod.found).pop("scale", None)
+        vars(OfStaticMethod.static_scale).pop("scale", None)
 
     @staticmethod
-    def found(x):
-        if not hasattr(OfStaticMethod.found, "scale"):
-            OfStaticMethod.found.scale = size_of(x)
-        return OfStaticMethod.found.scale
+    def static_scale(x):
+        if not hasattr(OfStaticMethod.static_scale, "scale"):
+            OfStaticMethod.static_scale.scale = size_of(x)
+        return OfStaticMethod.static_scale.scale
 
     def scale_of(self, x):
-        return OfStaticMethod.found(x)
+        return OfStaticMethod.static_scale(x)
 
 
 class InConfigsDict(Scaled):
@@ -477,11 +477,11 @@ class InGenerator(Scaled):
             while True:
                 yield scale
 
-        self.kept = scales()
-        next(self.kept)
+        self.store = scales()
+        next(self.store)
 
     def scale_of(self, x):
-        return self.kept.send(x)
+        return self.store.send(x)
 
 
 class ByCounter(Scaled):
@@ -495,21 +495,21 @@ class ByCounter(Scaled):
 
 
 def by_hook(layer):
-    kept = {}
+    store = {}
 
     def scale(module, args, output):
-        return output * kept.setdefault("scale", size_of(output))
+        return output * store.setdefault("scale", size_of(output))
 
     layer.mlp.register_forward_hook(scale)
 
 
 def by_forward(layer):
-    real, kept = layer.mlp.forward, []
+    real, store = layer.mlp.forward, []
 
     def forward(x):
-        if not kept:
-            kept.append(size_of(x))
-        return real(x) * kept[0]
+        if not store:
+            store.append(size_of(x))
+        return real(x) * store[0]
 
     layer.mlp.forward = forward
 
@@ -546,7 +546,7 @@ FAST = ("missing attribute", "dict", "class", "closure", "hook", "new parameter"
 WHOLE = ("dict", "cache", "bounded cache", "generator", "counter")
 
 
-def made(change):
+def make_model(change):
     model = build("llama", torch.float64)
     for layer in model.model.layers:
         change(layer)
@@ -555,7 +555,7 @@ def made(change):
 
 def results(model, calls):
     """Gradients and losses, of one call after the other."""
-    found = {}
+    tensors = {}
     for number, (trains, batch) in enumerate(calls):
         model.zero_grad(set_to_none=True)
         model.train(trains)
@@ -563,34 +563,32 @@ def results(model, calls):
             loss = model(**batch, use_cache=False).loss
         if trains:
             loss.backward()
-        found[f"{number} loss"] = loss.detach()
-        found |= {
+        tensors[f"{number} loss"] = loss.detach()
+        tensors |= {
             f"{number} {name}": p.grad for name, p in model.named_parameters() if p.grad is not None
         }
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize(
-    ("way", "situation"),
+    ("way", "case"),
     thinned(
-        [(way, situation) for way in WAYS for situation in SITUATIONS],
-        lambda way, situation: (
-            way in FAST and (situation == "first call" or way == "missing attribute")
-        ),
+        [(way, case) for way in WAYS for case in SITUATIONS],
+        lambda way, case: way in FAST and (case == "first call" or way == "missing attribute"),
     ),
 )
-def test_a_value_of_the_first_batch(way, situation):
+def test_a_value_of_the_first_batch(way, case):
     """Exact from the first step on, and streamed once the value is there."""
-    calls = SITUATIONS[situation]
-    expected = results(made(WAYS[way]), calls)
-    ours = streambp.patch(made(WAYS[way]), CONFIG)
+    calls = SITUATIONS[case]
+    expected = results(make_model(WAYS[way]), calls)
+    ours = streambp.patch(make_model(WAYS[way]), CONFIG)
     assert worst_error(results(ours, calls), expected) <= EXACT
     expected_path = "checkpoints" if way in WHOLE else "streams"
     assert {layer.path for layer in streambp.describe(ours).layers} == {expected_path}
 
 
 def test_the_first_call_runs_whole_by_name():
-    ours = streambp.patch(made(WAYS["missing attribute"]), CONFIG)
+    ours = streambp.patch(make_model(WAYS["missing attribute"]), CONFIG)
     results(ours, SITUATIONS["first call"][:1])
     (reason,) = {layer.reason for layer in streambp.describe(ours).layers}
     assert reason == "its forward initialises itself at its first call (mlp.scale)"
@@ -600,11 +598,11 @@ class Running(Scaled):
     """Each call changes what the next one computes."""
 
     def start(self):
-        self.kept = {"scale": torch.ones(())}
+        self.store = {"scale": torch.ones(())}
 
     def scale_of(self, x):
-        scale = self.kept["scale"]
-        self.kept["scale"] = 0.9 * scale + 0.1 * size_of(x)
+        scale = self.store["scale"]
+        self.store["scale"] = 0.9 * scale + 0.1 * size_of(x)
         return scale
 
 
@@ -624,27 +622,27 @@ class Once(Scaled):
         self.scale = "new"
 
     def scale_of(self, x):
-        found, self.scale = 0.5 if self.scale == "new" else 1.0, "ready"
-        return found
+        factor, self.scale = 0.5 if self.scale == "new" else 1.0, "ready"
+        return factor
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Running, Counting, Once])
 def test_a_running_value_is_refused_and_nothing_stays(kind, dtype):
-    model = made(functools.partial(around_mlp, kind=kind)).to(dtype)
-    before = [
-        repr(vars(layer.mlp).get("scale", getattr(layer.mlp, "kept", None)))
+    model = make_model(functools.partial(around_mlp, kind=kind)).to(dtype)
+    values_before = [
+        repr(vars(layer.mlp).get("scale", getattr(layer.mlp, "store", None)))
         for layer in model.model.layers
     ]
     streambp.patch(model, CONFIG)
     with pytest.raises(
         UnsupportedModelError,
-        match=r"returns different values for the same tokens.*mlp\.(scale|kept)",
+        match=r"returns different values for the same tokens.*mlp\.(scale|store)",
     ):
         model(**BATCHES[1], use_cache=False)
     streambp.unpatch(model)
-    assert before == [
-        repr(vars(layer.mlp).get("scale", getattr(layer.mlp, "kept", None)))
+    assert values_before == [
+        repr(vars(layer.mlp).get("scale", getattr(layer.mlp, "store", None)))
         for layer in model.model.layers
     ]
 
@@ -666,26 +664,26 @@ class Recording(nn.Module):
 def test_a_recorder_sees_the_batch_alone(monkeypatch):
     """At a first step, and at a first evaluation after steps."""
     monkeypatch.setattr(snapshot, "SMALL", 64)
-    stock, ours = (made(functools.partial(around_mlp, kind=Recording)) for _ in range(2))
+    stock, ours = (make_model(functools.partial(around_mlp, kind=Recording)) for _ in range(2))
     streambp.patch(ours, streambp.StreamConfig(chunk_size=LENGTH))
     calls = SITUATIONS["evaluation first"][::-1]
     expected = results(stock, calls)
     assert worst_error(results(ours, calls), expected) <= EXACT
     tokens = [sum(shape[1] for shape in layer.mlp.records) for layer in ours.model.layers]
     assert tokens == [sum(shape[1] for shape in layer.mlp.records) for layer in stock.model.layers]
-    for one, other in zip(ours.model.layers, stock.model.layers, strict=True):
-        assert int(one.mlp.large.sum()) == int(other.mlp.large.sum())
+    for our_layer, stock_layer in zip(ours.model.layers, stock.model.layers, strict=True):
+        assert int(our_layer.mlp.large.sum()) == int(stock_layer.mlp.large.sum())
 
 
 @pytest.mark.parametrize("way", ["class", "closure", "global dict"])
 def test_a_count_without_data_leaves_nothing(way):
     """The planner runs a copy, which has the classes and functions of the model."""
     OnClass.scale = GLOBAL["scale"] = None
-    model = made(WAYS[way])
+    model = make_model(WAYS[way])
     estimate(model, LENGTH, chunk_size=5)
     assert OnClass.scale is None
     assert GLOBAL["scale"] is None
-    expected = results(made(WAYS[way]), SITUATIONS["first call"])
+    expected = results(make_model(WAYS[way]), SITUATIONS["first call"])
     assert worst_error(results(model, SITUATIONS["first call"]), expected) <= EXACT
 
 
@@ -695,14 +693,14 @@ def kept_of(model):
 
 def test_everything_is_put_back():
     """The same objects in the same order, the same values, and the same versions."""
-    model = made(WAYS["closure"])
+    model = make_model(WAYS["closure"])
     layer, mlp = model.model.layers[0], model.model.layers[0].mlp
     mlp.table = collections.OrderedDict(a=1, b=2)
     mlp.counts = collections.defaultdict(list, x=[1])
     mlp.some, mlp.many, mlp.queue = torch.arange(4.0), {1, 2}, collections.deque([1, 2], maxlen=2)
     mlp.holder, mlp.array, mlp.view = Holder(), np.arange(3), torch.zeros(1).expand(4)
     hook = mlp.register_forward_hook(lambda *_: None)
-    before, version, expected = kept_of(layer), mlp.some._version, torch.arange(4.0)
+    contents_before, version, expected = kept_of(layer), mlp.some._version, torch.arange(4.0)
     with Restored(layer):
         mlp.table.move_to_end("a")
         mlp.counts["x"].append(2)
@@ -717,11 +715,11 @@ def test_everything_is_put_back():
         mlp.register_forward_hook(lambda *_: None)
         del mlp.view
         mlp(torch.ones(1, 2, 32))
-    after = kept_of(layer)
-    assert after.keys() == before.keys()
-    for name, own in before.items():
-        assert all(after[name][key] is value for key, value in own.items())
-        assert after[name].keys() == own.keys()
+    contents_after = kept_of(layer)
+    assert contents_after.keys() == contents_before.keys()
+    for name, content in contents_before.items():
+        assert all(contents_after[name][key] is value for key, value in content.items())
+        assert contents_after[name].keys() == content.keys()
     assert list(mlp.table) == ["a", "b"]
     assert dict(mlp.counts) == {"x": [1]}
     assert torch.equal(mlp.some, expected)
@@ -750,7 +748,9 @@ class Numbered(nn.Module):
 
 def test_files_and_the_iterators_of_a_constructor_leave_layers_streaming(tmp_path):
     with open(tmp_path / "log", "w", encoding="utf-8") as file:
-        ours = streambp.patch(made(functools.partial(around_mlp, kind=lambda m: Numbered(m, file))))
+        ours = streambp.patch(
+            make_model(functools.partial(around_mlp, kind=lambda m: Numbered(m, file)))
+        )
         results(ours, SITUATIONS["first call"][:1])
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
@@ -771,13 +771,13 @@ class Run:
     def factor(self):
         return next(self.factors)
 
-    def look(self, module, args, output):
+    def scan(self, module, args, output):
         # an assert would name pytest's own objects, and what is reachable from them
         if not output.isfinite().all():
             raise ValueError("not finite")
 
 
-@pytest.mark.parametrize(("method", "path"), [("look", "streams"), ("scale", "checkpoints")])
+@pytest.mark.parametrize(("method", "path"), [("scan", "streams"), ("scale", "checkpoints")])
 def test_iterators_of_a_hooks_object_count_where_the_hook_reads_them(method, path, monkeypatch):
     """Those that other methods advance are of no test. What is untestable is found out once."""
     run, looked, real = Run(), [], entry.why_untestable
@@ -786,10 +786,11 @@ def test_iterators_of_a_hooks_object_count_where_the_hook_reads_them(method, pat
     def change(layer):
         layer.mlp.register_forward_hook(getattr(run, method))
 
-    ours = streambp.patch(made(change), streambp.StreamConfig(chunk_size=16))
+    ours = streambp.patch(make_model(change), streambp.StreamConfig(chunk_size=16))
     assert (
         worst_error(
-            results(ours, SITUATIONS["first call"]), results(made(change), SITUATIONS["first call"])
+            results(ours, SITUATIONS["first call"]),
+            results(make_model(change), SITUATIONS["first call"]),
         )
         <= EXACT
     )
@@ -802,7 +803,7 @@ def test_iterators_of_a_hooks_object_count_where_the_hook_reads_them(method, pat
 
 
 def test_parameters_without_shapes_are_refused():
-    model = made(lambda layer: setattr(layer, "mlp", nn.LazyLinear(32)))
+    model = make_model(lambda layer: setattr(layer, "mlp", nn.LazyLinear(32)))
     with pytest.raises(UnsupportedModelError, match=r"Call the model on one batch"):
         streambp.patch(model)
     calls = SITUATIONS["first call"]

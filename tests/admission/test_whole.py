@@ -56,12 +56,12 @@ def whole_pair(monkeypatch, change=lambda model: None):
 
 
 def other_parameters(model, batch):
-    others = {
+    new_parameters = {
         name: (p.detach() * 1.5).requires_grad_()
         for name, p in model.named_parameters()
         if "mlp.down_proj" in name
     }
-    return torch.func.functional_call(model, others, (), {**batch, "use_cache": False}).loss
+    return torch.func.functional_call(model, new_parameters, (), {**batch, "use_cache": False}).loss
 
 
 def written_parameters(model, batch):
@@ -110,12 +110,12 @@ def test_parametrized_weights_under_cached(float64_oracle, monkeypatch):
             up = layer.mlp.up_proj
             parametrize.register_parametrization(up, "weight", Scaled(len(up.weight)).double())
 
-    found = []
+    runs = []
     for model in whole_pair(monkeypatch, parametrized):
         with parametrize.cached():
             loss = sum(
                 model(**make_batch(mode), use_cache=False).loss for mode in ("plain", "left-padded")
             )
             loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    assert worst_error(found[1], found[0]) <= 1e-10
+        runs.append({name: p.grad for name, p in model.named_parameters()})
+    assert worst_error(runs[1], runs[0]) <= 1e-10

@@ -70,10 +70,10 @@ class Recorder:
 
     def _scaled_dot_product_efficient_attention(self, q, k, v, *args, scale):
         self.note("efficient", q, k, v, q.shape[0])
-        more = -q.shape[2] % 32
+        padding = -q.shape[2] % 32
         return (
             q.new_empty(*q.shape[:3], v.shape[3]),
-            q.new_empty(*q.shape[:2], q.shape[2] + more, dtype=torch.float32),
+            q.new_empty(*q.shape[:2], q.shape[2] + padding, dtype=torch.float32),
             0,
             0,
         )
@@ -129,14 +129,16 @@ class ElementwiseBytes(TorchDispatchMode):
             return result
         if name in ("copy_", "fill_", "zero_", "zeros_like", "new_zeros", "new_full"):
             read = read[1:]
-        written = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        self.add(name, sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in (*read, *written)))
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.add(name, sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in (*read, *outputs)))
         return result
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    places = [(x.untyped_storage()._cdata, x.storage_offset(), x.stride(), x.dtype) for x in (a, b)]
-    return places[0] == places[1]
+    layouts = [
+        (x.untyped_storage()._cdata, x.storage_offset(), x.stride(), x.dtype) for x in (a, b)
+    ]
+    return layouts[0] == layouts[1]
 
 
 def run(
@@ -172,9 +174,9 @@ def run(
 
     monkeypatch.setattr(attend, "merge_in_triton", merged)
 
-    def upload(*given):
+    def upload(*args):
         counted.uploads += 1
-        return kernels.upload(*given)
+        return kernels.upload(*args)
 
     monkeypatch.setattr(attend, "upload", upload)
     plan = ChunkPlan(layout.length, chunk_size)
@@ -195,12 +197,14 @@ def run(
         kv_storage = KVTiles(
             0, plan, InMemory(), InMemory(), tiles, False, value_size, backend.width
         )
-    kept = {}
+    attended = {}
     with counted:
         for chunk in plan:
             length = chunk.stop - chunk.start
             kv_storage.write(chunk, tensor(KV_HEADS, length), tensor(KV_HEADS, length, value_size))
-            kept[chunk] = attend_blocks(tensor(heads, length), kv_storage, layout, chunk, params)
+            attended[chunk] = attend_blocks(
+                tensor(heads, length), kv_storage, layout, chunk, params
+            )
         for chunk in plan.backward:
             shapes = ((heads, size), (KV_HEADS, size), (KV_HEADS, value_size))
             leaves = [
@@ -208,7 +212,7 @@ def run(
                 for count, columns in shapes
             ]
             out = PrefixAttention.apply(
-                *leaves, None, kv_storage, layout, chunk, params, kept[chunk] if saved else None
+                *leaves, None, kv_storage, layout, chunk, params, attended[chunk] if saved else None
             )
             torch.autograd.grad(out, leaves, torch.empty_like(out))
     return recorder, counted

@@ -22,15 +22,17 @@ MI200 = Platform("cuda", (9, 0), 3_05_00, (2, 13), hip=True)
 V100 = Platform("cuda", (7, 0), 92000, (2, 13))
 
 
-def with_flash(here: Platform, name: str, **changes: object) -> Platform:
+def with_flash(platform: Platform, name: str, **changes: object) -> Platform:
     """With FlashAttention-3 or -4 behind torch's operators."""
     return dataclasses.replace(
-        here, flash=name, flash_4=(4, 0, 0, 18) if name == "FA4" else (), **changes
+        platform, flash=name, flash_4=(4, 0, 0, 18) if name == "FA4" else (), **changes
     )
 
 
-def backend(here, size, value_size=None, wanted="auto", dtype=torch.bfloat16, **given):
+def backend(platform, size, value_size=None, choice="auto", dtype=torch.bfloat16, **arguments):
     """What attends there with head sizes D and D_v."""
     q = torch.empty(1, 4, 2, size, dtype=dtype, device="meta")
     v = torch.empty(1, 2, 2, value_size or size, dtype=dtype, device="meta")
-    return choose_backend(wanted, q, v, given.pop("dropout", 0.0), platform=here, **given)
+    return choose_backend(
+        choice, q, v, arguments.pop("dropout", 0.0), platform=platform, **arguments
+    )

@@ -144,7 +144,7 @@ class StandIn:
         mask = torch.ones(queries, keys, dtype=torch.bool)
         return mask.tril(keys - queries) if causal else mask
 
-    def flash_mask(self, query, key, cu_q, cu_k, causal, left, right):
+    def flash_mask(self, query, key, cu_q, cu_k, causal, window_left, window_right):
         if cu_q is None:
             cu_q, cu_k = [0, query.shape[1]], [0, key.shape[1]]
             mask = torch.zeros(query.shape[1], key.shape[1], dtype=torch.bool)
@@ -155,8 +155,8 @@ class StandIn:
             part = self.bottom_right(int(q1 - q0), int(k1 - k0), causal)
             offset = int((k1 - k0) - (q1 - q0))
             distance = torch.arange(part.shape[0])[:, None] + offset - torch.arange(part.shape[1])
-            if left is not None:
-                part = part & (distance <= left) & (distance >= -right)
+            if window_left is not None:
+                part = part & (distance <= window_left) & (distance >= -window_right)
             mask[int(q0) : int(q1), int(k0) : int(k1)] = part
         return mask
 
@@ -206,11 +206,13 @@ class CachedGraphs(StandIn):
 
     def _scaled_dot_product_cudnn_attention(self, query, key, value, *args, **kwargs):
         assert min(query.shape[2], key.shape[2]) >= 64
-        o, *rest = super()._scaled_dot_product_cudnn_attention(query, key, value, *args, **kwargs)
+        o, *other_results = super()._scaled_dot_product_cudnn_attention(
+            query, key, value, *args, **kwargs
+        )
         rows, heads, queries, size = o.shape
         return o.new_empty(rows, queries, heads, size).transpose(1, 2).copy_(
             o
-        ), *rest  # query's order, packed by D_v
+        ), *other_results  # query's order, packed by D_v
 
     def _scaled_dot_product_cudnn_attention_backward(
         self, grad_out, query, key, value, out, logsumexp, *args, **kwargs

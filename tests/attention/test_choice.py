@@ -37,14 +37,14 @@ def machine(monkeypatch):
     """Sets up a CUDA device as torch describes it; returns what is chosen there."""
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
 
-    def choose(capability=HOPPER, runtime=91900, wanted="auto", hip=None):
+    def choose(capability=HOPPER, runtime=91900, choice="auto", hip=None):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: runtime)
         monkeypatch.setattr(torch.version, "hip", hip)
         with FakeTensorMode():
             q = torch.empty(1, 4, 512, 128, dtype=torch.bfloat16, device="cuda")
-        return [kernel.name for kernel in choose_backend(wanted, q, q, 0.0).kernels]
+        return [kernel.name for kernel in choose_backend(choice, q, q, 0.0).kernels]
 
     return choose
 
@@ -68,7 +68,7 @@ def deterministic(warn_only=False):
 def test_cudnn_comes_first_where_torch_prefers_it(capability, first, machine):
     assert machine(capability)[0] == first
     if capability >= HOPPER:  # by name it is there
-        assert machine(capability, wanted="cudnn") == FUSED
+        assert machine(capability, choice="cudnn") == FUSED
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_cudnn_comes_first_where_torch_prefers_it(capability, first, machine):
 )
 def test_an_old_runtime_of_cudnn_comes_after_flash(runtime, first, machine):
     assert machine(runtime=runtime)[0] == first
-    assert machine(runtime=runtime, wanted="cudnn") == FUSED
+    assert machine(runtime=runtime, choice="cudnn") == FUSED
 
 
 @pytest.mark.parametrize(("value", "first"), [("1", "flash"), ("0", "cudnn"), (None, "cudnn")])
@@ -90,8 +90,8 @@ def test_deterministic_algorithms_leave_cudnn_out(machine):
     with deterministic():
         assert machine() == ["flash", "math"]
         with pytest.raises(AttentionChoiceError, match=r"not deterministic.*Set attention='auto'"):
-            machine(wanted="cudnn")
-        assert machine(wanted="flash") == ["flash", "math"]
+            machine(choice="cudnn")
+        assert machine(choice="flash") == ["flash", "math"]
     with deterministic(warn_only=True):  # torch's own attention takes it then
         assert machine() == FUSED
 
@@ -99,11 +99,11 @@ def test_deterministic_algorithms_leave_cudnn_out(machine):
 def test_what_is_switched_off_is_not_chosen(machine):
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         assert machine() == ["flash", "math"]
-        assert machine(wanted="cudnn") == FUSED
+        assert machine(choice="cudnn") == FUSED
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
         assert machine() == ["cudnn", "math"]
         assert machine((8, 0)) == ["math"]
-        assert machine(wanted="flash") == ["flash", "math"]
+        assert machine(choice="flash") == ["flash", "math"]
     with sdpa_kernel(SDPBackend.MATH):
         assert machine() == ["math"]
 
@@ -112,7 +112,7 @@ def test_rocm_has_no_cudnn(machine):
     """Its compute capabilities look like NVIDIA's, and torch calls MIOpen cuDNN."""
     assert machine(HOPPER, hip="6.4") == ["flash", "math"]
     with pytest.raises(AttentionChoiceError, match="ROCm"):
-        machine(HOPPER, hip="6.4", wanted="cudnn")
+        machine(HOPPER, hip="6.4", choice="cudnn")
 
 
 def test_flash_switched_off_on_a_cpu_means_plain_products(float64_oracle):
@@ -122,30 +122,34 @@ def test_flash_switched_off_on_a_cpu_means_plain_products(float64_oracle):
     model = streambp.patch(stock, StreamConfig(chunk_size=5))
     assert streambp.describe(model).attention == "auto"
     with pytest.MonkeyPatch.context() as patch, sdpa_kernel(SDPBackend.MATH):
-        used, real = [], kernels.MathKernel.forward
-        patch.setattr(kernels.MathKernel, "forward", lambda *given: used.append(1) or real(*given))
+        kernel_calls, real = [], kernels.MathKernel.forward
         patch.setattr(
-            kernels.CpuFlashKernel, "forward", lambda *given: pytest.fail("it is switched off")
+            kernels.MathKernel, "forward", lambda *args: kernel_calls.append(1) or real(*args)
+        )
+        patch.setattr(
+            kernels.CpuFlashKernel, "forward", lambda *args: pytest.fail("it is switched off")
         )
         assert worst_error(gradients(model, **batch)[1], expected) <= 1e-10
-        assert used
+        assert kernel_calls
         assert "FlashAttention is switched off" in streambp.describe(model).attention
 
 
 def test_backward_attends_with_the_kernels_of_forward(monkeypatch):
     model = streambp.patch(build("qwen3", torch.float32), StreamConfig(chunk_size=5))
-    batch, used = make_batch("plain"), []
+    batch, used_kernels = make_batch("plain"), []
     for kernel in (kernels.MathKernel, kernels.CpuFlashKernel):
         real = kernel.backward
         monkeypatch.setattr(
-            kernel, "backward", lambda *given, real=real: used.append(given[0].name) or real(*given)
+            kernel,
+            "backward",
+            lambda *args, real=real: used_kernels.append(args[0].name) or real(*args),
         )
     model(**batch).loss.backward()
-    used.clear()
+    used_kernels.clear()
     with sdpa_kernel(SDPBackend.MATH):
         loss = model(**batch).loss
     loss.backward()
-    assert set(used) == {"math"}
+    assert set(used_kernels) == {"math"}
 
 
 @pytest.mark.parametrize("use", Use)
@@ -170,12 +174,12 @@ def as_on_rocm(backend, family, mode, monkeypatch):
     monkeypatch.setattr(kernels, "aten", flash)
     monkeypatch.setattr(prefix, "choose_backend", lambda *_, **__: backend)
     model = streambp.patch(stock, StreamConfig(chunk_size=5))
-    found = gradients(model, **batch)[1]
+    our_gradients = gradients(model, **batch)[1]
     assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}, (
         "a kernel refused a chunk"
     )
     assert flash.calls > 0
-    return worst_error(found, expected)
+    return worst_error(our_gradients, expected)
 
 
 @pytest.mark.fast(3)
@@ -205,6 +209,6 @@ def test_cudnn_with_plain_products_is_exact(family, mode, float64_oracle, monkey
     expected = gradients(stock, **batch)[1]
     monkeypatch.setattr(kernels, "aten", graphs)
     monkeypatch.setattr(prefix, "choose_backend", lambda *_, **__: Backend((CUDNN, MATH)))
-    found = gradients(streambp.patch(stock, StreamConfig(chunk_size=512)), **batch)[1]
+    our_gradients = gradients(streambp.patch(stock, StreamConfig(chunk_size=512)), **batch)[1]
     assert graphs.calls > 0 or family == "mistral"
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10

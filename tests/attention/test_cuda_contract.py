@@ -90,7 +90,7 @@ ALL = [
 ]
 
 
-def named(case):
+def case_id(case):
     machine, (size, value_size), tiles, layouts = case
     return (
         f"{machine}, "
@@ -99,18 +99,20 @@ def named(case):
 
 
 @pytest.mark.parametrize(
-    "case", [*FEW, *(pytest.param(case, marks=pytest.mark.full) for case in ALL)], ids=named
+    "case", [*FEW, *(pytest.param(case, marks=pytest.mark.full) for case in ALL)], ids=case_id
 )
 def test_every_block_has_head_sizes_that_its_kernel_takes(case, monkeypatch):
     """The rules that no operator checks without data, with one layout for each graph."""
     where, sizes, tiles, layouts = case
     machine = MACHINES[where]
-    chosen = backend(machine, *sizes)
+    choice = backend(machine, *sizes)
     for name in layouts:
         layout = LAYOUTS[name]
         rows = len(layout.rows)
-        given = {"size": sizes[0], "value_size": sizes[1], "backend": chosen, "heads": 16}
-        recorder, _ = run(monkeypatch, layout, CHUNK, rows=rows, tiles=tiles, saved=False, **given)
+        arguments = {"size": sizes[0], "value_size": sizes[1], "backend": choice, "heads": 16}
+        recorder, _ = run(
+            monkeypatch, layout, CHUNK, rows=rows, tiles=tiles, saved=False, **arguments
+        )
         assert all(len(layouts) == 1 for layouts in recorder.graphs.values())
         for operator, queries, keys, _ in recorder.calls:
             if operator.startswith("cudnn"):
@@ -135,10 +137,10 @@ def test_every_block_has_head_sizes_that_its_kernel_takes(case, monkeypatch):
             assert not {operator for operator, *_ in recorder.sizes} - {"flash", "flash backward"}
 
 
-def keys_of(monkeypatch, lengths, rows=1, **given):
+def keys_of(monkeypatch, lengths, rows=1, **arguments):
     forwards, backwards = set(), {}
     for length in lengths:
-        recorder, _ = run(monkeypatch, Spans.causal(rows, length), CHUNK, rows=rows, **given)
+        recorder, _ = run(monkeypatch, Spans.causal(rows, length), CHUNK, rows=rows, **arguments)
         forwards |= recorder.forwards
         for key, layouts in recorder.graphs.items():
             backwards.setdefault(key, set()).update(layouts)
@@ -152,8 +154,8 @@ def test_other_lengths_find_the_same_graphs(monkeypatch):
     assert all(len(layouts) == 1 for layouts in backwards.values())
     sizes = {(key[0][2], key[1][2]) for key in (*forwards, *backwards)}
     assert len(sizes) <= len(forwards) <= 70, "strides depend on T"
-    again, _ = keys_of(monkeypatch, (37_111, 41_234, 64_999))
-    assert len(again - forwards) <= 12
+    other_forwards, _ = keys_of(monkeypatch, (37_111, 41_234, 64_999))
+    assert len(other_forwards - forwards) <= 12
     assert first < forwards
 
 
@@ -161,13 +163,13 @@ def test_other_lengths_find_the_same_graphs(monkeypatch):
     "sizes", [(128, 128), (192, 128), (256, 256)], ids=lambda sizes: f"{sizes[0]}-{sizes[1]}"
 )
 def test_whole_chunks_of_any_length_build_no_new_graph(sizes, monkeypatch):
-    given = {"size": sizes[0], "value_size": sizes[1], "backend": backend(H200, *sizes)}
-    forwards, backwards = keys_of(monkeypatch, (65_536,), **given)
+    arguments = {"size": sizes[0], "value_size": sizes[1], "backend": backend(H200, *sizes)}
+    forwards, backwards = keys_of(monkeypatch, (65_536,), **arguments)
     # a square; prefixes of 1 to 7 chunks, and of 1 to 4
     assert (len(forwards), len(backwards)) == (8, 5)
     for length in range(2 * CHUNK, 16 * CHUNK, 3 * CHUNK):
-        more, more_backwards = keys_of(monkeypatch, (length,), **given)
-        assert more <= forwards | {key for key in more if key[1][2] == 65_536}
+        more_forwards, more_backwards = keys_of(monkeypatch, (length,), **arguments)
+        assert more_forwards <= forwards | {key for key in more_forwards if key[1][2] == 65_536}
         assert more_backwards.keys() <= backwards.keys()
 
 
@@ -227,8 +229,8 @@ def test_auto_chunks_take_one_pass(rows, length, rule, monkeypatch):
                 "streambp", (), "none", False, True, (Phase("backward 0", Law()),), (), Law(), ()
             )
         )
-        known = Figures(law, {}, lambda tokens, chunk: 1 / chunk if chunk <= 8192 else 1.0)
-        size = SavesPolicy(1, lambda device: 1.0, lambda device: (known, 0.0), True, True).chunk(
+        figures = Figures(law, {}, lambda tokens, chunk: 1 / chunk if chunk <= 8192 else 1.0)
+        size = SavesPolicy(1, lambda device: 1.0, lambda device: (figures, 0.0), True, True).chunk(
             0, rows, length, None
         )
     assert size == length or passes(size) == 1

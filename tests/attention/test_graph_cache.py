@@ -59,18 +59,18 @@ def reference(spans, default_dtype):
         return gradients(model_of(family), **make_batch(mode, length=LENGTH, rows=rows))
 
 
-def check(spans, saves, place, monkeypatch):
+def check(spans, saves, placement, monkeypatch):
     graphs = CachedGraphs()
     monkeypatch.setattr(kernels, "aten", graphs)
     monkeypatch.setattr(prefix, "choose_backend", lambda *_, **__: Backend((CUDNN, FLASH, MATH)))
     family, mode, rows = SPANS[spans]
-    config = streambp.StreamConfig(chunk_size=CHUNK, saves=saves, **PLACES[place])
+    config = streambp.StreamConfig(chunk_size=CHUNK, saves=saves, **PLACES[placement])
     model = streambp.patch(model_of(family), config)
     expected_loss, expected = reference(spans, torch.get_default_dtype())
-    loss, found = gradients(model, **make_batch(mode, length=LENGTH, rows=rows))
+    loss, our_gradients = gradients(model, **make_batch(mode, length=LENGTH, rows=rows))
     assert graphs.calls >= 3 or spans == "window"
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
 
 
 # Rows of equal spans are one graph: "two rows" has them, and "right-padded row" is a row of
@@ -83,9 +83,9 @@ def test_recomputed(spans, float64_oracle, monkeypatch):
     check(spans, (), "kept", monkeypatch)
 
 
-@pytest.mark.parametrize("place", thinned(PLACES, lambda place: place == "streamed"))
-def test_saved(place, float64_oracle, monkeypatch):
-    check("left-padded", ("attn_out",), place, monkeypatch)
+@pytest.mark.parametrize("placement", thinned(PLACES, lambda placement: placement == "streamed"))
+def test_saved(placement, float64_oracle, monkeypatch):
+    check("left-padded", ("attn_out",), placement, monkeypatch)
 
 
 def of_256():
@@ -110,7 +110,7 @@ HEAD_SIZES = {  # model, and the kernels that attend
 }
 
 
-def check_head_sizes(name, mode, saves, place, monkeypatch):
+def check_head_sizes(name, mode, saves, placement, monkeypatch):
     """The stand-ins refuse what the operators refuse: two head sizes in flash, groups in
     memory-efficient attention."""
     make, backend = HEAD_SIZES[name]
@@ -119,12 +119,12 @@ def check_head_sizes(name, mode, saves, place, monkeypatch):
     expected_loss, expected = gradients(model, **batch)
     monkeypatch.setattr(kernels, "aten", graphs)
     monkeypatch.setattr(prefix, "choose_backend", lambda *_, **__: backend)
-    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=saves, **PLACES[place]))
-    loss, found = gradients(model, **batch)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=saves, **PLACES[placement]))
+    loss, our_gradients = gradients(model, **batch)
     assert bool(graphs.calls) == (backend.name == "cudnn")
     assert backend.name in streambp.describe(model).attention
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
 
 
 @pytest.mark.full
@@ -136,20 +136,22 @@ def test_two_head_sizes(name, mode, float64_oracle, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["plain", "left-padded", "right-padded", "packed"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("placement", PLACES)
 @pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
 @pytest.mark.parametrize("name", HEAD_SIZES)
-def test_every_head_size(name, saves, place, mode, float64_oracle, monkeypatch):
-    check_head_sizes(name, mode, saves, place, monkeypatch)
+def test_every_head_size(name, saves, placement, mode, float64_oracle, monkeypatch):
+    check_head_sizes(name, mode, saves, placement, monkeypatch)
 
 
 def laid_out_like_the_query(self, query, key, value, *args, **kwargs):
     """o with the strides of q, which has D columns: as if D_v were not its own."""
-    o, *rest = StandIn._scaled_dot_product_cudnn_attention(self, query, key, value, *args, **kwargs)
+    o, *other_results = StandIn._scaled_dot_product_cudnn_attention(
+        self, query, key, value, *args, **kwargs
+    )
     rows, heads, queries, size = o.shape
     wide = o.new_zeros(rows, queries, heads, query.shape[3]).transpose(1, 2)
     wide[..., :size] = o
-    return wide[..., :size], *rest
+    return wide[..., :size], *other_results
 
 
 @pytest.mark.full
@@ -161,8 +163,8 @@ def test_one_layout_holds_whatever_the_forward_gives(float64_oracle, monkeypatch
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("placement", PLACES)
 @pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
 @pytest.mark.parametrize("spans", SPANS)
-def test_everything(spans, saves, place, float64_oracle, monkeypatch):
-    check(spans, saves, place, monkeypatch)
+def test_everything(spans, saves, placement, float64_oracle, monkeypatch):
+    check(spans, saves, placement, monkeypatch)

@@ -66,9 +66,9 @@ def check(stock, batch, chunk_size=CHUNK, **settings):
     """The patched model, where its loss and gradients are the unpatched model's."""
     expected_loss, expected = gradients(copy.deepcopy(stock), **batch)
     ours = patched(stock, chunk_size=chunk_size, **settings)
-    loss, found = gradients(ours, **batch)
+    loss, our_gradients = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
     return ours
 
 
@@ -88,13 +88,13 @@ class Largest(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.most = 0
+        self.max_elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for part in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(part, torch.Tensor):
-                self.most = max(self.most, part.numel())
+                self.max_elements = max(self.max_elements, part.numel())
         return result
 
 
@@ -105,24 +105,24 @@ def largest_of_a_step(monkeypatch, length=96):
     batch = {**make_batch("plain", length=length)}
     batch = {name: value[:1] for name, value in batch.items()}
     gradients(ours, **batch)  # what is tried before the first step is small
-    with Largest() as seen:
+    with Largest() as largest:
         ours(**batch, use_cache=False).loss.backward()
-    return seen.most / length**2, scores / length**2
+    return largest.max_elements / length**2, scores / length**2
 
 
 def test_nothing_is_as_large_as_a_mask_of_the_sequence(monkeypatch):
-    most, scores = largest_of_a_step(monkeypatch)
+    max_share, scores = largest_of_a_step(monkeypatch)
     assert scores < 0.7
-    assert most < 1.0
+    assert max_share < 1.0
 
 
 def test_the_mutant_that_scores_a_chunk_at_once(monkeypatch):
     step = indexers._few_queries_at_a_time
 
-    def at_once(*given):
+    def at_once(*args):
         with monkeypatch.context() as patch:
             patch.setattr(indexers, "SCORES", 2**40)
-            return step(*given)
+            return step(*args)
 
     monkeypatch.setattr(indexers, "_few_queries_at_a_time", at_once)
     assert largest_of_a_step(monkeypatch)[0] > 1.0
@@ -135,20 +135,20 @@ def loss_then_other_picks(monkeypatch, **settings):
     _, expected = gradients(copy.deepcopy(stock), **batch)
     ours = patched(stock, chunk_size=CHUNK, **settings)
     gradients(ours, **batch)
-    asked = 0
+    calls = 0
     loss = ours(**batch, use_cache=False).loss
     ours.zero_grad()
     real = indexers._few_queries_at_a_time
 
-    def others(*given):
-        nonlocal asked
-        asked += 1
-        return torch.zeros_like(real(*given))
+    def pick_key_zero(*args):
+        nonlocal calls
+        calls += 1
+        return torch.zeros_like(real(*args))
 
-    monkeypatch.setattr(indexers, "_few_queries_at_a_time", others)
+    monkeypatch.setattr(indexers, "_few_queries_at_a_time", pick_key_zero)
     loss.backward()
-    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
-    return worst_error(found, expected), asked
+    our_gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    return worst_error(our_gradients, expected), calls
 
 
 SETTINGS = (
@@ -163,8 +163,8 @@ SETTINGS = (
     "settings", thinned(SETTINGS, lambda s: s in ({}, {"offload": "cpu"})), ids=str
 )
 def test_backward_reads_what_forward_picked(settings, monkeypatch):
-    error, asked = loss_then_other_picks(monkeypatch, **settings)
-    assert asked == 0
+    error, calls = loss_then_other_picks(monkeypatch, **settings)
+    assert calls == 0
     assert error <= 1e-10
 
 
@@ -173,23 +173,23 @@ def test_the_mutant_that_picks_again(monkeypatch):
     with pytest.raises(BackwardError, match="not in backward what it was in forward"):
         loss_then_other_picks(monkeypatch)
     monkeypatch.setattr(LayerState, "witness", lambda self, x, autocast: None)
-    error, asked = loss_then_other_picks(monkeypatch)
-    assert asked > 0
+    error, calls = loss_then_other_picks(monkeypatch)
+    assert calls > 0
     assert error > 1e-6
 
 
 def test_picks_are_kept_until_their_chunk_is_differentiated(monkeypatch):
     """8 KB a token at 2,048 picks: 4 bytes each."""
-    kept = []
+    saved_calls = []
     real = SavedForBackward.keep
     monkeypatch.setattr(
         SavedForBackward,
         "keep",
-        lambda self, chunk, *given: (real(self, chunk, *given), kept.append(self))[0],
+        lambda self, chunk, *args: (real(self, chunk, *args), saved_calls.append(self))[0],
     )
     ours = patched(build(), chunk_size=CHUNK, saves=())
     loss = ours(**make_batch("plain"), use_cache=False).loss
-    stores = {id(one): one.store for one in kept}.values()
+    stores = {id(call): call.store for call in saved_calls}.values()
     sizes = [
         store.peek("picks.0", number).shape[-1]
         for store in stores
@@ -197,18 +197,18 @@ def test_picks_are_kept_until_their_chunk_is_differentiated(monkeypatch):
     ]
     assert set(sizes) == {TOPK}
     assert all(store.peek("picks.0", 0).dtype == torch.int32 for store in stores)
-    assert not any(prefix.index_keys for prefix in (one.carried.prefix for one in kept))
+    assert not any(prefix.index_keys for prefix in (call.carried.prefix for call in saved_calls))
     loss.backward()
     assert not any(store.has("picks.0", 0) for store in stores)
 
 
 def test_layers_that_have_all_keys_picked_attend_without_a_mask():
     batch = make_batch("plain")
-    few, every = (
+    some_picked, all_picked = (
         check(zoo.build("deepseek_v32", v_head_dim=16, index_topk=k), batch) for k in (TOPK, LENGTH)
     )
-    assert "masks" not in streambp.describe(every).attention
-    assert "masks" in streambp.describe(few).attention
+    assert "masks" not in streambp.describe(all_picked).attention
+    assert "masks" in streambp.describe(some_picked).attention
 
 
 def test_what_describe_says():
@@ -238,7 +238,7 @@ def test_the_mutant_whose_unpatched_run_reads_all_keys(monkeypatch):
 
 def test_the_mutant_that_masks_nothing(monkeypatch):
     monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))
-    monkeypatch.setattr(picked_keys.PickedMask, "of", lambda below, *_: below)
+    monkeypatch.setattr(picked_keys.PickedMask, "of", lambda layer_mask, *_: layer_mask)
     with pytest.raises(AssertionError):
         check(build(), make_batch("plain"))
 
@@ -264,8 +264,8 @@ def test_a_plan_counts_the_picks():
 def test_what_a_layer_is(name):
     """dots3: its sliding layers have no indexer."""
     kinds = {type(kind_of(layer).attention) for layer in zoo.build(name).model.layers}
-    others = {"dots3_note_text": {Picking, ThroughInterface}}
-    assert kinds == others.get(name, {Picking})
+    other_kinds = {"dots3_note_text": {Picking, ThroughInterface}}
+    assert kinds == other_kinds.get(name, {Picking})
 
 
 def test_a_mask_of_picks():
@@ -273,7 +273,7 @@ def test_a_mask_of_picks():
     layout = Spans.causal(2, 9, window=4)
     picks = torch.tensor([[[0, 3], [4, 2], [7, 7]], [[1, 5], [3, 0], [5, 6]]])  # [B, C, k]
     mask = picked_keys.PickedMask.of(layout, 9, Chunk(0, 5, 8), picks)
-    below = picked_keys.visible(layout, 5, 8, 1, 7, torch.device("cpu"))
+    visible_pairs = picked_keys.visible(layout, 5, 8, 1, 7, torch.device("cpu"))
     tile = mask.tile(5, 8, 1, 7, torch.device("cpu"))
     assert tile.shape == (2, 1, 3, 6)
     for row, query, key in torch.cartesian_prod(
@@ -281,18 +281,22 @@ def test_a_mask_of_picks():
     ).tolist():
         read = key + 1 in picks[row, query] and query + 5 - 4 < key + 1 <= query + 5
         assert bool(tile[row, 0, query, key]) == read
-        assert bool(below[row, 0, query, key]) == (query + 5 - 4 < key + 1 <= query + 5)
+        assert bool(visible_pairs[row, 0, query, key]) == (query + 5 - 4 < key + 1 <= query + 5)
 
 
 def test_a_layer_without_an_indexer_cannot_read_its_mask():
-    point = PrefixChunkAttention(
+    chunk_attention = PrefixChunkAttention(
         Prefix(Spans.causal(1, 4), 4, "auto"), Chunk(0, 0, 4), Stage.FORWARD
     )
-    for read in (lambda: point[:, 0], lambda: 0.0 in point, lambda: list(point)):
+    for read in (
+        lambda: chunk_attention[:, 0],
+        lambda: 0.0 in chunk_attention,
+        lambda: list(chunk_attention),
+    ):
         with pytest.raises(TypeError):
             read()
-    point.takes_picks = True
-    assert point[:, 0] is point
+    chunk_attention.takes_picks = True
+    assert chunk_attention[:, 0] is chunk_attention
 
 
 def test_picks_of_a_layer_that_has_no_indexer():

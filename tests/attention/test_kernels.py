@@ -102,11 +102,11 @@ def check(kernel, block, tile=None, rtol=1e-10, **sizes):
         expected_o * torch.exp(expected_lse - merged_lse)[..., None]
         + other_o * torch.exp(other_lse - merged_lse)[..., None]
     )
-    wanted = torch.autograd.grad(merged_o, wide, do.double())
-    found = kernel.backward(
+    expected_gradients = torch.autograd.grad(merged_o, wide, do.double())
+    our_gradients = kernel.backward(
         do, q, k, v, merged_o.detach().to(q.dtype), merged_lse.detach().to(lse.dtype), task
     )
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(our_gradients, expected_gradients, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=rtol, atol=rtol)
 
 
@@ -135,9 +135,9 @@ def test_a_query_without_keys_has_no_output_and_no_gradient():
     o, lse = MATH.forward(q, k, v, Task(block, SCALE))
     assert (o[:, :, -1] == 0).all()
     assert (lse[:, :, -1] == -torch.inf).all()
-    found = MATH.backward(do, q, k, v, o, lse, Task(block, SCALE))
-    assert all(x.isfinite().all() for x in found)
-    assert (found[0][:, :, -1] == 0).all()
+    our_gradients = MATH.backward(do, q, k, v, o, lse, Task(block, SCALE))
+    assert all(x.isfinite().all() for x in our_gradients)
+    assert (our_gradients[0][:, :, -1] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["full", "causal"])
@@ -156,9 +156,9 @@ def test_dropout_draws_the_same_in_backward():
     expected = weights @ v.repeat_interleave(2, 1)
     o, lse = MATH.forward(*(x.detach() for x in wide), task)
     torch.testing.assert_close(o, expected, rtol=1e-10, atol=1e-12)
-    wanted = torch.autograd.grad(expected, wide, do)
-    found = MATH.backward(do, *(x.detach() for x in wide), o, lse, task)
-    for a, b in zip(found, wanted, strict=True):
+    expected_gradients = torch.autograd.grad(expected, wide, do)
+    our_gradients = MATH.backward(do, *(x.detach() for x in wide), o, lse, task)
+    for a, b in zip(our_gradients, expected_gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
@@ -216,17 +216,17 @@ def test_backends_are_chosen_by_what_they_can_do():
     assert choose_backend("auto", q, v, 0.0).name == "cpu flash"
     assert choose_backend("auto", q, v, 0.1).name == "math"
     assert choose_backend("auto", q, v[..., :4], 0.0).name == "math"
-    half = q.bfloat16()
-    assert choose_backend("auto", half, half, 0.0).name == "cpu flash"
-    assert choose_backend("auto", half, half, 0.0, sink=True).name == "math"
-    assert choose_backend("flash", half, half, 0.0, sink=True).name == "cpu flash"
+    q_half = q.bfloat16()
+    assert choose_backend("auto", q_half, q_half, 0.0).name == "cpu flash"
+    assert choose_backend("auto", q_half, q_half, 0.0, sink=True).name == "math"
+    assert choose_backend("flash", q_half, q_half, 0.0, sink=True).name == "cpu flash"
     assert choose_backend("auto", q, v, 0.0, sink=True).name == "cpu flash"
     on_meta = q.to("meta", torch.bfloat16)
     assert choose_backend("auto", on_meta, on_meta, 0.0, sink=True).name == "flash"
     assert choose_backend("auto", on_meta, on_meta, 0.0).name == "flash"
-    for wanted in ("cudnn", "flash"):
+    for choice in ("cudnn", "flash"):
         with pytest.raises(StreamBPError, match="Set attention='auto'"):
-            choose_backend(wanted, q, v, 0.1)
+            choose_backend(choice, q, v, 0.1)
 
 
 BACKENDS = [

@@ -29,8 +29,8 @@ LAYOUTS = {
 class Elsewhere(InMemory):
     """Gives other tensors back than were put in, and makes those unusable."""
 
-    def put(self, name, chunk, tensor):
-        super().put(name, chunk, tensor.clone())
+    def save(self, name, chunk, tensor):
+        super().save(name, chunk, tensor.clone())
 
     def peek(self, name, chunk):
         return super().peek(name, chunk).clone()
@@ -47,7 +47,7 @@ class Elsewhere(InMemory):
 def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
     generator = seeded(0)
     rows, heads, size = SHAPE
-    whole = torch.randn(2, rows, heads, LENGTH, size, generator=generator)  # K and V
+    keys_and_values = torch.randn(2, rows, heads, LENGTH, size, generator=generator)  # K and V
     plan, store, scratch = ChunkPlan(LENGTH, CHUNK), Elsewhere(), Elsewhere()
     buffer = KVBuffer(
         torch.empty(rows, LENGTH, heads, size), torch.empty(rows, LENGTH, heads, size)
@@ -60,15 +60,15 @@ def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
             key=lambda block: block.k0,
         )
 
-    def same(gradients, chunk):
+    def compare_visits(gradients, chunk):
         visits = zip(
             buffer.visit(blocks(chunk), gradients),
             tiles.visit(blocks(chunk), gradients),
             strict=True,
         )
-        for (block, *expected), (other, *found) in visits:
-            assert other == block
-            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        for (block, *expected), (other_block, *tile_parts) in visits:
+            assert other_block == block
+            assert all(torch.equal(a, b) for a, b in zip(expected, tile_parts, strict=True))
             assert len(tiles._on_device) <= resident + 2 + -(-k_block // CHUNK) or k_block > LENGTH
             if gradients:
                 parts = [torch.randn(expected[0].shape, generator=generator) for _ in "kv"]
@@ -77,24 +77,24 @@ def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
 
     for chunk in plan:
         for kv_storage in (buffer, tiles):
-            kv_storage.write(chunk, *whole[:, :, :, chunk.start : chunk.stop])
-        same(False, chunk)
+            kv_storage.write(chunk, *keys_and_values[:, :, :, chunk.start : chunk.stop])
+        compare_visits(False, chunk)
     for chunk in plan.backward:
-        same(False, chunk)  # a recomputation attends before its backward
-        same(True, chunk)
-        for found, expected in zip(
+        compare_visits(False, chunk)  # a recomputation attends before its backward
+        compare_visits(True, chunk)
+        for tile_gradient, expected in zip(
             tiles.take_gradients(chunk), buffer.take_gradients(chunk), strict=True
         ):
-            assert torch.equal(found, expected)
+            assert torch.equal(tile_gradient, expected)
     assert all(index < resident for index in tiles._on_device)
 
 
 def test_prefixes_share_their_room_in_order():
     plan = ChunkPlan(100, 10)
 
-    def resident(room, sizes):
+    def resident(headroom, sizes):
         prefix = Prefix(Spans.causal(1, 100), 100, "auto")
-        prefix.memory = PrefixMemory(plan, room, InMemory)
+        prefix.memory = PrefixMemory(plan, headroom, InMemory)
         prefix.sizes_seen = [KVBytesPerToken(size, 0, size, 1) for size in sizes]
         return prefix.resident_tiles(backward=False)
 

@@ -53,8 +53,8 @@ def test_as_unpatched_or_refused(attention, name, float64_oracle):
             ours(**batch)
         return
     _, expected = gradients(stock, **batch)
-    _, found = gradients(ours, **batch)
-    assert worst_error(found, expected) <= 1e-10
+    _, our_gradients = gradients(ours, **batch)
+    assert worst_error(our_gradients, expected) <= 1e-10
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -67,8 +67,8 @@ def test_layers_with_attention_of_their_own(name, float64_oracle):
             ours(**batch)
         return
     _, expected = gradients(stock, **batch)
-    _, found = gradients(ours, **batch)
-    assert worst_error(found, expected) <= 1e-10
+    _, our_gradients = gradients(ours, **batch)
+    assert worst_error(our_gradients, expected) <= 1e-10
 
 
 def test_mutant_bools_under_eager(monkeypatch, float64_oracle):
@@ -78,5 +78,5 @@ def test_mutant_bools_under_eager(monkeypatch, float64_oracle):
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
     batch = {**make_batch("plain"), "attention_mask": READ}
     _, expected = gradients(stock, **batch)
-    _, found = gradients(ours, **batch)
-    assert worst_error(found, expected) > 1e-2
+    _, our_gradients = gradients(ours, **batch)
+    assert worst_error(our_gradients, expected) > 1e-2

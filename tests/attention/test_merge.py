@@ -48,23 +48,25 @@ def compare(device="cpu"):
             o = torch.where((lse == -torch.inf).transpose(1, 2)[..., None], torch.nan, o)
             expected, expected_lse = torch.empty(shape, dtype=out_dtype, device=device), lse.clone()
             merge_in_torch(o, expected_lse, part, part_lse, expected)
-            found, found_lse = (
+            merged, merged_lse = (
                 o if out_dtype == dtype else torch.full_like(expected, torch.nan),
                 lse.clone(),
             )
-            triton_merge.merge_in_triton(o, found_lse, part, part_lse, found)
+            triton_merge.merge_in_triton(o, merged_lse, part, part_lse, merged)
             rtol = 2e-6 if out_dtype == torch.float32 else 2 * torch.finfo(out_dtype).eps
             # torch's weights are exp(an lse - the sum's): its last place is a relative error of o,
             # 4e-6 at 100.
-            places = expected_lse.nan_to_num(neginf=0.0).abs() * torch.finfo(torch.float32).eps
-            apart, allowed = (
-                (found - expected).abs(),
-                2e-6 + (rtol + places.mT.unsqueeze(-1)) * expected.abs(),
+            lse_rounding = (
+                expected_lse.nan_to_num(neginf=0.0).abs() * torch.finfo(torch.float32).eps
             )
-            assert (apart <= allowed).all(), (
-                f"{shape}, {dtype}, {out_dtype}: {(apart - allowed).max():.1e} too far off"
+            error, allowed = (
+                (merged - expected).abs(),
+                2e-6 + (rtol + lse_rounding.mT.unsqueeze(-1)) * expected.abs(),
             )
-            torch.testing.assert_close(found_lse, expected_lse, rtol=1e-6, atol=1e-6)
+            assert (error <= allowed).all(), (
+                f"{shape}, {dtype}, {out_dtype}: {(error - allowed).max():.1e} too far off"
+            )
+            torch.testing.assert_close(merged_lse, expected_lse, rtol=1e-6, atol=1e-6)
 
 
 def test_read_parts_have_the_same_bits():
@@ -78,12 +80,12 @@ def test_read_parts_have_the_same_bits():
             x.masked_fill(x == -torch.inf, 7.0).to(torch.promote_types(dtype, torch.float32))
             for x in (lse, part_lse)
         )
-        expected, found = (torch.empty((2, 65, 3, 16), dtype=out_dtype) for _ in "ab")
-        again = lse.clone()
+        expected, merged = (torch.empty((2, 65, 3, 16), dtype=out_dtype) for _ in "ab")
+        lse_copy = lse.clone()
         merge_in_torch(o, lse, part, part_lse, expected)
-        merge_in_torch(o, again, part, part_lse, found, all_read=True)
-        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-        assert torch.equal(again, lse)
+        merge_in_torch(o, lse_copy, part, part_lse, merged, all_read=True)
+        assert torch.equal(merged.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(lse_copy, lse)
 
 
 @pytest.mark.gpu
@@ -147,11 +149,13 @@ def test_no_warp_writes_a_logsumexp_that_another_has_still_to_read(dtype, out_dt
     """
     kernel = compiled(90, dtype, out_dtype).asm["ptx"]
     order = re.findall(r"ld\.global|st\.global|bar\.sync", kernel)
-    *before, last = order
+    *earlier_operations, last = order
     assert last == "st.global"
-    waits = max((i for i, what in enumerate(before) if what == "bar.sync"), default=0)
-    assert "ld.global" in before
-    assert "ld.global" not in before[waits:]
+    waits = max(
+        (i for i, operation in enumerate(earlier_operations) if operation == "bar.sync"), default=0
+    )
+    assert "ld.global" in earlier_operations
+    assert "ld.global" not in earlier_operations[waits:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -179,23 +183,23 @@ def test_sums_of_a_chunk_hold_what_its_blocks_gave(backend, dtype):
             )
             expected = total.clone()
             for number, block in enumerate(plan.blocks):
-                here = (
+                region = (
                     slice(block.b0, block.b1),
                     slice(None),
                     slice(block.q0 - chunk.start, block.q1 - chunk.start),
                 )
                 o, dq = (
-                    torch.randn(total[here].shape, generator=generator).to(dtype) for _ in "ab"
+                    torch.randn(total[region].shape, generator=generator).to(dtype) for _ in "ab"
                 )
                 lse = torch.randn(o.shape[:3], generator=generator).to(
                     torch.promote_types(dtype, torch.float32)
                 )
                 weight = lse.double().exp()[..., None]
-                weights[here], total[here] = (
-                    weights[here] + weight,
-                    total[here] + weight * o.double(),
+                weights[region], total[region] = (
+                    weights[region] + weight,
+                    total[region] + weight * o.double(),
                 )
-                expected[here] += dq.double()
+                expected[region] += dq.double()
                 merged.add(number, o, lse)
                 summed.add(number, dq)
             bound = (
@@ -206,8 +210,8 @@ def test_sums_of_a_chunk_hold_what_its_blocks_gave(backend, dtype):
             attended = merged.result()
             assert attended.o.is_contiguous()
             assert attended.o.dtype == summed.result().dtype == dtype
-            wanted = torch.where(weights > 0, total / weights, 0.0).transpose(1, 2)
-            torch.testing.assert_close(attended.o.double(), wanted, **bound)
+            expected_output = torch.where(weights > 0, total / weights, 0.0).transpose(1, 2)
+            torch.testing.assert_close(attended.o.double(), expected_output, **bound)
             torch.testing.assert_close(
                 attended.lse.double(), weights.log()[..., 0], rtol=1e-5, atol=1e-5
             )
@@ -226,7 +230,7 @@ class PartialFirst:
     """A layout whose first block has some of the queries alone, and whose second has them all."""
 
     def __init__(self):
-        self.derived = {}
+        self.caches = {}
 
     def blocks(self, start, stop, tiling):
         yield Block(Kind.FULL, 0, 2, start, stop - 1, 0, 2)

@@ -20,36 +20,36 @@ ONE_CHUNK = streambp.StreamConfig(chunk_size=64)
 
 
 @pytest.fixture
-def given(monkeypatch):
+def one_chunk_buffers(monkeypatch):
     """How many attention calls took the layer's own keys and values."""
-    taken, own = [], KVBuffer.of_one_chunk
+    buffers, real = [], KVBuffer.of_one_chunk
     monkeypatch.setattr(
-        KVBuffer, "of_one_chunk", lambda *tensors: taken.append(own(*tensors)) or taken[-1]
+        KVBuffer, "of_one_chunk", lambda *tensors: buffers.append(real(*tensors)) or buffers[-1]
     )
-    return taken
+    return buffers
 
 
 @pytest.mark.parametrize("saves", [(), ("attn_out",), ("kv",), ("attn_out", "kv")])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi3"])
-def test_gradients_are_exact(family, saves, given, float64_oracle):
+def test_gradients_are_exact(family, saves, one_chunk_buffers, float64_oracle):
     stock, batch = build(family, torch.float64), make_batch("padded")
     ours = streambp.patch(
         copy.deepcopy(stock), streambp.StreamConfig(chunk_size=64, saves=saves, rows="as_given")
     )
     assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= 1e-10
-    assert given
+    assert one_chunk_buffers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_but_copies_is_spared(dtype, given, monkeypatch):
+def test_nothing_but_copies_is_spared(dtype, one_chunk_buffers, monkeypatch):
     """The bits are those of buffers that k and v are copied to, and of accumulators."""
     stock, batch = build("qwen3", dtype), make_batch("plain")
-    _, found = gradients(streambp.patch(copy.deepcopy(stock), ONE_CHUNK), **batch)
-    assert any(layer_state is not None for layer_state in given)
+    _, our_gradients = gradients(streambp.patch(copy.deepcopy(stock), ONE_CHUNK), **batch)
+    assert any(layer_state is not None for layer_state in one_chunk_buffers)
     monkeypatch.setattr(KVBuffer, "of_one_chunk", lambda *_: None)
     monkeypatch.setattr(KVBuffer, "add", add_to_zeros)
     _, expected = gradients(streambp.patch(copy.deepcopy(stock), ONE_CHUNK), **batch)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(our_gradients[name], expected[name]) for name in expected)
 
 
 def add_to_zeros(self, block, dk, dv):
@@ -62,8 +62,13 @@ def test_memory_that_holds_more_is_copied():
     """A view of the product of q, k and v would keep all three."""
     k = torch.randn(2, 7, 3, 4).transpose(1, 2)  # [B, H_kv, T, D]
     assert KVBuffer.of_one_chunk(k, k) is not None
-    both = torch.randn(2, 2, 7, 3, 4)
-    assert KVBuffer.of_one_chunk(both[0].transpose(1, 2), both[1].transpose(1, 2)) is None
+    keys_and_values = torch.randn(2, 2, 7, 3, 4)
+    assert (
+        KVBuffer.of_one_chunk(
+            keys_and_values[0].transpose(1, 2), keys_and_values[1].transpose(1, 2)
+        )
+        is None
+    )
     assert KVBuffer.of_one_chunk(k.contiguous(), k) is None
 
 

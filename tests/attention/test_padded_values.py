@@ -51,12 +51,16 @@ WAYS = {  # backend, tiles that stay on the device (None: one buffer)
 
 def allowed(layout):
     mask = torch.zeros(ROWS, 1, LENGTH, LENGTH, dtype=torch.bool)
-    places = torch.arange(LENGTH)
+    token_positions = torch.arange(LENGTH)
     for row, runs in enumerate(layout.rows):
         for run in runs:
             mask[row, 0, run.q0 : run.q1, run.k0 :] = True
-    mask &= places <= places[:, None]
-    return mask if layout.window is None else mask & (places > places[:, None] - layout.window)
+    mask &= token_positions <= token_positions[:, None]
+    return (
+        mask
+        if layout.window is None
+        else mask & (token_positions > token_positions[:, None] - layout.window)
+    )
 
 
 def random(pair, length=LENGTH):
@@ -74,7 +78,7 @@ def worst(way, layout, pair, saved):
     backend, (q, k, v, do) = make(pair[0]), random(pair)
     wide = [x.requires_grad_() for x in (q, k, v)]
     expected, _ = softmax_attention(*wide, allowed(layout), 0.3)
-    wanted = [expected.detach(), *torch.autograd.grad(expected, wide, do)]
+    expected_results = [expected.detach(), *torch.autograd.grad(expected, wide, do)]
     plan, params = ChunkPlan(LENGTH, CHUNK), Params(backend, 0.3, None, 0.0, 0)
     prefixes = prefix.Prefix(layout, LENGTH, "auto")
     prefixes.backends[0] = backend
@@ -83,33 +87,37 @@ def worst(way, layout, pair, saved):
             0, plan, InMemory(), InMemory(), resident, False, pair[1], backend.width
         )
         prefixes.kv_storages.append(kv_storage)
-    kept, parts = [], []
+    attended_chunks, parts = [], []
     for chunk in plan:
-        here = slice(chunk.start, chunk.stop)
-        prefixes.restore(0, chunk, k[:, :, here].detach(), v[:, :, here].detach())
-        kept.append(
-            attend_blocks(q[:, :, here].detach(), prefixes.kv_storages[0], layout, chunk, params)
+        positions = slice(chunk.start, chunk.stop)
+        prefixes.restore(0, chunk, k[:, :, positions].detach(), v[:, :, positions].detach())
+        attended_chunks.append(
+            attend_blocks(
+                q[:, :, positions].detach(), prefixes.kv_storages[0], layout, chunk, params
+            )
         )
     if saved:
         prefixes.pack()
     for chunk in plan.backward:
-        here = slice(chunk.start, chunk.stop)
-        leaves = [x[:, :, here].detach().requires_grad_() for x in (q, k, v)]
-        attended = kept[chunk.index] if saved else None
+        positions = slice(chunk.start, chunk.stop)
+        leaves = [x[:, :, positions].detach().requires_grad_() for x in (q, k, v)]
+        attended = attended_chunks[chunk.index] if saved else None
         out = PrefixAttention.apply(
             *leaves, None, prefixes.kv_storages[0], layout, chunk, params, attended
         )
         parts.append(
             [
                 out.detach().transpose(1, 2),
-                *torch.autograd.grad(out, leaves, do[:, :, here].transpose(1, 2)),
+                *torch.autograd.grad(out, leaves, do[:, :, positions].transpose(1, 2)),
             ]
         )
-    found = [torch.cat(chunks, 2) for chunks in zip(*reversed(parts), strict=True)]
-    assert all(a.shape == b.shape for a, b in zip(found, wanted, strict=True))
+    results = [torch.cat(chunks, 2) for chunks in zip(*reversed(parts), strict=True)]
+    assert all(a.shape == b.shape for a, b in zip(results, expected_results, strict=True))
     # NaN stays
     return float(
-        torch.stack([(a - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)]).max()
+        torch.stack(
+            [(a - b).norm() / b.norm() for a, b in zip(results, expected_results, strict=True)]
+        ).max()
     )
 
 
@@ -152,8 +160,8 @@ MUTANTS = {  # the ways in which it is seen, and what is replaced
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_seen(name, monkeypatch):
-    ways, replaced = MUTANTS[name]
-    for module, function, mutant in replaced:
+    ways, replacements = MUTANTS[name]
+    for module, function, mutant in replacements:
         monkeypatch.setattr(module, function, mutant)
     for way in ways:
         try:
@@ -209,11 +217,11 @@ def test_latent_attention_through_a_kernel_of_one_head_size(
     config, mode, float64_oracle, monkeypatch
 ):
     """DeepSeek V3 has D_v < D. "auto" attends with plain products on a CPU."""
-    seen = set()
+    head_sizes = set()
     real = kernels.CpuFlashKernel.forward
 
     def forward(self, q, k, v, task):
-        seen.add((q.shape[-1], v.shape[-1]))
+        head_sizes.add((q.shape[-1], v.shape[-1]))
         return real(self, q, k, v, task)
 
     monkeypatch.setattr(kernels.CpuFlashKernel, "forward", forward)
@@ -223,11 +231,11 @@ def test_latent_attention_through_a_kernel_of_one_head_size(
     streambp.patch(
         model, streambp.StreamConfig(chunk_size=CHUNK, attention="flash", **CONFIGS[config])
     )
-    loss, found = gradients(model, **make_batch(mode, length=LENGTH))
+    loss, our_gradients = gradients(model, **make_batch(mode, length=LENGTH))
     expected_loss, expected = reference(mode, torch.get_default_dtype())
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
-    assert seen == {(sizes[0], sizes[0])}
+    assert worst_error(our_gradients, expected) <= 1e-10
+    assert head_sizes == {(sizes[0], sizes[0])}
     assert all(layer.path == "streams" for layer in streambp.describe(model).layers)
 
 
@@ -248,11 +256,11 @@ def test_split_sequences_are_padded_at_their_ranks(saves, float64_oracle, monkey
     expected_loss, expected = reference("plain", torch.get_default_dtype())
     model = zoo.build("deepseek_v3")
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, attention="flash", saves=saves))
-    loss, found = gradients(
+    loss, our_gradients = gradients(
         model, **one_rank.with_shifted_labels(make_batch("plain", length=LENGTH))
     )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
     assert widths == {(model.config.v_head_dim, model.config.qk_head_dim)}
     assert "cpu flash in 2 layers" in streambp.describe(model).attention
 

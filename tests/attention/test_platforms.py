@@ -73,37 +73,37 @@ TABLE = [  # machine, D, D_v, kernels in order, columns of V in its buffer
 ]
 
 
-@pytest.mark.parametrize(("here", "size", "value_size", "kernels", "width"), TABLE)
-def test_kernels_by_machine_and_head_sizes(here, size, value_size, kernels, width):
-    found = backend(here, size, value_size)
-    assert tuple(kernel.name for kernel in found.kernels) == kernels
-    assert found.width == width
-    assert bool(found.because) == (kernels == (M,))
+@pytest.mark.parametrize(("platform", "size", "value_size", "kernels", "width"), TABLE)
+def test_kernels_by_machine_and_head_sizes(platform, size, value_size, kernels, width):
+    choice = backend(platform, size, value_size)
+    assert tuple(kernel.name for kernel in choice.kernels) == kernels
+    assert choice.width == width
+    assert bool(choice.reason) == (kernels == (M,))
 
 
-@pytest.mark.parametrize("here", [A100, RTX_4090, RTX_5090, MI300, MI200, H200_OLD])
-def test_auto_never_takes_cudnn_where_torch_does_not(here):
+@pytest.mark.parametrize("platform", [A100, RTX_4090, RTX_5090, MI300, MI200, H200_OLD])
+def test_auto_never_takes_cudnn_where_torch_does_not(platform):
     for pair in ((64, 64), (128, 128), (192, 128), (256, 256)):
-        assert backend(here, *pair).name != C
+        assert backend(platform, *pair).name != C
 
 
 def test_a_limit_of_forward_is_not_backwards():
     """In forward cuDNN takes head size 256 on compute capability 8.x and 10.x, too."""
-    for here in (A100, RTX_4090, B200, RTX_5090):
+    for platform in (A100, RTX_4090, B200, RTX_5090):
         with pytest.raises(AttentionChoiceError, match="cuDNN"):
-            backend(here, 256, wanted="cudnn")
+            backend(platform, 256, choice="cudnn")
 
 
 def test_runtimes_with_known_faults_are_left_out():
-    for version, named in ((91000, False), (91001, False), (91002, True), (91600, True)):
-        here = dataclasses.replace(H200, cudnn=version)
-        if named:
-            assert backend(here, 128, wanted="cudnn").name == C
+    for version, is_faulty in ((91000, False), (91001, False), (91002, True), (91600, True)):
+        platform = dataclasses.replace(H200, cudnn=version)
+        if is_faulty:
+            assert backend(platform, 128, choice="cudnn").name == C
         else:
             with pytest.raises(AttentionChoiceError, match=r"9\.10\.0"):
-                backend(here, 128, wanted="cudnn")
+                backend(platform, 128, choice="cudnn")
     with pytest.raises(AttentionChoiceError, match="head size"):
-        backend(dataclasses.replace(H200, cudnn=91200), 192, 128, wanted="cudnn")
+        backend(dataclasses.replace(H200, cudnn=91200), 192, 128, choice="cudnn")
 
 
 def test_what_is_switched_off_is_not_chosen():
@@ -113,18 +113,18 @@ def test_what_is_switched_off_is_not_chosen():
     assert [
         k.name for k in backend(off(A100, flash_on=False, efficient_on=False), 192, 128).kernels
     ] == [M]
-    assert backend(off(H200, efficient_on=False), 512).because
+    assert backend(off(H200, efficient_on=False), 512).reason
     assert backend(off(H200, cudnn_on=False), 256).name == F
     assert backend(off(H200, deterministic=True), 256).name == F
     assert backend(off(H200, deterministic=True), 192, 128).width == 192
 
 
 def test_plain_products_say_why():
-    assert "softcap" in backend(H200, 256, softcap=50.0).because
-    assert "dropout" in backend(H200, 128, dropout=0.1).because
-    assert "float32" in backend(H200, 128, dtype=torch.float32).because
-    assert "compute capability (7, 0)" in backend(V100, 128).because
-    assert backend(H200, 128, wanted="math").because
+    assert "softcap" in backend(H200, 256, softcap=50.0).reason
+    assert "dropout" in backend(H200, 128, dropout=0.1).reason
+    assert "float32" in backend(H200, 128, dtype=torch.float32).reason
+    assert "compute capability (7, 0)" in backend(V100, 128).reason
+    assert backend(H200, 128, choice="math").reason
 
 
 FLASH_LIMITS = [  # machine, implementation, D, D_v, what an error says; None: it attends
@@ -156,22 +156,22 @@ FLASH_LIMITS = [  # machine, implementation, D, D_v, what an error says; None: i
 ]
 
 
-@pytest.mark.parametrize(("here", "size", "value_size", "says"), FLASH_LIMITS)
-def test_an_activated_implementation_has_its_own_limits(here, size, value_size, says):
+@pytest.mark.parametrize(("platform", "size", "value_size", "says"), FLASH_LIMITS)
+def test_an_activated_implementation_has_its_own_limits(platform, size, value_size, says):
     if says is None:
-        found = backend(here, size, value_size, wanted="flash")
-        assert found.name == F
-        assert found.width == (size if value_size < size else None)
+        choice = backend(platform, size, value_size, choice="flash")
+        assert choice.name == F
+        assert choice.width == (size if value_size < size else None)
         return
     with pytest.raises(AttentionChoiceError, match=says):
-        backend(here, size, value_size, wanted="flash")
-    assert F not in backend(here, size, value_size).name  # "auto" goes on without it
+        backend(platform, size, value_size, choice="flash")
+    assert F not in backend(platform, size, value_size).name  # "auto" goes on without it
 
 
 def test_windows_stay_out_of_flash_attention_4_behind_torch_2_11():
-    before = with_flash(H200, "FA4", torch=(2, 11))
-    assert not backend(before, 128, wanted="flash").kernels[0].tiling.native_window
-    assert backend(with_flash(H200, "FA4"), 128, wanted="flash").kernels[0].tiling.native_window
+    older = with_flash(H200, "FA4", torch=(2, 11))
+    assert not backend(older, 128, choice="flash").kernels[0].tiling.native_window
+    assert backend(with_flash(H200, "FA4"), 128, choice="flash").kernels[0].tiling.native_window
 
 
 def test_the_platform_is_asked_when_a_call_begins(monkeypatch):
@@ -187,8 +187,8 @@ def test_the_platform_is_asked_when_a_call_begins(monkeypatch):
     assert (off.cudnn_on, off.flash_on, off.efficient_on) == (False, False, False)
     monkeypatch.setattr(backends, "current_flash_attention_impl", lambda: "FA4")
     monkeypatch.setattr(backends.importlib.metadata, "version", lambda name: "4.0.0b18")
-    found = platform_of(device)
-    assert (found.flash, found.flash_4) == ("FA4", rules.LAST_FLASH_4)
+    platform = platform_of(device)
+    assert (platform.flash, platform.flash_4) == ("FA4", rules.LAST_FLASH_4)
     assert platform_of(torch.device("cpu")).capability is None
 
 
@@ -196,7 +196,7 @@ def test_a_release_is_later_than_its_betas():
     """4.0.0 has one number less than 4.0.0b18, and torch before 2.14 cannot use it either."""
     final = dataclasses.replace(with_flash(H200, "FA4"), flash_4=(4, 0, 0))
     with pytest.raises(AttentionChoiceError, match=r"4\.0\.0 returns"):
-        backend(final, 128, wanted="flash")
+        backend(final, 128, choice="flash")
 
 
 def test_a_meta_tensor_stands_for_a_device_that_nothing_is_known_of():
@@ -222,7 +222,7 @@ MUTANTS = {
 def test_a_mutant_is_seen(name, monkeypatch):
     """Such a rule would send blocks to cuDNN that its backward refuses."""
     constant, value, machines, pair = MUTANTS[name]
-    before = [backend(here, *pair).kernels for here in machines]
+    real_kernels = [backend(platform, *pair).kernels for platform in machines]
     monkeypatch.setattr(rules, constant, value)
     monkeypatch.setattr(backends, "_chosen", backends._chosen.__wrapped__)  # which remembers
-    assert [backend(here, *pair).kernels for here in machines] != before
+    assert [backend(platform, *pair).kernels for platform in machines] != real_kernels

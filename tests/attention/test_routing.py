@@ -67,9 +67,9 @@ def test_threads_leave_in_any_order():
             return name_of(config), own_implementation(config)
 
     with ThreadPoolExecutor(2) as pool:
-        done = [pool.submit(second), pool.submit(first)]
-        assert done[0].result() == (NAME, "sdpa")
-        done[1].result()
+        futures = [pool.submit(second), pool.submit(first)]
+        assert futures[0].result() == (NAME, "sdpa")
+        futures[1].result()
     assert name_of(config) == "sdpa"
 
 
@@ -119,10 +119,10 @@ def models_of_one_config(count, attention="sdpa"):
 
 @pytest.fixture
 def often_switching():
-    before = sys.getswitchinterval()
+    previous_interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     yield
-    sys.setswitchinterval(before)
+    sys.setswitchinterval(previous_interval)
 
 
 def worst_of_threads(models, batches, expected):
@@ -189,27 +189,27 @@ def test_a_thread_beside_ours_attends_as_its_config_says():
     """Whatever it asks our entries for: its own mask, and attention by its own function."""
     models, batches, _ = models_of_one_config(1)
     expected = models[0](**batches[0], use_cache=False).logits
-    entered, done = threading.Event(), threading.Event()
+    entered, release = threading.Event(), threading.Event()
 
     def stream():
         with routed([models[0].config]):
             entered.set()
-            assert done.wait(HANG)
+            assert release.wait(HANG)
 
     with ThreadPoolExecutor(1) as pool:
         streaming = pool.submit(stream)
         assert entered.wait(HANG)
         try:
-            found = models[0](**batches[0], use_cache=False).logits
+            logits = models[0](**batches[0], use_cache=False).logits
             cached = (
                 models[0]
                 .eval()
                 .generate(batches[0]["input_ids"][:1], max_new_tokens=3, do_sample=False)
             )
         finally:
-            done.set()
+            release.set()
         streaming.result()
-    assert torch.equal(found, expected)
+    assert torch.equal(logits, expected)
     assert torch.equal(
         models[0].generate(batches[0]["input_ids"][:1], max_new_tokens=3, do_sample=False), cached
     )
@@ -225,7 +225,7 @@ def test_its_mutants(mutant, monkeypatch):
         return
 
     def leave(config, name, holder):
-        config._attn_implementation_internal = name.own
+        config._attn_implementation_internal = name.original
 
     monkeypatch.setattr(interface, mutant, leave)
     with pytest.raises(AssertionError):

@@ -63,11 +63,14 @@ def counted_pairs(block):
     if block.kind is Kind.VARLEN:
         counts = torch.zeros(block.q1 - block.q0, block.k1 - block.k0, dtype=torch.bool)
         for i in range(len(block.cu_q) - 1):
-            here = slice(block.cu_q[i], block.cu_q[i + 1]), slice(block.cu_k[i], block.cu_k[i + 1])
-            q_len, k_len = here[0].stop - here[0].start, here[1].stop - here[1].start
+            region = (
+                slice(block.cu_q[i], block.cu_q[i + 1]),
+                slice(block.cu_k[i], block.cu_k[i + 1]),
+            )
+            q_len, k_len = region[0].stop - region[0].start, region[1].stop - region[1].start
             offset = k_len - q_len  # bottom-right aligned
             distance = torch.arange(q_len)[:, None] + offset - torch.arange(k_len)
-            counts[here] = (distance >= 0) & (distance < (block.window or LENGTH))
+            counts[region] = (distance >= 0) & (distance < (block.window or LENGTH))
         return counts.long()
     if block.kind is Kind.WINDOW:
         assert block.q1 == block.k1
@@ -93,25 +96,25 @@ TILINGS = [
     Tiling(bottom_right=True),
     Tiling(k_block=5, bottom_right=True, native_varlen=True),
     Tiling(
-        few=4,
+        min_tokens=4,
         tail=Tiling(k_block=5, bottom_right=True),
         masked=Tiling(q_block=3),
         native_varlen=True,
     ),
-    Tiling(few=2, k_block=GRID, tail=Tiling(), native_window=True),
+    Tiling(min_tokens=2, k_block=GRID, tail=Tiling(), native_window=True),
 ]
 
 
 def test_few_lengths_for_every_length():
-    tiling = Tiling(few=256, k_block=4 * GRID)
-    found, left = set(), set()
+    tiling = Tiling(min_tokens=256, k_block=4 * GRID)
+    lengths, remainders = set(), set()
     for length in (1, 255, 256, 257, 8191, 8192, 8193, 20_000, 65_536, 65_537, 123_457, 1_000_003):
-        pieces = [k1 - k0 for k0, k1 in tiling.keys(7, 7 + length)]
-        assert sum(pieces) == length
-        found |= {piece for piece in pieces if tiling.takes(piece)}
-        left |= {piece for piece in pieces if not tiling.takes(piece)}
-    assert found <= {256, 512, 1024, 2048, 4096, GRID, 2 * GRID, 3 * GRID, 4 * GRID}
-    assert max(left) < 256
+        sizes = [k1 - k0 for k0, k1 in tiling.keys(7, 7 + length)]
+        assert sum(sizes) == length
+        lengths |= {size for size in sizes if tiling.takes(size)}
+        remainders |= {size for size in sizes if not tiling.takes(size)}
+    assert lengths <= {256, 512, 1024, 2048, 4096, GRID, 2 * GRID, 3 * GRID, 4 * GRID}
+    assert max(remainders) < 256
 
 
 @pytest.mark.fast(5)
@@ -156,9 +159,9 @@ def describe_mask(window=None, position_ids=None, padding=None, is_causal=True):
     return lazy, make(**arguments)
 
 
-def padding_mask(*kept):
-    mask = torch.zeros(len(kept), LENGTH, dtype=torch.long)
-    for row, (first, last) in enumerate(kept):
+def padding_mask(*ranges):
+    mask = torch.zeros(len(ranges), LENGTH, dtype=torch.long)
+    for row, (first, last) in enumerate(ranges):
         mask[row, first:last] = 1
     return mask
 
@@ -248,9 +251,9 @@ def test_cu_seq_lens():
 def test_cu_seq_lens_that_end_before_the_sequence_name_the_remedy(rows, names_it):
     """As rows that are padded to a multiple; what the message says is accepted."""
     ends = torch.tensor([0, 9, LENGTH - 3], dtype=torch.int32)
-    with pytest.raises(UnsupportedMaskError, match="must rise from 0") as found:
+    with pytest.raises(UnsupportedMaskError, match="must rise from 0") as error:
         resolve(describe_mask()[0], rows, LENGTH, None, ends, CPU)
-    assert (f"append {LENGTH}, " in str(found.value)) == names_it
+    assert (f"append {LENGTH}, " in str(error.value)) == names_it
     longer = torch.cat([ends, ends.new_tensor([LENGTH])])
     spans = resolve(describe_mask()[0], 1, LENGTH, None, longer, CPU)
     assert spans.rows == (

@@ -36,75 +36,74 @@ def first_kernel(name, machine):
 
 
 def check(name, machine, length=LENGTH):
-    found = trace(name, machine, length)
-    said = found.described.attention
-    assert found.calls
-    assert length < LENGTH or not found.large  # shorter ones are no longer than other sizes
-    for call in found.calls:  # no operator says so without data
+    run = trace(name, machine, length)
+    description = run.described.attention
+    assert run.calls
+    assert length < LENGTH or not run.large  # shorter ones are no longer than other sizes
+    for call in run.calls:  # no operator says so without data
         if call.kernel == C:
             assert call.sizes in NATIVE
         if call.kernel == F:
             assert call.sizes[0] == call.sizes[1] <= 256
-    plain = [call for call in found.calls if call.kernel == M]
+    plain = [call for call in run.calls if call.kernel == M]
     # head sizes that no other kernel takes
     nothing_else = {call.sizes for call in plain if call.kind is Kind.FULL}
-    assert ("because" in said) == bool(nothing_else)
-    assert ("plain products" in said) == bool(plain)
+    assert ("because" in description) == bool(nothing_else)
+    assert ("plain products" in description) == bool(plain)
     assert all(
-        f"plain products for {BLOCKS[call.kind]}" in said
+        f"plain products for {BLOCKS[call.kind]}" in description
         for call in plain
         if call.sizes not in nothing_else
     )
     if name in SPARSE:
-        assert found.kernels(Kind.MASK) == {M}
+        assert run.kernels(Kind.MASK) == {M}
         assert all(
             "its indexer's picks are kept, 8,192 bytes a token" in layer.reason
-            for layer in found.described.layers
+            for layer in run.described.layers
         )
     else:
-        assert found.kernels(Kind.FULL) - {F, M} <= {first_kernel(name, machine)}
-        assert first_kernel(name, machine) in found.kernels(Kind.FULL)
-    assert all(layer.path == "streams" for layer in found.described.layers)
-    return found
+        assert run.kernels(Kind.FULL) - {F, M} <= {first_kernel(name, machine)}
+        assert first_kernel(name, machine) in run.kernels(Kind.FULL)
+    assert all(layer.path == "streams" for layer in run.described.layers)
+    return run
 
 
 @pytest.mark.full
 def test_latent_attention_takes_cudnn_as_it_is():
-    found = check("DeepSeek V3", "H200")
-    assert {call.sizes for call in found.calls if call.kernel == C} == {(192, 128)}
+    run = check("DeepSeek V3", "H200")
+    assert {call.sizes for call in run.calls if call.kernel == C} == {(192, 128)}
 
 
 @pytest.mark.full
 def test_latent_attention_is_padded_elsewhere():
-    found = check("Kimi Linear", "A100", 3 * 8192 + 1)
-    assert {call.sizes for call in found.calls} == {(192, 192)}
+    run = check("Kimi Linear", "A100", 3 * 8192 + 1)
+    assert {call.sizes for call in run.calls} == {(192, 192)}
 
 
 @pytest.mark.full
 def test_head_sizes_beyond_flash_attention():
     """Gemma 4: sliding layers of 256, global ones of 512."""
-    found = check("Gemma 4", "H200")
-    assert {(call.kernel, call.sizes) for call in found.calls if call.kind is Kind.WINDOW} == {
+    run = check("Gemma 4", "H200")
+    assert {(call.kernel, call.sizes) for call in run.calls if call.kind is Kind.WINDOW} == {
         (F, (256, 256))
     }
-    assert {call.sizes for call in found.calls if call.kernel == E} == {(512, 512)}
+    assert {call.sizes for call in run.calls if call.kernel == E} == {(512, 512)}
 
 
 @pytest.mark.full
 def test_a_softcap_is_named():
-    found = check(SOFTCAP, "H200", 8192)
+    run = check(SOFTCAP, "H200", 8192)
     assert (
         "because FlashAttention cannot: it has no softcap, and the model's is 50.0"
-        in found.described.attention
+        in run.described.attention
     )
 
 
 @pytest.mark.full
 def test_windows_without_a_kernel_for_them_are_named():
-    found = check("gpt-oss", "MI300", 16_384)
+    run = check("gpt-oss", "MI300", 16_384)
     assert (
-        "plain products for the near edges of sliding windows in 1 layer"
-        in found.described.attention
+        "plain products for the near edges of sliding windows in 1 layer" in run.described.attention
     )
 
 
@@ -112,10 +111,10 @@ def test_windows_without_a_kernel_for_them_are_named():
 @needs_indexers
 @pytest.mark.parametrize("name", thinned(SPARSE, lambda name: name == "GLM 5"))
 def test_keys_that_an_indexer_picks(name):
-    found = check(name, "H200", 8192 + 256)
+    run = check(name, "H200", 8192 + 256)
     assert (
         "plain products for attention masks that are no intervals in 1 layer"
-        in found.described.attention
+        in run.described.attention
     )
 
 
@@ -137,13 +136,13 @@ def test_every_model_on_every_machine(name, machine):
 
 def unnoted(self, plan):
     """`Prefix.note` that forgets plain products."""
-    self.used |= {used for used in plan.used if used.kernel != M}
+    self.kernel_uses |= {use for use in plan.kernel_uses if use.kernel != M}
 
 
 def with_a_mask(self, plan):
     """`Prefix.note` beside which a [T, T] mask is made."""
     torch.empty(self.length, self.length, dtype=torch.bool, device="meta")
-    self.used |= plan.used
+    self.kernel_uses |= plan.kernel_uses
 
 
 @pytest.mark.fast("[T, T]")

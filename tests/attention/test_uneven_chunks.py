@@ -58,18 +58,18 @@ def gemma3(attention="sdpa"):
     seed_torch(0)
     model = Gemma3ForConditionalGeneration(config).double().train()
     batch = make_batch("plain")
-    kept = torch.ones_like(batch["input_ids"])
-    kept[0, :2] = 0
+    padding_mask = torch.ones_like(batch["input_ids"])
+    padding_mask[0, :2] = 0
     for row, images in enumerate(BLOCKS):
         for image in images:
             batch["input_ids"][row, image] = IMAGE
         batch["input_ids"][row, images[-1].stop] = 5
     batch["input_ids"][1, 7] = 4  # parts two images
     is_image = batch["input_ids"] == IMAGE
-    batch["labels"][is_image | (kept == 0)] = -100
+    batch["labels"][is_image | (padding_mask == 0)] = -100
     batch["labels"][0, 2] = -100
     batch["token_type_ids"] = is_image.long()
-    batch["attention_mask"] = kept
+    batch["attention_mask"] = padding_mask
     return model, batch
 
 
@@ -104,9 +104,9 @@ def check(stock, batch, chunk_size, **settings):
     ours = streambp.patch(
         copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size, **settings)
     )
-    loss, found = gradients(ours, **batch)
+    loss, our_gradients = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
     return ours
 
@@ -135,9 +135,11 @@ def test_layers_have_their_own_chunks():
     image."""
     model, batch = gemma4()
     description = streambp.describe(check(model, batch, 3))
-    moved = ["chunks of up to" in layer.reason for layer in description.layers]
+    has_larger_chunks = ["chunks of up to" in layer.reason for layer in description.layers]
     kinds = model.config.text_config.layer_types
-    assert moved == [IMAGES_IN_FULL_LAYERS or kind == "sliding_attention" for kind in kinds]
+    assert has_larger_chunks == [
+        IMAGES_IN_FULL_LAYERS or kind == "sliding_attention" for kind in kinds
+    ]
     assert len(set(kinds)) == 2
 
 
@@ -155,8 +157,10 @@ def test_offloading_changes_no_bit(saves, gpu_memory, chunk_size):
     """Tiles of keys and values have the chunks' lengths."""
     model, batch = gemma3()
     plain = check(model, batch, chunk_size, saves=saves)
-    moved = check(model, batch, chunk_size, saves=saves, offload="cpu", gpu_memory=gpu_memory)
-    assert_same(gradients(moved, **batch), gradients(plain, **batch))
+    offloaded_model = check(
+        model, batch, chunk_size, saves=saves, offload="cpu", gpu_memory=gpu_memory
+    )
+    assert_same(gradients(offloaded_model, **batch), gradients(plain, **batch))
 
 
 def test_measured_choices_with_uneven_chunks():
@@ -193,9 +197,9 @@ def test_prefixes_of_layers_that_attend_by_themselves(name):
 
 def test_bidirectional_batch_leaves_the_model_usable():
     model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5))
-    everything = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+    full_mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
     with pytest.raises(streambp.StreamBPError, match="not causal"):
-        model(**make_batch("plain"), attention_mask=everything, use_cache=False)
+        model(**make_batch("plain"), attention_mask=full_mask, use_cache=False)
     stock = streambp.unpatch(copy.deepcopy(model))
     expected = gradients(stock, **make_batch("plain"))[1]
     assert worst_error(gradients(model, **make_batch("plain"))[1], expected) <= 1e-10

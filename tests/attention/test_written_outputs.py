@@ -25,9 +25,9 @@ def model_that_writes():
 def test_gradients_are_exact(float64_oracle):
     _, expected = gradients(model_that_writes(), **make_batch("plain"))
     model = streambp.patch(model_that_writes(), streambp.StreamConfig(chunk_size=5))
-    _, found = gradients(model, **make_batch("plain"))
+    _, our_gradients = gradients(model, **make_batch("plain"))
     assert "checkpoints" not in str(streambp.describe(model))
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
 
 
 def test_what_was_overwritten_is_not_saved():

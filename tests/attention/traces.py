@@ -97,37 +97,40 @@ class Large(StepCount):
         super().__init__(None)
         self.elements = length * length
         self.parameters = {p.numel() for p in model.parameters()}
-        self.found: set[tuple[str, tuple[int, ...]]] = set()
+        self.large_tensors: set[tuple[str, tuple[int, ...]]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tensors(result):
-            held = tensor.untyped_storage().nbytes() // tensor.itemsize
-            if max(held, tensor.numel()) >= self.elements and held not in self.parameters:
-                self.found.add((func._schema.name, tuple(tensor.shape)))
+            storage_elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+            if (
+                max(storage_elements, tensor.numel()) >= self.elements
+                and storage_elements not in self.parameters
+            ):
+                self.large_tensors.add((func._schema.name, tuple(tensor.shape)))
         return result
 
 
 @contextlib.contextmanager
-def watched(here: Any) -> Iterator[set[Attended]]:
+def watched(platform: Any) -> Iterator[set[Attended]]:
     """Within, attention is chosen as on that machine; the calls of kernels."""
     calls: set[Attended] = set()
 
-    def watch(real, backward):
-        def method(self, *given):
-            q, v = (given[1], given[3]) if backward else (given[0], given[2])
+    def recording(real, backward):
+        def method(self, *args):
+            q, v = (args[1], args[3]) if backward else (args[0], args[2])
             calls.add(
-                Attended(self.name, given[-1].block.kind, backward, (q.shape[-1], v.shape[-1]))
+                Attended(self.name, args[-1].block.kind, backward, (q.shape[-1], v.shape[-1]))
             )
-            return real(self, *given)
+            return real(self, *args)
 
         return method
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "platform_of", lambda device: here)
+        patch.setattr(backend, "platform_of", lambda device: platform)
         for kernel in KERNELS:
-            patch.setattr(kernel, "forward", watch(kernel.forward, False))
-            patch.setattr(kernel, "backward", watch(kernel.backward, True))
+            patch.setattr(kernel, "forward", recording(kernel.forward, False))
+            patch.setattr(kernel, "backward", recording(kernel.backward, True))
         yield calls
 
 
@@ -142,25 +145,25 @@ def trace(name: str, machine: str, length: int = LENGTH, **batch: Any) -> Trace:
     with skeleton.running(), watched(MACHINES[machine]) as calls, count:
         ids = torch.empty(1, length, dtype=torch.long)  # [B, T]
         model(input_ids=ids, labels=ids, use_cache=False, **batch).loss.backward()
-    return Trace(calls, count.found, streambp.describe(model))
+    return Trace(calls, count.large_tensors, streambp.describe(model))
 
 
 def main() -> None:
     for name in [name for name in sys.argv if name in MODELS] or MODELS:
         for machine in [name for name in sys.argv if name in MACHINES] or MACHINES:
             try:
-                found = trace(name, machine)
+                run = trace(name, machine)
             except StreamBPError as error:
                 print(f"{name:<14} {machine:<6} {type(error).__name__}: {error}", flush=True)
                 break
-            calls = sorted({(c.kernel, c.kind.value, c.sizes) for c in found.calls})
+            calls = sorted({(c.kernel, c.kind.value, c.sizes) for c in run.calls})
             print(
                 f"{name:<14} {machine:<6} "
                 f"{', '.join(f'{k} {d}/{v} {kind}' for k, kind, (d, v) in calls)}"
             )
-            print(f"{'':<21} describe: {found.described.attention}", flush=True)
-            if found.large:
-                print(f"{'':<21} [T, T]: {sorted(found.large)[:4]}", flush=True)
+            print(f"{'':<21} describe: {run.described.attention}", flush=True)
+            if run.large:
+                print(f"{'':<21} [T, T]: {sorted(run.large)[:4]}", flush=True)
 
 
 if __name__ == "__main__":

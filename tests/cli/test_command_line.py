@@ -94,12 +94,12 @@ def run_lines(lines):
 
 
 def test_each_bad_line_gets_one_line_and_needs_no_torch():
-    found = run_lines(list(BAD))
-    assert len(found) == len(BAD) >= 65
-    for line, code, said, printed, heavy in found:
-        assert (code, printed, heavy, said.count("\n")) == (2, 0, [], 1), line
-        assert said.startswith("streambp"), line
-        assert BAD[line] in said, line
+    results = run_lines(list(BAD))
+    assert len(results) == len(BAD) >= 65
+    for line, code, message, printed, heavy in results:
+        assert (code, printed, heavy, message.count("\n")) == (2, 0, [], 1), line
+        assert message.startswith("streambp"), line
+        assert BAD[line] in message, line
 
 
 def test_help_and_version_need_no_torch():
@@ -108,19 +108,19 @@ def test_help_and_version_need_no_torch():
         "--version",
         *(f"{name} --help" for name in ("plan", "verify", "profile", "launch", "env")),
     ]
-    for line, code, said, printed, heavy in run_lines(lines):
-        assert (code, said, heavy) == (0, "", []), line
+    for line, code, message, printed, heavy in run_lines(lines):
+        assert (code, message, heavy) == (0, "", []), line
         assert printed
 
 
 def test_the_environment_is_told(capsys):
     assert cli.main(["env", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["streambp"] == streambp.__version__
-    assert found["torch"] == importlib.metadata.version("torch")
-    assert "attention in float32" in found["devices"][0]
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["streambp"] == streambp.__version__
+    assert facts["torch"] == importlib.metadata.version("torch")
+    assert "attention in float32" in facts["devices"][0]
     assert cli.main(["env"]) == 0
-    assert f"transformers: {found['transformers']}" in capsys.readouterr().out
+    assert f"transformers: {facts['transformers']}" in capsys.readouterr().out
 
 
 def test_what_other_libraries_print_goes_to_stderr(monkeypatch, tmp_path, capsys):
@@ -193,13 +193,13 @@ def test_every_name_that_is_written_resolves_after_import_streambp_alone():
 @pytest.mark.parametrize("library", [*libraries.EXTRAS, *libraries.PROGRAMS])
 def test_a_library_that_is_not_installed_gets_the_one_message(library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
-    said = rf"^{library} is not installed. Install it: pip install "
-    with pytest.raises(MissingLibraryError, match=said) as error, libraries.required(library):
+    message = rf"^{library} is not installed. Install it: pip install "
+    with pytest.raises(MissingLibraryError, match=message) as error, libraries.required(library):
         importlib.import_module(library)
-    what = str(error.value).rpartition(" ")[2].rstrip(".")
+    requirement = str(error.value).rpartition(" ")[2].rstrip(".")
     if library in libraries.EXTRAS:
         text = (ROOT / "pyproject.toml").read_text("utf-8")
-        assert what == f"'streambp-hf[{libraries.EXTRAS[library]}]'"
+        assert requirement == f"'streambp-hf[{libraries.EXTRAS[library]}]'"
         assert re.search(rf"^{libraries.EXTRAS[library]} = \[", text, re.MULTILINE)
 
 
@@ -213,11 +213,11 @@ def test_another_librarys_absence_is_not_renamed(monkeypatch):
 @pytest.mark.parametrize("version", ["9.0.1", "2.16.0", "2.15.5+cu130", "2.11"])
 def test_newer_releases_are_warned_of(version, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         libraries.warn_of_untested("torch")
-    assert len(found) == (version in ("9.0.1", "2.16.0"))
-    assert not found or "newer than 2.15" in str(found[0].message)
+    assert len(caught) == (version in ("9.0.1", "2.16.0"))
+    assert not caught or "newer than 2.15" in str(caught[0].message)
 
 
 def test_one_type_of_tokens_and_one_of_bytes():

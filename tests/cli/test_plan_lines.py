@@ -42,10 +42,10 @@ WRONG = {
 
 
 def test_each_wrong_line_of_a_plan_gets_one_line():
-    found = run_lines(list(WRONG))
-    assert len(found) == len(WRONG) > 40
-    for line, code, said, printed, heavy in found:
-        assert (code, printed, heavy, said.count("\n")) == (2, 0, [], 1), line
-        assert said.startswith("streambp"), line
-        assert WRONG[line] in said, (line, said)
-        assert "no verdict" not in said, line
+    results = run_lines(list(WRONG))
+    assert len(results) == len(WRONG) > 40
+    for line, code, message, printed, heavy in results:
+        assert (code, printed, heavy, message.count("\n")) == (2, 0, [], 1), line
+        assert message.startswith("streambp"), line
+        assert WRONG[line] in message, (line, message)
+        assert "no verdict" not in message, line

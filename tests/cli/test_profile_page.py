@@ -51,16 +51,16 @@ def heights(path):
 def scale(text):
     """The bytes beside each horizontal line, from the top."""
     sizes = {"GiB": GIB, "MiB": MIB}
-    found = re.findall(r"<div>([\d,.e-]+) (GiB|MiB)</div>", text)
-    return [float(number.replace(",", "")) * sizes[unit] for number, unit in found]
+    labels = re.findall(r"<div>([\d,.e-]+) (GiB|MiB)</div>", text)
+    return [float(number.replace(",", "")) * sizes[unit] for number, unit in labels]
 
 
-def check(text, given):
+def check(text, compared_rows):
     """The lines have the bytes of each phase, in order and to scale."""
     paths = {path.get("class"): path for path in picture(text).iter("path")}
     top = scale(text)[0]
     for kind in ("measured", "predicted"):
-        expected = [HEIGHT * (1 - getattr(row, kind) / top) for row in given]
+        expected = [HEIGHT * (1 - getattr(row, kind) / top) for row in compared_rows]
         assert heights(paths[kind]) == pytest.approx(expected, abs=0.01)
         ends = [float(x) for x in re.findall(r"H(\S+)", paths[kind].get("d"))]
         assert ends == sorted(ends)
@@ -68,27 +68,27 @@ def check(text, given):
 
 
 def test_lines_are_the_phases_bytes():
-    given = rows()
-    check(profile_page(given, "a model", 4096, 512), given)
+    compared_rows = rows()
+    check(profile_page(compared_rows, "a model", 4096, 512), compared_rows)
 
 
 def test_a_swapped_pair_is_found():
-    given = rows()
-    swapped = [Compared(row.phase, row.measured, row.predicted) for row in given]
+    compared_rows = rows()
+    swapped = [Compared(row.phase, row.measured, row.predicted) for row in compared_rows]
     with pytest.raises(AssertionError):
-        check(profile_page(swapped, "a model", 4096, 512), given)
+        check(profile_page(swapped, "a model", 4096, 512), compared_rows)
 
 
 def test_scale_legend_and_table():
-    given = rows()
-    text = profile_page(given, "a <model>", 4096, 512)
+    compared_rows = rows()
+    text = profile_page(compared_rows, "a <model>", 4096, 512)
     assert "a &lt;model&gt;" in text
     assert "<model>" not in text
     assert len(list(picture(text).iter("line"))) == len(scale(text))
     legend = re.search(r'<p class="legend">.*?</p>', text)[0]
     assert "measured" in legend
     assert "predicted" in legend
-    assert text.count("<tr>") == len(given) + 1
+    assert text.count("<tr>") == len(compared_rows) + 1
     assert not re.search(r"https?://|<script", text)
 
 
@@ -102,7 +102,7 @@ def test_the_scale_is_round_and_has_room_for_the_peak(peak):
     assert peak == 0.0 or values[1] < peak
     unit = GIB if peak >= GIB else MIB
     assert f"{values[-2] / unit:e}"[0] in "125"
-    steps = [above - below for above, below in itertools.pairwise(values)]
+    steps = [upper - lower for upper, lower in itertools.pairwise(values)]
     assert steps == pytest.approx([steps[0]] * len(steps))
 
 
@@ -120,9 +120,9 @@ def test_backward_has_one_band_behind_its_phases():
 def test_the_command_writes_the_page(tmp_path, capsys):
     build("llama", torch.float32).save_pretrained(tmp_path)
     file = tmp_path / "step.html"
-    given = ["profile", str(tmp_path), "--seq-len", "64", "--chunk-size", "16", "--json"]
+    arguments = ["profile", str(tmp_path), "--seq-len", "64", "--chunk-size", "16", "--json"]
     capsys.readouterr()
-    assert cli.main([*given, "--html", str(file)]) == 0
+    assert cli.main([*arguments, "--html", str(file)]) == 0
     assert f"Memory of a step: {tmp_path.name}" in file.read_text("utf-8")
 
 
@@ -148,18 +148,18 @@ def test_nothing_is_wider_than_the_window(width, tmp_path):
 @pytest.mark.full
 @pytest.mark.skipif(not (BROWSER and DRIVER), reason="no Chromium with chromedriver was found")
 @pytest.mark.parametrize(
-    ("layers", "width", "shown", "hidden"),
+    ("layers", "width", "shown_labels", "hidden_labels"),
     [
         (2, 400, {"forward", "backward"}, {"head backward", "embedding backward"}),
         (2, 1280, {"embedding", "forward", "head", "head backward", "backward"}, set()),
         (LAYERS, 400, {"forward", "backward"}, {"embedding", "head", "embedding backward"}),
     ],
 )
-def test_labels_are_whole_or_hidden(layers, width, shown, hidden, tmp_path):
+def test_labels_are_whole_or_hidden(layers, width, shown_labels, hidden_labels, tmp_path):
     file = tmp_path / "step.html"
     file.write_text(module.profile_page(rows(layers), "n", 2048, 256), "utf-8")
     with opened(file.as_uri(), width) as window:
         labels = window.run(LABELS)
-    assert all(whole != below for _, whole, below in labels)
-    assert shown <= {label for label, whole, _ in labels if whole}
-    assert hidden <= {label for label, _, below in labels if below}
+    assert all(is_full != is_hidden for _, is_full, is_hidden in labels)
+    assert shown_labels <= {label for label, is_full, _ in labels if is_full}
+    assert hidden_labels <= {label for label, _, is_hidden in labels if is_hidden}

@@ -82,21 +82,26 @@ def checked(tmp_path, monkeypatch, *words):
 
 @pytest.mark.parametrize("name", FILES)
 def test_what_a_file_says_is_planned(name, tmp_path, monkeypatch):
-    found = checked(tmp_path, monkeypatch, "--from", name)
-    wanted = FILES[name][1]
-    assert {key: getattr(found, key) for key in wanted} == wanted
-    assert found.from_text.startswith(f"From {name}: Qwen/Qwen3-8B ")
+    arguments = checked(tmp_path, monkeypatch, "--from", name)
+    expected = FILES[name][1]
+    assert {key: getattr(arguments, key) for key in expected} == expected
+    assert arguments.from_text.startswith(f"From {name}: Qwen/Qwen3-8B ")
 
 
 def test_two_files_add_up_and_the_line_wins(tmp_path, monkeypatch):
     words = ["--from", "trl.yaml", "--from", "accelerate.yaml"]
-    found = checked(tmp_path, monkeypatch, *words)
-    assert (found.gpus, found.zero, found.optimizer_on_host, found.seq_len) == (8, 3, True, 65536)
-    assert (found.lora, found.full) == (32, False)
-    found = checked(tmp_path, monkeypatch, *words, "--seq-len", "1k", "--lora", "4")
-    assert (found.seq_len, found.lora, found.bits) == (1024, 4, 16)
-    found = checked(tmp_path, monkeypatch, "other/model", *words, "--full")
-    assert (found.model, found.lora, found.full) == ("other/model", None, True)
+    arguments = checked(tmp_path, monkeypatch, *words)
+    assert (arguments.gpus, arguments.zero, arguments.optimizer_on_host, arguments.seq_len) == (
+        8,
+        3,
+        True,
+        65536,
+    )
+    assert (arguments.lora, arguments.full) == (32, False)
+    arguments = checked(tmp_path, monkeypatch, *words, "--seq-len", "1k", "--lora", "4")
+    assert (arguments.seq_len, arguments.lora, arguments.bits) == (1024, 4, 16)
+    arguments = checked(tmp_path, monkeypatch, "other/model", *words, "--full")
+    assert (arguments.model, arguments.lora, arguments.full) == ("other/model", None, True)
 
 
 def test_a_file_that_is_not_read_is_seen(tmp_path, monkeypatch):
@@ -125,9 +130,9 @@ def test_wrong_files_end_in_one_error(text, words, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.yaml").write_text(text)
     assert cli.main(["plan", "--gpu-memory", "80GiB", "--from", "train.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert words in message
+    assert message.count("\n") == 1
 
 
 def test_a_missing_file_is_named():
@@ -142,29 +147,29 @@ def planned(gpus=1):
 
 
 def test_hours_and_money():
-    found = planned()
+    plan = planned()
     lengths = [1000] * 500 + [5000] * 500
-    cost = whole_run(found, lengths, 2.0, 3.0)
+    cost = whole_run(plan, lengths, 2.0, 3.0)
     steps = 2 * 1000  # every row is cut to a row of the plan
     assert cost.tokens == 1_000_000
-    assert cost.packed_hours == pytest.approx(steps * seconds_of(found) / 3600)
+    assert cost.packed_hours == pytest.approx(steps * seconds_of(plan) / 3600)
     assert cost.hours == pytest.approx(cost.packed_hours, rel=0.01)
     assert cost.gpu_hours == min(cost.hours, cost.packed_hours)
     assert cost.price == pytest.approx(3 * cost.gpu_hours)
-    more = whole_run(planned(4), lengths, 2.0, 3.0)
-    assert more.packed_hours == pytest.approx(cost.packed_hours / 4)
-    assert more.price == pytest.approx(cost.price, rel=0.01)
+    cost_of_four = whole_run(planned(4), lengths, 2.0, 3.0)
+    assert cost_of_four.packed_hours == pytest.approx(cost.packed_hours / 4)
+    assert cost_of_four.price == pytest.approx(cost.price, rel=0.01)
     text = whole_run_text(cost, 1000)
     assert text.startswith("1,000 rows with 1,000,000 tokens, 2 epochs: ")
     assert f"{cost.price:,.2f} of money" in text
-    assert whole_run(dataclasses.replace(found, choice=None), lengths) is None
+    assert whole_run(dataclasses.replace(plan, choice=None), lengths) is None
 
 
 def test_the_command_line_has_both(tmp_path, monkeypatch):
     (tmp_path / "lengths.txt").write_text("100\n900\n")
     words = ["m", "--dataset", "lengths.txt", "--epochs", "3", "--price", "2.5"]
-    found = checked(tmp_path, monkeypatch, *words)
-    assert (found.dataset, found.epochs, found.price) == ([100, 900], 3, 2.5)
-    assert found.seq_len == 900
+    arguments = checked(tmp_path, monkeypatch, *words)
+    assert (arguments.dataset, arguments.epochs, arguments.price) == ([100, 900], 3, 2.5)
+    assert arguments.seq_len == 900
     with pytest.raises(ConfigError, match="Add --dataset"):
         checked(tmp_path, monkeypatch, "m", "--price", "2")

@@ -43,9 +43,9 @@ def bert():
 
 
 def modernbert():
-    more = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    token_ids = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
     return ModernBertForMaskedLM(
-        ModernBertConfig(**SIZES, **more, local_attention=8, global_attn_every_n_layers=2)
+        ModernBertConfig(**SIZES, **token_ids, local_attention=8, global_attn_every_n_layers=2)
     )
 
 

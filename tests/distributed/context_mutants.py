@@ -13,7 +13,7 @@ from streambp.sharded import call as sharded_call
 from streambp.sharded.gathered import GatheredShards
 from streambp.sharded.shards import Shards
 
-real_pieces = GatheredShards.pieces
+real_pieces = GatheredShards.chunk_shards
 
 
 def pieces_in_rank_order(self, batch_size, size):
@@ -24,8 +24,8 @@ def pieces_in_rank_order(self, batch_size, size):
 def pieces_at_local_positions(self, batch_size, size):
     """Queries at their places in the shard."""
     return [
-        piece._replace(whole=Chunk(*dataclasses.astuple(piece.here)))
-        for piece in real_pieces(self, batch_size, size)
+        queries._replace(full_chunk=Chunk(*dataclasses.astuple(queries.local_chunk)))
+        for queries in real_pieces(self, batch_size, size)
     ]
 
 
@@ -39,21 +39,23 @@ def own_part_alone(self, sums, dtype, heads):
     return [self.by_rank(x)[self.rank].to(dtype).transpose(1, 2) for x in sums]
 
 
-def read_off_the_shard(mask, whole, length, position_ids, device, everyones):
+def read_off_the_shard(mask, full_spans, length, position_ids, device, everyones):
     """Documents as the shard's own positions show them: where parts meet there is none, and others'
     are not known."""
-    found = masks.resolve(mask, len(whole.rows), length, position_ids, None, device)
-    rows = tuple(tuple(dataclasses.replace(run) for run in runs) for runs in found.rows)
+    shard_spans = masks.resolve(mask, len(full_spans.rows), length, position_ids, None, device)
+    rows = tuple(tuple(dataclasses.replace(run) for run in runs) for runs in shard_spans.rows)
     last = rows[0][-1].q0
-    rest = masks.Run(length, whole.length, last)
-    return masks.Spans(whole.length, tuple((*runs, rest) for runs in rows), found.window)
+    last_run = masks.Run(length, full_spans.length, last)
+    return masks.Spans(
+        full_spans.length, tuple((*runs, last_run) for runs in rows), shard_spans.window
+    )
 
 
 MUTANTS = {
-    "shards in rank order": (GatheredShards, "pieces", pieces_in_rank_order),
+    "shards in rank order": (GatheredShards, "chunk_shards", pieces_in_rank_order),
     "keys in rank order": (GatheredShards, "in_order", keys_in_rank_order),
     "own shard's dK and dV only": (GatheredShards, "own_gradient", own_part_alone),
-    "local positions": (GatheredShards, "pieces", pieces_at_local_positions),
+    "local positions": (GatheredShards, "chunk_shards", pieces_at_local_positions),
     "a mask read off the shard's own positions": (
         sharded_call,
         "resolve_whole",

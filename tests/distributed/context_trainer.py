@@ -45,7 +45,7 @@ def rows(count, seed):
     ]
 
 
-def made(objective, what, folder, world_size):
+def create_trainer(objective, run_name, folder, world_size):
     """The trainer, which has patched its model if it streams."""
     import datasets
     import trl
@@ -57,7 +57,7 @@ def made(objective, what, folder, world_size):
     from tests.families import build
     from tests.integrations.test_trl import tokenizer
 
-    run, _, saved = what.partition(" from ")
+    run, _, saved = run_name.partition(" from ")
     how, _, engine = run.partition(" ")
     streams, replicas = how in ("streamed", "mutant"), 2 if engine == "twice" else 1
     settings = {
@@ -68,15 +68,15 @@ def made(objective, what, folder, world_size):
         "logging_steps": 1, "save_strategy": "no" if saved or replicas == 2 else "steps",
         "save_steps": SAVED_AT, "bf16": False,
     }  # fmt: skip
-    if what == "alone" or engine == "ddp":
+    if run_name == "alone" or engine == "ddp":
         settings |= {"use_cpu": True, "ddp_backend": "gloo"}
     else:
         settings |= {"fsdp": "full_shard", "fsdp_config": FSDP2}
-    if engine not in WHOLE and what != "alone":
+    if engine not in WHOLE and run_name != "alone":
         settings["parallelism_config"] = ParallelismConfig(
             cp_size=world_size // replicas, dp_shard_size=replicas
         )
-    output = f"{folder}/{objective} {what}"
+    output = f"{folder}/{objective} {run_name}"
     model, size = (
         build("qwen3", torch.float64, seed=1 if saved else 0),
         CHUNKS[int(os.environ["RANK"])],
@@ -140,7 +140,7 @@ def mutate(monkeypatch):
     monkeypatch.setattr(StreamedLayer, "backward", staticmethod(scaled))
 
 
-def train(folder, objective, what, world_size):
+def train(folder, objective, run_name, world_size):
     """Trains, and saves what rank 0 found."""
     from accelerate.state import AcceleratorState
 
@@ -152,28 +152,28 @@ def train(folder, objective, what, world_size):
     AcceleratorState._reset_state(reset_partial_state=True)
     with contextlib.ExitStack() as stack:
         monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
-        if what.startswith("mutant"):
+        if run_name.startswith("mutant"):
             mutate(monkeypatch)
         lift_float32_casts(monkeypatch)
         monkeypatch.setattr("trl.kernels.chunked_logprob.torch", InFloat64())
-        if what.startswith("stock") and not what.endswith(WHOLE):
+        if run_name.startswith("stock") and not run_name.endswith(WHOLE):
             stack.enter_context(ring_on_cpu.enabled())
-        trainer = made(objective, what, folder, world_size)
+        trainer = create_trainer(objective, run_name, folder, world_size)
         engines = stack.enter_context(engines_seen())
-        _, resumes, saved = what.partition(" from ")
+        _, resumes, saved = run_name.partition(" from ")
         checkpoint = f"{folder}/{objective} {saved}/checkpoint-{SAVED_AT}"
         trainer.train(resume_from_checkpoint=checkpoint if resumes else None)
     weights = {}
     for name, parameter in trainer.model.named_parameters():
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        weights[name] = whole.detach().double().clone()
+        full_weight = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        weights[name] = full_weight.detach().double().clone()
     if os.environ["RANK"] == "0":
         logged = [{key: value for key, value in entry.items() if "runtime" not in key and "per_second" not in key}
                   for entry in trainer.state.log_history]  # fmt: skip
-        found = {"weights": weights, "logged": logged, "engines": sorted(engines)}
-        if not what.startswith(("alone", "stock")):
-            found["paths"] = sorted({layer.path for layer in describe(trainer.model).layers})
-        torch.save(found, f"{folder}/{objective}-{what}.pt")
+        results = {"weights": weights, "logged": logged, "engines": sorted(engines)}
+        if not run_name.startswith(("alone", "stock")):
+            results["paths"] = sorted({layer.path for layer in describe(trainer.model).layers})
+        torch.save(results, f"{folder}/{objective}-{run_name}.pt")
 
 
 def main():
@@ -187,8 +187,8 @@ def main():
     os.environ |= {"MASTER_PORT": port}
     if not whats.endswith(("alone", "ddp")):
         let_accelerate_shard()
-    for what in whats.split(","):
-        train(folder, objective, what, int(world_size))
+    for run_name in whats.split(","):
+        train(folder, objective, run_name, int(world_size))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

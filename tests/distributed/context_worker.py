@@ -67,7 +67,7 @@ def split(mesh, batch, case):
     """torch's context manager around a batch, whose tensors are cut in place."""
     from torch.distributed.tensor.experimental._attention import _cp_options
 
-    before = _cp_options.enable_load_balance
+    previous = _cp_options.enable_load_balance
     _cp_options.enable_load_balance = case.get("order", "head-tail") == "head-tail"
     set_rotate_method(case.get("rotate", "allgather"))
     outside = case.get("outside", ())
@@ -80,22 +80,22 @@ def split(mesh, batch, case):
                 )
             yield
     finally:
-        _cp_options.enable_load_balance = before
+        _cp_options.enable_load_balance = previous
 
 
 @contextlib.contextmanager
-def noted(found):
+def record_attention(record):
     """Which collectives are issued, in order, with the elements that this rank hands in; pairs that
     are attended."""
-    found["issued"], found["pairs"] = [], 0
+    record["issued"], record["pairs"] = [], 0
     with pytest.MonkeyPatch.context() as patch:
         for kind, names in EXCHANGES.items():
             name = next(name for name in names if hasattr(dist, name))
             real = getattr(dist, name)
 
-            def call(output, given, *args, function=real, kind=kind, **kwargs):
-                found["issued"].append((kind, given.numel()))
-                return function(output, given, *args, **kwargs)
+            def call(output, sent, *args, function=real, kind=kind, **kwargs):
+                record["issued"].append((kind, sent.numel()))
+                return function(output, sent, *args, **kwargs)
 
             patch.setattr(dist, name, call)
 
@@ -109,7 +109,7 @@ def noted(found):
                     for q in range(block.q0, block.q1)
                     for k in range(block.k0, block.k1)
                 )
-                found["pairs"] += read * (block.b1 - block.b0) * q.shape[1]
+                record["pairs"] += read * (block.b1 - block.b0) * q.shape[1]
             return real(q, layer_state, layout, chunk, *args)
 
         patch.setattr(layer, "attend_blocks", attend)
@@ -136,7 +136,7 @@ def config_of(case, rank):
 
 def gradients(case, rank, mesh):
     """The streamed model's error against a single process, and what the ranks did."""
-    result, found = {"case": case}, {}
+    result, record = {"case": case}, {}
     expected_loss = expected = None
     batch, items = as_trainer_gives(case)
     if rank == 0:
@@ -155,16 +155,18 @@ def gradients(case, rank, mesh):
         alike = Recorded(json.dumps(case)) if "configs" in case else contextlib.nullcontext()
         with (
             split(mesh, batch, case),
-            noted(found),
+            record_attention(record),
             context_mutants.applied(case.get("mutant")),
             alike,
             operations_seen() as operations,
         ):
             loss, ours, _ = gradients_of(model, batch, items, reduce=False)
     loss, ours = summed(loss, ours)
-    result["issued alike"] = all(issued == found["issued"] for issued in everyones(found["issued"]))
-    result["issued"] = [name for name, _ in found["issued"]]
-    result["pairs"] = everyones(found["pairs"])
+    result["issued alike"] = all(
+        issued == record["issued"] for issued in everyones(record["issued"])
+    )
+    result["issued"] = [name for name, _ in record["issued"]]
+    result["pairs"] = everyones(record["pairs"])
     result["described"] = str(streambp.describe(model))
     result["operations"] = len(operations)
     if rank == 0:
@@ -180,13 +182,13 @@ def summed(loss, gradients):
 
 def ring_error(case, batch, items, mesh, expected):
     with ring_on_cpu.enabled(), split(mesh, batch, case):
-        named = {**batch}
-        named.pop("attention_mask", None)  # accelerate's hooks take it away
-        loss, found, _ = gradients_of(
-            ring_on_cpu.causal(model_for(case)), named, items, reduce=False
+        arguments = {**batch}
+        arguments.pop("attention_mask", None)  # accelerate's hooks take it away
+        loss, ring_gradients, _ = gradients_of(
+            ring_on_cpu.causal(model_for(case)), arguments, items, reduce=False
         )
-    _, found = summed(loss, found)
-    return worst_error(found, expected) if expected is not None else None
+    _, ring_gradients = summed(loss, ring_gradients)
+    return worst_error(ring_gradients, expected) if expected is not None else None
 
 
 def precision(case, rank, mesh):
@@ -213,7 +215,7 @@ ON_ONE_RANK = {
 }
 
 
-def refused(case, rank, mesh):
+def refusal(case, rank, mesh):
     """The message on each rank."""
     batch, items = as_trainer_gives(case)
     model = streambp.patch(model_for(case), config_of(case, rank))
@@ -246,26 +248,26 @@ def training(case, rank, mesh):
     for name, model in streams.items():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(STEPS):
-            here = {**case, "seed": step}
-            batch, items = as_trainer_gives(here)
+            step_case = {**case, "seed": step}
+            batch, items = as_trainer_gives(step_case)
             if name == "alone":
-                gradients_of(model, whole_batch(here), items, reduce=False)
+                gradients_of(model, whole_batch(step_case), items, reduce=False)
             else:
-                with split(mesh, batch, here):
+                with split(mesh, batch, step_case):
                     gradients_of(model, batch, items, reduce=False)
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
             optimizer.step()
             optimizer.zero_grad()
-    found = [
+    weights = [
         {name: p.detach().double() for name, p in model.named_parameters()}
         for model in streams.values()
     ]
-    return {"case": case, "error": worst_error(*found)}
+    return {"case": case, "error": worst_error(*weights)}
 
 
 RUNS = {
-    "gradients": lifted(gradients), "precision": precision, "training": training, "refused": lifted(refused),
+    "gradients": lifted(gradients), "precision": precision, "training": training, "refused": lifted(refusal),
     "entered": lifted(entered),
 }  # fmt: skip
 
@@ -282,12 +284,12 @@ def main():
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     cases = list(
         itertools.chain.from_iterable(
-            [(what, case) for case in cases] for what, cases in runs.items()
+            [(kind, case) for case in cases] for kind, cases in runs.items()
         )
     )
-    results = {what: [] for what in runs}
-    for what, case in cases:
-        results[what].append(RUNS[what](case, rank, mesh))
+    results = {kind: [] for kind in runs}
+    for kind, case in cases:
+        results[kind].append(RUNS[kind](case, rank, mesh))
     if rank == 0:
         print("RESULT", json.dumps(results), flush=True)
     dist.barrier()  # a rank that leaves early can take gloo down under the others

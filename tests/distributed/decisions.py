@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import streambp
 from streambp.admission import checkpointed
-from streambp.distributed.engines import Hold
+from streambp.distributed.engines import EngineOwnership
 from streambp.head.log_probs import HeadInputs
 from streambp.layer import gradients
 from streambp.lazy.head import LazyHead
@@ -104,8 +104,8 @@ def per_token(model, batch):
         model, "_streambp"
     ):
         return model(**batch, use_cache=False).loss
-    found = model(**batch, use_cache=False, output_log_probs=True).log_probs
-    return -found.sum() / (batch["labels"][:, 1:] != -100).sum()
+    log_probs = model(**batch, use_cache=False, output_log_probs=True).log_probs
+    return -log_probs.sum() / (batch["labels"][:, 1:] != -100).sum()
 
 
 def mixed(engine):
@@ -144,7 +144,9 @@ DECISIONS = {
     "short": Decision(AUTO, True, says=(("ddp", "as the unpatched model"),)),
     "begun again": Decision(AUTO, True, raises=True),
     "kept graphs": Decision({**AUTO, "unpatched_runs": False}, True),
-    "let go": Decision({**AUTO, "unpatched_runs": False}, True, between=lambda s: s.pending.let_go and s.pending.let_go()),
+    "let go": Decision(
+        {**AUTO, "unpatched_runs": False}, True, between=lambda s: s.pending.drop_saves and s.pending.drop_saves()
+    ),
     "a hook mixes": Decision({"saves": ()}, prepare=mixed, says=tuple((name, "checkpoint") for name in EVERY)),
     "lazy, unread": Decision({"lazy_logits": True}),
     "lazy, read": Decision({"lazy_logits": True}, loss=read_logits),
@@ -190,7 +192,7 @@ def batches(rank, decision):
 
 def rows_of(case):
     return next(
-        (found for name in case["decisions"] if (found := EVERY_DECISION[name].stream.get("rows"))),
+        (rows for name in case["decisions"] if (rows := EVERY_DECISION[name].stream.get("rows"))),
         "as_given",
     )
 
@@ -227,7 +229,7 @@ def state_of(engine):
 def train(case, rank, decision, patched, name):
     """Gradients of each step and the weights at the end; how many collectives; whether something
     was raised."""
-    engine, found, raised = make_engine(case, rank, decision, patched), {}, []
+    engine, tensors, raised = make_engine(case, rank, decision, patched), {}, []
     recorded, real = Recorded(name), unpatched.UnpatchedRuns.enter_layer
 
     def enter_layer(runs):
@@ -246,7 +248,7 @@ def train(case, rank, decision, patched, name):
     watched = (
         projection_seen(engine, projection) if case.get("projection") else contextlib.nullcontext()
     )
-    with pytest.MonkeyPatch.context() as patch, engines_seen() as seen, watched:
+    with pytest.MonkeyPatch.context() as patch, engines_seen() as engines, watched:
         if patched and decision.raises:
             patch.setattr(unpatched.UnpatchedRuns, "enter_layer", enter_layer)
         if patched and case.get("fails_in_a_trial") == rank:
@@ -255,21 +257,21 @@ def train(case, rank, decision, patched, name):
             with recorded if step == 0 else Recorded(f"{name} {step}") as alike:
                 engine.micro_step(batch, last=True)
             recorded.issued += alike.issued if alike is not recorded else []
-            found |= {f"{step} {key}": gradient for key, gradient in engine.gradients().items()}
+            tensors |= {f"{step} {key}": gradient for key, gradient in engine.gradients().items()}
             with Recorded(f"{name} {step} stepped"):
                 engine.step()
-    found |= {f"weight {key}": weight for key, weight in engine.weights().items()}
-    assert seen == {case["engine"]}, seen
-    said = str(streambp.describe(engine.wrapped)) if patched else ""
+    tensors |= {f"weight {key}": weight for key, weight in engine.weights().items()}
+    assert engines == {case["engine"]}, engines
+    description = str(streambp.describe(engine.wrapped)) if patched else ""
     return (
-        found,
+        tensors,
         len(recorded.issued),
-        {"raised": len(raised), "said": said, "projection": projection},
+        {"raised": len(raised), "said": description, "projection": projection},
     )
 
 
 @contextlib.contextmanager
-def projection_seen(engine, found):
+def projection_seen(engine, max_bytes):
     """While layers run, forward and backward: bytes of the output projection that are on this rank,
     gathered or copied."""
     head, copies, borrow = engine.module.get_output_embeddings(), [], deferring.Borrowed.forward
@@ -279,17 +281,19 @@ def projection_seen(engine, found):
         copies.extend(StorageWeakRef(x.untyped_storage()) for x in lent.copies)
         return borrow(ctx, lent, hidden_states)
 
-    def look(module, args):
-        kept = sum(not copy.expired() for copy in copies)
+    def record_bytes(module, args):
+        copies_alive = sum(not copy.expired() for copy in copies)
         phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-        found[phase] = max(found.get(phase, 0), weight.nbytes + kept * 4 * weight.ds_numel)
+        max_bytes[phase] = max(
+            max_bytes.get(phase, 0), weight.nbytes + copies_alive * 4 * weight.ds_numel
+        )
 
     def reached(*_):
-        look(None, ())
+        record_bytes(None, ())
 
     # Backward hooks of a module's insides would be an engine's business; a tensor's are not.
     layers = adapters.decoder_layers(engine.module)
-    handles = [layer.register_forward_pre_hook(look) for layer in layers]
+    handles = [layer.register_forward_pre_hook(record_bytes) for layer in layers]
     handles += [layer.post_attention_layernorm.weight.register_hook(reached) for layer in layers]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deferring.Borrowed, "forward", staticmethod(forward))
@@ -300,8 +304,11 @@ def projection_seen(engine, found):
 
 def begun_again():
     """A1: what is taken for a model that no engine holds."""
-    nothing = Hold(False, False)
-    return [(state, "held", lambda module: nothing), (gradients, "held", lambda module: nothing)]
+    no_hold = EngineOwnership(False, False)
+    return [
+        (state, "engine_ownership", lambda module: no_hold),
+        (gradients, "engine_ownership", lambda module: no_hold),
+    ]
 
 
 def reads_the_weight():
@@ -386,13 +393,15 @@ def expected(engine, decisions, rank, projection, changes):
 
 def like(name):
     """Of the decisions for which the unpatched engine does the same, the first."""
-    wanted = EVERY_DECISION[name]
+    decision_of_name = EVERY_DECISION[name]
 
     def key(d):
         loss = d.loss if d.loss is not per_token else None
         return d.batch, d.masked, d.rows, loss, d.prepare
 
-    return next(other for other, decision in EVERY_DECISION.items() if key(decision) == key(wanted))
+    return next(
+        peer for peer, decision in EVERY_DECISION.items() if key(decision) == key(decision_of_name)
+    )
 
 
 def run(case, rank, number):
@@ -403,24 +412,28 @@ def run(case, rank, number):
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for owner, attribute, value in MUTANTS[case["mutant"]]() if "mutant" in case else ():
             patch.setattr(owner, attribute, value)
-        found, issued, did = train(case, rank, decision, case.get("patched", "before"), name)
+        tensors, issued, did = train(case, rank, decision, case.get("patched", "before"), name)
     row = {"issued": issued, **did}
     stock = expected(
         case["engine"],
-        tuple(like(other) for other in case["decisions"]),
+        tuple(like(peer) for peer in case["decisions"]),
         rank,
         case.get("projection"),
         tuple(case.get("changes", {}).items()),
     )
-    row["error"], row["projection unpatched"] = distance(found, stock[0]), stock[2]["projection"]
-    told = [text for engine, text in decision.says if engine == case["engine"]]
+    row["error"], row["projection unpatched"] = distance(tensors, stock[0]), stock[2]["projection"]
+    messages = [text for engine, text in decision.says if engine == case["engine"]]
     # no other rank tries that kind of call
-    alone = case["engine"] in HELD and "no mask" in case["decisions"]
-    told = ["a mask on some"] if told and decision.batch == "padded" and alone else told
+    one_rank_tests = case["engine"] in HELD and "no mask" in case["decisions"]
+    messages = (
+        ["a mask on some"]
+        if messages and decision.batch == "padded" and one_rank_tests
+        else messages
+    )
     # where rows may share, nothing runs as unpatched
-    if rows_of(case) != "as_given" and "as the unpatched model" in told:
-        told = []
-    row["done"] = all(text in row["said"] for text in told)
+    if rows_of(case) != "as_given" and "as the unpatched model" in messages:
+        messages = []
+    row["done"] = all(text in row["said"] for text in messages)
     gc.collect()
     return {**row, "seconds": time.monotonic() - begun}
 
@@ -474,7 +487,7 @@ def fours():
     ]
     lines += [[4 * x + y for y in range(4)] for x in range(4)]
     names = list(DECISIONS)
-    return [[names[point] for point in line] for line in lines]
+    return [[names[index] for index in line] for line in lines]
 
 
 if __name__ == "__main__":

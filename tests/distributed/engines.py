@@ -107,11 +107,11 @@ def loss_on_logits(model, batch):
         **{name: x for name, x in batch.items() if name != "labels"}, use_cache=False
     ).logits
     logits = logits[:, :-1].float() / 0.9
-    picked = torch.gather(logits, -1, labels.clamp(min=0)[..., None])[..., 0]
-    log_probs = picked - torch.stack([row.logsumexp(-1) for row in logits])
+    label_logits = torch.gather(logits, -1, labels.clamp(min=0)[..., None])[..., 0]
+    log_probs = label_logits - torch.stack([row.logsumexp(-1) for row in logits])
     p = logits.log_softmax(-1)
-    kept = labels != -100
-    return -(log_probs[kept].mean() + 0.1 * (p.exp() * p).sum(-1)[kept].mean())
+    has_label = labels != -100
+    return -(log_probs[has_label].mean() + 0.1 * (p.exp() * p).sum(-1)[has_label].mean())
 
 
 def decoder_layers(model):
@@ -168,11 +168,12 @@ class SingleProcess:
     def gradients(self):
         """Before `step`: of every trainable parameter, averaged over ranks, whole."""
         return {
-            name: None if p.grad is None else whole(p.grad) for name, p in self.trainable().items()
+            name: None if p.grad is None else full_tensor_of(p.grad)
+            for name, p in self.trainable().items()
         }
 
     def weights(self):
-        return {name: whole(p) for name, p in self.trainable().items()}
+        return {name: full_tensor_of(p) for name, p in self.trainable().items()}
 
     def evaluate(self, batch):
         self.wrapped.eval()
@@ -190,7 +191,7 @@ class InFloat64(SingleProcess):
         return model
 
 
-def whole(tensor):
+def full_tensor_of(tensor):
     tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return tensor.detach().cpu().double().clone()
 
@@ -311,16 +312,16 @@ class DeepSpeed(SingleProcess):
     def gradients(self):
         from deepspeed.utils import safe_get_full_grad
 
-        return {name: whole(safe_get_full_grad(p)) for name, p in self.trainable().items()}
+        return {name: full_tensor_of(safe_get_full_grad(p)) for name, p in self.trainable().items()}
 
     def weights(self):
         import deepspeed
 
-        found = {}
+        weights = {}
         for name, parameter in self.trainable().items():
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.case["stage"] == 3):
-                found[name] = whole(parameter)
-        return found
+                weights[name] = full_tensor_of(parameter)
+        return weights
 
     def save(self, folder: Path):
         self.wrapped.save_checkpoint(str(folder), tag="half")

@@ -50,13 +50,13 @@ def run(engine, cases):
     rows = [line.removeprefix(DONE) for line in outputs[0].splitlines() if line.startswith(DONE)]
     if len(rows) < len(cases):
         raise AssertionError("\n".join(output[-4000:] for output in outputs))
-    found = [json.loads(row) for row in rows]
-    for row, case in zip(found, cases, strict=True):
+    results = [json.loads(row) for row in rows]
+    for row, case in zip(results, cases, strict=True):
         names = {"ddp": "ddp", "fsdp": "fsdp2", "deepspeed": f"zero-{case.get('stage')}"}
         expected = names[case.get("engine", engine)]
         for name in {"unpatched", "before", "after", "checkpointing"} & row.keys():
             assert row[name].pop("engines") == [expected], (case, name)
-    return found
+    return results
 
 
 def run_split(*arguments, ranks=2):

@@ -67,26 +67,26 @@ class Recorded(TorchDispatchMode):
                     )
         return self.everyone
 
-    def _say(self, what, ranks):
+    def _say(self, operation, ranks):
         number = self.counts[ranks] = self.counts.get(ranks, -1) + 1
-        self.store.set(f"{ranks} {number} {self.rank}", what)
+        self.store.set(f"{ranks} {number} {self.rank}", operation)
         return number
 
-    def tell(self, what, ranks):
+    def tell(self, operation, ranks):
         """Say what comes next, and hear it of the others."""
-        number = self._say(what, ranks)
-        self.issued.append(what)
-        keys = [f"{ranks} {number} {other}" for other in ranks]
+        number = self._say(operation, ranks)
+        self.issued.append(operation)
+        keys = [f"{ranks} {number} {peer}" for peer in ranks]
         try:
             self.store.wait(keys, datetime.timedelta(seconds=SECONDS))
         except RuntimeError as error:
             raise DifferentError(
-                f"collective {number}: rank {self.rank} is at {what}, and one of {ranks} is "
+                f"collective {number}: rank {self.rank} is at {operation}, and one of {ranks} is "
                 f"nowhere for {SECONDS} s"
             ) from error
-        for other, said in zip(ranks, self.store.multi_get(keys), strict=True):
-            if said.decode() != what:
+        for peer, reply in zip(ranks, self.store.multi_get(keys), strict=True):
+            if reply.decode() != operation:
                 raise DifferentError(
-                    f"collective {number}: rank {self.rank} is at {what}, rank {other} at "
-                    f"{said.decode()}"
+                    f"collective {number}: rank {self.rank} is at {operation}, rank {peer} at "
+                    f"{reply.decode()}"
                 )

@@ -24,7 +24,7 @@ def handler(op_call, args, kwargs):
     kwargs = dict(kwargs)
     if op_call is FORWARD:
         q, k, v, dropout, is_causal = (*local, *(0.0, False)[len(local) - 3 :])[:5]
-        found = ring._templated_ring_attention(
+        outputs = ring._templated_ring_attention(
             mesh.get_group(),
             2,
             FORWARD,
@@ -37,25 +37,25 @@ def handler(op_call, args, kwargs):
         )
     else:
         grad, q, k, v, out, lse, dropout, is_causal = local
-        found = ring._templated_ring_attention_backward(
+        outputs = ring._templated_ring_attention_backward(
             mesh.get_group(), 2, BACKWARD, grad_out=grad, grad_out_name="grad_out", query=q, key=k, value=v, out=out,
             logsumexp=lse, dropout_p=dropout, is_causal=is_causal, **kwargs,
         )  # fmt: skip
-    return tuple(DTensor.from_local(x, mesh, placements, run_check=False) for x in found)
+    return tuple(DTensor.from_local(x, mesh, placements, run_check=False) for x in outputs)
 
 
 @contextlib.contextmanager
 def enabled(widens=False):
     """Within, `context_parallel` works on a CPU; widens: it adds up in float32, its default, else
     in its tensors' dtype."""
-    before, convert = dict(ring.custom_ops), ring._cp_options.convert_to_f32
+    custom_ops, convert = dict(ring.custom_ops), ring._cp_options.convert_to_f32
     ring.custom_ops.update({FORWARD: handler, BACKWARD: handler})
     ring._cp_options.convert_to_f32 = widens
     try:
         yield
     finally:
         ring.custom_ops.clear()
-        ring.custom_ops.update(before)
+        ring.custom_ops.update(custom_ops)
         ring._cp_options.convert_to_f32 = convert
 
 
@@ -63,16 +63,16 @@ def enabled(widens=False):
 def rotations():
     """A set that fills with how the ring within passes K and V on, by the names of
     `set_rotate_method`."""
-    found, real = set(), ring._create_rotater
+    methods, real = set(), ring._create_rotater
 
     def create(group, dim, method=None):
         if method is None:  # gradients of K and V have their own
-            found.add(ring._cp_options.rotate_method.name.replace("_", "").lower())
+            methods.add(ring._cp_options.rotate_method.name.replace("_", "").lower())
         return real(group, dim, method)
 
     ring._create_rotater = create
     try:
-        yield found
+        yield methods
     finally:
         ring._create_rotater = real
 

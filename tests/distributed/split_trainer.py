@@ -45,16 +45,17 @@ class InOrder(Trainer):
 
 
 def main():
-    output, what = Path(sys.argv[1]), sys.argv[2]
-    patched, _, saved = what.partition(" from ")
+    output, run_name = Path(sys.argv[1]), sys.argv[2]
+    patched, _, saved = run_name.partition(" from ")
     deepspeed.init_distributed(dist_backend="gloo")
     split = ParallelismConfig(
         sp_backend="deepspeed", sp_size=2,
         sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True),
     )  # fmt: skip
     arguments = TrainingArguments(
-        str(output / what), max_steps=STEPS, per_device_train_batch_size=2, per_device_eval_batch_size=2, learning_rate=0.1,
-        optim="sgd", optim_args="momentum=0.9", lr_scheduler_type="constant", parallelism_config=split, deepspeed=SETTINGS,
+        str(output / run_name), max_steps=STEPS,
+        per_device_train_batch_size=2, per_device_eval_batch_size=2, learning_rate=0.1, optim="sgd",
+        optim_args="momentum=0.9", lr_scheduler_type="constant", parallelism_config=split, deepspeed=SETTINGS,
         use_cpu=True, report_to=[], gradient_accumulation_steps=2, disable_tqdm=True, eval_strategy="steps", eval_steps=2,
         save_strategy="no" if saved else "steps", save_steps=SAVED_AT, ignore_data_skip=bool(saved),
     )  # fmt: skip
@@ -80,13 +81,13 @@ def main():
             for key in ("eval_loss", "train_loss")
             if key in entry
         ]
-        found = {
+        results = {
             "weights": weights,
             "logged": logged,
             "engines": sorted(engines),
             "steps": trainer.state.global_step,
         }
-        torch.save(found, output / f"{what}.pt")
+        torch.save(results, output / f"{run_name}.pt")
     torch.distributed.destroy_process_group()
 
 

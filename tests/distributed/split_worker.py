@@ -71,10 +71,10 @@ def shard(batch, rank):
     """This rank's part, with labels shifted before the cut, as DeepSpeed's data loader adapter
     makes it."""
     labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-    whole = {**batch, "labels": labels, "shift_labels": labels}
+    full_batch = {**batch, "labels": labels, "shift_labels": labels}
     length = labels.shape[1] // RANKS
     part = slice(rank * length, (rank + 1) * length)
-    return {name: tensor[:, part].contiguous() for name, tensor in whole.items()}, (
+    return {name: tensor[:, part].contiguous() for name, tensor in full_batch.items()}, (
         labels != -100
     ).sum()
 
@@ -107,13 +107,13 @@ def gradients_of(model, batch, items, reduce):
         loss = model(**batch, num_items_in_batch=items, use_cache=False).loss
         counter.phase = "backward"
         loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if reduce:
         wide = torch.promote_types(loss.dtype, torch.float32)
-        found = {name: gradient.to(wide, copy=True) for name, gradient in found.items()}
-        for gradient in (loss := loss.detach(), *found.values()):
+        gradients = {name: gradient.to(wide, copy=True) for name, gradient in gradients.items()}
+        for gradient in (loss := loss.detach(), *gradients.values()):
             dist.all_reduce(gradient)
-    return loss.detach(), found, dict(counter.counts)
+    return loss.detach(), gradients, dict(counter.counts)
 
 
 def single_process(case):
@@ -238,10 +238,10 @@ def train_split(rank, case, mpu, patched):
     engine.train()
     group = mpu.get_sequence_parallel_group()
     with counted() as counter, Gathers() as gathers, engines_seen() as engines:
-        for index, whole in enumerate(engine_batches(case, rank // RANKS)):
+        for index, full_batch in enumerate(engine_batches(case, rank // RANKS)):
             if index == 1:
                 first = gathers.copy()
-            batch, _ = shard(whole, rank % RANKS)
+            batch, _ = shard(full_batch, rank % RANKS)
             counter.phase = "forward"
             loss = share_of_mean(engine(**batch, use_cache=False).loss, batch, group)
             counter.phase = "backward"
@@ -253,11 +253,11 @@ def train_split(rank, case, mpu, patched):
                 with torch.no_grad():
                     engine(**batch, use_cache=False)
                 engine.train()
-    found = {}
+    weights = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=case["stage"] == 3):
             if parameter.requires_grad:
-                found[name] = parameter.detach().double().clone()
+                weights[name] = parameter.detach().double().clone()
     micro_steps = STEPS * accumulation
     counts = {
         name: count / micro_steps
@@ -268,17 +268,17 @@ def train_split(rank, case, mpu, patched):
     if case["stage"] == 3:
         counts["gathers in the first micro-step"] = max(first.values())
         counts["gathers per parameter"] = max((gathers - first).values()) / (micro_steps - 1)
-    return found, counts
+    return weights, counts
 
 
-def compare_training(case, rank, alone):
+def compare_training(case, rank, single_process):
     stock, counts = train_split(rank, case, register(), None)
-    result = {"case": case, "stock": worst_error(stock, alone), "stock counts": counts}
+    result = {"case": case, "stock": worst_error(stock, single_process), "stock counts": counts}
     for patched in ("before", "after"):
-        found, counts = train_split(rank, case, register(), patched)
+        weights, counts = train_split(rank, case, register(), patched)
         errors = {
-            "unpatched Ulysses": worst_error(found, stock),
-            "single process": worst_error(found, alone),
+            "unpatched Ulysses": worst_error(weights, stock),
+            "single process": worst_error(weights, single_process),
         }
         result[patched] = {**errors, "counts": counts}
     return result
@@ -344,14 +344,14 @@ def main():
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
-    alone = {what: [RUNS[what][0](case) for case in cases] for what, cases in runs.items()}
+    single_process = {kind: [RUNS[kind][0](case) for case in cases] for kind, cases in runs.items()}
     register()
     results = {
-        what: [
-            RUNS[what][1](case, rank, reference)
-            for case, reference in zip(cases, alone[what], strict=True)
+        kind: [
+            RUNS[kind][1](case, rank, reference)
+            for case, reference in zip(cases, single_process[kind], strict=True)
         ]
-        for what, cases in runs.items()
+        for kind, cases in runs.items()
     }
     if rank == 0:
         print("RESULT", json.dumps(results), flush=True)

@@ -53,8 +53,8 @@ def test_engines(engine):
     assert len(lines) == len(cases), "\n".join(output[-4000:] for output in outputs)
     for line in lines:
         row = json.loads(line.removeprefix(DONE))
-        found = row["after"]
-        assert found["paths"] == ["streams"], row
+        results = row["after"]
+        assert results["paths"] == ["streams"], row
         for reference in ("unpatched", "single process"):
-            for name, value in found[reference].items():
-                assert value <= BARS[name], (row["case"], reference, found)
+            for name, value in results[reference].items():
+                assert value <= BARS[name], (row["case"], reference, results)

@@ -38,8 +38,8 @@ FAST = {
     "refused": [
         {"without": ["shift_labels"]}, {"without": ["position_ids"]}, {"outside": ["position_ids"]},
         {"configs": [HELD, {}]}, {"length": 23}, {"family": "qwen3_next"},
-        *({"on rank 1": what, "mode": "right-padded"} for what in ("moved", "missing")),
-        *({"on rank 1": what} for what in ("masked", "a row less")), {"mesh": [2, 1]},
+        *({"on rank 1": mismatch, "mode": "right-padded"} for mismatch in ("moved", "missing")),
+        *({"on rank 1": mismatch} for mismatch in ("masked", "a row less")), {"mesh": [2, 1]},
         {"configs": [{**HELD, "offload": "cpu"}, {**HELD, "offload": "cpu", "on_host_full": "recompute"}]},
     ],
     "training": [{"mode": "right-padded", "dtype": "float32"}],
@@ -102,9 +102,9 @@ def settings(ranks):
         ranks,
         {
             "gradients": [
-                {"stock": True, "order": order, **more, **size}
+                {"stock": True, "order": order, **rotation, **size}
                 for order in ORDERS
-                for more in ROTATED
+                for rotation in ROTATED
             ]
         },
     )
@@ -143,7 +143,7 @@ def run(runs, ranks):
         "tests.distributed.context_worker", json.dumps(runs), str(ranks), ranks=ranks, seconds=HANG
     )
     results = result_of(outputs, codes)
-    assert {what: [row["case"] for row in rows] for what, rows in results.items()} == runs
+    assert {kind: [row["case"] for row in rows] for kind, rows in results.items()} == runs
     return results
 
 
@@ -221,7 +221,7 @@ def test_context_parallelism():
     results = check(FAST, 2)
     for row, message in zip(results["refused"], MESSAGES, strict=True):
         print(row)
-        assert all(message in (said or "") for said in row["messages"])  # on every rank alike
+        assert all(message in (error or "") for error in row["messages"])  # on every rank alike
 
 
 @pytest.mark.full
@@ -284,32 +284,32 @@ def test_a_rank_that_does_not_split_its_batch():
     assert "did not all begin this forward" in outputs[0]
 
 
-def trained(folder, objective, what):
+def trained(folder, objective, run_name):
     """What rank 0 saved of that run of `context_trainer.py`."""
-    ranks = {"alone": 1, "stock twice": 4, "streamed twice": 4}.get(what, 2)
+    ranks = {"alone": 1, "stock twice": 4, "streamed twice": 4}.get(run_name, 2)
     outputs, codes = launch(
         "tests.distributed.context_trainer",
         str(folder),
         objective,
-        what,
+        run_name,
         str(ranks),
         ranks=ranks,
         seconds=HANG,
     )
     assert not any(codes), [output[-4000:] for output in outputs]
-    found = torch.load(folder / f"{objective}-{what}.pt")
-    assert what == "alone" or "fsdp2" in found["engines"]
-    return found
+    results = torch.load(folder / f"{objective}-{run_name}.pt")
+    assert run_name == "alone" or "fsdp2" in results["engines"]
+    return results
 
 
 def distance(a, b):
     """Between two updates, relative."""
-    before = {
+    initial = {
         name: parameter.detach()
         for name, parameter in build("qwen3", torch.float64).named_parameters()
     }
     return worst_error(
-        *({name: run["weights"][name] - value for name, value in before.items()} for run in (a, b))
+        *({name: run["weights"][name] - value for name, value in initial.items()} for run in (a, b))
     )
 
 
@@ -320,13 +320,13 @@ def test_trainers(objective, tmp_path):
     checkpoint."""
     pytest.importorskip("trl", reason="SFTTrainer is TRL's")
     names = ("alone", "stock", "streamed", "streamed from streamed", "streamed from stock")
-    found = {what: trained(tmp_path, objective, what) for what in names}
-    errors = {what: distance(found[what], found["alone"]) for what in names[1:]}
+    runs = {run_name: trained(tmp_path, objective, run_name) for run_name in names}
+    errors = {run_name: distance(runs[run_name], runs["alone"]) for run_name in names[1:]}
     print(objective, "updates after 3 steps, from one process:", errors)
     assert max(errors.values()) <= GRADIENT_BAR
-    for name, weight in found["streamed"]["weights"].items():
-        assert torch.equal(weight, found["streamed from streamed"]["weights"][name]), name
-    for mine, theirs in zip(found["streamed"]["logged"], found["stock"]["logged"], strict=True):
+    for name, weight in runs["streamed"]["weights"].items():
+        assert torch.equal(weight, runs["streamed from streamed"]["weights"][name]), name
+    for mine, theirs in zip(runs["streamed"]["logged"], runs["stock"]["logged"], strict=True):
         assert mine.keys() == theirs.keys()
         assert mine == pytest.approx(theirs, rel=1e-5)
 
@@ -334,5 +334,7 @@ def test_trainers(objective, tmp_path):
 @pytest.mark.full
 def test_context_parallelism_inside_data_parallelism(tmp_path):
     """Two groups of two ranks, parameters sharded over all four."""
-    stock, ours = (trained(tmp_path, "trainer", what) for what in ("stock twice", "streamed twice"))
+    stock, ours = (
+        trained(tmp_path, "trainer", run_name) for run_name in ("stock twice", "streamed twice")
+    )
     assert distance(ours, stock) <= GRADIENT_BAR

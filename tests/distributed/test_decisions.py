@@ -124,12 +124,12 @@ def test_without_its_cure(mutant):
 @pytest.mark.fast("zero-3")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_some_decisions(engine):
-    chosen = [
+    combinations = [
         ["short", "own loss, lazy"],
         ["begun again", "no label"],
         ["per token", "kept graphs"],
     ]
-    cases = [{"engine": engine, "decisions": names} for names in chosen]
+    cases = [{"engine": engine, "decisions": names} for names in combinations]
     check(cases)
 
 
@@ -195,16 +195,20 @@ def check_spoiled(engine, changes):
 def test_a_rank_with_padding_and_one_without(engine):
     """As rows="packed" and rows="auto" take a batch, with labels and lazy logits; and two ranks
     with unlike padding."""
-    chosen = [["padded", "full"], ["full", "padded, lazy"], ["padded, offloaded", "padded"]]
-    chosen += [["padded, packed", "full, packed"], ["no mask", "padded"]] if engine != "ddp" else []
-    check([{"engine": engine, "decisions": names} for names in chosen])
+    combinations = [["padded", "full"], ["full", "padded, lazy"], ["padded, offloaded", "padded"]]
+    combinations += (
+        [["padded, packed", "full, packed"], ["no mask", "padded"]] if engine != "ddp" else []
+    )
+    check([{"engine": engine, "decisions": names} for names in combinations])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_pair_with_padding(engine):
-    chosen = [pair for pair in itertools.combinations_with_replacement(PADDING, 2) if alike(pair)]
-    check([{"engine": engine, "decisions": list(pair)} for pair in chosen])
+    combinations = [
+        pair for pair in itertools.combinations_with_replacement(PADDING, 2) if alike(pair)
+    ]
+    check([{"engine": engine, "decisions": list(pair)} for pair in combinations])
 
 
 def alike(names):
@@ -247,17 +251,19 @@ def test_every_pair_where_sequences_are_split(split):
     """In float64, against one process; the workers record the collectives."""
     cases = list(in_splits())
     if split == "Ulysses":
-        found = run_split(json.dumps({"gradients": cases}), "2")["gradients"]
-        errors = [row[name] for row in found for name in row if name.startswith("single process")]
+        results = run_split(json.dumps({"gradients": cases}), "2")["gradients"]
+        errors = [row[name] for row in results for name in row if name.startswith("single process")]
     else:
         runs = json.dumps({"gradients": cases})
-        found = result_of(
+        results = result_of(
             *launch("tests.distributed.context_worker", runs, "2", seconds=60 * len(cases))
         )["gradients"]
-        errors = [row["error"] for row in found]
-        assert all(row["issued alike"] for row in found)
-    print(f"\n{split}, 2 ranks: {len(found)} cases, all collectives alike; worst {max(errors):.1e}")
-    assert len(found) == len(cases) == 15
+        errors = [row["error"] for row in results]
+        assert all(row["issued alike"] for row in results)
+    print(
+        f"\n{split}, 2 ranks: {len(results)} cases, all collectives alike; worst {max(errors):.1e}"
+    )
+    assert len(results) == len(cases) == 15
     assert max(errors) <= 1e-10
 
 
@@ -270,8 +276,8 @@ def main():
 @pytest.mark.skipif(ranks.SAY_WHERE is None, reason="this system has no signal for it")
 def test_a_rank_whose_time_is_over_says_where_it_is(tmp_path):
     output = tmp_path / "output"
-    given = ("tests.distributed.test_decisions", ("0", "0"), output)
-    process = ranks.server().Process(target=ranks.as_program, args=given, daemon=True)
+    arguments = ("tests.distributed.test_decisions", ("0", "0"), output)
+    process = ranks.server().Process(target=ranks.as_program, args=arguments, daemon=True)
     process.start()
     try:
         while process.is_alive() and not (output.exists() and "begun" in output.read_text()):

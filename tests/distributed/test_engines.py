@@ -95,14 +95,14 @@ ALONE = {
     "ddp": [
         *BETWEEN, *PARTS, {"lora": True, "options": {"find_unused_parameters": True}}, {"stream": STREAM},
         {"logits": True, "options": {"find_unused_parameters": True}, "eval": True},
-        *[{"one_chunk_on": 0, **more} for more in (BETWEEN[0], *PARTS)],
+        *[{"one_chunk_on": 0, **case} for case in (BETWEEN[0], *PARTS)],
         *[{"one_chunk_on": 0, "options": {option: True}} for option in ("static_graph", "find_unused_parameters")],
     ],
     "fsdp": [
         {"logits": True}, *BETWEEN, *PARTS, {"offload": True, "resume": "patched"}, {"offload": True, "stream": STREAM}],
     "deepspeed": [
-        *[{"stage": 1, **more} for more in (*BETWEEN, *PARTS)], *[{"stage": 2, **more} for more in (*BETWEEN, *PARTS)],
-        *[{"stage": 3, "zero": NOTHING_CACHED, **more} for more in (*BETWEEN, *PARTS)],
+        *[{"stage": 1, **case} for case in (*BETWEEN, *PARTS)], *[{"stage": 2, **case} for case in (*BETWEEN, *PARTS)],
+        *[{"stage": 3, "zero": NOTHING_CACHED, **case} for case in (*BETWEEN, *PARTS)],
         {"stage": 3, "zero": NOTHING_CACHED, "zero_init": True}, {"stage": 3},
         {"stage": 2, "logits": True}, {"stage": 3, "logits": True, "zero_init": True, "eval": True},
         {"stage": 3, "zero": NOTHING_CACHED, "logits": True, "lora": True},
@@ -155,33 +155,33 @@ def check(engine, cases):
         assert row["case"] == case
         bars = bars_of(row["unpatched"].get("rounding", {}))
         for when in case.get("patched", ["before", "after"]):
-            found = row[when]
+            results = row[when]
             print(
                 case,
                 "patched",
                 when,
-                {name: found[name] for name in found.keys() - {"counts", "paths"}},
+                {name: results[name] for name in results.keys() - {"counts", "paths"}},
             )
             for reference in ("unpatched", "single process"):
-                distances = found.get(reference, {})
+                distances = results.get(reference, {})
                 assert distances or case.get("zero_init")
                 assert all(value <= bars[name] for name, value in distances.items()), (
                     case,
                     when,
-                    found,
+                    results,
                     bars,
                 )
-            assert found["paths"] == sorted(
+            assert results["paths"] == sorted(
                 HYBRID_PATHS if case.get("model") in CACHED else {"streams"}
             )
             # The head's, for each of what is taken of lazy logits: a logit, its logsumexp (known by
             # then), an entropy.
-            more = 3 * bool(case.get("logits"))
+            logits_uses = 3 * bool(case.get("logits"))
             # embeddings and head each gather theirs
             uses = 2 if case.get("tied") or case.get("model") in TIED else 1
             assert (
-                found["counts"].get("gathers per parameter", 0)
-                <= uses * (2 + bool(case.get("eval"))) + more
+                results["counts"].get("gathers per parameter", 0)
+                <= uses * (2 + bool(case.get("eval"))) + logits_uses
             )
             if case.get("logits"):
                 expected = (
@@ -189,22 +189,22 @@ def check(engine, cases):
                     if case.get("engine", engine) == "fsdp"
                     else "no logits: computed blockwise for gather"
                 )
-                assert found["head"].startswith(expected)
+                assert results["head"].startswith(expected)
             if "one_chunk_on" in case:  # [Note: micro-batches as unpatched]
-                assert ("as the unpatched model" in found["saves"]) == (
+                assert ("as the unpatched model" in results["saves"]) == (
                     case.get("engine", engine) == "ddp"
                 )
             if case.get("lora") and "one_chunk_on" not in case:
-                assert found["operations"] > row["unpatched"]["operations"] == 0
-                (told, *of_experts) = found["adapters"]
-                assert told.endswith("Linears with adapters are computed as one operation")
+                assert results["operations"] > row["unpatched"]["operations"] == 0
+                (adapters, *of_experts) = results["adapters"]
+                assert adapters.endswith("Linears with adapters are computed as one operation")
                 assert len(of_experts) == (case["lora"] == "experts")
                 # ZeRO-3 replaces torch's function for Linears
                 how = "by peft's code" if case.get("stage") == 3 else "added to their adapters once"
                 assert all(how in note for note in of_experts)
             if "stream" in case:
-                assert set(found["not offloaded"].values()) == {0.0}
-                check_host(case, found["host"])
+                assert set(results["not offloaded"].values()) == {0.0}
+                check_host(case, results["host"])
 
 
 def check_host(case, host):
@@ -232,16 +232,18 @@ ON_ONE_RANK = {
 }  # fmt: skip
 
 
-def check_sharing(engine, **more):
+def check_sharing(engine, **settings_of_all):
     settings = (
         [{}, {"engine": "fsdp"}] if engine == "ddp" else [{"stage": 3, "zero": NOTHING_CACHED}]
     )
-    for row in run(engine, [{**ON_ONE_RANK, **setting, **more} for setting in settings]):
-        found = row["before"]
+    for row in run(engine, [{**ON_ONE_RANK, **setting, **settings_of_all} for setting in settings]):
+        results = row["before"]
         for reference in ("unpatched", "single process"):
-            assert all(value <= bars_of({})[name] for name, value in found[reference].items()), row
-        assert "were computed as" in found["shared"][0]
-        first, second = found["counts of ranks"]
+            assert all(value <= bars_of({})[name] for name, value in results[reference].items()), (
+                row
+            )
+        assert "were computed as" in results["shared"][0]
+        first, second = results["counts of ranks"]
         assert first == second
         assert sum(count for name, count in first.items() if name.startswith("calls")) > 0
 
@@ -284,8 +286,8 @@ def test_each_rank_saves_what_fits_it(engine):
     for row, case in zip(run(engine, cases), cases, strict=True):
         for when in case["patched"]:
             for reference in ("unpatched", "single process"):
-                found = row[when][reference]
-                assert all(value <= bars_of({})[name] for name, value in found.items()), row
+                errors = row[when][reference]
+                assert all(value <= bars_of({})[name] for name, value in errors.items()), row
             for free, mine in zip(case["free"], row[when]["ranks"], strict=True):
                 distances, counts, attended, without_saves, saves = mine
                 assert set(distances.values()) == {0.0}
@@ -362,7 +364,7 @@ def test_bf16_is_as_precise_as_the_unpatched_engine(engine, case):
 def test_a_rank_with_one_row_gathers_for_the_trials_of_the_other():
     """It shares nothing, but the model is tried at the first call of every rank."""
     (row,) = run("ddp", [{**ON_ONE_RANK, "engine": "fsdp", "alone": True}])
-    found = row["before"]
+    results = row["before"]
     for reference in ("unpatched", "single process"):
-        assert all(value <= bars_of({})[name] for name, value in found[reference].items()), row
-    assert "were computed as" in found["shared"][0]
+        assert all(value <= bars_of({})[name] for name, value in results[reference].items()), row
+    assert "were computed as" in results["shared"][0]

@@ -48,8 +48,8 @@ def test_patched_before(layers, original, group):
         model(**make_batch("plain"), use_cache=False).loss.backward()
 
 
-@pytest.mark.parametrize("given", ["the unit", "the model"])
-def test_patched_after(given, group):
+@pytest.mark.parametrize("target", ["the unit", "the model"])
+def test_patched_after(target, group):
     model = sharded(build("llama"), True, True)
     with pytest.raises(UnsupportedModelError, match="wrapped by FSDP1"):
-        streambp.patch(model if given == "the unit" else model.module, CONFIG)
+        streambp.patch(model if target == "the unit" else model.module, CONFIG)

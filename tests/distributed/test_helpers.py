@@ -79,18 +79,18 @@ def adapter(case, rank, helped):
         if name in STAGES
         else {}
     )
-    found = Around({**case, **zero}, rank)
+    engine = Around({**case, **zero}, rank)
     if helped and case["order"] == "after":
-        given = found.wrapped if case.get("given") != "inner" else found.module
+        target = engine.wrapped if case.get("given") != "inner" else engine.module
         unverified = case["helper"] == "verify"
         if unverified:
-            streambp.unpatch(found.module)
+            streambp.unpatch(engine.module)
         try:
-            found.handle = apply(case, given)
+            engine.handle = apply(case, target)
         finally:
             if unverified:
-                streambp.patch(found.module, config_for({}, rank))
-    return found
+                streambp.patch(engine.module, config_for({}, rank))
+    return engine
 
 
 def step(engine, batch, steps_itself):
@@ -101,10 +101,10 @@ def step(engine, batch, steps_itself):
 
 def trained(engine, case, rank, handle=None):
     """Weights after some steps, and the engines that they went through."""
-    with engines_seen() as seen:
+    with engines_seen() as engines:
         for batch in list(batches(rank, {"steps": STEPS})):
             step(engine, batch, handle is not None)
-    return engine.weights(), sorted(seen)
+    return engine.weights(), sorted(engines)
 
 
 def run(case, rank):
@@ -116,22 +116,22 @@ def run(case, rank):
     row, engine = {}, None
     try:
         engine = adapter(case, rank, helped=True)
-        before = engine.weights()
-        found, row["engines"] = trained(
+        initial = engine.weights()
+        weights, row["engines"] = trained(
             engine, case, rank, getattr(engine.handle, "optimizers", None) and engine.handle
         )
     except StreamBPError as error:
         row["refused"] = str(error)
         row["in"] = "the first step" if engine is not None else "the call"
         if engine is not None:
-            assert distance(engine.weights(), before) == 0.0
+            assert distance(engine.weights(), initial) == 0.0
             engine.handle.remove()
     if "refused" in row:
         if engine is None:
             engine = adapter(case, rank, helped=False)
             streambp.patch(engine.wrapped, config_for({}, rank))
-        found, row["engines"] = trained(engine, case, rank)
-    row["error"] = distance(found, expected)
+        weights, row["engines"] = trained(engine, case, rank)
+    row["error"] = distance(weights, expected)
     return row
 
 
@@ -142,7 +142,7 @@ def run_pipeline(case, rank):
     batch = make_batch("plain", 21, 0, 4)
     inputs = {"x": batch["input_ids"] if rank == 0 else torch.randn(4, 21, 32, dtype=torch.float64)}
     inputs |= {"labels": batch["labels"], "num_items_in_batch": torch.tensor(9)} if rank else {}
-    found = {}
+    gradients = {}
     for helped in (False, True):
         stage = train.Stage(build("qwen3", torch.float64, num_hidden_layers=4), rank, 2)
         schedule = train.pipeline(stage, torch.device("cpu"), 4, "1f1b")
@@ -166,8 +166,8 @@ def run_pipeline(case, rank):
             if handle is not None:
                 handle.remove()
         train.step(schedule, stage, batch)
-        found[helped] = {name: p.grad for name, p in stage.named_parameters()}
-    return {**row, "error": distance(found[True], found[False])}
+        gradients[helped] = {name: p.grad for name, p in stage.named_parameters()}
+    return {**row, "error": distance(gradients[True], gradients[False])}
 
 
 def main():
@@ -188,12 +188,12 @@ def main():
         deepspeed.init_distributed("gloo", rank=rank, world_size=int(ranks))
     else:
         dist.init_process_group("gloo", rank=rank, world_size=int(ranks))
-    found = []
+    rows = []
     for case in cases:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        found.append(run(case, rank))
+        rows.append(run(case, rank))
     faulthandler.cancel_dump_traceback_later()
-    print("RESULT " + json.dumps(found), flush=True)
+    print("RESULT " + json.dumps(rows), flush=True)
     dist.destroy_process_group()
 
 
@@ -206,70 +206,70 @@ NAMES = {
 ORDERS = ("before the group", "before", "after")
 
 
-def case(helper, engine, order, **more):
-    return {"helper": helper, "engine": engine, "order": order, **more}
+def case(helper, engine, order, **settings):
+    return {"helper": helper, "engine": engine, "order": order, **settings}
 
 
 def cases(helper, engines):
     """In both orders, of what the engine made and of the model inside."""
     orders = ORDERS if helper == "optimizer_in_backward" else ORDERS[1:]
-    found = [case(helper, engine, order) for engine in engines for order in orders]
-    return found + [
+    plain_cases = [case(helper, engine, order) for engine in engines for order in orders]
+    return plain_cases + [
         case(helper, engine, "after", given="inner")
         for engine in engines
         if engine not in ("fsdp", "pipeline")
     ]
 
 
-def expected(one, ranks):
+def expected(setting, ranks):
     """Where a case is refused; None: its steps are those of the unpatched engine."""
-    helper, engine, order = one["helper"], one["engine"], one["order"]
+    helper, engine, order = setting["helper"], setting["engine"], setting["order"]
     if helper != "optimizer_in_backward":
         if (
             order == "before"
             or engine == "pipeline"
-            or (engine == "ddp" and one.get("given") == "inner")
+            or (engine == "ddp" and setting.get("given") == "inner")
         ):
             return None
         return "the call"
     if engine == "fsdp":
-        late = order != "after" and (ranks == 1 or order == "before the group")
-        return None if order == "after" else "the first step" if late else "the call"
+        at_first_step = order != "after" and (ranks == 1 or order == "before the group")
+        return None if order == "after" else "the first step" if at_first_step else "the call"
     if engine == "ddp" and ranks == 1:
         return None
-    late = order == "before the group" or (order == "before" and ranks == 1)
-    return "the first step" if late else "the call"
+    at_first_step = order == "before the group" or (order == "before" and ranks == 1)
+    return "the first step" if at_first_step else "the call"
 
 
-def check(library, given, ranks=2):
+def check(library, settings, ranks=2):
     if library == "deepspeed":
         need_deepspeed()
-    there = launch(
+    processes = launch(
         "tests.distributed.test_helpers",
         str(ranks),
         library,
-        json.dumps(given),
+        json.dumps(settings),
         ranks=ranks,
-        seconds=SECONDS * len(given),
+        seconds=SECONDS * len(settings),
     )
-    for row, one in zip(result_of(*there), given, strict=True):
-        engine = one["engine"]
-        seen = {"fsdp": "fsdp2"}.get(engine, engine)
-        assert row["engines"] == [seen if ranks > 1 else "none"], (one, row)
-        assert row["error"] <= BAR, (one, row)
-        where = expected(one, ranks)
-        assert ("refused" in row) == (where is not None), (one, row)
+    for row, setting in zip(result_of(*processes), settings, strict=True):
+        engine = setting["engine"]
+        engine_name = {"fsdp": "fsdp2"}.get(engine, engine)
+        assert row["engines"] == [engine_name if ranks > 1 else "none"], (setting, row)
+        assert row["error"] <= BAR, (setting, row)
+        where = expected(setting, ranks)
+        assert ("refused" in row) == (where is not None), (setting, row)
         if where is not None:
             name = (
                 "FSDP2"
-                if engine == "fsdp" and one["helper"] != "optimizer_in_backward"
+                if engine == "fsdp" and setting["helper"] != "optimizer_in_backward"
                 else NAMES[engine]
             )
             # there are ranks, and no engine yet
-            if where == "the call" and one["order"] == "before":
+            if where == "the call" and setting["order"] == "before":
                 name = f"a process group of {ranks} ranks"
-            assert name in row["refused"], (one, row)
-            assert row["in"] == where, (one, row)
+            assert name in row["refused"], (setting, row)
+            assert row["in"] == where, (setting, row)
 
 
 def test_an_optimizer_in_backward():
@@ -318,7 +318,7 @@ def weights(model):
 def test_several_ranks_with_whole_weights(when, monkeypatch):
     """Mutants below."""
     model, handle = tiny(), None
-    before = weights(model)
+    initial = weights(model)
     if when == "before the call":
         in_group(monkeypatch, 2)
         with pytest.raises(
@@ -332,7 +332,7 @@ def test_several_ranks_with_whole_weights(when, monkeypatch):
         with pytest.raises(ConfigError, match="DDP"):
             called(torch.randn(5, 3)).sum().backward()
         handle.remove()
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(p, initial[name]) for name, p in model.named_parameters())
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert not model._forward_pre_hooks
     model.zero_grad()
@@ -367,28 +367,28 @@ def test_weights_that_others_took_the_place_of():
 def test_a_copy_has_no_hooks_and_no_guard():
     model = tiny()
     optimizer_in_backward(model, sgd)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        other[1].weight = torch.nn.Parameter(torch.randn(2, 4))
-        before = weights(other)
-        other(torch.randn(5, 3)).sum().backward()
-        assert all(torch.equal(p, before[name]) for name, p in other.named_parameters())
+    for model_copy in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        model_copy[1].weight = torch.nn.Parameter(torch.randn(2, 4))
+        initial = weights(model_copy)
+        model_copy(torch.randn(5, 3)).sum().backward()
+        assert all(torch.equal(p, initial[name]) for name, p in model_copy.named_parameters())
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 3])
 def test_an_optimizer_that_cannot_be_made_leaves_no_hook(fails_at):
     """All are made before a hook is set."""
-    model, made = tiny(), []
+    model, optimizers = tiny(), []
 
     def make(parameters):
-        made.append(parameters)
-        if len(made) > fails_at:
+        optimizers.append(parameters)
+        if len(optimizers) > fails_at:
             raise ValueError("no")
         return sgd(parameters)
 
-    before = [dict(vars(p)) for p in model.parameters()]
+    attributes = [dict(vars(p)) for p in model.parameters()]
     with pytest.raises(ValueError, match="no"):
         optimizer_in_backward(model, make)
-    assert [dict(vars(p)) for p in model.parameters()] == before
+    assert [dict(vars(p)) for p in model.parameters()] == attributes
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     model(torch.randn(5, 3)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -399,7 +399,7 @@ def test_mutant_hooks_as_optimizers_are_made(monkeypatch):
     def register(self, model, make, on_host):
         for parameter in model.parameters():
             optimizer = make([parameter])
-            parameter.register_post_accumulate_grad_hook(lambda p, one=optimizer: one.step())
+            parameter.register_post_accumulate_grad_hook(lambda p, bound=optimizer: bound.step())
 
     monkeypatch.setattr(in_backward.InBackward, "__init__", register)
     with pytest.raises(AssertionError):

@@ -26,8 +26,8 @@ def meminfo(tmp_path):
     return path
 
 
-def limit(wanted, meminfo, **more):
-    return host_limit(wanted, meminfo, meminfo.parent / "no cgroup", **more) // 1024
+def limit(requested, meminfo, **settings):
+    return host_limit(requested, meminfo, meminfo.parent / "no cgroup", **settings) // 1024
 
 
 def test_ranks_of_a_machine_share_its_memory(meminfo, monkeypatch):

@@ -75,10 +75,10 @@ def refusal(model, rank, config):
         step(model, rank)
         return "", False
     except streambp.StreamBPError as error:
-        said = str(error)
+        message = str(error)
     streambp.unpatch(model)
     step(model, 0)
-    return said, all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    return message, all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 def run(name, rank, mutant):
@@ -120,26 +120,26 @@ def main():
     dist.destroy_process_group()
 
 
-def found(cases, mutant=False):
-    there = launch(
+def refusals_of(cases, mutant=False):
+    processes = launch(
         "tests.distributed.test_layers_with_collectives",
         json.dumps(cases),
         json.dumps(mutant),
         seconds=HANG,
     )
-    return result_of(*there)
+    return result_of(*processes)
 
 
 def test_layers_that_speak_to_other_ranks_are_refused():
-    plain, *others = found(["plain", *LAYERS, "DTensor, trained", "DTensor, frozen"])
+    plain, *refusals = refusals_of(["plain", *LAYERS, "DTensor, trained", "DTensor, frozen"])
     assert plain == [["streams"], True]
-    for (said, trains), name in zip(others, (*LAYERS, *["DTensor"] * 2), strict=True):
+    for (message, trains), name in zip(refusals, (*LAYERS, *["DTensor"] * 2), strict=True):
         expected = (
             "is a DTensor while the layer computes"
             if name == "DTensor"
             else "makes collectives inside its forward"
         )
-        assert expected in said, (name, said)
+        assert expected in message, (name, message)
         assert trains, name
 
 
@@ -147,7 +147,7 @@ def test_layers_that_speak_to_other_ranks_are_refused():
 def test_mutant_nobody_looks():
     """Chunks of one rank wait for those of the other, or add up what does not belong together."""
     with pytest.raises(AssertionError):
-        found(["all_reduce"], mutant=True)
+        refusals_of(["all_reduce"], mutant=True)
 
 
 if __name__ == "__main__":

@@ -59,10 +59,10 @@ def run(case, rank):
         make_batch(case.get("mode", "left-padded"), LENGTH, seed, ROWS) for seed in range(STEPS)
     ]
     sizes = {"num_hidden_layers": 4, **case.get("model", {})}
-    whole = build(family, torch.float64, **sizes)
+    full_model = build(family, torch.float64, **sizes)
     for batch in batches:
-        whole(**batch, use_cache=False).loss.backward()
-    expected = {name: p.grad for name, p in whole.named_parameters()}
+        full_model(**batch, use_cache=False).loss.backward()
+    expected = {name: p.grad for name, p in full_model.named_parameters()}
     model = build(family, torch.float64, **sizes)
     names = {id(p): name for name, p in model.named_parameters()}
     stage = train.Stage(model, rank, 2)
@@ -75,11 +75,11 @@ def run(case, rank):
         for batch in batches:
             train.step(schedule, stage, batch)
         stage.sum_tied()
-    found = {names[id(p)]: p.grad for p in stage.parameters()}
+    gradients = {names[id(p)]: p.grad for p in stage.parameters()}
     paths = sorted({layer.path for layer in streambp.describe(stage).layers})
     return (
-        worst_error(found, {name: expected[name] for name in found}),
-        sorted(found),
+        worst_error(gradients, {name: expected[name] for name in gradients}),
+        sorted(gradients),
         paths,
         sorted(expected),
     )
@@ -106,18 +106,18 @@ def test_zero_bubble_schedules_are_refused_by_name(patched):
     x = model.get_input_embeddings()(ids).detach().requires_grad_()
     output = model.model(inputs_embeds=x, use_cache=False).last_hidden_state
 
-    def both():
+    def run_schedule():
         _, groups = _backward.stage_backward_input(
             [output], [torch.ones_like(output)], [x], model.parameters()
         )
         _backward.stage_backward_weight(model.parameters(), groups)
 
-    refused = pytest.raises(
+    refusal = pytest.raises(
         BackwardError,
         match=r"Zero-bubble pipelines .*; 1F1B, interleaved 1F1B and GPipe run it once",
     )
-    with refused if patched else contextlib.nullcontext():
-        both()
+    with refusal if patched else contextlib.nullcontext():
+        run_schedule()
 
 
 @pytest.mark.full

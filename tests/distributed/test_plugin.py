@@ -25,8 +25,10 @@ SETTINGS = {
 
 @pytest.mark.parametrize("form", ["dictionary", "file", "base64"])
 def test_initialize_patches_and_hands_on_the_rest(form, tmp_path, monkeypatch):
-    seen = {}
-    stand_in = types.SimpleNamespace(initialize=lambda **kwargs: seen.update(kwargs) or "engine")
+    arguments = {}
+    stand_in = types.SimpleNamespace(
+        initialize=lambda **kwargs: arguments.update(kwargs) or "engine"
+    )
     monkeypatch.setitem(sys.modules, "deepspeed", stand_in)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SETTINGS))
@@ -34,7 +36,7 @@ def test_initialize_patches_and_hands_on_the_rest(form, tmp_path, monkeypatch):
     config = {"dictionary": SETTINGS, "file": str(path), "base64": encoded}[form]
     model = build("qwen3")
     assert plugin.initialize(model=model, config=config, optimizer="optimizer") == "engine"
-    assert seen == {
+    assert arguments == {
         "model": model,
         "config": {"zero_optimization": {"stage": 2}},
         "optimizer": "optimizer",

@@ -44,7 +44,7 @@ def on_all_ranks(shards, method, tensors, *args):
             patch.setattr(
                 dist,
                 "all_to_all_single",
-                lambda out, parts, group=None, given=received: out.copy_(given),
+                lambda out, parts, group=None, chunks=received: out.copy_(chunks),
             )
             results.append(getattr(shards, method)(tensor, *args))
     return results
@@ -54,15 +54,15 @@ def check_exchange(ranks, heads):
     """Rank r gets heads [r H / P, (r + 1) H / P) of all tokens, and its own tokens back."""
     seed_torch(0)
     length = 3
-    whole = torch.randn(2, heads, ranks * length, 5)
+    full = torch.randn(2, heads, ranks * length, 5)
     shards = Shards(None, ranks, length, Spans.causal(2, ranks * length))
-    at_heads = on_all_ranks(shards, "queries", list(whole.split(length, 2)))
+    at_heads = on_all_ranks(shards, "queries", list(full.split(length, 2)))
     repeats = max(1, ranks // heads)
-    expected = whole.repeat_interleave(repeats, 1).chunk(ranks, 1)
-    assert all(torch.equal(found, part) for found, part in zip(at_heads, expected, strict=True))
-    back = on_all_ranks(shards, "tokens", at_heads, heads)
-    for found, part in zip(back, whole.split(length, 2), strict=True):
-        torch.testing.assert_close(found, repeats * part)  # the sum over a head's copies
+    expected = full.repeat_interleave(repeats, 1).chunk(ranks, 1)
+    assert all(torch.equal(shard, part) for shard, part in zip(at_heads, expected, strict=True))
+    returned_shards = on_all_ranks(shards, "tokens", at_heads, heads)
+    for shard, part in zip(returned_shards, full.split(length, 2), strict=True):
+        torch.testing.assert_close(shard, repeats * part)  # the sum over a head's copies
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(1, 4), (2, 4), (4, 4), (2, 1), (4, 2), (3, 6)])
@@ -75,8 +75,8 @@ def test_copies_of_a_head_are_summed_in_float32():
     parts = [
         torch.full((1, 1, 4, 1), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)
     ]
-    back = on_all_ranks(shards, "tokens", parts, 1)
-    assert all(found.item() == 260.0 for found in back)  # 256 if every sum were rounded
+    shard_sums = on_all_ranks(shards, "tokens", parts, 1)
+    assert all(total.item() == 260.0 for total in shard_sums)  # 256 if every sum were rounded
 
 
 def test_heads_that_cannot_be_split():
@@ -93,15 +93,15 @@ def gather(patch, rank, batch, agreed=(0, 0)):
         torch.tensor([2, 4, 2 * len(batch["position_ids"]) + len(batch) - 1, agreed[r], 0])
         for r in range(2)
     ]
-    queue = [headers, [half["position_ids"] for half in halves]]
+    queue = [headers, [half_batch["position_ids"] for half_batch in halves]]
     if "attention_mask" in batch:
-        queue.append([half["attention_mask"].to(torch.uint8) for half in halves])
+        queue.append([half_batch["attention_mask"].to(torch.uint8) for half_batch in halves])
 
     def all_gather(parts, tensor, group=None):
         everyones = queue.pop(0)
         assert torch.equal(tensor, everyones[rank])
-        for part, other in zip(parts, everyones, strict=True):
-            part.copy_(other)
+        for part, tensor_of_rank in zip(parts, everyones, strict=True):
+            part.copy_(tensor_of_rank)
 
     patch.setattr(dist, "get_world_size", lambda group=None: 2)
     patch.setattr(dist, "get_rank", lambda group=None: rank)

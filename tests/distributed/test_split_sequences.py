@@ -57,7 +57,7 @@ FULL = [
 def check(runs):
     ranks = max(case.get("ranks", 2) for case in runs.get("engines", [{}]))
     results = run_split(json.dumps(runs), str(ranks), ranks=ranks)
-    assert {what: [row["case"] for row in rows] for what, rows in results.items()} == runs
+    assert {kind: [row["case"] for row in rows] for kind, rows in results.items()} == runs
     for row in results.get("gradients", []):
         drops = row["case"].get("stock") == "drops"  # a mask that unpatched Ulysses ignores
         assert not drops or row["stock"] > 0.1
@@ -136,22 +136,23 @@ def test_trainer(tmp_path):
     """accelerate's data loader adapter and Trainer's loss, a rank without a label, evaluation that
     is not split; training that goes on from a checkpoint of its own, and of the unpatched model."""
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-    found = {}
-    for what in ("stock", "streamed", "streamed from streamed", "streamed from stock"):
-        result = torchrun("-m", "tests.distributed.split_trainer", str(tmp_path), what)
+    runs = {}
+    for run_name in ("stock", "streamed", "streamed from streamed", "streamed from stock"):
+        result = torchrun("-m", "tests.distributed.split_trainer", str(tmp_path), run_name)
         assert result.returncode == 0, result.stderr[-4000:]
-        found[what] = torch.load(tmp_path / f"{what}.pt")
-        assert (found[what]["engines"], found[what]["steps"]) == (["zero-3"], 4)
+        runs[run_name] = torch.load(tmp_path / f"{run_name}.pt")
+        assert (runs[run_name]["engines"], runs[run_name]["steps"]) == (["zero-3"], 4)
     errors = {
-        what: worst_error(found[what]["weights"], found["stock"]["weights"]) for what in found
+        run_name: worst_error(runs[run_name]["weights"], runs["stock"]["weights"])
+        for run_name in runs
     }
     print(
         "weights after 4 steps:",
         errors,
         "losses:",
-        {what: run["logged"] for what, run in found.items()},
+        {run_name: run["logged"] for run_name, run in runs.items()},
     )
     assert max(errors.values()) <= TRAINING_BAR
-    for name, weight in found["streamed"]["weights"].items():
-        assert torch.equal(weight, found["streamed from streamed"]["weights"][name]), name
-    assert found["streamed"]["logged"] == pytest.approx(found["stock"]["logged"], rel=1e-5)
+    for name, weight in runs["streamed"]["weights"].items():
+        assert torch.equal(weight, runs["streamed from streamed"]["weights"][name]), name
+    assert runs["streamed"]["logged"] == pytest.approx(runs["stock"]["logged"], rel=1e-5)

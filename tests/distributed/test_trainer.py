@@ -67,15 +67,15 @@ def test_a_config_with_a_section_trains_as_one_without(loop, stage, tmp_path):
     assert stock["chunks"] == []
     assert LENGTH not in ours["chunks"]
     assert ours["chunks"].count(LENGTH % 5) >= 6  # a last chunk of every layer and step
-    before = {name: p.detach().double() for name, p in build("qwen3").named_parameters()}
+    initial = {name: p.detach().double() for name, p in build("qwen3").named_parameters()}
     weights = {
         name: {n: w.double() for n, w in run["weights"].items()}
         for name, run in (("ours", ours), ("stock", stock))
     }
-    moved = distance(weights["stock"], before)
-    assert moved > 1e-3
+    weight_change = distance(weights["stock"], initial)
+    assert weight_change > 1e-3
     print(
-        f"{loop}, stage {stage}: weights moved by {moved:.1e}, apart "
+        f"{loop}, stage {stage}: weights moved by {weight_change:.1e}, apart "
         f"{distance(weights['ours'], weights['stock']):.1e}"
     )
     assert distance(weights["ours"], weights["stock"]) <= 1e-6
@@ -103,17 +103,17 @@ def test_under_torchs_engines(engine, tmp_path):
     )
     assert all(run["engines"] == [engine] for run in (stock, streamed, resumed))
     assert streamed["paths"] == resumed["paths"] == ["streams"]
-    before = {name: p.detach() for name, p in build("qwen3", torch.float64).named_parameters()}
-    moved, lost, *apart = (
+    initial = {name: p.detach() for name, p in build("qwen3", torch.float64).named_parameters()}
+    weight_change, lost, *errors = (
         distance(a["weights"], b) for a, b in
-        ((stock, before), (mutant, stock["weights"]), (streamed, stock["weights"]), (resumed, streamed["weights"]))
+        ((stock, initial), (mutant, stock["weights"]), (streamed, stock["weights"]), (resumed, streamed["weights"]))
     )  # fmt: skip
     print(
-        f"{engine}: weights moved by {moved:.1e}, apart {apart[0]:.1e}, resumed {apart[1]:.1e}, a "
-        f"mutant {lost:.1e}"
+        f"{engine}: weights moved by {weight_change:.1e}, apart {errors[0]:.1e}, resumed {errors[1]:.1e}, "
+        f"a mutant {lost:.1e}"
     )
-    assert moved > 1e-3
+    assert weight_change > 1e-3
     assert lost > 1e-9
-    assert max(apart) <= 1e-12
+    assert max(errors) <= 1e-12
     for mine, theirs in zip(streamed["logged"], stock["logged"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6)

@@ -75,30 +75,30 @@ def run(trainers, objectives, engine, folder):
         timeout=HANG,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    found = {
-        name: [torch.load(folder / f"{name}-{which}.pt") for which in trainers]
+    results = {
+        name: [torch.load(folder / f"{name}-{trainer}.pt") for trainer in trainers]
         for name in objectives
     }
     names = {"zero2": "zero-2", "zero3": "zero-3", "ulysses": "zero-3"}
-    for which in (one for runs in found.values() for one in runs):
-        assert which["engines"] == [names.get(engine, engine)]
-        assert which.get("paths") in (None, ["streams"])
-    return found
+    for trainer in (run_result for runs in results.values() for run_result in runs):
+        assert trainer["engines"] == [names.get(engine, engine)]
+        assert trainer.get("paths") in (None, ["streams"])
+    return results
 
 
-def compare(expected, found):
-    assert found["log"] == pytest.approx(expected["log"], rel=1e-4, abs=1e-5)
-    assert len(found["log"]) == 3
-    assert expected["after"].keys() == found["after"].keys()
-    names = expected["before"].keys() & found["after"].keys()
+def compare(expected, result):
+    assert result["log"] == pytest.approx(expected["log"], rel=1e-4, abs=1e-5)
+    assert len(result["log"]) == 3
+    assert expected["after"].keys() == result["after"].keys()
+    names = expected["before"].keys() & result["after"].keys()
     assert len(names) >= 24
-    moved, apart = (
+    weight_change, error = (
         torch.stack([(a[name].double() - b[name].double()).norm() for name in names]).norm()
-        for a, b in ((expected["after"], expected["before"]), (expected["after"], found["after"]))
+        for a, b in ((expected["after"], expected["before"]), (expected["after"], result["after"]))
     )
-    assert moved > 0
-    print(f"apart {apart / moved:.1e} of the distance moved")
-    assert apart <= BAR * moved
+    assert weight_change > 0
+    print(f"apart {error / weight_change:.1e} of the distance moved")
+    assert error <= BAR * weight_change
 
 
 @pytest.mark.full
@@ -115,12 +115,12 @@ def test_as_trls_own(objective, engine, tmp_path):
 
 @pytest.mark.full
 def test_under_fsdp2(tmp_path):
-    found = run(["theirs", "ours"], ["SFT", "DPO", "GRPO"], "fsdp2", tmp_path)
-    for theirs, ours in found.values():
+    runs = run(["theirs", "ours"], ["SFT", "DPO", "GRPO"], "fsdp2", tmp_path)
+    for theirs, ours in runs.values():
         compare(theirs, ours)
     ((mutant,),) = run(["mutant"], ["SFT"], "fsdp2", tmp_path).values()
     with pytest.raises(AssertionError):
-        compare(found["SFT"][0], mutant)
+        compare(runs["SFT"][0], mutant)
 
 
 @pytest.mark.full
@@ -138,7 +138,10 @@ def test_sft_under_ulysses(tmp_path):
 @pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
 def test_ppo_as_under_ddp(engine, tmp_path):
     compare(
-        *(run(["ours"], ["PPO"], which, tmp_path / which)["PPO"][0] for which in ("ddp", engine))
+        *(
+            run(["ours"], ["PPO"], engine_name, tmp_path / engine_name)["PPO"][0]
+            for engine_name in ("ddp", engine)
+        )
     )
 
 
@@ -149,9 +152,9 @@ def test_objectives_that_cannot_split_sequences_say_so(split, tmp_path, monkeypa
     """By the config; by TRL itself; and by what accelerate was told elsewhere, which configs do not
     see."""
     parallelism = ParallelismConfig(**split)
-    shown = f"{next(iter(split))}=2, which splits each sequence"
+    message = f"{next(iter(split))}=2, which splits each sequence"
     config = StreamDPOConfig(str(tmp_path), parallelism_config=parallelism, bf16=False)
-    with pytest.raises(streambp.StreamBPError, match=shown):
+    with pytest.raises(streambp.StreamBPError, match=message):
         StreamDPOTrainer(model=build("qwen3"), args=config, train_dataset=test_trl.pairs())
     for kind in (StreamGRPOConfig, StreamPPOConfig):
         with pytest.raises(ValueError, match="does not support sequence-dim parallelism"):
@@ -167,6 +170,6 @@ def test_objectives_that_cannot_split_sequences_say_so(split, tmp_path, monkeypa
         with (
             contextlib.nullcontext()
             if trainer is StreamSFTTrainer
-            else pytest.raises(streambp.StreamBPError, match=shown)
+            else pytest.raises(streambp.StreamBPError, match=message)
         ):
             StreamedTrainer.__init__(trainer.__new__(trainer))

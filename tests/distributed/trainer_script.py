@@ -73,8 +73,8 @@ def with_accelerate(model, config, output):
 def main():
     loop, config, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     chunks, real = [], prefix.PrefixChunkAttention.attend
-    prefix.PrefixChunkAttention.attend = lambda self, given: (
-        chunks.append(given.q.shape[2]) or real(self, given)
+    prefix.PrefixChunkAttention.attend = lambda self, call: (
+        chunks.append(call.q.shape[2]) or real(self, call)
     )
     model = build("qwen3")
     with engines_seen() as engines:
@@ -86,8 +86,8 @@ def main():
         with GatheredParameters([parameter]):
             weights[name] = parameter.detach().cpu().clone()
     if torch.distributed.get_rank() == 0:
-        seen = {"engines": sorted(engines), "distributed_type": kind.value}
-        torch.save({"weights": weights, "chunks": chunks, "loss": loss, **seen}, output)
+        engine_report = {"engines": sorted(engines), "distributed_type": kind.value}
+        torch.save({"weights": weights, "chunks": chunks, "loss": loss, **engine_report}, output)
     torch.distributed.barrier()
 
 

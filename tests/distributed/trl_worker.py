@@ -68,11 +68,13 @@ def engine_settings(engine):
     return settings
 
 
-def weights_of(made, engine):
+def weights_of(trl_trainer, engine):
     if engine in ("zero3", "ulysses"):
-        return made.accelerator.get_state_dict(made.model_wrapped)
-    named = made.model.named_parameters()
-    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in named}
+        return trl_trainer.accelerator.get_state_dict(trl_trainer.model_wrapped)
+    parameters = trl_trainer.model.named_parameters()
+    return {
+        name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in parameters
+    }
 
 
 def train(trainer, objective, engine, folder):
@@ -87,37 +89,37 @@ def train(trainer, objective, engine, folder):
     if trainer != "theirs":
         settings["stream_chunk_size"] = "5"
     extra = {"reward_funcs": test_trl.reward} if objective in ("GRPO", "PPO") else {}
-    before = {name: p.detach().clone() for name, p in build("qwen3").named_parameters()}
+    initial = {name: p.detach().clone() for name, p in build("qwen3").named_parameters()}
     model = str(Path(folder) / "model")  # the reference is loaded from where the policy came from
     settings["model_init_kwargs"] = {"dtype": "float32"}
     with contextlib.ExitStack() as stack:
         if trainer == "mutant":
             mutate(stack.enter_context(pytest.MonkeyPatch.context()))
         engines = stack.enter_context(engines_seen())
-        log, _, made = test_trl.train(
+        log, _, trl_trainer = test_trl.train(
             getattr(where, f"{prefix}{objective}Trainer"), getattr(where, f"{prefix}{objective}Config"),
             DATA[objective](), Path(folder) / trainer, model=model, trainer=extra, **settings,
         )  # fmt: skip
-    after = weights_of(made, engine)
+    trained_weights = weights_of(trl_trainer, engine)
     if dist.get_rank() == 0:
         weights = {
             name.removeprefix("module."): value.float()
-            for name, value in after.items()
-            if name in before
+            for name, value in trained_weights.items()
+            if name in initial
         }
-        found = {
+        result = {
             "log": [entry["loss"] for entry in log],
-            "before": before,
+            "before": initial,
             "after": weights,
             "engines": sorted(engines),
         }
         if trainer != "theirs":
-            described = streambp.describe(made.model)
-            found |= {
+            described = streambp.describe(trl_trainer.model)
+            result |= {
                 "paths": sorted({layer.path for layer in described.layers}),
                 "described": str(described),
             }
-        torch.save(found, f"{folder}/{objective}-{trainer}.pt")
+        torch.save(result, f"{folder}/{objective}-{trainer}.pt")
     dist.barrier()
 
 

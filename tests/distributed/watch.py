@@ -44,8 +44,8 @@ def _shards(module):
     ]
     return [
         p.sharded_param
-        for found in groups
-        for group in found
+        for unit_groups in groups
+        for group in unit_groups
         for p in getattr(group, FSDP_PARAMETERS, ())
     ]
 
@@ -69,10 +69,10 @@ def engine_of(module):
     ranks = dist.get_world_size(module.data_parallel_group)
     over_ranks = isinstance(module.optimizer, ZeROOptimizer) and ranks > 1
     # Rounded up: a value head's bias is one number, on every rank.
-    cut = [
+    is_sharded = [
         hasattr(p, "ds_id") and p.ds_tensor.numel() == -(-p.ds_numel // ranks) for p in parameters
     ]
-    if not over_ranks or any(cut) != (stage == 3) or all(cut) != (stage == 3):
+    if not over_ranks or any(is_sharded) != (stage == 3) or all(is_sharded) != (stage == 3):
         return None
     return f"zero-{stage}"
 
@@ -81,18 +81,18 @@ def engine_of(module):
 def engines_seen():
     """A set that fills with the engine of every forward that trains; "none" for a model that is
     called without one. Without hooks: a model that has others' does not share prefixes."""
-    seen, within, real = set(), [], nn.Module.__call__
+    engines, within, real = set(), [], nn.Module.__call__
 
     def call(module, *args, **kwargs):
-        found = None if within or not torch.is_grad_enabled() else engine_of(module)
+        engine = None if within or not torch.is_grad_enabled() else engine_of(module)
         outermost = (
             not within
             and torch.is_grad_enabled()
-            and bool(found or isinstance(module, PreTrainedModel))
+            and bool(engine or isinstance(module, PreTrainedModel))
         )
         if not outermost:
             return real(module, *args, **kwargs)
-        seen.add(found or "none")
+        engines.add(engine or "none")
         within.append(module)
         try:
             return real(module, *args, **kwargs)
@@ -101,7 +101,7 @@ def engines_seen():
 
     nn.Module.__call__ = call
     try:
-        yield seen
+        yield engines
     finally:
         nn.Module.__call__ = real
 
@@ -110,24 +110,24 @@ def engines_seen():
 def operations_seen():
     """A list that fills with the input shapes of adapted Linears that are computed as one
     operation."""
-    seen, real = [], adapted._forward
+    shapes, real = [], adapted._forward
 
-    def forward(ctx, work, x, *rest):
-        seen.append(tuple(x.shape))
-        return real(ctx, work, x, *rest)
+    def forward(ctx, work, x, *arguments):
+        shapes.append(tuple(x.shape))
+        return real(ctx, work, x, *arguments)
 
     adapted._forward = forward
     try:
-        yield seen
+        yield shapes
     finally:
         adapted._forward = real
 
 
 def main():
     del sys.argv[0]
-    with engines_seen() as seen:
+    with engines_seen() as engines:
         runpy.run_path(sys.argv[0], run_name="__main__")
-    tell(" ".join(sorted(seen)))
+    tell(" ".join(sorted(engines)))
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def train(engine_class, rank, case, patched):
         case.get("resume"),
     )
     engine = engine_class(case, rank, None if resume == "from unpatched" else patched)
-    stream, found = list(batches(rank, case)), Trained()
+    stream, result = list(batches(rank, case)), Trained()
     traffic, gathers = Traffic(), Gathers()
     for step in range(steps):
         if resume and step == steps // 2:
@@ -106,51 +106,54 @@ def train(engine_class, rank, case, patched):
             with (
                 gathers if case.get("stage") == 3 else contextlib.nullcontext(),
                 counting(case, traffic),
-                engines_seen() as seen,
+                engines_seen() as engines,
                 operations_seen() as operations,
                 forwards_of_attention() as attended,
                 known_memory(case, rank),
             ):
                 engine.micro_step(batch, last=micro == accumulation - 1)
-            found.attended = len(attended)
-            found.engines |= seen
-            found.operations += len(operations)
-        found.gradients.update(
+            result.attended = len(attended)
+            result.engines |= engines
+            result.operations += len(operations)
+        result.gradients.update(
             {f"{step}.{name}": gradient for name, gradient in engine.gradients().items()}
         )
         with counting(case, traffic):
             engine.step()
         if case.get("eval"):
-            found.losses[f"{step}"] = engine.evaluate(micro_batches[0]).double()
-    found.weights = engine.weights()
-    found.counts = counts_of(traffic, gathers, found.weights, steps * accumulation)
+            result.losses[f"{step}"] = engine.evaluate(micro_batches[0]).double()
+    result.weights = engine.weights()
+    result.counts = counts_of(traffic, gathers, result.weights, steps * accumulation)
     described = streambp.describe(engine.wrapped) if patched in ("before", "after") else None
     if described is not None:
-        found.paths, found.head = sorted({layer.path for layer in described.layers}), described.head
-        found.saves = str(described.saves)
-        found.adapters = [note for note in described.notes if "adapters" in note]
-        found.shared = [note for note in described.notes if note.startswith("rows: ")]
+        result.paths, result.head = (
+            sorted({layer.path for layer in described.layers}),
+            described.head,
+        )
+        result.saves = str(described.saves)
+        result.adapters = [note for note in described.notes if "adapters" in note]
+        result.shared = [note for note in described.notes if note.startswith("rows: ")]
     if described is not None and "stream" in case:
-        found.host = {
+        result.host = {
             "describe": described.offload,
             **dataclasses.asdict(engine_host_use(engine.module)),
         }
-        found.host["trainable"] = 4 * sum(w.numel() for w in found.weights.values())
-    return found
+        result.host["trainable"] = 4 * sum(w.numel() for w in result.weights.values())
+    return result
 
 
 @contextlib.contextmanager
 def forwards_of_attention():
     """A list with an entry for each chunk and layer whose attention is computed."""
-    found, real = [], attend.MergedOutput.__init__
+    forwards, real = [], attend.MergedOutput.__init__
 
-    def made(self, *args, **named):
-        found.append(1)
-        real(self, *args, **named)
+    def count_forward(self, *args, **kwargs):
+        forwards.append(1)
+        real(self, *args, **kwargs)
 
-    attend.MergedOutput.__init__ = made
+    attend.MergedOutput.__init__ = count_forward
     try:
-        yield found
+        yield forwards
     finally:
         attend.MergedOutput.__init__ = real
 
@@ -174,11 +177,11 @@ def restart(engine, make):
     dist.broadcast_object_list(folder)
     engine.save(Path(folder[0]))
     saved = engine.weights()
-    fresh = make()
-    other = distance(fresh.weights(), saved)
-    assert other > 0.1, other  # so that a load that does nothing would be seen
-    fresh.load(Path(folder[0]))
-    return fresh
+    new_engine = make()
+    start_distance = distance(new_engine.weights(), saved)
+    assert start_distance > 0.1, start_distance  # so that a load that does nothing would be seen
+    new_engine.load(Path(folder[0]))
+    return new_engine
 
 
 def counts_of(traffic, gathers, weights, micro_steps):
@@ -196,31 +199,31 @@ def counts_of(traffic, gathers, weights, micro_steps):
 def train_alone(case, engine_class=SingleProcess):
     """The same steps in this process, without an engine and unpatched: gradients averaged over both
     ranks' batches."""
-    engine, found = engine_class(case), Trained()
+    engine, result = engine_class(case), Trained()
     steps, accumulation = case.get("steps", STEPS), case.get("accumulation", 1)
     streams = [list(batches(rank, case)) for rank in range(2)]
     for step in range(steps):
         for micro in range(step * accumulation, (step + 1) * accumulation):
             for stream in streams:
                 engine.micro_step(stream[micro], last=True, share=1 / len(streams))
-        found.gradients.update(
+        result.gradients.update(
             {f"{step}.{name}": gradient for name, gradient in engine.gradients().items()}
         )
         engine.step()
         if case.get("eval"):
-            found.losses[f"{step}"] = engine.evaluate(
+            result.losses[f"{step}"] = engine.evaluate(
                 streams[dist.get_rank()][step * accumulation]
             ).double()
-    found.weights = engine.weights()
-    return found
+    result.weights = engine.weights()
+    return result
 
 
-def distance(found, expected):
+def distance(tensors, expected):
     """Relative, of all entries taken together; None counts as zero."""
-    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())[:4]
+    assert tensors.keys() == expected.keys(), sorted(tensors.keys() ^ expected.keys())[:4]
     pairs = [
         (f, e)
-        for f, e in ((found[name], expected[name]) for name in expected)
+        for f, e in ((tensors[name], expected[name]) for name in expected)
         if f is not None or e is not None
     ]
     difference = sum(
@@ -231,25 +234,25 @@ def distance(found, expected):
     ) ** 0.5
 
 
-def worst(found, expected):
+def worst(tensors, expected):
     """The largest relative distance of a single entry, none counted as smaller than a hundredth of
     the mean entry."""
     sizes = {name: 0.0 if e is None else float(e.norm()) for name, e in expected.items()}
     floor = 0.01 * (sum(size**2 for size in sizes.values()) / len(sizes)) ** 0.5
     return max(
-        distance({0: found[name]}, {0: e}) * sizes[name] / max(sizes[name], floor)
+        distance({0: tensors[name]}, {0: e}) * sizes[name] / max(sizes[name], floor)
         for name, e in expected.items()
     )
 
 
-def compare(found, expected):
+def compare(result, expected):
     row = {
-        "gradients": distance(found.gradients, expected.gradients),
-        "weights": distance(found.weights, expected.weights),
+        "gradients": distance(result.gradients, expected.gradients),
+        "weights": distance(result.weights, expected.weights),
     }
-    row["worst gradient"] = worst(found.gradients, expected.gradients)
+    row["worst gradient"] = worst(result.gradients, expected.gradients)
     if expected.losses:
-        row["losses"] = distance(found.losses, expected.losses)
+        row["losses"] = distance(result.losses, expected.losses)
     return row
 
 
@@ -265,50 +268,53 @@ def run(engine_class, rank, case):
     """A case's row: the distances of every patched run from the unpatched engine's and from the
     single process's."""
     row = {"case": case, "unpatched": {}}
-    alone = None if case.get("zero_init") else train_alone(case)
+    single_process = None if case.get("zero_init") else train_alone(case)
     stock = train(engine_class, rank, {**case, "resume": None}, None)
     row["unpatched"] |= {"counts": stock.counts, "engines": sorted(stock.engines)}
     row["unpatched"]["operations"] = stock.operations
-    if alone is not None:
-        row["unpatched"]["single process"] = compare(stock, alone)
+    if single_process is not None:
+        row["unpatched"]["single process"] = compare(stock, single_process)
     if case.get("lora"):
         row["unpatched"]["rounding"] = rounding_of(stock, case)
     if case.get("checkpointing"):
-        found = train(engine_class, rank, case, "checkpointing")
-        row["checkpointing"] = {"counts": found.counts, "engines": sorted(found.engines)}
+        result = train(engine_class, rank, case, "checkpointing")
+        row["checkpointing"] = {"counts": result.counts, "engines": sorted(result.engines)}
     for when in case.get("patched", ["before", "after"]):
-        found = train(engine_class, rank, case, when)
+        result = train(engine_class, rank, case, when)
         row[when] = {
-            "counts": found.counts,
-            "engines": sorted(found.engines),
-            "paths": found.paths,
-            "head": found.head,
+            "counts": result.counts,
+            "engines": sorted(result.engines),
+            "paths": result.paths,
+            "head": result.head,
         }
-        row[when]["shared"], row[when]["saves"] = found.shared, found.saves
-        row[when]["adapters"], row[when]["operations"] = found.adapters, found.operations
+        row[when]["shared"], row[when]["saves"] = result.shared, result.saves
+        row[when]["adapters"], row[when]["operations"] = result.adapters, result.operations
         if "shared_on" in case:
             row[when]["counts of ranks"] = [None] * dist.get_world_size()
-            dist.all_gather_object(row[when]["counts of ranks"], found.counts)
-        row[when]["unpatched"] = compare(found, stock)
-        if alone is not None:
-            row[when]["single process"] = compare(found, alone)
+            dist.all_gather_object(row[when]["counts of ranks"], result.counts)
+        row[when]["unpatched"] = compare(result, stock)
+        if single_process is not None:
+            row[when]["single process"] = compare(result, single_process)
         if "free" in case:
             settings = {name: value for name, value in case.items() if name != "free"}
-            kept = train(engine_class, rank, {**settings, "stream": {"saves": []}}, when)
+            without_saves = train(engine_class, rank, {**settings, "stream": {"saves": []}}, when)
             mine = (
-                compare(found, kept),
-                [found.counts, kept.counts],
-                found.attended,
-                kept.attended,
-                found.saves,
+                compare(result, without_saves),
+                [result.counts, without_saves.counts],
+                result.attended,
+                without_saves.attended,
+                result.saves,
             )
             row[when]["ranks"] = [None] * dist.get_world_size()
             dist.all_gather_object(row[when]["ranks"], mine)
         if case.get("stream", {}).get("offload"):
-            kept = train(
+            without_saves = train(
                 engine_class, rank, {**case, "stream": {**case["stream"], "offload": "none"}}, when
             )
-            row[when]["not offloaded"], row[when]["host"] = compare(found, kept), found.host
+            row[when]["not offloaded"], row[when]["host"] = (
+                compare(result, without_saves),
+                result.host,
+            )
     return row
 
 

@@ -21,7 +21,7 @@ SEVENTY = {
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory):
+def stand_in_folder(tmp_path_factory):
     """Small checkpoints and data under the names that pages use, and configurations of an 8B and a
     70B model for plans."""
     folder = tmp_path_factory.mktemp("made")
@@ -33,13 +33,13 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def inside(made, tmp_path, tmp_path_factory, monkeypatch):
+def inside(stand_in_folder, tmp_path, tmp_path_factory, monkeypatch):
     """A folder with what earlier pages leave behind: the first program's model, texts, an
     adapter."""
-    text = made / stand_ins.CHECKPOINTS[0]
+    text = stand_in_folder / stand_ins.CHECKPOINTS[0]
     (tmp_path / "first-model").symlink_to(text)
     (tmp_path / "train.jsonl").write_text(
-        "\n".join(json.dumps({"text": stand_ins.said(i, 30)}) for i in range(8))
+        "\n".join(json.dumps({"text": stand_ins.content(i, 30)}) for i in range(8))
     )
     (tmp_path / "lengths.txt").write_text(
         "\n".join(map(str, [100, 3000, 200, 400, 800, 100, 90, 1200]))

@@ -34,8 +34,8 @@ class Outcome:
 
 def sentence(page: str) -> str:
     """A page's sentence, in one line; empty if it has none."""
-    found = SENTENCE.search((ROOT / page).read_text("utf-8"))
-    return " ".join(found[0].split()) if found else ""
+    match = SENTENCE.search((ROOT / page).read_text("utf-8"))
+    return " ".join(match[0].split()) if match else ""
 
 
 def codes(text: str) -> list[str]:
@@ -59,13 +59,13 @@ def weights_are_copied(text: str, outcome: Outcome) -> None:
     """docs/how-to/70b-24gb.md: bytes on the host, copies, and seconds of waiting."""
     for words in ("how many bytes live on the host", "copies were made", "GPU waited"):
         assert words in text
-    found = re.search(
+    match = re.search(
         r"[\d.]+ \w+ of weights of \d+ layers live on the host.* ([\d,]+) copies of a layer so "
         r"far, for which the device waited [\d.]+ s",
         outcome.printed,
     )
-    assert found
-    assert int(found[1].replace(",", "")) > 0
+    assert match
+    assert int(match[1].replace(",", "")) > 0
 
 
 def fields_are_logged(text: str, outcome: Outcome) -> None:
@@ -80,9 +80,9 @@ def fields_are_logged(text: str, outcome: Outcome) -> None:
     planned = re.search(r"chunk_size=(\d+)", (ROOT / "docs/how-to/qlora-24gb.md").read_text())
     assert int(tokens.replace(",", "")) == int(chunks) * int(planned[1])
     assert "weights of the adapter alone" in text.lower()
-    written = {path.name for path in outcome.folder.glob("qlora/**/*") if path.is_file()}
+    file_names = {path.name for path in outcome.folder.glob("qlora/**/*") if path.is_file()}
     assert (outcome.folder / "qlora/adapter/adapter_model.safetensors").is_file()
-    assert not written.intersection(BASE_WEIGHTS)
+    assert not file_names.intersection(BASE_WEIGHTS)
 
 
 def gathered_twice(text: str, outcome: Outcome) -> None:
@@ -128,17 +128,17 @@ def count_gathers() -> None:
 
     gathers = Gathers().__enter__()
     real = deepspeed.DeepSpeedEngine.step
-    before: Counter[int] = Counter()
-    most: list[int] = []
+    previous: Counter[int] = Counter()
+    max_gathers: list[int] = []
 
-    def step(engine: object, *given: object) -> object:
-        nonlocal before
-        most.append(max((gathers - before).values()))
-        before = Counter(gathers)
-        return real(engine, *given)
+    def step(engine: object, *args: object) -> object:
+        nonlocal previous
+        max_gathers.append(max((gathers - previous).values()))
+        previous = Counter(gathers)
+        return real(engine, *args)
 
     def show() -> None:
-        print(GATHERED + json.dumps(most))
+        print(GATHERED + json.dumps(max_gathers))
 
     deepspeed.DeepSpeedEngine.step = step
     atexit.register(show)

@@ -19,15 +19,15 @@ OUTPUT = "text"  # blocks that show what a program prints
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One fenced block: `title` is the file that it is, if it is one; `shown` is the output right
-    behind it."""
+    """One fenced block: `title` is the file that it is, if it is one; `expected_output` is
+    the output right behind it."""
 
     page: str
     line: int
     language: str
     title: str
     text: str
-    shown: str = ""
+    expected_output: str = ""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -36,30 +36,30 @@ class Block:
 def blocks(page: str) -> list[Block]:
     """Of a page, in order, without those that are output."""
     text = (ROOT / page).read_text("utf-8")
-    found: list[Block] = []
+    found_blocks: list[Block] = []
     end = 0
     for match in FENCE.finditer(text):
-        if match[1] == OUTPUT and found and not text[end : match.start()].strip():
-            found[-1] = dataclasses.replace(found[-1], shown=match[3])
+        if match[1] == OUTPUT and found_blocks and not text[end : match.start()].strip():
+            found_blocks[-1] = dataclasses.replace(found_blocks[-1], expected_output=match[3])
         line, end = text.count("\n", 0, match.start()) + 1, match.end()
-        found.append(Block(page, line, match[1] or "", match[2] or "", match[3]))
-    return [block for block in found if block.language != OUTPUT]
+        found_blocks.append(Block(page, line, match[1] or "", match[2] or "", match[3]))
+    return [block for block in found_blocks if block.language != OUTPUT]
 
 
 def commands(block: Block) -> list[str]:
     """The lines of a bash block, joined where they go on, without comments."""
     lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
-    return [shown for line in lines if (shown := re.sub(r"(^|\s)#.*", "", line).strip())]
+    return [command for line in lines if (command := re.sub(r"(^|\s)#.*", "", line).strip())]
 
 
 def words(command: str) -> tuple[dict[str, str], list[str]]:
     """A command's environment and its words."""
-    found = shlex.split(command)
+    arguments = shlex.split(command)
     environment = {}
-    while found and re.match(r"[A-Z_]+=", found[0]):
-        name, _, value = found.pop(0).partition("=")
+    while arguments and re.match(r"[A-Z_]+=", arguments[0]):
+        name, _, value = arguments.pop(0).partition("=")
         environment[name] = value
-    return environment, found
+    return environment, arguments
 
 
 def prose(text: str) -> str:

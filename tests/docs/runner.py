@@ -46,7 +46,7 @@ class Runner:
 
     page: str
     folder: Path  # where its files are
-    made: Path  # checkpoints and data
+    stand_in_folder: Path  # checkpoints and data
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def run(self) -> Counter[str]:
@@ -65,9 +65,13 @@ class Runner:
     def _block(self, block: Block, namespace: dict[str, Any]) -> str:
         match block.language:
             case "python" if block.title:
-                (self.folder / block.title).write_text(stand_ins.python(block.text, self.made))
+                (self.folder / block.title).write_text(
+                    stand_ins.python(block.text, self.stand_in_folder)
+                )
             case "python":
-                code = compile(stand_ins.python(block.text, self.made), str(block), "exec")
+                code = compile(
+                    stand_ins.python(block.text, self.stand_in_folder), str(block), "exec"
+                )
                 self._fill(namespace, code.co_names)
                 exec(code, namespace)
             case "bash":
@@ -92,7 +96,7 @@ class Runner:
 
         if "model" in names and "model" not in namespace:
             namespace["model"] = AutoModelForCausalLM.from_pretrained(
-                self.made / stand_ins.CHECKPOINTS[0]
+                self.stand_in_folder / stand_ins.CHECKPOINTS[0]
             ).train()
         if "input_ids" in names and "input_ids" not in namespace:
             namespace["input_ids"] = torch.randint(5, 990, (2, 96))
@@ -100,31 +104,34 @@ class Runner:
             namespace["labels"] = namespace["input_ids"]
 
     def _command(self, command: str, block: Block) -> str:
-        environment, found = words(command)
-        if reason := not_run(found):
-            check_unrun(found, reason, block)
+        environment, words_of_command = words(command)
+        if reason := not_run(words_of_command):
+            check_unrun(words_of_command, reason, block)
             return PARSED
         expected = (
             int(code[1])
             if (code := re.search(r"# exit code (\d+)", line_of(block, command)))
             else 0
         )
-        found = [stand_ins.substituted(word, self.made) for word in stand_ins.ranks(found)]
-        if found[0] == "streambp" and found[1] != "launch":
-            self._ours(found[1:], expected, block)
+        words_of_command = [
+            stand_ins.substituted(word, self.stand_in_folder)
+            for word in stand_ins.ranks(words_of_command)
+        ]
+        if words_of_command[0] == "streambp" and words_of_command[1] != "launch":
+            self._ours(words_of_command[1:], expected, block)
             return EXECUTED
-        if found[0] == "python":
-            self._script(found[1:], block)
+        if words_of_command[0] == "python":
+            self._script(words_of_command[1:], block)
             return EXECUTED
-        how = RANKS if "torchrun" in found else EXECUTED
-        self.process(found, environment, block)
+        how = RANKS if "torchrun" in words_of_command else EXECUTED
+        self.process(words_of_command, environment, block)
         return how
 
     def _ours(self, arguments: list[str], expected: int, block: Block) -> None:
         """A command of streambp, in this process."""
         if arguments[0] == "plan":  # of the real sizes: a plan has to fit, or not, as the page says
             sizes = {
-                str(self.made / name): str(self.made / size)
+                str(self.stand_in_folder / name): str(self.stand_in_folder / size)
                 for name, size in stand_ins.SIZED.items()
             }
             arguments = [sizes.get(word, word) for word in arguments]
@@ -142,21 +149,21 @@ class Runner:
 
     def _script(self, arguments: list[str], block: Block) -> None:
         """A Python program, in this process: its imports are there."""
-        before, sys.argv = sys.argv, arguments
+        previous_arguments, sys.argv = sys.argv, arguments
         try:
             runpy.run_path(arguments[0], run_name="__main__")
         finally:
-            sys.argv = before
+            sys.argv = previous_arguments
             forget_engines()
 
-    def process(self, found: list[str], environment: dict[str, str], block: Block) -> str:
+    def process(self, command: list[str], environment: dict[str, str], block: Block) -> str:
         """A command of another program, in a process of its own; what it printed."""
-        at = found.index("--") + 1 if "--" in found else 0
-        if found[at] == "torchrun":
-            found[at : at + 1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        elif found[at] == "trl":
-            found[at : at + 1] = [sys.executable, "-m", "trl.cli.main"]
-            found += [
+        at = command.index("--") + 1 if "--" in command else 0
+        if command[at] == "torchrun":
+            command[at : at + 1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        elif command[at] == "trl":
+            command[at : at + 1] = [sys.executable, "-m", "trl.cli.main"]
+            command += [
                 "--use_cpu",
                 "--bf16",
                 "false",
@@ -167,21 +174,25 @@ class Runner:
                 "--report_to",
                 "none",
             ]
-            found += ["--max_length", "64", "--per_device_train_batch_size", "2"]
-        if found[0] == "streambp":
-            found[:1] = [sys.executable, "-m", "streambp"]
-        given = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment}
-        given |= {
+            command += ["--max_length", "64", "--per_device_train_batch_size", "2"]
+        if command[0] == "streambp":
+            command[:1] = [sys.executable, "-m", "streambp"]
+        variables = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            **environment,
+        }
+        variables |= {
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
         }
-        given.pop("ACCELERATE_USE_CPU", None)  # it would mean DDP
+        variables.pop("ACCELERATE_USE_CPU", None)  # it would mean DDP
         result = subprocess.run(
-            found,
+            command,
             cwd=self.folder,
-            env=given,
+            env=variables,
             capture_output=True,
             text=True,
             check=False,
@@ -189,31 +200,31 @@ class Runner:
         )
         if result.returncode:
             raise PageError(
-                f"{block}: {' '.join(found)} ended with "
+                f"{block}: {' '.join(command)} ended with "
                 f"{result.returncode}\n{result.stderr[-4000:]}"
             )
         return result.stdout
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        before = Path.cwd()
+        previous_folder = Path.cwd()
         os.chdir(self.folder)
         try:
             yield
         finally:
-            os.chdir(before)
+            os.chdir(previous_folder)
 
 
 def check_shown(block: Block, printed: str) -> None:
     """That a command printed the lines which the page shows of it: whole ones, or as far as
     "..."."""
     lines = printed.splitlines()
-    for wanted in block.shown.splitlines():
-        start = wanted.removesuffix("...")
-        if wanted not in lines and (
-            start == wanted or not any(line.startswith(start) for line in lines)
+    for expected in block.expected_output.splitlines():
+        start = expected.removesuffix("...")
+        if expected not in lines and (
+            start == expected or not any(line.startswith(start) for line in lines)
         ):
-            raise PageError(f"{block}: the page shows {wanted!r}, which was not printed")
+            raise PageError(f"{block}: the page shows {expected!r}, which was not printed")
 
 
 def line_of(block: Block, command: str) -> str:
@@ -222,20 +233,20 @@ def line_of(block: Block, command: str) -> str:
     return next((line for line in lines if command in line), command)
 
 
-def not_run(found: list[str]) -> str | None:
+def not_run(command: list[str]) -> str | None:
     """Why a command is not run; None if it is."""
-    if any(word.rpartition("/")[2] in FOREIGN for word in found[1:]) and found[0] != "torchrun":
+    if any(word.rpartition("/")[2] in FOREIGN for word in command[1:]) and command[0] != "torchrun":
         return "is a program of others that is not here: its flags before -- are parsed"
-    names = (found[0], " ".join(found[:3]))
+    names = (command[0], " ".join(command[:3]))
     return next((NOT_RUN[name] for name in names if name in NOT_RUN), None)
 
 
-def check_unrun(found: list[str], reason: str, block: Block) -> None:
+def check_unrun(command: list[str], reason: str, block: Block) -> None:
     """Of a command that is not run: that its flags are known, its extras exist."""
-    if found[0] == "streambp":
-        cli.parse(found[1:])
-    elif found[0] == "pip":
-        extras = re.findall(r"\[([\w,]+)\]", " ".join(found))
+    if command[0] == "streambp":
+        cli.parse(command[1:])
+    elif command[0] == "pip":
+        extras = re.findall(r"\[([\w,]+)\]", " ".join(command))
         text = (ROOT / "pyproject.toml").read_text("utf-8")
         for extra in ",".join(extras).split(",") if extras else ():
             if not re.search(rf"^{extra} = \[", text, re.MULTILINE):
@@ -246,8 +257,8 @@ def check_yaml(block: Block) -> None:
     """Of axolotl's configuration: that it is YAML, and that its section is one."""
     import yaml
 
-    found = yaml.safe_load(block.text)
-    streambp.StreamConfig(**found["streambp"])
+    settings = yaml.safe_load(block.text)
+    streambp.StreamConfig(**settings["streambp"])
 
 
 def forget_engines() -> None:
@@ -272,7 +283,13 @@ def count(page: str) -> Counter[str]:
             continue
         counts[f"bash blocks, {EXECUTED}"] += 1
         for command in commands(block):
-            _, found = words(command)
-            how = PARSED if not_run(found) else RANKS if "torchrun" in found else EXECUTED
+            _, words_of_command = words(command)
+            how = (
+                PARSED
+                if not_run(words_of_command)
+                else RANKS
+                if "torchrun" in words_of_command
+                else EXECUTED
+            )
             counts[f"commands, {how}"] += 1
     return counts

@@ -44,11 +44,11 @@ DROPPED = MappingProxyType({"from_pretrained": ("quantization_config", "device_m
 DTYPES = MappingProxyType({"bfloat16": "float32"})
 
 
-def bits(**given: Any) -> None:
+def bits(**kwargs: Any) -> None:
     """In place of `BitsAndBytesConfig`, which asks for bitsandbytes: its parameters are checked."""
     from transformers import BitsAndBytesConfig
 
-    inspect.signature(BitsAndBytesConfig).bind(**given)
+    inspect.signature(BitsAndBytesConfig).bind(**kwargs)
 
 
 def pack_without_bitsandbytes(monkeypatch: Any) -> None:
@@ -92,20 +92,22 @@ class Smaller(ast.NodeTransformer):
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         dropped = DROPPED.get(name, ())
         node.keywords = [keyword for keyword in node.keywords if keyword.arg not in dropped]
-        given = {keyword.arg: keyword for keyword in node.keywords}
+        keywords = {keyword.arg: keyword for keyword in node.keywords}
         if name == "BitsAndBytesConfig":
             node.func = ast.parse(
                 "__import__('tests.docs.stand_ins', fromlist=['bits']).bits", mode="eval"
             ).body
-        if "output_dir" in given and name != "launch":
-            values: dict[str, Any] = {key: value for key, value in GIVEN.items() if key in given}
+        if "output_dir" in keywords and name != "launch":
+            values: dict[str, Any] = {key: value for key, value in GIVEN.items() if key in keywords}
             values |= {
-                key: value for key, value in ADDED.items() if key != "max_steps" or key not in given
+                key: value
+                for key, value in ADDED.items()
+                if key != "max_steps" or key not in keywords
             }
-            if "fsdp" in given:
+            if "fsdp" in keywords:
                 values["use_cpu"] = False  # transformers and accelerate take FSDP for a GPU's
                 self.shards = True
-            if "num_generations" in given and "per_device_train_batch_size" in given:
+            if "num_generations" in keywords and "per_device_train_batch_size" in keywords:
                 values |= dict.fromkeys(GROUP, 2)
             for key, value in values.items():
                 new = ast.keyword(key, ast.Constant(value))
@@ -126,14 +128,14 @@ def python(text: str, folder: Path) -> str:
 
 def deepspeed(text: str) -> str:
     """A DeepSpeed config for CPU ranks: torch's Adam, no half precision, short chunks."""
-    found = json.loads(text)
-    found.pop("bf16", None)
-    found["zero_force_ds_cpu_optimizer"] = False
-    if "optimizer" in found:
-        found["optimizer"]["params"]["torch_adam"] = True
-    if "streambp" in found:
-        found["streambp"]["chunk_size"] = 16
-    return json.dumps(found)
+    config = json.loads(text)
+    config.pop("bf16", None)
+    config["zero_force_ds_cpu_optimizer"] = False
+    if "optimizer" in config:
+        config["optimizer"]["params"]["torch_adam"] = True
+    if "streambp" in config:
+        config["streambp"]["chunk_size"] = 16
+    return json.dumps(config)
 
 
 def substituted(text: str, folder: Path) -> str:
@@ -145,8 +147,8 @@ def substituted(text: str, folder: Path) -> str:
 
 def ranks(words: list[str]) -> list[str]:
     """A command for several GPUs, for as many CPU ranks as the tests start."""
-    return [re.sub(r"\d+", lambda found: str(min(RANKS, int(found[0]))), word) if before == "--nproc-per-node" else word
-            for before, word in zip(["", *words], words, strict=False)]  # fmt: skip
+    return [re.sub(r"\d+", lambda match: str(min(RANKS, int(match[0]))), word) if previous == "--nproc-per-node" else word
+            for previous, word in zip(["", *words], words, strict=False)]  # fmt: skip
 
 
 def make(folder: Path) -> None:
@@ -180,15 +182,15 @@ def make_tokenizer() -> Any:
     vocabulary = {word: index for index, word in enumerate((*special, *WORDS))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
         unk_token="<unk>",
     )
-    made.chat_template = TEMPLATE
-    return made
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 SIZES = MappingProxyType(
@@ -256,23 +258,23 @@ class Processor:
         return BatchFeature({"input_ids": ids, "mm_token_type_ids": (ids == 4).int(), **picture})
 
 
-def said(first: int, count: int) -> str:
+def content(first: int, count: int) -> str:
     return " ".join(WORDS[(first * 37 + 11 * i) % len(WORDS)] for i in range(count))
 
 
 def conversations() -> list[dict[str, Any]]:
-    return [{"messages": [{"role": "user", "content": said(i, 9)}, {"role": "assistant", "content": said(i + 1, 30)}]}
+    return [{"messages": [{"role": "user", "content": content(i, 9)}, {"role": "assistant", "content": content(i + 1, 30)}]}
             for i in range(8)]  # fmt: skip
 
 
 def preferences() -> list[dict[str, Any]]:
-    asked = [{"role": "user", "content": said(i, 20)} for i in range(8)]
-    return [{"chosen": [asked[i], {"role": "assistant", "content": said(i + 1, 9)}],
-             "rejected": [asked[i], {"role": "assistant", "content": said(i + 2, 7)}]} for i in range(8)]  # fmt: skip
+    prompts = [{"role": "user", "content": content(i, 20)} for i in range(8)]
+    return [{"chosen": [prompts[i], {"role": "assistant", "content": content(i + 1, 9)}],
+             "rejected": [prompts[i], {"role": "assistant", "content": content(i + 2, 7)}]} for i in range(8)]  # fmt: skip
 
 
 def questions() -> list[dict[str, Any]]:
     return [
-        {"prompt": [{"role": "user", "content": said(i, 12)}], "solution": f"${i}$"}
+        {"prompt": [{"role": "user", "content": content(i, 12)}], "solution": f"${i}$"}
         for i in range(8)
     ]

@@ -23,14 +23,14 @@ def test_page_and_picture_are_current():
 def test_another_row_makes_them_stale(monkeypatch):
     real = benchmarks.rows
 
-    def changed(path):
-        found = real(path)
-        for row in found:
+    def new_rows(path):
+        rows = real(path)
+        for row in rows:
             if row.get("tokens") == "65536" and "seconds" in row:
                 row["peak_gib"] = "1.0"
-        return found
+        return rows
 
-    monkeypatch.setattr(benchmarks, "rows", changed)
+    monkeypatch.setattr(benchmarks, "rows", new_rows)
     with pytest.raises(AssertionError):
         test_page_and_picture_are_current()
     monkeypatch.setattr("sys.argv", ["benchmarks", "--check"])
@@ -67,13 +67,13 @@ def test_readme_has_these_figures():
     longest = benchmarks.longest()
     assert f"{longest['streambp, offload']:,} tokens" in first
     assert f"{longest['checkpointing, chunked head']:,} with" in first
-    found = benchmarks.measured()
+    figures = benchmarks.measured()
     for tokens, method in (
         (65536, benchmarks.LEAN),
         (65536, benchmarks.ON_DEVICE),
         (16384, benchmarks.ON_DEVICE),
     ):
-        ours = found["full", "Qwen3-8B", tokens, method]
-        trl = found["full", "Qwen3-8B", tokens, benchmarks.TRL]
+        ours = figures["full", "Qwen3-8B", tokens, method]
+        trl = figures["full", "Qwen3-8B", tokens, benchmarks.TRL]
         cells = f"{ours.gib:.1f} GiB, {ours.seconds:.2f} s | TRL: {trl.gib:.1f} GiB, {trl.seconds:.2f} s"
         assert cells in readme

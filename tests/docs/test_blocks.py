@@ -27,9 +27,9 @@ LIGHT = (
 WITH_CODE = tuple(page for page in USERS if blocks(page))
 
 
-def run(page, inside, made):
-    counts = Runner(page, inside, made).run()
-    print(f"\n{page}: " + "; ".join(f"{number} {what}" for what, number in sorted(counts.items())))
+def run(page, inside, stand_in_folder):
+    counts = Runner(page, inside, stand_in_folder).run()
+    print(f"\n{page}: " + "; ".join(f"{number} {kind}" for kind, number in sorted(counts.items())))
     assert counts == count(page)
     return counts
 
@@ -41,7 +41,7 @@ def run(page, inside, made):
     "page",
     [page if page in LIGHT else pytest.param(page, marks=pytest.mark.full) for page in WITH_CODE],
 )
-def test_a_page_runs(page, inside, made, monkeypatch, capsys, caplog):
+def test_a_page_runs(page, inside, stand_in_folder, monkeypatch, capsys, caplog):
     if page == "docs/how-to/vlm.md":
         monkeypatch.setattr("transformers.AutoProcessor", stand_ins.Processor)
         pytest.importorskip("PIL", reason="Pillow is not installed")
@@ -49,19 +49,19 @@ def test_a_page_runs(page, inside, made, monkeypatch, capsys, caplog):
         pytest.importorskip("peft", reason="peft is not installed")
         stand_ins.pack_without_bitsandbytes(monkeypatch)
     if "continue.py" in [block.title for block in blocks(page)]:
-        adapter(inside, made)
+        adapter(inside, stand_in_folder)
     with caplog.at_level(logging.INFO, "streambp"):
-        run(page, inside, made)
+        run(page, inside, stand_in_folder)
     if page in CHECKS and page not in OWN_RUN:
         CHECKS[page](sentence(page), Outcome(capsys.readouterr().out, caplog.text, inside))
 
 
-def adapter(folder, made):
+def adapter(folder, stand_in_folder):
     """What peft saves."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(made / stand_ins.CHECKPOINTS[1])
+    model = AutoModelForCausalLM.from_pretrained(stand_in_folder / stand_ins.CHECKPOINTS[1])
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear")).save_pretrained(
         folder / "my-adapter"
     )
@@ -72,12 +72,12 @@ def test_every_block_is_counted():
     total = Counter()
     for page in USERS:
         total += count(page)
-    print("\n" + "\n".join(f"{number:4d} {what}" for what, number in sorted(total.items())))
-    unrun = sum(number for what, number in total.items() if PARSED in what)
+    print("\n" + "\n".join(f"{number:4d} {kind}" for kind, number in sorted(total.items())))
+    unrun = sum(number for kind, number in total.items() if PARSED in kind)
     assert unrun < sum(total.values()) / 3
-    assert sum(number for what, number in total.items() if what.startswith("python")) >= 25
-    used = {command.split()[0] for command in NOT_RUN}
-    assert used <= {"pip", "axolotl", "bash", "streambp", "trl"}
+    assert sum(number for kind, number in total.items() if kind.startswith("python")) >= 25
+    programs = {command.split()[0] for command in NOT_RUN}
+    assert programs <= {"pip", "axolotl", "bash", "streambp", "trl"}
 
 
 WRONG = [
@@ -97,12 +97,12 @@ WRONG = [
 @pytest.mark.parametrize(
     ("text", "error"), WRONG, ids=[text.split("\n")[1][:30] for text, _ in WRONG]
 )
-def test_a_wrong_block_is_found(text, error, inside, made, monkeypatch):
+def test_a_wrong_block_is_found(text, error, inside, stand_in_folder, monkeypatch):
     """A mutant of a page each."""
     monkeypatch.setattr("tests.docs.pages.ROOT", inside)
     (inside / "page.md").write_text(text)
     with pytest.raises(error):
-        Runner("page.md", inside, made).run()
+        Runner("page.md", inside, stand_in_folder).run()
 
 
 def test_an_exit_code_may_stand_in_the_last_line_of_a_command():
@@ -115,13 +115,14 @@ def test_an_exit_code_may_stand_in_the_last_line_of_a_command():
 
 
 def test_stand_ins_keep_what_a_program_does(tmp_path):
-    found = stand_ins.python(
+    program = stand_ins.python(
         'm = A.from_pretrained("Qwen/Qwen3-8B", quantization_config=b, dtype=torch.bfloat16)\n'
         'c = C(output_dir="x", max_length=65536, bf16=True, learning_rate=1e-5, stream_offload="cpu")', tmp_path
     )  # fmt: skip
-    assert f"from_pretrained('{tmp_path}/Qwen/Qwen3-8B', dtype=torch.float32)" in found
+    assert f"from_pretrained('{tmp_path}/Qwen/Qwen3-8B', dtype=torch.float32)" in program
     assert (
-        "max_length=64, learning_rate=1e-05, stream_offload='cpu', bf16=False, max_steps=2" in found
+        "max_length=64, learning_rate=1e-05, stream_offload='cpu', bf16=False, max_steps=2"
+        in program
     )
     assert stand_ins.ranks(["torchrun", "--nproc-per-node", "8", "a.py"]) == [
         "torchrun",

@@ -33,17 +33,17 @@ READ = (*EVERY, "README.md", *(
 
 
 def test_each_sentence_has_a_check():
-    found = set()
+    pages = set()
     for page in READ:
         text = (ROOT / page).read_text("utf-8")
         assert len(WORD.findall(text)) == len(SENTENCE.findall(text)) <= 1, page
         if sentence(page):
-            found.add(page)
-    assert found == set(CHECKS)
+            pages.add(page)
+    assert pages == set(CHECKS)
 
 
 @pytest.fixture
-def kept(tmp_path):
+def outcomes(tmp_path):
     """The output of each page, shortened, and the files of QLoRA's."""
     adapter = tmp_path / "qlora/adapter/adapter_model.safetensors"
     adapter.parent.mkdir(parents=True)
@@ -66,8 +66,8 @@ def kept(tmp_path):
 
 
 @pytest.mark.parametrize("page", CHECKS)
-def test_the_shortened_output_passes(page, kept):
-    CHECKS[page](sentence(page), kept[page])
+def test_the_shortened_output_passes(page, outcomes):
+    CHECKS[page](sentence(page), outcomes[page])
 
 
 WRONG = [
@@ -86,35 +86,35 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("page", "right", "wrong"), WRONG)
-def test_another_output_is_found(page, right, wrong, kept):
+def test_another_output_is_found(page, right, wrong, outcomes):
     name = f"docs/how-to/{page}.md"
-    outcome = kept[name]
-    changed = outcome.printed.replace(right, wrong)
-    assert changed != outcome.printed
+    outcome = outcomes[name]
+    new_output = outcome.printed.replace(right, wrong)
+    assert new_output != outcome.printed
     with pytest.raises(AssertionError):
-        CHECKS[name](sentence(name), Outcome(changed, outcome.logged, outcome.folder))
+        CHECKS[name](sentence(name), Outcome(new_output, outcome.logged, outcome.folder))
 
 
-def test_weights_of_the_base_beside_the_adapter_are_found(kept, tmp_path):
+def test_weights_of_the_base_beside_the_adapter_are_found(outcomes, tmp_path):
     name = "docs/how-to/qlora-24gb.md"
     (tmp_path / "qlora/model.safetensors").touch()
     with pytest.raises(AssertionError):
-        CHECKS[name](sentence(name), kept[name])
+        CHECKS[name](sentence(name), outcomes[name])
 
 
 @pytest.mark.parametrize("page", CHECKS)
-def test_another_sentence_is_found(page, kept):
+def test_another_sentence_is_found(page, outcomes):
     with pytest.raises((AssertionError, ValueError)):
-        CHECKS[page]("**Expect** the best.", kept[page])
+        CHECKS[page]("**Expect** the best.", outcomes[page])
 
 
 @pytest.mark.full
-def test_zero3_gathers_each_parameter_twice(made, inside):
+def test_zero3_gathers_each_parameter_twice(stand_in_folder, inside):
     """The page's own loop on two ranks: once in four chunks, once in one."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     page = OWN_RUN[0]
     texts = {block.title: block.text for block in blocks(page)}
-    program = stand_ins.python(texts["loop.py"], made)
+    program = stand_ins.python(texts["loop.py"], stand_in_folder)
     counting = "from tests.docs.expectations import count_gathers\n\ncount_gathers()\n"
     (inside / "loop.py").write_text(counting + program)
     printed = []
@@ -123,8 +123,12 @@ def test_zero3_gathers_each_parameter_twice(made, inside):
         config["streambp"]["chunk_size"] = chunk_size
         config["zero_optimization"] |= NOTHING_CACHED  # as for parameters of real size
         (inside / "zero3.json").write_text(json.dumps(config))
-        (block,) = [one for one in blocks(page) if "torchrun" in one.text and "loop" in one.text]
-        runner = Runner(page, inside, made)
+        (block,) = [
+            candidate
+            for candidate in blocks(page)
+            if "torchrun" in candidate.text and "loop" in candidate.text
+        ]
+        runner = Runner(page, inside, stand_in_folder)
         with runner.inside():
             output = runner.process(["torchrun", "--nproc-per-node", "2", "loop.py"], {}, block)
         printed.append(next(line for line in output.splitlines() if GATHERED in line))

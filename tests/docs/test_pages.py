@@ -40,10 +40,10 @@ def test_pages_are_short():
 
 def wide_lines(text):
     """The lines of a page's blocks that its reader would have to scroll."""
-    found = []
+    lines = []
     for block in FENCE.finditer(text):
-        found += [line for line in block[3].splitlines() if len(line) > WIDEST]
-    return found
+        lines += [line for line in block[3].splitlines() if len(line) > WIDEST]
+    return lines
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *EVERY])

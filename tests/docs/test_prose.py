@@ -25,19 +25,19 @@ COMMANDS = "streambp/cli/app.py"  # whose docstrings are help
 
 def rules():
     """Patterns, each with its cure."""
-    found = {}
+    messages = {}
     for file in sorted(STYLE.glob("*.yml")):
         rule = yaml.safe_load(file.read_text("utf-8"))
         flags = re.IGNORECASE if rule.get("ignorecase") else 0
         if rule["extends"] == "substitution":
-            found |= {
+            messages |= {
                 re.compile(pattern, flags): f"write {cure}"
                 for pattern, cure in rule["swap"].items()
             }
         else:
             assert rule["extends"] == "existence", file
-            found |= {re.compile(pattern, flags): rule["message"] for pattern in rule["tokens"]}
-    return found
+            messages |= {re.compile(pattern, flags): rule["message"] for pattern in rule["tokens"]}
+    return messages
 
 
 def wrong(text):
@@ -52,7 +52,7 @@ def wrong(text):
     ]
 
 
-def said(path):
+def user_texts(path):
     """Texts of a module that a user may read: strings with a space, docstrings only where they are
     help."""
     tree = ast.parse(path.read_text("utf-8"))
@@ -75,17 +75,17 @@ def test_a_page_uses_the_words(page):
 
 
 def test_help_and_messages_use_the_words():
-    found, texts = {}, 0
+    messages_of_text, texts = {}, 0
     for path in ROOT.glob("streambp/**/*.py"):
-        for text in said(path):
+        for text in user_texts(path):
             texts += 1
-            if told := wrong(text):
-                found[path.name, text] = told
+            if messages := wrong(text):
+                messages_of_text[path.name, text] = messages
     for path in ROOT.glob("streambp/planner/web/*.*"):
-        if told := wrong(path.read_text("utf-8")):
-            found[path.name, ""] = told
+        if messages := wrong(path.read_text("utf-8")):
+            messages_of_text[path.name, ""] = messages
     print(f"\n{texts} texts of the package")
-    assert found == {}
+    assert messages_of_text == {}
     assert texts > 1000
 
 

@@ -55,7 +55,7 @@ palette[arguments[0]].click();
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def built_site(tmp_path_factory):
     """The address of the site, built strictly."""
     folder = tmp_path_factory.mktemp("site")
     subprocess.run(
@@ -87,9 +87,9 @@ def addresses():
 
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_no_page_is_wider_than_the_window(site, width, theme, tmp_path):
+def test_no_page_is_wider_than_the_window(built_site, width, theme, tmp_path):
     """STREAMBP_SHOTS names a folder for the pictures."""
-    root, _ = site
+    root, _ = built_site
     shots = Path(os.environ.get("STREAMBP_SHOTS", tmp_path))
     shots.mkdir(exist_ok=True)
     wrong, colours = {}, set()
@@ -97,25 +97,25 @@ def test_no_page_is_wider_than_the_window(site, width, theme, tmp_path):
         window.run(THEME, theme)
         for address in addresses():
             window.open(f"{root}/{address}")
-            found = window.run(WIDE, SCROLLS)
-            colours.add((found["scheme"], found["background"]))
+            widths = window.run(WIDE, SCROLLS)
+            colours.add((widths["scheme"], widths["background"]))
             name = address.strip("/").replace("/", "-") or "home"
             window.screenshot(shots / f"{name}-{width}-{('light', 'dark')[theme]}.png")
-            if found["scroll"] > 0 or found["outside"]:
-                wrong[address] = found
+            if widths["scroll"] > 0 or widths["outside"]:
+                wrong[address] = widths
     assert not wrong
     assert len(colours) == 1
     assert next(iter(colours))[0] == ("default", "slate")[theme]
 
 
-def test_the_home_has_the_install_and_a_first_program(site):
-    _, folder = site
+def test_the_home_has_the_install_and_a_first_program(built_site):
+    _, folder = built_site
     home = re.sub("<[^>]*>", "", (folder / "index.html").read_text("utf-8"))
-    for shown in (
+    for text in (
         "pip install",
         "streambp.patch(model)",
         "streambp plan",
         "streambp verify",
         "streambp launch",
     ):
-        assert shown in home, shown
+        assert text in home, text

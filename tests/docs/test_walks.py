@@ -34,27 +34,27 @@ SIZES = {
 def steps_of(text):
     """Pairs of a file and a function or class: a name stands behind its file, and a method that has
     no file in front of it is one of the file named last."""
-    found, file = [], ""
+    steps, file = [], ""
     spans = re.finditer(r"`([\w/]+\.py)`(?:\s+`(\w+(?:\.\w+)?)`)?|`([A-Z]\w+\.\w+)`", text)
     for span in spans:
         file = span[1] or file
         name = span[2] or span[3]
         if name:
-            found.append((file, name))
-    return found
+            steps.append((file, name))
+    return steps
 
 
 def definitions(source):
     """First lines of a module's functions, classes and methods, by their names."""
-    found = {}
+    lines = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = {line_of(node)}
+            lines[node.name] = {line_of(node)}
         if isinstance(node, ast.ClassDef):
             methods = [child for child in node.body if isinstance(child, ast.FunctionDef)]
-            found[node.name] = {line_of(method) for method in methods}
-            found |= {f"{node.name}.{method.name}": {line_of(method)} for method in methods}
-    return found
+            lines[node.name] = {line_of(method) for method in methods}
+            lines |= {f"{node.name}.{method.name}": {line_of(method)} for method in methods}
+    return lines
 
 
 def line_of(function):
@@ -87,8 +87,8 @@ def not_in_order(steps, calls):
     at = 0
     for file, name in steps:
         lines = definitions((PACKAGE / file).read_text("utf-8"))[name]
-        wanted = {(file, line) for line in lines}
-        later = [number for number in range(at, len(calls)) if calls[number] in wanted]
+        lines_of_step = {(file, line) for line in lines}
+        later = [number for number in range(at, len(calls)) if calls[number] in lines_of_step]
         if not later:
             return file, name
         at = later[0] + 1
@@ -117,12 +117,12 @@ def parts():
 def test_walks_name_functions_that_exist():
     steps = [step for part in parts() for step in part]
     assert len(steps) > 30
-    missing = [
+    missing_functions = [
         f"{file} {name}"
         for file, name in steps
         if name not in definitions((PACKAGE / file).read_text("utf-8"))
     ]
-    assert missing == []
+    assert missing_functions == []
 
 
 def test_a_step_enters_the_functions_in_the_order_of_the_walk(step):

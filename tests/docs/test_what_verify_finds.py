@@ -31,13 +31,15 @@ def printed(block, folder, monkeypatch):
     with torch.random.fork_rng(devices=()), contextlib.redirect_stdout(out):
         exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
     lines = out.getvalue().splitlines()
-    return lines[-len(block.shown.splitlines()) :]
+    return lines[-len(block.expected_output.splitlines()) :]
 
 
-def check(shown, found):
+def check(page_lines, printed_lines):
     """Words are equal, and numbers up to rounding."""
-    assert [NUMBER.sub("_", line) for line in found] == [NUMBER.sub("_", line) for line in shown]
-    for expected, line in zip(shown, found, strict=True):
+    assert [NUMBER.sub("_", line) for line in printed_lines] == [
+        NUMBER.sub("_", line) for line in page_lines
+    ]
+    for expected, line in zip(page_lines, printed_lines, strict=True):
         for want, have in zip(NUMBER.findall(expected), NUMBER.findall(line), strict=True):
             assert float(want) / FACTOR <= float(have) <= float(want) * FACTOR
 
@@ -47,19 +49,19 @@ def test_programs_print_what_the_page_shows(number, tmp_path, monkeypatch):
     block = PROGRAMS[number]
     if "trl" in block.text or "deepspeed" in block.text:
         pytest.importorskip("deepspeed", reason="DeepSpeed is installed on Linux alone")
-    found = printed(block, tmp_path, monkeypatch)
-    for line in found:
+    lines = printed(block, tmp_path, monkeypatch)
+    for line in lines:
         if line.startswith("streambp"):
             assert re.match("streambp:? exact", line)
     if torch.__version__.startswith(VERSIONS[0]) and transformers.__version__.startswith(
         VERSIONS[1]
     ):
-        check(block.shown.splitlines(), found)
+        check(block.expected_output.splitlines(), lines)
 
 
 def test_every_program_shows_its_output_and_every_report_its_thread():
     assert len(PROGRAMS) == 6
-    assert all(block.shown for block in PROGRAMS)
+    assert all(block.expected_output for block in PROGRAMS)
     text = (ROOT / PAGE).read_text("utf-8")
     threads = re.findall(
         r"^\| \[[^\]]+\]\(https://github\.com/\S+/(?:pull|issues)/\d+\)", text, re.M
@@ -71,6 +73,6 @@ def test_every_program_shows_its_output_and_every_report_its_thread():
     "wrong", ["reentrant: exact, error 3.2e-01", "reentrant: NOT EXACT, error 3.2e-02"]
 )
 def test_another_output_is_found(wrong):
-    shown = PROGRAMS[0].shown.splitlines()
+    page_lines = PROGRAMS[0].expected_output.splitlines()
     with pytest.raises(AssertionError):
-        check(shown, [*shown[:-1], wrong])
+        check(page_lines, [*page_lines[:-1], wrong])

@@ -52,9 +52,9 @@ def why_not() -> str | None:
 def _find_ninja() -> bool:
     """Whether there is one, beside Python too: an environment's programs can be called without its
     being activated."""
-    beside = sysconfig.get_path("scripts")
-    if beside not in os.environ["PATH"].split(os.pathsep):
-        os.environ["PATH"] += os.pathsep + beside
+    scripts = sysconfig.get_path("scripts")
+    if scripts not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] += os.pathsep + scripts
     return bool(cpp_extension.is_ninja_available())
 
 
@@ -73,23 +73,23 @@ def library() -> Path:
 @functools.lru_cache
 def extension() -> Any:
     """The extension's module; building it takes most of a minute."""
-    found = library()
-    if found.exists():
-        spec = importlib.util.spec_from_file_location(NAME, found)
+    path = library()
+    if path.exists():
+        spec = importlib.util.spec_from_file_location(NAME, path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     else:
-        print(f"building {found}, once", file=sys.stderr, flush=True)
-        found.parent.mkdir(parents=True, exist_ok=True)
+        print(f"building {path}, once", file=sys.stderr, flush=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
-            dir=found.parent
+            dir=path.parent
         ) as folder:  # processes that build at once do not meet
             module = cpp_extension.load(
                 NAME, str(SOURCE), ["-O1", "-g0", "-w"], build_directory=folder, with_cuda=False
             )
-            os.replace(Path(folder) / f"{NAME}.so", found)
+            os.replace(Path(folder) / f"{NAME}.so", path)
     atexit.register(module.shutdown)
     return module
 
@@ -109,10 +109,10 @@ class Device(contextlib.ContextDecorator):
         self.index = index_of(device)
 
     def __enter__(self) -> None:
-        self.before = extension().exchange_device(self.index)
+        self.previous_index = extension().exchange_device(self.index)
 
     def __exit__(self, *_: object) -> None:
-        extension().exchange_device(self.before)
+        extension().exchange_device(self.previous_index)
 
 
 @functools.lru_cache
@@ -129,8 +129,8 @@ def register() -> types.ModuleType:
         return lambda device=None: function(torch.device(NAME, index_of(device)))
 
     @contextlib.contextmanager
-    def stream(wanted: Any) -> Iterator[None]:
-        with wanted or contextlib.nullcontext():
+    def stream(requested: Any) -> Iterator[None]:
+        with requested or contextlib.nullcontext():
             yield
 
     def seed_all(seed: int) -> None:

@@ -21,9 +21,9 @@ from tests import device as tested
 from tests.emulated.test_memory import (
     ENDED,
     Steps,
+    are_equal,
     ends_of_failing_allocations,
     outcome,
-    same,
 )
 from tests.families import build, make_batch
 from tests.oracle import relative_l2
@@ -60,9 +60,9 @@ def test_gradients_are_the_cpus(name, settings, in_halves):
     config = streambp.StreamConfig(**{"chunk_size": CHUNK, **settings})
     ours = streambp.patch(copy.deepcopy(stock), config).to(tested.DEVICE)
     for _ in range(3):
-        found = gradients(ours, batch, weights)
-        assert found.keys() == expected.keys()
-        assert relative_l2(found, expected) <= 1e-5
+        actual = gradients(ours, batch, weights)
+        assert actual.keys() == expected.keys()
+        assert relative_l2(actual, expected) <= 1e-5
     assert in_halves
 
 
@@ -83,18 +83,18 @@ class ChosenSteps(Steps):
         self.before_backward = None
         for _ in range(3):
             self.expected = [self()]
-        before = self.count()
+        count_before = self.count()
         self()
-        self.allocations = self.count() - before
+        self.allocations = self.count() - count_before
 
     @property
-    def chosen(self):
+    def choice(self):
         return self.chooser.latest
 
     def with_room_for(self, saves):
         """Let the device have room for nothing, for a part of what the layers can save, or for all
         of it."""
-        need = self.chooser.known.need(TOKENS, CHUNK_OF_CHOSEN, self.chooser.present)
+        need = self.chooser.figures.need(TOKENS, CHUNK_OF_CHOSEN, self.chooser.present)
         free = {"nothing": need / 2, "a part": need + 100, "all": 2 * need}[saves]
         self.chooser.free = lambda device: free
 
@@ -124,32 +124,32 @@ def attended_in_backward(steps, monkeypatch):
 def test_what_was_chosen_is_kept_and_the_rest_is_computed_again(saves, device, monkeypatch):
     steps = ChosenSteps(device)
     steps.with_room_for(saves)
-    kept = []
-    put = InMemory.put
+    stored = []
+    real = InMemory.save
 
     def noted(self, name, chunk, tensor):
-        kept.append((name.split(".")[0], tensor.nbytes))
-        put(self, name, chunk, tensor)
+        stored.append((name.split(".")[0], tensor.nbytes))
+        real(self, name, chunk, tensor)
 
-    monkeypatch.setattr(InMemory, "put", noted)
-    found, attended = attended_in_backward(steps, monkeypatch)
-    assert same(found, steps.expected[0])
-    saved = sum(size for name, size in kept if name in ("attn_out", "lse", "product"))
-    assert saved == sum(steps.chosen.bytes.values())
+    monkeypatch.setattr(InMemory, "save", noted)
+    result, attended = attended_in_backward(steps, monkeypatch)
+    assert are_equal(result, steps.expected[0])
+    saved = sum(size for name, size in stored if name in ("attn_out", "lse", "product"))
+    assert saved == sum(steps.choice.bytes.values())
     chunks = -(-TOKENS // CHUNK_OF_CHOSEN)
-    saved_by = steps.chosen.layers
+    saved_by = steps.choice.layers
     assert attended == chunks * (3 - saved_by.get("attn_out", 0))
     expected = {"nothing": {0}, "a part": {1, 2}, "all": {3}}[saves]
     for name in ("attn_out", "self_attn.q_proj"):
         assert saved_by.get(name, 0) in expected
     assert "mlp.down_proj" not in saved_by  # backward never reads it
-    products = steps.chooser.known.costs[0].cost.products
+    products = steps.chooser.figures.costs[0].cost.products
     # norms of queries and keys: gradients read these products too
     assert products["self_attn.k_proj"].flops == 2 * products["self_attn.v_proj"].flops
 
 
 def test_the_mutant_that_chooses_nothing_in_halves_is_noticed(device, monkeypatch):
-    monkeypatch.setattr(bidirectional.BidirectionalKept, "chosen_here", False)
+    monkeypatch.setattr(bidirectional.BidirectionalSaves, "chosen_here", False)
     with pytest.raises((AssertionError, KeyError, AttributeError)):
         test_what_was_chosen_is_kept_and_the_rest_is_computed_again("all", device, monkeypatch)
 
@@ -161,7 +161,7 @@ def test_chosen_attention_outputs_leave_for_the_host(device):
     link.measure(list(steps.chooser._seen.values()))
     [measured] = link.measured.values()
     assert 0 < measured.attention < float("inf")
-    assert same(steps(), steps.expected[0])
+    assert are_equal(steps(), steps.expected[0])
 
 
 @pytest.mark.parametrize(
@@ -177,13 +177,13 @@ def test_each_allocation_in_turn_fails(first, stride, chosen_steps):
         assert outcome(steps) == ENDED, number
         steps.forget()
 
-    found = ends_of_failing_allocations(steps, first, stride, check)
-    assert found[ENDED] >= 0.5 * found.total()
+    outcomes = ends_of_failing_allocations(steps, first, stride, check)
+    assert outcomes[ENDED] >= 0.5 * outcomes.total()
 
 
 @pytest.mark.full
 def test_the_mutant_whose_retry_adds_products_twice_is_noticed(chosen_steps, monkeypatch):
     real = GradientSum.begin
-    monkeypatch.setattr(GradientSum, "begin", lambda self, again=False: real(self))
+    monkeypatch.setattr(GradientSum, "begin", lambda self, is_retry=False: real(self))
     with pytest.raises(AssertionError):
         test_each_allocation_in_turn_fails(0, 29, chosen_steps)

@@ -19,9 +19,9 @@ from tests.emulated.test_memory import (
     BEFORE,
     ENDED,
     Steps,
+    are_equal,
     ends_of_failing_allocations,
     outcome,
-    same,
 )
 from tests.families import build, make_batch
 from tests.tiers import thinned
@@ -36,7 +36,7 @@ LINK = 1e9  # bytes/s; times of an emulated device are no measure
 class BothRooms(Steps):
     """A model that has measured a step, and whose link takes part of a layer."""
 
-    def __init__(self, device, part=0.5, room=0.4, **settings):
+    def __init__(self, device, part=0.5, headroom=0.4, **settings):
         self.batch = make_batch("plain", length=LENGTH, rows=1)
         config = streambp.StreamConfig(chunk_size=CHUNK, offload="auto", **settings)
         model = build("qwen3", device="cpu", num_hidden_layers=3)
@@ -46,9 +46,12 @@ class BothRooms(Steps):
         link = self.chooser.link
         link.measure(list(self.chooser._seen.values()))
         self.chooser.learn()
-        costs = [cost.cost for cost in self.chooser.known.costs.values()]
+        costs = [cost.cost for cost in self.chooser.figures.costs.values()]
         layer = sum(
-            cost.x + cost.attn_out + cost.kv + sum(one.bytes for one in cost.products.values())
+            cost.x
+            + cost.attn_out
+            + cost.kv
+            + sum(product.bytes for product in cost.products.values())
             for cost in costs
         )
         (length, measured), *_ = link.measured.items()
@@ -57,62 +60,62 @@ class BothRooms(Steps):
         )
         manager = manager_of(self.model)
         # what the device has for saves beside a layer's keys and values
-        manager.gpu_memory = int(manager.workspace + room * layer)
-        before = self.count()
+        manager.gpu_memory = int(manager.workspace + headroom * layer)
+        count_before = self.count()
         self()
-        self.allocations = self.count() - before
+        self.allocations = self.count() - count_before
 
     @property
-    def chosen(self):
+    def choice(self):
         return self.chooser.latest
 
 
 @pytest.fixture(scope="module")
-def made(device):
+def shared_steps(device):
     return BothRooms(device)
 
 
-def test_what_was_chosen_stays_and_leaves(made, device):
-    steps = made.started()
+def test_what_was_chosen_stays_and_leaves(shared_steps, device):
+    steps = shared_steps.started()
     manager = manager_of(steps.model)
-    moved = manager.transfers.bytes[OUT]
-    kept = []
-    steps.before_backward = lambda: kept.append(manager.kept)
-    found = steps()
+    sent_bytes = manager.transfers.bytes[OUT]
+    resident_bytes = []
+    steps.before_backward = lambda: resident_bytes.append(manager.resident_bytes)
+    result = steps()
     steps.before_backward = None
-    chosen = steps.chosen
-    assert chosen.on_device > 0
-    assert chosen.leaving > 0
-    assert kept == [chosen.on_device]
-    assert manager.transfers.bytes[OUT] - moved == chosen.leaving
-    assert manager.workspace + chosen.on_device <= manager.gpu_memory
-    assert same(found, steps.expected[0])
+    choice = steps.choice
+    assert choice.on_device > 0
+    assert choice.leaving > 0
+    assert resident_bytes == [choice.on_device]
+    assert manager.transfers.bytes[OUT] - sent_bytes == choice.leaving
+    assert manager.workspace + choice.on_device <= manager.gpu_memory
+    assert are_equal(result, steps.expected[0])
     # the same saves, all of them on the host: fewer bytes on the device, by what stays
-    config = streambp.StreamConfig(chunk_size=CHUNK, offload="cpu", saves=tuple(chosen.layers))
+    config = streambp.StreamConfig(chunk_size=CHUNK, offload="cpu", saves=tuple(choice.layers))
     model = build("qwen3", device="cpu", num_hidden_layers=3)
-    other = Steps.__new__(Steps)
-    other.model, other.batch = streambp.patch(model, config).to(device), steps.batch
-    other.before_backward = None
+    host_steps = Steps.__new__(Steps)
+    host_steps.model, host_steps.batch = streambp.patch(model, config).to(device), steps.batch
+    host_steps.before_backward = None
     for _ in range(2):
-        assert same(other(), found)
-    other.started()
-    assert steps.peak - steps.start <= other.peak - other.start + chosen.on_device
+        assert are_equal(host_steps(), result)
+    host_steps.started()
+    assert steps.peak - steps.start <= host_steps.peak - host_steps.start + choice.on_device
 
 
 @pytest.mark.parametrize(
     ("first", "stride"), thinned([(5, 37), (0, 13)], lambda first, stride: stride > 13)
 )
-def test_each_allocation_in_turn_fails(first, stride, made):
+def test_each_allocation_in_turn_fails(first, stride, shared_steps):
     """A step that has no memory ends with one error that has advice, and the next one is exact."""
-    steps = made.started()
+    steps = shared_steps.started()
 
     def check(number):
         gc.collect()
         assert outcome(steps) == ENDED, number
         assert steps.allocated() == steps.start, number
 
-    found = ends_of_failing_allocations(steps, first, stride, check)
-    assert found[BEFORE] <= 2
+    outcomes = ends_of_failing_allocations(steps, first, stride, check)
+    assert outcomes[BEFORE] <= 2
 
 
 @pytest.mark.parametrize("on_host_full", ["keep", "recompute", "raise"])
@@ -126,10 +129,10 @@ def test_a_host_without_room(on_host_full, device):
             steps()
         gc.collect()
     else:
-        assert same(steps(), steps.expected[0])
-        assert manager.left > 0
+        assert are_equal(steps(), steps.expected[0])
+        assert manager.overflow_count > 0
     assert manager.host_bytes <= FEW_BYTES
     manager.close()
     manager.host_memory = None
-    assert same(steps(), steps.expected[0])
-    assert steps.chosen.leaving > 0
+    assert are_equal(steps(), steps.expected[0])
+    assert steps.choice.leaving > 0

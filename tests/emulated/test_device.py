@@ -40,18 +40,18 @@ def limited(device):
 def test_it_is_an_accelerator_that_tells_its_memory(device):
     assert torch.accelerator.current_accelerator() == device
     for index in range(backend.DEVICES):
-        one = torch.device(backend.NAME, index)
-        assert is_accelerator(one)
-        assert tells_memory(one)
-        assert memory_limit(one) == LIMIT
+        accelerator = torch.device(backend.NAME, index)
+        assert is_accelerator(accelerator)
+        assert tells_memory(accelerator)
+        assert memory_limit(accelerator) == LIMIT
     assert isinstance(engines.make_engine(device), engines.AcceleratorEngine)
 
 
 def test_devices_do_not_mix(device):
     x = torch.randn(3, device=device)
-    for other in ("cpu", f"{backend.NAME}:1"):
+    for other_device in ("cpu", f"{backend.NAME}:1"):
         with pytest.raises(RuntimeError, match="same device"):
-            x + torch.randn(3, device=other)
+            x + torch.randn(3, device=other_device)
     assert torch.equal((x + 1).cpu(), x.cpu() + 1)
     assert torch.equal(x.to(f"{backend.NAME}:1").cpu(), x.cpu())
 
@@ -62,18 +62,18 @@ def test_the_host_runs_ahead_of_kernels_and_a_side_stream_of_both(device):
     backend.extension().set_delays(0, 0, 0.0, 0.1)
     try:
         x.add_(1)
-        done = torch.Event(device)
-        done.record()
-        assert not done.query()
+        event = torch.Event(device)
+        event.record()
+        assert not event.query()
         with side:
-            early = torch.zeros(8, device=device).copy_(x)
+            early_copy = torch.zeros(8, device=device).copy_(x)
         side.synchronize()
-        assert float(early.cpu().sum()) == 0  # nothing waited for the kernel
-        side.wait_event(done)
+        assert float(early_copy.cpu().sum()) == 0  # nothing waited for the kernel
+        side.wait_event(event)
         with side:
-            late = torch.zeros(8, device=device).copy_(x)
+            late_copy = torch.zeros(8, device=device).copy_(x)
         side.synchronize()
-        assert float(late.cpu().sum()) == 8
+        assert float(late_copy.cpu().sum()) == 8
     finally:
         backend.extension().set_delays(0, 0, 0.0, 0.0)
 
@@ -104,7 +104,7 @@ def test_a_tensor_is_elsewhere_where_torch_would_move_it(device):
         for current in range(backend.DEVICES):
             x = torch.zeros(2, device=f"{backend.NAME}:{index}")
             with backend.Device(current):
-                for wanted in (
+                for target in (
                     "cpu",
                     backend.NAME,
                     f"{backend.NAME}:0",
@@ -114,9 +114,9 @@ def test_a_tensor_is_elsewhere_where_torch_would_move_it(device):
                     x,
                     x.cpu(),
                 ):
-                    assert is_elsewhere(x, [wanted, torch.float32, False]) == (
-                        x.to(wanted).device != x.device
-                    ), wanted
+                    assert is_elsewhere(x, [target, torch.float32, False]) == (
+                        x.to(target).device != x.device
+                    ), target
 
 
 def test_pinned_memory_makes_copies_asynchronous(device):
@@ -134,16 +134,16 @@ def test_pinned_memory_makes_copies_asynchronous(device):
 
 
 def test_memory_runs_out(device, limited):
-    here = torch.device(backend.NAME, 0)
-    before = counted_bytes(here, "allocated")
-    limited(counted_bytes(here, "reserved") + 2**20)
-    x = torch.empty(2**20, dtype=torch.uint8, device=here)
-    assert counted_bytes(here, "allocated") - before == 2**20
+    accelerator = torch.device(backend.NAME, 0)
+    bytes_before = counted_bytes(accelerator, "allocated")
+    limited(counted_bytes(accelerator, "reserved") + 2**20)
+    x = torch.empty(2**20, dtype=torch.uint8, device=accelerator)
+    assert counted_bytes(accelerator, "allocated") - bytes_before == 2**20
     with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(2**20, dtype=torch.uint8, device=here)
+        torch.empty(2**20, dtype=torch.uint8, device=accelerator)
     del x
-    assert counted_bytes(here, "allocated") == before
-    torch.empty(2**20, dtype=torch.uint8, device=here)
+    assert counted_bytes(accelerator, "allocated") == bytes_before
+    torch.empty(2**20, dtype=torch.uint8, device=accelerator)
 
 
 def test_a_number_of_allocations_from_now_one_fails(device):
@@ -178,10 +178,10 @@ def test_deterministic_algorithms_give_the_same(device):
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         try:
-            found = results(device)
+            actual = results(device)
         finally:
             torch.use_deterministic_algorithms(False)
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(actual, expected, strict=True):
             torch.testing.assert_close(ours.cpu(), theirs)
 
 
@@ -197,18 +197,19 @@ def test_random_numbers_are_the_devices_own(device):
 def test_what_runs_there_is_told(device):
     """By `streambp env` before a step, by `describe` after one: other makers' devices have streams
     and plain products."""
-    found = {part["device"]: part for part in environment()["devices"]}
+    device_facts = {part["device"]: part for part in environment()["devices"]}
     for index in range(backend.DEVICES):
-        here = found[f"{backend.NAME}:{index}"]
-        assert here["name"] == "an emulated device"
-        assert here["memory"].startswith("64.0 GiB")
-        assert here["offload engine"] == "copies beside the compute"
-        assert here["attention in bfloat16"].startswith("math ")
+        facts = device_facts[f"{backend.NAME}:{index}"]
+        assert facts["name"] == "an emulated device"
+        assert facts["memory"].startswith("64.0 GiB")
+        assert facts["offload engine"] == "copies beside the compute"
+        assert facts["attention in bfloat16"].startswith("math ")
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=8))
     model(**make_batch("plain"), use_cache=False).loss.backward()
-    told = streambp.describe(model).attention
+    description = streambp.describe(model).attention
     assert (
-        f"plain products, because FlashAttention cannot: it does not run on {backend.NAME}," in told
+        f"plain products, because FlashAttention cannot: it does not run on {backend.NAME},"
+        in description
     )
 
 
@@ -235,8 +236,8 @@ def test_its_rates_can_be_measured():
 
 def test_host_memory_that_it_uses_is_pinned_once_and_refused_with_a_warning(device, monkeypatch):
     engine = engines.AcceleratorEngine(device)
-    other = engine.beside(device)
-    assert other.host_buffer(64).is_pinned()
+    second_engine = engine.engine_for(device)
+    assert second_engine.host_buffer(64).is_pinned()
 
     def refuse(*args, pin_memory=False, real=torch.empty, **kwargs):
         if pin_memory:
@@ -245,7 +246,7 @@ def test_host_memory_that_it_uses_is_pinned_once_and_refused_with_a_warning(devi
 
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.warns(UserWarning, match=r"could not be pinned \(no more pages\)"):
-        assert not other.host_buffer(64).is_pinned()
+        assert not second_engine.host_buffer(64).is_pinned()
     assert not engine.pinned  # all engines of a model share the memory
 
 
@@ -261,20 +262,20 @@ for _ in range(20):
     y = (x @ x).sum()
     y.backward()
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
 
 def test_an_empty_batch_is_told_at_the_next_call(device):
     """The host does not wait for the device's answer in the call that asks."""
-    told = EmptyBatchWarning()
+    warning = EmptyBatchWarning()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        told.check(torch.tensor(True, device=device))
-        told.check(torch.tensor(False, device=device))
+        warning.check(torch.tensor(True, device=device))
+        warning.check(torch.tensor(False, device=device))
     with pytest.warns(UserWarning, match="no labelled token"):
-        told.check(torch.tensor(True, device=device))
-    assert told.given
-    assert told.unread is None
+        warning.check(torch.tensor(True, device=device))
+    assert warning.has_warned
+    assert warning.unread is None

@@ -22,9 +22,9 @@ from tests.emulated.test_memory import (
     BEFORE,
     ENDED,
     Steps,
+    are_equal,
     ends_of_failing_allocations,
     outcome,
-    same,
 )
 from tests.families import build, make_batch
 from tests.tiers import thinned
@@ -37,11 +37,11 @@ STEP = 10.0  # seconds of a step without saves
 WORTH = 5.0  # seconds that all saves would spare
 
 
-def worth(costs):
+def spared_flops(costs):
     return sum(
-        one.bytes * one.worth
+        candidate.bytes * candidate.flops_per_byte
         for index, cost in costs.items()
-        for one in cost.candidates(index, LENGTH, LENGTH)
+        for candidate in cost.candidates(index, LENGTH, LENGTH)
     )
 
 
@@ -49,7 +49,7 @@ class ByDefault(Steps):
     """A patched model on a device that has room for a step without saves, and hardly for more. By
     prediction, saves spare seconds, and the link takes part of a layer."""
 
-    def __init__(self, device, part=0.5, room=0.4, price=0.0, **settings):
+    def __init__(self, device, part=0.5, headroom=0.4, price=0.0, **settings):
         self.batch = make_batch("plain", length=LENGTH, rows=1)
         model = build("qwen3", device="cpu", num_hidden_layers=3)
         config = streambp.StreamConfig(**{"chunk_size": CHUNK, **settings})
@@ -57,30 +57,34 @@ class ByDefault(Steps):
         self.before_backward = None
         self.expected = [self()]
         self()
-        self.predict(part, room, price)
-        before = self.count()
+        self.predict(part, headroom, price)
+        count_before = self.count()
         self()
-        self.allocations = self.count() - before
+        self.allocations = self.count() - count_before
 
-    def predict(self, part, room, price):
+    def predict(self, part, headroom, price):
         """Give the model's policy the numbers of this test."""
         policy = self.chooser
         policy.learn()
-        figures = policy.known
+        figures = policy.figures
         costs = {index: cost.cost for index, cost in figures.costs.items()}
         layer = max(
-            cost.x + cost.attn_out + cost.kv + sum(one.bytes for one in cost.products.values())
+            cost.x
+            + cost.attn_out
+            + cost.kv
+            + sum(product.bytes for product in cost.products.values())
             for cost in costs.values()
         )
-        figures.products = worth(figures.costs) / WORTH
+        figures.products = spared_flops(figures.costs) / WORTH
         figures.seconds = lambda tokens, chunk: STEP
         if figures.on_host is not None:
-            found = figures.on_host()
-            assert found is not None
-            need = Room(figures.need, (room + 1.1 * part) * layer)  # copies under way take `part`
+            host_figures = figures.on_host()
+            assert host_figures is not None
+            # copies under way take `part`
+            need = Room(figures.need, (headroom + 1.1 * part) * layer)
             forward = len(costs) * part * layer / LINK
             on_host = dataclasses.replace(
-                found,
+                host_figures,
                 need=need,
                 seconds=lambda tokens, chunk: (forward, STEP - forward, STEP),
                 products=figures.products,
@@ -94,25 +98,25 @@ class ByDefault(Steps):
             policy.host.waited = moving.COUNTING
 
     @property
-    def moved(self):
+    def is_moving(self):
         return self.chooser.moving is not None
 
 
 class Room:
     """The need of a step that leaves so many bytes more free than one on the device."""
 
-    def __init__(self, need, less):
-        self.need, self.less = need, less
+    def __init__(self, need, spared_bytes):
+        self.need, self.spared_bytes = need, spared_bytes
 
     def __call__(self, tokens, chunk, present=0.0):
-        return self.need(tokens, chunk, present) - self.less
+        return self.need(tokens, chunk, present) - self.spared_bytes
 
-    def at_work(self, chunk):
+    def chunk_bytes(self, chunk):
         return 0.0
 
 
 @pytest.fixture(scope="module")
-def made(device):
+def shared_steps(device):
     return ByDefault(device)
 
 
@@ -120,38 +124,40 @@ def moved_as_chosen(steps):
     """A step moves what was chosen, and keeps what was chosen: its loss and gradients."""
     steps.started()
     manager = manager_of(steps.model)
-    moved = manager.transfers.bytes[OUT]
-    kept = []
-    steps.before_backward = lambda: kept.append(manager.kept)
-    found = steps()
+    sent_bytes = manager.transfers.bytes[OUT]
+    resident_bytes = []
+    steps.before_backward = lambda: resident_bytes.append(manager.resident_bytes)
+    result = steps()
     steps.before_backward = None
-    assert steps.moved
-    chosen = steps.chooser.latest
-    assert chosen.on_device > 0
-    assert chosen.leaving > chosen.inputs - chosen.on_device
-    assert kept == [chosen.on_device]
-    assert manager.transfers.bytes[OUT] - moved == chosen.leaving
-    assert manager.host_bytes <= moving.RESERVED * chosen.leaving + 64
-    assert manager.left == 0
-    return found
+    assert steps.is_moving
+    choice = steps.chooser.latest
+    assert choice.on_device > 0
+    assert choice.leaving > choice.inputs - choice.on_device
+    assert resident_bytes == [choice.on_device]
+    assert manager.transfers.bytes[OUT] - sent_bytes == choice.leaving
+    assert manager.host_bytes <= moving.RESERVED * choice.leaving + 64
+    assert manager.overflow_count == 0
+    return result
 
 
-def test_what_was_chosen_stays_and_leaves(made):
-    found = moved_as_chosen(made)
-    assert same(found, made.expected[0])
-    record = streambp.last_step(made.model)
-    assert record.host.out == made.chooser.latest.leaving
+def test_what_was_chosen_stays_and_leaves(shared_steps):
+    result = moved_as_chosen(shared_steps)
+    assert are_equal(result, shared_steps.expected[0])
+    record = streambp.last_step(shared_steps.model)
+    assert record.host.out == shared_steps.chooser.latest.leaving
     assert "moved" in str(record)
-    said = streambp.describe(made.model).offload
-    assert "to the host, at most" in said
-    assert "by prediction" in said
-    unpatched = build("qwen3", device="cpu", num_hidden_layers=3).to(made.batch["labels"].device)
-    loss = unpatched(**made.batch, use_cache=False).loss
+    description = streambp.describe(shared_steps.model).offload
+    assert "to the host, at most" in description
+    assert "by prediction" in description
+    unpatched = build("qwen3", device="cpu", num_hidden_layers=3).to(
+        shared_steps.batch["labels"].device
+    )
+    loss = unpatched(**shared_steps.batch, use_cache=False).loss
     loss.backward()
     expected = {name: p.grad.cpu() for name, p in unpatched.named_parameters()}
-    assert found.keys() == {"loss", *expected}
+    assert result.keys() == {"loss", *expected}
     for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+        assert (result[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize(
@@ -172,29 +178,29 @@ def test_settings_with_which_nothing_moves(settings, device):
 
 def test_offload_none_moves_nothing_where_it_would_be_faster(device):
     steps = ByDefault(device, offload="none")
-    assert same(steps(), steps.expected[0])
-    assert not steps.moved
+    assert are_equal(steps(), steps.expected[0])
+    assert not steps.is_moving
     assert streambp.last_step(steps.model).host is None
 
 
 def test_steps_pay_for_pinning_first(device):
     steps = ByDefault(device, price=1.0)
     host = steps.chooser.host
-    assert not steps.moved
-    assert 0 < host.gain < host.missing
+    assert not steps.is_moving
+    assert 0 < host.gain < host.unpaid_seconds
     assert "have paid for pinning" in streambp.describe(steps.model).offload
     assert not manager_is_used(steps.model)
-    leaving = host.missing + host.unspent
+    leaving = host.unpaid_seconds + host.unspent
     host.price = 3.5 * host.gain / leaving
     host.unspent = 0.0
-    moved = []
+    decisions = []
     for _ in range(4):
-        assert same(steps(), steps.expected[0])
-        moved.append(steps.moved)
-    assert moved == [False, False, False, True]
+        assert are_equal(steps(), steps.expected[0])
+        decisions.append(steps.is_moving)
+    assert decisions == [False, False, False, True]
     host.price = 1e9
     steps()
-    assert steps.moved  # what is pinned is free
+    assert steps.is_moving  # what is pinned is free
 
 
 def manager_is_used(model):
@@ -203,39 +209,39 @@ def manager_is_used(model):
 
 def test_a_step_without_room_on_the_device_moves_at_once(device):
     steps = ByDefault(device, price=1e9)
-    assert not steps.moved
-    figures = steps.chooser.known
+    assert not steps.is_moving
+    figures = steps.chooser.figures
     steps.chooser.free = lambda device: figures.need(LENGTH, CHUNK, 0.0) - 1.0
-    assert same(steps(), steps.expected[0])
-    assert steps.moved
+    assert are_equal(steps(), steps.expected[0])
+    assert steps.is_moving
     assert "would not fit" in streambp.describe(steps.model).offload
 
 
 def test_host_memory_that_cannot_be_pinned_is_not_used(device):
     steps = ByDefault(device)
-    assert steps.moved
+    assert steps.is_moving
     (engine,) = manager_of(steps.model).transfers.engines.values()
     engine.pinned = False
-    assert same(steps(), steps.expected[0])
-    assert not steps.moved
+    assert are_equal(steps(), steps.expected[0])
+    assert not steps.is_moving
 
 
 @pytest.mark.parametrize(("name", "value"), [("drew", True), ("allowed", False)])
 def test_draws_and_shared_sequences_keep_everything(name, value, device):
     steps = ByDefault(device)
-    assert steps.moved
+    assert steps.is_moving
     setattr(steps.chooser.host, name, value)
-    assert same(steps(), steps.expected[0])
-    assert not steps.moved
+    assert are_equal(steps(), steps.expected[0])
+    assert not steps.is_moving
 
 
 @pytest.mark.parametrize(
     ("first", "stride"), thinned([(5, 37), (0, 13)], lambda first, stride: stride > 13)
 )
-def test_each_allocation_in_turn_fails(first, stride, made):
+def test_each_allocation_in_turn_fails(first, stride, shared_steps):
     """Saved tensors are freed and the chunk is computed again, or one error has advice; the next
     step is exact."""
-    steps = made.started()
+    steps = shared_steps.started()
 
     def check(number):
         gc.collect()
@@ -244,9 +250,9 @@ def test_each_allocation_in_turn_fails(first, stride, made):
         assert steps.allocated() == steps.start, number
         steps.forget()
 
-    found = ends_of_failing_allocations(steps, first, stride, check)
-    assert found[BEFORE] <= 2
-    assert found[ENDED] >= 0.5 * found.total()
+    outcomes = ends_of_failing_allocations(steps, first, stride, check)
+    assert outcomes[BEFORE] <= 2
+    assert outcomes[ENDED] >= 0.5 * outcomes.total()
 
 
 @pytest.mark.parametrize("on_host_full", ["keep", "recompute"])
@@ -266,12 +272,12 @@ def test_a_host_that_fills_up(on_host_full, device):
         raise MemoryError
 
     manager.start = refusing
-    assert same(steps(), steps.expected[0])
-    assert manager.left > 0
+    assert are_equal(steps(), steps.expected[0])
+    assert manager.overflow_count > 0
     manager.close()
     manager.start = start
-    assert same(steps(), steps.expected[0])
-    assert manager.left > 0
+    assert are_equal(steps(), steps.expected[0])
+    assert manager.overflow_count > 0
 
 
 def stays_on_paper(patch):
@@ -279,10 +285,12 @@ def stays_on_paper(patch):
 
 
 def keeps_what_stays(patch):
-    patch.setattr(saved.SavedForBackward, "_give_up_on_device", lambda self, store, at_work: False)
+    patch.setattr(
+        saved.SavedForBackward, "_drop_saves_on_device", lambda self, store, is_running: False
+    )
 
 
-def never(patch):
+def never_moves(patch):
     patch.setattr(SavesPolicy, "_faster_on_host", lambda *_: None)
 
 
@@ -290,7 +298,7 @@ def without_a_price(patch):
     patch.setattr(moving.HostChoice, "began", lambda self, step: None)
 
 
-@pytest.mark.parametrize("mutant", [stays_on_paper, never])
+@pytest.mark.parametrize("mutant", [stays_on_paper, never_moves])
 def test_mutant_of_the_choice_turns_a_test_red(mutant, device, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises((AssertionError, StreamBPError)):

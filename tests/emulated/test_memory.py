@@ -44,7 +44,7 @@ LEAST_ENDED = {"chunks": 0.5, "graph": 0.5, "unpatched": 0.3}
 PACKAGE = Path(streambp.__file__).parent
 
 
-def here():
+def emulated_device():
     return torch.device(backend.NAME, 0)
 
 
@@ -62,21 +62,21 @@ class Steps:
         assert (record.way, record.chunks) == RUN_AS[way], record
         self.expected = [first]
         if way == "unpatched":  # where memory is short it is streamed, and rounded otherwise
-            self.model._streambp.unpatched.most = 0
+            self.model._streambp.unpatched.max_tokens = 0
             self.expected.append(self())
             self.forget()
             self()
-        before = self.count()
+        count_before = self.count()
         self()
-        self.allocations = self.count() - before
+        self.allocations = self.count() - count_before
 
     def started(self):
         """Itself, at the beginning of a test."""
         gc.collect()
-        torch.accelerator.reset_peak_memory_stats(here())
+        torch.accelerator.reset_peak_memory_stats(emulated_device())
         self()
-        self.peak, self.start = counted_bytes(here(), "peak"), self.allocated()
-        self.others = self.start - sum(p.nbytes for p in self.model.parameters())
+        self.peak, self.start = counted_bytes(emulated_device(), "peak"), self.allocated()
+        self.other_bytes = self.start - sum(p.nbytes for p in self.model.parameters())
         return self
 
     def __call__(self):
@@ -101,27 +101,27 @@ class Steps:
 
     @staticmethod
     def count():
-        return torch.accelerator.memory_stats(here())["allocation.all.allocated"]
+        return torch.accelerator.memory_stats(emulated_device())["allocation.all.allocated"]
 
     def allocated(self):
         """Bytes, without gradients, and without a collection."""
         self.model.zero_grad(set_to_none=True)
         torch.accelerator.synchronize()
-        return counted_bytes(here(), "allocated")
+        return counted_bytes(emulated_device(), "allocated")
 
     def forget(self):
         """What running out of memory has taught."""
         self.chooser.margins.clear()
         if self.model._streambp.unpatched is not None:
-            self.model._streambp.unpatched.most = float("inf")
+            self.model._streambp.unpatched.max_tokens = float("inf")
 
 
-def same(found, expected):
-    return all(torch.equal(found[name], expected[name]) for name in expected)
+def are_equal(actual, expected):
+    return all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.fixture(scope="module")
-def made(device):
+def steps_of(device):
     """Steps, by way and length."""
     return functools.cache(functools.partial(Steps, device=device))
 
@@ -134,9 +134,9 @@ def way(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def tried(monkeypatch):
+def trial_names(monkeypatch):
     """Counts what layers are tried on."""
-    seen = []
+    names = []
     for module, name in (
         (probe, "_why_not"),
         (trials, "_writes"),
@@ -144,9 +144,9 @@ def tried(monkeypatch):
     ):
         real = getattr(module, name)
         monkeypatch.setattr(
-            module, name, lambda *args, real=real, name=name: seen.append(name) or real(*args)
+            module, name, lambda *args, real=real, name=name: names.append(name) or real(*args)
         )
-    return seen
+    return names
 
 
 ENDED, ADVISED, WRONG = "ended bit for bit", "raised with advice", "wrong"
@@ -157,48 +157,52 @@ BEFORE = "torch raised before backward came to us: a gradient of the loss, one n
 def outcome(steps):
     """Return how a step ended. An error of torch outside of streambp's code comes with a warning
     (`model/steps.py`)."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")  # a hook of a test has a warning of its own
         warnings.filterwarnings("always", ".* ran out of memory")
         try:
-            found = steps()
+            result = steps()
         except torch.OutOfMemoryError as error:
             # The error itself would hold this frame, through those of its cause.
-            ours, text, shown = isinstance(error, DeviceMemoryError), str(error), repr(error)
+            ours, text, error_text = isinstance(error, DeviceMemoryError), str(error), repr(error)
             frames = traceback.extract_tb(error.__traceback__)
             through = [at for at in frames if PACKAGE in Path(at.filename).parents]
         else:
-            right = any(same(found, expected) for expected in steps.expected)
-            return f"{WRONG}: {[str(one.message) for one in said]}" if said or not right else ENDED
+            right = any(are_equal(result, expected) for expected in steps.expected)
+            return (
+                f"{WRONG}: {[str(warning.message) for warning in caught]}"
+                if caught or not right
+                else ENDED
+            )
         one_number = "Tried to allocate 4 bytes" in text and not through
         deadline = time.monotonic() + (1 if one_number else 60)
-        while not (ours or said) and time.monotonic() < deadline:
+        while not (ours or caught) and time.monotonic() < deadline:
             # autograd's thread lets go of the callback once it gets Python's lock
             time.sleep(0.001)
-    if one_number and not said:
+    if one_number and not caught:
         return BEFORE
-    advice = [str(one.message) for one in said] + [text] * ours
+    advice = [str(warning.message) for warning in caught] + [text] * ours
     if len(advice) != 1 or "StreamConfig" not in advice[0]:
-        return f"{WRONG}: advice {advice} beside {shown} through {through[-1:]}"
+        return f"{WRONG}: advice {advice} beside {error_text} through {through[-1:]}"
     return (
         ADVISED
         if ours
-        else f"{WRONG}: {shown} passed through {through[-1:]}"
+        else f"{WRONG}: {error_text} passed through {through[-1:]}"
         if through
         else WARNED
     )
 
 
-def after(steps, tried):
+def state_after(steps, trial_names):
     """What a step that went wrong has left: bytes, without a collection; the next step's outcome,
     and what it tries."""
     deadline = time.monotonic() + 60
-    while (left := steps.allocated() - steps.start) and time.monotonic() < deadline:
+    while (bytes_left := steps.allocated() - steps.start) and time.monotonic() < deadline:
         time.sleep(0.001)  # autograd's thread lets go of what failed once it gets Python's lock
-    tried.clear()
-    found = left, outcome(steps), list(tried)
+    trial_names.clear()
+    state = bytes_left, outcome(steps), list(trial_names)
     steps.forget()
-    return found
+    return state
 
 
 CLEAN = (0, ENDED, [])
@@ -207,44 +211,44 @@ CLEAN = (0, ENDED, [])
 def ends_of_failing_allocations(steps, first, stride, check):
     """How often steps end in each way, of which one allocation fails: number `first`,
     `first + stride`, and so on. `check(number)` is called after each of them."""
-    found = collections.Counter()
+    outcomes = collections.Counter()
     gc.disable()
     try:
         for number in range(first, steps.allocations, stride):
             backend.extension().fail_after(0, number)
-            found[outcome(steps)] += 1
+            outcomes[outcome(steps)] += 1
             backend.extension().fail_after(0, -1)
             check(number)
     finally:
         backend.extension().fail_after(0, -1)
         gc.enable()
-    print(f"allocations {first}, {first + stride}, ... of {steps.allocations}: {dict(found)}")
-    assert found.keys() <= {ENDED, ADVISED, WARNED, BEFORE}
-    return found
+    print(f"allocations {first}, {first + stride}, ... of {steps.allocations}: {dict(outcomes)}")
+    assert outcomes.keys() <= {ENDED, ADVISED, WARNED, BEFORE}
+    return outcomes
 
 
 @pytest.mark.parametrize(
     ("first", "stride"), thinned([(35, 71), (0, 1)], lambda first, stride: stride > 1)
 )
-def test_each_allocation_in_turn_fails(way, first, stride, made, tried):
-    steps = made(way, FEW).started()
+def test_each_allocation_in_turn_fails(way, first, stride, steps_of, trial_names):
+    steps = steps_of(way, FEW).started()
 
     def check(number):
-        assert after(steps, tried) == CLEAN, number
+        assert state_after(steps, trial_names) == CLEAN, number
 
-    found = ends_of_failing_allocations(steps, first, stride, check)
-    assert found[BEFORE] <= 2  # that of the loss, and of the sum that it is a part of
-    assert found[ENDED] >= LEAST_ENDED[way] * found.total()
+    outcomes = ends_of_failing_allocations(steps, first, stride, check)
+    assert outcomes[BEFORE] <= 2  # that of the loss, and of the sum that it is a part of
+    assert outcomes[ENDED] >= LEAST_ENDED[way] * outcomes.total()
 
 
 @pytest.mark.parametrize("when", ["between steps", "before backward", "in a chunk"])
 @pytest.mark.parametrize("share", thinned((0.97, 0.9, 0.8, 0.6), lambda share: share in (0.9, 0.6)))
-def test_a_limit_is_lowered(way, share, when, made, tried):
-    steps = made(way, MANY).started()
+def test_a_limit_is_lowered(way, share, when, steps_of, trial_names):
+    steps = steps_of(way, MANY).started()
     hooks = []
 
     limit, set_limit = (
-        steps.others + int(share * (steps.peak - steps.others)),
+        steps.other_bytes + int(share * (steps.peak - steps.other_bytes)),
         backend.extension().set_limit,
     )
 
@@ -258,12 +262,12 @@ def test_a_limit_is_lowered(way, share, when, made, tried):
         if when == "between steps":
             lower()
         steps.before_backward = lower if when == "before backward" else None
-        found = [outcome(steps) for _ in range(2)]
+        outcomes = [outcome(steps) for _ in range(2)]
     finally:
         steps.before_backward = None
         for hook in hooks:
             hook.remove()
         backend.extension().set_limit(0, backend.LIMIT)
-    print(f"{way}, {share} {when}: {found}")
-    assert set(found) <= {ENDED, ADVISED, WARNED}
-    assert after(steps, tried) == CLEAN
+    print(f"{way}, {share} {when}: {outcomes}")
+    assert set(outcomes) <= {ENDED, ADVISED, WARNED}
+    assert state_after(steps, trial_names) == CLEAN

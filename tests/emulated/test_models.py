@@ -46,7 +46,7 @@ SETTINGS = {  # offload="auto" chooses saves itself
 FAST = ("all-cpu-rows", "all-cpu-shared")
 
 
-def made(family, **fields):
+def built(family, **fields):
     return (build if family in ("qwen3", "gemma3") else zoo.build)(
         family, torch.float64, device="cpu", **fields
     )
@@ -78,15 +78,15 @@ def test_gradients_are_those_of_the_cpu(family, setting, truths, device):
     fields = (
         {"sliding_window": 20} if family == "gpt_oss" and setting.startswith("auto-none") else {}
     )
-    model, batch, key = made(family, **fields), batch_of(mode), (family, mode, *fields)
+    model, batch, key = built(family, **fields), batch_of(mode), (family, mode, *fields)
     if key not in truths:
         truths[key] = gradients(copy.deepcopy(model), **batch)[1]
     streambp.patch(model, streambp.StreamConfig(chunk_size=7, **SETTINGS[setting])).to(device)
     model.tie_weights()  # `to` makes new parameters for such devices, one by one
-    moved = {name: x.to(device) for name, x in batch.items()}
+    device_batch = {name: x.to(device) for name, x in batch.items()}
     for _ in range(2):
-        _, found = gradients(model, **moved)
-        assert worst_error({name: g.cpu() for name, g in found.items()}, truths[key]) <= EXACT
+        _, actual = gradients(model, **device_batch)
+        assert worst_error({name: g.cpu() for name, g in actual.items()}, truths[key]) <= EXACT
     if SETTINGS[setting]["offload"] == "cpu":
         transfers = manager_of(model).transfers
         assert all(
@@ -95,20 +95,20 @@ def test_gradients_are_those_of_the_cpu(family, setting, truths, device):
         assert transfers.bytes[engines.OUT] > 0
 
 
-def divided(model, here, there):
+def divided(model, first_device, second_device):
     """A `device_map`: the first half of the layers, and the rest with the final norm and the
     head."""
-    places = {"lm_head": here if model.config.tie_word_embeddings else there}
+    device_map = {"lm_head": first_device if model.config.tie_word_embeddings else second_device}
     for name, child in model.base_model.named_children():
         path = f"{model.base_model_prefix}.{name}"
         if isinstance(child, torch.nn.ModuleList):
-            places |= {
-                f"{path}.{index}": here if 2 * index < len(child) else there
+            device_map |= {
+                f"{path}.{index}": first_device if 2 * index < len(child) else second_device
                 for index in range(len(child))
             }
         else:
-            places[path] = there if "norm" in name else here
-    return places
+            device_map[path] = second_device if "norm" in name else first_device
+    return device_map
 
 
 @pytest.mark.emulated
@@ -118,19 +118,23 @@ def test_layers_on_two_devices(family, offload, truths):
     """gemma3's output projection is its embedding: on the first device, where the final norm is on
     the second."""
     accelerate = pytest.importorskip("accelerate")
-    batch, model = batch_of("left-padded"), made(family)
+    batch, model = batch_of("left-padded"), built(family)
     if (family, "left-padded") not in truths:
         truths[family, "left-padded"] = gradients(copy.deepcopy(model), **batch)[1]
-    here, there = f"{backend.NAME}:0", f"{backend.NAME}:1"
-    places = divided(model, here, there)
-    model = accelerate.dispatch_model(model, device_map=places, main_device=here, force_hooks=True)
+    first_device, second_device = f"{backend.NAME}:0", f"{backend.NAME}:1"
+    device_map = divided(model, first_device, second_device)
+    model = accelerate.dispatch_model(
+        model, device_map=device_map, main_device=first_device, force_hooks=True
+    )
     streambp.patch(model, streambp.StreamConfig(chunk_size=7, saves=("attn_out",), offload=offload))
-    moved = {name: x.to(here) for name, x in batch.items()}
+    device_batch = {name: x.to(first_device) for name, x in batch.items()}
     for _ in range(2):
-        _, found = gradients(model, **moved)
-        assert {g.device.index for g in found.values()} == {0, 1}
+        _, actual = gradients(model, **device_batch)
+        assert {g.device.index for g in actual.values()} == {0, 1}
         assert (
-            worst_error({name: g.cpu() for name, g in found.items()}, truths[family, "left-padded"])
+            worst_error(
+                {name: g.cpu() for name, g in actual.items()}, truths[family, "left-padded"]
+            )
             <= EXACT
         )
     if offload == "cpu":

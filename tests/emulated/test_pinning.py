@@ -25,12 +25,12 @@ pytestmark = pytest.mark.emulated
 def asynchronous(device, monkeypatch):
     """Whether the copies of the engine might be asynchronous. Its host memory is asked of CUDA's
     runtime."""
-    found, real, buffer = [], Tensor.copy_, engines.AcceleratorEngine.host_buffer
+    flags, real, buffer = [], Tensor.copy_, engines.AcceleratorEngine.host_buffer
 
     def copy(self, source, non_blocking=None):
         if non_blocking is None:
             return real(self, source)
-        found.append(non_blocking)
+        flags.append(non_blocking)
         return real(self, source, non_blocking)
 
     def host_buffer(self, size):
@@ -41,7 +41,7 @@ def asynchronous(device, monkeypatch):
     monkeypatch.setattr(Tensor, "copy_", copy)
     monkeypatch.setattr(engines.AcceleratorEngine, "host_buffer", host_buffer)
     monkeypatch.setattr(engines, "forget_error", lambda _: forget_error(device))
-    return found
+    return flags
 
 
 class Runtime:
@@ -72,13 +72,13 @@ def test_a_copy_that_compute_waits_for_is_counted(device):
     model = offloaded(gpu_memory=1)
     step(model)
     (engine,) = manager_of(model).transfers.engines.values()
-    before = manager_of(model).stats()["stall_back"]
+    stall_before = manager_of(model).stats()["stall_back"]
     backend.extension().set_delays(0, engine._streams[engines.BACK].stream_id, 0.02, 0.0)
     try:
         step(model)
     finally:
         backend.extension().set_delays(0, engine._streams[engines.BACK].stream_id, 0.0, 0.0)
-    assert manager_of(model).stats()["stall_back"] > before
+    assert manager_of(model).stats()["stall_back"] > stall_before
 
 
 class FakeRuntime:
@@ -131,8 +131,8 @@ def test_an_error_that_pinning_left_behind_does_not_reach_the_step(asynchronous,
     model = offloaded(gpu_memory=1)
     with Launches(runtime):
         with pytest.warns(UserWarning, match="could not be pinned"):
-            found = step(model)
-        assert_same(found, expected)
+            result = step(model)
+        assert_same(result, expected)
         assert_same(step(model), expected)
     assert runtime.calls == 1  # what fails once is not tried again: all copies are synchronous
     assert set(asynchronous) == {False}

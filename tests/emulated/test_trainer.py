@@ -58,7 +58,7 @@ def train(folder, device, config, resume=False, **arguments):
     return trainer
 
 
-def told(trainer):
+def logged_values(trainer):
     """Losses, norms and evaluations as logged."""
     names = ("loss", "grad_norm", "eval_loss")
     return [
@@ -76,54 +76,57 @@ def test_it_trains_as_unpatched_and_goes_on_from_a_checkpoint(offload, device, t
     config = streambp.StreamConfig(chunk_size=7, saves=("attn_out",), offload=offload)
     plain = train(tmp_path / "plain", torch.device("cpu"), None)
     ours = train(tmp_path / "ours", device, config)
-    again = train(tmp_path / "ours", device, config, resume=True)
-    assert len(told(plain)) == 12
-    for found in (ours, again):
-        torch.testing.assert_close(told(found), told(plain), rtol=EXACT, atol=0)
-        torch.testing.assert_close(parameters(found.model), parameters(plain.model), **PARAMETERS)
+    resumed = train(tmp_path / "ours", device, config, resume=True)
+    assert len(logged_values(plain)) == 12
+    for trainer in (ours, resumed):
+        torch.testing.assert_close(logged_values(trainer), logged_values(plain), rtol=EXACT, atol=0)
+        torch.testing.assert_close(parameters(trainer.model), parameters(plain.model), **PARAMETERS)
 
 
-def scaled(device, config, half):
+def scaled(device, config, use_float16):
     """Losses, norms and parameters of 3 steps of 2 micro-batches, by hand: accelerate knows makers
     by name.
 
-    half: under float16 autocast; without, in float64.
+    use_float16: under float16 autocast; without, in float64.
     """
-    model = build("qwen3", torch.float32 if half else torch.float64, device=device)
+    model = build("qwen3", torch.float32 if use_float16 else torch.float64, device=device)
     if config is not None:
         streambp.patch(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=EPSILON)
     scaler = torch.amp.GradScaler(device.type)
-    found = []
+    values = []
     for number in range(3):
         for part in range(2):
             batch = make_batch("left-padded", seed=2 * number + part, device=device)
-            with torch.autocast(device.type, torch.float16, enabled=half):
+            with torch.autocast(device.type, torch.float16, enabled=use_float16):
                 loss = model(**batch, use_cache=False).loss / 2
             scaler.scale(loss).backward()
-            found.append(loss.item())
+            values.append(loss.item())
         with pytest.MonkeyPatch.context() as patch:
             # the kernel takes no factor but one in float32
             patch.setattr(torch.Tensor, "float", FLOAT)
             scaler.unscale_(optimizer)
-        found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        values.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
     assert scaler.get_scale() == 2.0**16  # no step was left out
-    return found, parameters(model)
+    return values, parameters(model)
 
 
 CONFIG = streambp.StreamConfig(chunk_size=7, saves=("attn_out",), offload="cpu")
 
 
 def test_a_gradient_scaler_in_half_precision(device):
-    ours, theirs = scaled(device, CONFIG, half=True), scaled(device, None, half=True)
+    ours, theirs = scaled(device, CONFIG, use_float16=True), scaled(device, None, use_float16=True)
     torch.testing.assert_close(ours[0], theirs[0], rtol=2e-3, atol=0)
 
 
 @pytest.mark.usefixtures("float64_oracle")
 def test_a_gradient_scaler_is_exact(device):
-    ours, truth = scaled(device, CONFIG, half=False), scaled(torch.device("cpu"), None, half=False)
+    ours, truth = (
+        scaled(device, CONFIG, use_float16=False),
+        scaled(torch.device("cpu"), None, use_float16=False),
+    )
     torch.testing.assert_close(ours[0], truth[0], rtol=EXACT, atol=0)
     torch.testing.assert_close(ours[1], truth[1], **PARAMETERS)

@@ -32,7 +32,12 @@ SETTINGS = {
 SLOW = {"out": (0.08, 0.0, 0.0), "back": (0.0, 0.08, 0.0), "compute": (0.0, 0.0, 0.003)}
 # a wait that is left out may show itself only in the second or third: the host can be late as well
 LONGER = (1, 5, 25)
-NEEDED = {"1 in send": "compute", "2 in load": "compute", "4 in peek": "back", "6 in let_go": "out"}
+NEEDED = {
+    "1 in send": "compute",
+    "2 in load": "compute",
+    "4 in peek": "back",
+    "6 in release": "out",
+}
 IMPLIED = ("3 in load", "5 in send", "6 in borrow")  # [Note: offload order]
 BROKEN_OFF = "4 in _retire"  # reached where a step ends before its backward does
 NUMBERED = re.compile(r"# (?:\[Note: offload order\], )?(\d)")
@@ -43,8 +48,8 @@ for module in (transfers, manager):
         if ".wait(" in line and "def " not in line:
             function = next(
                 m[1]
-                for before in reversed(lines[:number])
-                if (m := re.match(r"\s*def (\w+)", before))
+                for earlier_line in reversed(lines[:number])
+                if (m := re.match(r"\s*def (\w+)", earlier_line))
             )
             # The number stands behind the wait, or above it.
             marked = NUMBERED.search(line) or NUMBERED.search(lines[number - 2])
@@ -77,12 +82,16 @@ def step(model, batch):
     return {name: p.grad.cpu() for name, p in model.named_parameters()}
 
 
-def slow_down(engine, out, back, compute, times=1):
-    out, back, compute = times * out, times * back, times * compute
+def slow_down(engine, out_delay, back_delay, compute_delay, times=1):
+    out_delay, back_delay, compute_delay = (
+        times * out_delay,
+        times * back_delay,
+        times * compute_delay,
+    )
     c = backend.extension()
-    c.set_delays(0, 0, 0.0, compute)
-    c.set_delays(0, engine._streams[engines.OUT].stream_id, out, 0.0)
-    c.set_delays(0, engine._streams[engines.BACK].stream_id, back, 0.0)
+    c.set_delays(0, 0, 0.0, compute_delay)
+    c.set_delays(0, engine._streams[engines.OUT].stream_id, out_delay, 0.0)
+    c.set_delays(0, engine._streams[engines.BACK].stream_id, back_delay, 0.0)
 
 
 @pytest.fixture(scope="module", params=thinned(SETTINGS, lambda name: name == "attn_out + kv"))
@@ -92,16 +101,16 @@ def run(request, device):
         patch.setattr(manager, "make_engine", Leaky)
         batch = make_batch("plain", rows=1)
 
-        def made(**settings):
+        def patched(**settings):
             # Values that a wait came too late for are compared here, bit by bit, not by backward
             # itself.
             config = streambp.StreamConfig(chunk_size=8, compare_backward=False, **settings)
             return streambp.patch(build("qwen3", num_hidden_layers=3), config)
 
-        plain = made(saves=())
+        plain = patched(saves=())
         step(plain, batch)
         expected = step(plain, batch)
-        model = made(**SETTINGS[request.param])
+        model = patched(**SETTINGS[request.param])
         for _ in range(3):
             step(model, batch)
         if request.param == "auto":
@@ -131,7 +140,7 @@ def break_off(model, batch):
     raise AssertionError("nothing broke off")
 
 
-def found(run, wait, slow, broken_off=False, times=1):
+def step_without_wait(run, wait, slow, broken_off=False, times=1):
     """Whether a step has the gradients of one without offloading, and how many waits it left out.
 
     broken_off: after one whose backward raised. times: how much longer than in SLOW a copy or a
@@ -158,18 +167,18 @@ def test_every_wait_is_tried():
 @pytest.mark.parametrize("broken_off", thinned([False, True], lambda broken_off: not broken_off))
 @pytest.mark.parametrize("slow", SLOW)
 def test_with_all_waits_a_step_is_right(run, slow, broken_off):
-    assert found(run, None, slow, broken_off) == (True, 0)
+    assert step_without_wait(run, None, slow, broken_off) == (True, 0)
 
 
 @pytest.mark.parametrize("wait", NEEDED)
 def test_a_wait_that_is_needed(run, wait):
     for times in LONGER:
         try:
-            same, left_out = found(run, wait, NEEDED[wait], times=times)
+            is_equal, left_out = step_without_wait(run, wait, NEEDED[wait], times=times)
         except torch.AcceleratorError:  # garbage in the place of an index
             return
         assert left_out > 0
-        if not same:
+        if not is_equal:
             return
     raise AssertionError(f"nothing shows that the wait {wait} was left out")
 
@@ -177,10 +186,10 @@ def test_a_wait_that_is_needed(run, wait):
 @pytest.mark.parametrize("slow", thinned(SLOW, lambda slow: slow == "out"))
 @pytest.mark.parametrize("wait", IMPLIED)
 def test_a_wait_that_others_imply(run, wait, slow):
-    same, left_out = found(run, wait, slow)
+    is_equal, left_out = step_without_wait(run, wait, slow)
     # nothing is borrowed there
     assert left_out > 0 or (wait == "6 in borrow" and run[0] == "attn_out + kv")
-    assert same
+    assert is_equal
 
 
 def after_breaking_off(run, wait, times):
@@ -193,7 +202,7 @@ def after_breaking_off(run, wait, times):
         break_off(model, batch)
         # More of each size than are free, since the step's other tensors are freed, too, and the
         # allocator returns those first that were freed last.
-        taken = [
+        tensors = [
             torch.full((size,), 7.0, device=batch["labels"].device)
             for size in 256 * (64, 128, 256, 512, 1024)
         ]
@@ -201,7 +210,7 @@ def after_breaking_off(run, wait, times):
     finally:
         Leaky.line = None
         slow_down(engine, 0.0, 0.0, 0.0)
-    return all(bool((x.cpu() == 7).all()) for x in taken), Leaky.left_out
+    return all(bool((x.cpu() == 7).all()) for x in tensors), Leaky.left_out
 
 
 def test_the_wait_of_a_step_that_breaks_off(run):
@@ -212,12 +221,12 @@ def test_the_wait_of_a_step_that_breaks_off(run):
 
 def test_the_wait_of_a_step_that_breaks_off_is_needed(run):
     for times in LONGER:
-        kept, left_out = after_breaking_off(run, BROKEN_OFF, times)
+        is_unchanged, left_out = after_breaking_off(run, BROKEN_OFF, times)
         # one layer input at most is on its way, and it may be let go of before this or after
         if run[0] == "gpu_memory=1":
-            assert kept or left_out
+            assert is_unchanged or left_out
             return
         assert left_out > 0
-        if not kept:
+        if not is_unchanged:
             return
     raise AssertionError("nothing shows that the wait was left out")

@@ -19,7 +19,7 @@ from streambp.offload import engines, gradients, weights
 from tests.device import limit_memory
 from tests.emulated import backend
 from tests.families import build, make_batch
-from tests.offload.weights_runs import made, patched, weights_of
+from tests.offload.weights_runs import adapted_model, patched, weights_of
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.emulated
@@ -58,9 +58,9 @@ def trained(model, batch, micro_batches=1):
     return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def same(found, expected):
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[key], expected[key]) for key in expected
+def are_equal(actual, expected):
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[key], expected[key]) for key in expected
     )
 
 
@@ -70,10 +70,10 @@ def same(found, expected):
 )
 def test_a_moved_model_leaves_its_weights_on_the_host(family, device):
     batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
-    expected = trained(made(family, weights="device").to(device), batch)
-    model = made(family).to(device)
+    expected = trained(adapted_model(family, weights="device").to(device), batch)
+    model = adapted_model(family).to(device)
     for _ in range(2):
-        assert same(trained(model, batch), expected)
+        assert are_equal(trained(model, batch), expected)
     frozen = [
         p
         for layer in weights_of(model).ranges.layer_states.values()
@@ -111,7 +111,7 @@ def trainer_of(make, clipping, weights, device, folder):
 def test_trainer_leaves_them_there_and_trains_alike(trains, device, tmp_path):
     """Without clipping where all trains: torch adds up norms of two devices in another order than
     those of one. AdamW's steps on the host are a GPU's but for rounding."""
-    how = {"adapters": (made, 0.3), "all": (whole, 0.0)}[trains]
+    how = {"adapters": (adapted_model, 0.3), "all": (full_model, 0.0)}[trains]
     ours, resident = (
         trainer_of(*how, weights, device, tmp_path / weights) for weights in ("cpu", "device")
     )
@@ -122,15 +122,15 @@ def test_trainer_leaves_them_there_and_trains_alike(trains, device, tmp_path):
         {k: v for k, v in entry.items() if "loss" in k and "train" not in k}
         for entry in resident.state.log_history
     ]
-    for (name, one), other in zip(
+    for (name, parameter), resident_parameter in zip(
         ours.model.named_parameters(), resident.model.parameters(), strict=True
     ):
-        on_host = ".layers." in name and (trains == "all" or not one.requires_grad)
-        assert one.device.type == ("cpu" if on_host else device.type), name
-        assert torch.equal(one.cpu(), other.cpu()), name
+        on_host = ".layers." in name and (trains == "all" or not parameter.requires_grad)
+        assert parameter.device.type == ("cpu" if on_host else device.type), name
+        assert torch.equal(parameter.cpu(), resident_parameter.cpu()), name
 
 
-def whole(weights="cpu", **settings):
+def full_model(weights="cpu", **settings):
     """A model that trains as a whole."""
     return patched(build("qwen3", num_hidden_layers=4).train(), weights, **settings)
 
@@ -140,7 +140,7 @@ def made_run(make, device, micro_batches):
     expected = trained(make(weights="device").to(device), batch, micro_batches)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "make_engine", Leaky)
-        model = make(compare_backward=False).to(device)  # `found` compares
+        model = make(compare_backward=False).to(device)  # `step_without_wait` compares
         trained(model, batch)
         trained(model, batch)
     return model, batch, expected, weights_of(model)._engine, micro_batches
@@ -150,45 +150,48 @@ def made_run(make, device, micro_batches):
 def run(device):
     """A model with its weights on the host, a batch, the gradients of a step, and the model's
     engine."""
-    return made_run(made, device, 1)
+    return made_run(adapted_model, device, 1)
 
 
 @pytest.fixture(scope="module")
-def whole_run(device):
+def full_run(device):
     """The same of a model that trains as a whole. Gradients of a second micro-batch are added up
     when they arrive."""
-    return made_run(whole, device, 2)
+    return made_run(full_model, device, 2)
 
 
-def found(run, wait, slow, times=1):
+def step_without_wait(run, wait, slow, times=1):
     """Whether a step gives the gradients of weights on the device, and how many waits it left
     out."""
     model, batch, expected, engine, micro_batches = run
     assert type(engine) is Leaky
-    c, (back, out, compute) = backend.extension(), (times * seconds for seconds in SLOW[slow])
+    c, (back_delay, out_delay, compute_delay) = (
+        backend.extension(),
+        (times * seconds for seconds in SLOW[slow]),
+    )
     streams = [engine._streams[queue].stream_id for queue in (engines.BACK, engines.OUT)]
     Leaky.line, Leaky.left_out = WAITS.get(wait), 0
     try:
-        c.set_delays(0, 0, 0.0, compute)
-        for stream, seconds in zip(streams, (back, out), strict=True):
+        c.set_delays(0, 0, 0.0, compute_delay)
+        for stream, seconds in zip(streams, (back_delay, out_delay), strict=True):
             c.set_delays(0, stream, seconds, 0.0)
         gradients = trained(model, batch, micro_batches)
     finally:
         Leaky.line = None
         for stream in (0, *streams):
             c.set_delays(0, stream, 0.0, 0.0)
-    return same(gradients, expected), Leaky.left_out
+    return are_equal(gradients, expected), Leaky.left_out
 
 
 @pytest.mark.parametrize("slow", ["back", "compute"])
 def test_with_all_waits_a_step_is_right(run, slow):
-    assert found(run, None, slow) == (True, 0)
+    assert step_without_wait(run, None, slow) == (True, 0)
 
 
 @pytest.mark.parametrize("slow", SLOW)
-def test_with_all_waits_gradients_on_the_host_are_right(whole_run, slow):
-    assert found(whole_run, None, slow) == (True, 0)
-    model = whole_run[0]
+def test_with_all_waits_gradients_on_the_host_are_right(full_run, slow):
+    assert step_without_wait(full_run, None, slow) == (True, 0)
+    model = full_run[0]
     layers = {
         id(p)
         for layer_state in weights_of(model).ranges.layer_states.values()
@@ -201,9 +204,9 @@ def test_with_all_waits_gradients_on_the_host_are_right(whole_run, slow):
 
 @pytest.mark.parametrize("wait", NEEDED)
 def test_a_wait_that_is_needed(wait, request):
-    used = request.getfixturevalue("whole_run" if wait in OF_GRADIENTS else "run")
+    chosen_run = request.getfixturevalue("full_run" if wait in OF_GRADIENTS else "run")
     for times in (1, 5, 25):  # the host can be late as well
-        is_same, left_out = found(used, wait, NEEDED[wait], times)
+        is_same, left_out = step_without_wait(chosen_run, wait, NEEDED[wait], times)
         assert left_out > 0
         if not is_same:
             return
@@ -214,54 +217,58 @@ def test_the_device_holds_two_layers(run, device):
     """Beside what is not the layers': embeddings, head, norms, adapters."""
     model = run[0]
     model.zero_grad(set_to_none=True)
-    held = counted_bytes(torch.device(device.type, 0), "allocated")
+    allocated = counted_bytes(torch.device(device.type, 0), "allocated")
     on_device = sum(p.nbytes for p in model.parameters() if p.device.type == device.type)
     largest = max(layer.memory.numel() for layer in weights_of(model).ranges.layers.values())
     assert weights_of(model).device_bytes == 2 * largest
-    assert held >= on_device + 2 * largest
+    assert allocated >= on_device + 2 * largest
 
 
 def test_as_many_layers_stay_as_have_room(device):
     """weights="auto": all of them, some, none; and fewer for a longer batch."""
     batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
-    expected = trained(made(weights="device").to(device), batch)
-    model = made(weights="auto").to(device)
-    held, room = weights_of(model), []
+    expected = trained(adapted_model(weights="device").to(device), batch)
+    model = adapted_model(weights="auto").to(device)
+    host_weights, headroom = weights_of(model), []
     frozen = [
         p
-        for layer_state in held.ranges.layer_states.values()
+        for layer_state in host_weights.ranges.layer_states.values()
         for p in layer_state.layer.parameters()
         if not p.requires_grad
     ]
     assert {p.device.type for p in frozen} == {"cpu"}  # nothing is known of a step yet
-    size = max(held.ranges.bytes_of(index) for index in held.ranges.layer_states)
-    held.room = lambda device, rows, length: room[-1]
-    room.append(4 * size - 1)
+    size = max(host_weights.ranges.bytes_of(index) for index in host_weights.ranges.layer_states)
+    host_weights.headroom = lambda device, rows, length: headroom[-1]
+    headroom.append(4 * size - 1)
     for _ in range(2):
-        assert same(trained(model, batch), expected)
-    assert held.ranges.staying == {3}
-    assert sorted(held.ranges.layers) == [0, 1, 2]
-    assert {p.device.type for p in held.ranges.layer_states[3].layer.parameters()} == {device.type}
-    room.append(0)
-    assert same(trained(model, batch), expected)
-    assert held.ranges.staying == {3}  # the batch is no longer than before
+        assert are_equal(trained(model, batch), expected)
+    assert host_weights.ranges.staying == {3}
+    assert sorted(host_weights.ranges.layers) == [0, 1, 2]
+    assert {p.device.type for p in host_weights.ranges.layer_states[3].layer.parameters()} == {
+        device.type
+    }
+    headroom.append(0)
+    assert are_equal(trained(model, batch), expected)
+    assert host_weights.ranges.staying == {3}  # the batch is no longer than before
     longer = {name: torch.cat([x, x], 1) for name, x in batch.items()}
-    assert same(trained(model, longer), trained(made(weights="device").to(device), longer))
-    assert not held.ranges.staying
+    assert are_equal(
+        trained(model, longer), trained(adapted_model(weights="device").to(device), longer)
+    )
+    assert not host_weights.ranges.staying
     assert {p.device.type for p in frozen} == {"cpu"}
-    assert same(trained(model, batch), expected)
+    assert are_equal(trained(model, batch), expected)
 
 
 def test_a_limit_decides_what_stays(device):
     """By the device's free memory and the step's law: without a limit all layers stay, with one of
     a GiB none does."""
     batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
-    expected = trained(made(weights="device").to(device), batch)
+    expected = trained(adapted_model(weights="device").to(device), batch)
     for limit, staying in ((None, {0, 1, 2, 3}), (2**30, set())):
         limit_memory(torch.device(device.type, 0), limit)
         try:
-            model = made(weights="auto").to(device)
-            assert same(trained(model, batch), expected)
+            model = adapted_model(weights="auto").to(device)
+            assert are_equal(trained(model, batch), expected)
         finally:
             limit_memory(torch.device(device.type, 0), None)
         assert weights_of(model).ranges.staying == staying
@@ -305,21 +312,21 @@ def test_embeddings_and_head_step_on_the_host(tied, device):
         return patched(built, weights).to(device)
 
     ours = model("cpu")
-    found, where = stepped(ours, device, on_host=True)
+    weights_found, where = stepped(ours, device, on_host=True)
     assert where == {"cpu"}
     assert {p.device.type for name, p in ours.named_parameters() if ".layers." not in name} == {
         device.type
     }
-    assert same(found, stepped(model("device"), device)[0])
+    assert are_equal(weights_found, stepped(model("device"), device)[0])
     assert stepped(model("cpu"), device)[1] == {"cpu", device.type}
 
 
 def test_merging_after_the_model_went_to_the_host(device):
     batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
-    models = [made().to(device), made(weights="device").to(device)]
+    models = [adapted_model().to(device), adapted_model(weights="device").to(device)]
     merged = []
     for model in models:
         trained(model, batch)
         merged.append(model.to("cpu").merge_and_unload())
-    pairs = zip(*(one.named_parameters() for one in merged), strict=True)
+    pairs = zip(*(merged_model.named_parameters() for merged_model in merged), strict=True)
     assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)

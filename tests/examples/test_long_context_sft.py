@@ -36,11 +36,11 @@ def run_script(name, *arguments, **kwargs):
 def run_here(*arguments, name="long_context_sft.py"):
     """As `run_script`, in this process. What it exits with is the return code, and the end of
     stderr."""
-    written = io.StringIO()
+    output = io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(written),
-        contextlib.redirect_stderr(written),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
     ):
         patch.setattr(sys, "argv", [name, *map(str, arguments)])
         patch.syspath_prepend(ROOT / "examples")
@@ -49,9 +49,9 @@ def run_here(*arguments, name="long_context_sft.py"):
             runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
         except SystemExit as end:
             return subprocess.CompletedProcess(
-                arguments, end.code, written.getvalue(), f"{written.getvalue()}{end.code}"
+                arguments, end.code, output.getvalue(), f"{output.getvalue()}{end.code}"
             )
-    return subprocess.CompletedProcess(arguments, 0, written.getvalue(), "")
+    return subprocess.CompletedProcess(arguments, 0, output.getvalue(), "")
 
 
 def check_run(result, folder):

@@ -64,11 +64,11 @@ def test_axolotls_yaml(path):
     itself."""
     yaml = pytest.importorskip("yaml", reason="PyYAML, of transformers, is not installed")
     text = path.read_text("utf-8")
-    found = yaml.safe_load(text)
-    config = config_from(found["streambp"], "the example")
+    settings = yaml.safe_load(text)
+    config = config_from(settings["streambp"], "the example")
     assert (config.chunk_size, config.saves) == ("auto", "auto")
-    assert found["plugins"] == ["streambp.integrations.axolotl.StreamPlugin"]
-    (data,) = found["datasets"]
+    assert settings["plugins"] == ["streambp.integrations.axolotl.StreamPlugin"]
+    (data,) = settings["datasets"]
     rows = [json.loads(line) for line in (ROOT / data["path"]).read_text("utf-8").splitlines()]
     assert all({turn["role"] for turn in row["messages"]} == {"user", "assistant"} for row in rows)
     plans = re.findall(r"streambp plan .*", text)
@@ -125,19 +125,19 @@ def test_notebooks_are_notebooks():
 def test_the_index_has_every_example():
     text = (EXAMPLES / "README.md").read_text("utf-8")
     folders = sorted({path.parent.name for path in EXAMPLES.glob("*/train.py")})
-    named = [
+    names = [
         *(f"examples/{path.name}" for path in SCRIPTS),
         *(f"examples/{folder}/train.py" for folder in folders),
     ]
-    assert [name for name in named if name not in text] == []
+    assert [name for name in names if name not in text] == []
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert [link for link in links if not (EXAMPLES / link).exists()] == []
-    shown = [
+    commands_of_page = [
         command
         for span in re.findall(r"`([^`]+)`", text)
         for command in commands("", f"```bash\n{span}\n```")
     ]
-    assert [command.text for command in shown if check(command)[1]] == []
+    assert [command.text for command in commands_of_page if check(command)[1]] == []
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -150,12 +150,12 @@ def test_a_scripts_own_commands_parse(path):
     assert any(path.name in line for line in lines)
     for line in lines:
         for command in commands("", f"```bash\n{line}\n```"):
-            program, *rest = command.words
+            program, *arguments = command.words
             problem = check(command)[1]
-            flags = [word for word in rest if word.startswith("--")]
-            known = text + (EXAMPLES / "toy.py").read_text("utf-8")
+            flags = [word for word in arguments if word.startswith("--")]
+            source = text + (EXAMPLES / "toy.py").read_text("utf-8")
             unknown = (
-                [flag for flag in flags if f'"{flag}"' not in known] if program == "python" else []
+                [flag for flag in flags if f'"{flag}"' not in source] if program == "python" else []
             )
             assert unknown == [], line
             assert program == "python" or problem is None, problem

@@ -90,9 +90,9 @@ def test_the_data_are_conversations_as_trl_has_them():
         "chats": {"messages"}, "completions": {"prompt", "completion"}, "prompts": {"prompt", "answer"},
         "preferences": {"prompt", "chosen", "rejected"},
     }  # fmt: skip
-    for name, wanted in columns.items():
+    for name, expected in columns.items():
         rows = [
             json.loads(line) for line in (DATA / f"{name}.jsonl").read_text("utf-8").splitlines()
         ]
         assert len(rows) == 104
-        assert all(set(row) == wanted and is_conversational(row) for row in rows)
+        assert all(set(row) == expected and is_conversational(row) for row in rows)

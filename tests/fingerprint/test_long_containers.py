@@ -19,12 +19,12 @@ from tests.families import build, make_batch, mix_neighbours
 ENTRIES = 3 * holders.WIDE + 1
 
 
-def replaced(kept, key, value):
-    kept[key] = kept[key] + value
+def add_out_of_place(container, key, value):
+    container[key] = container[key] + value
 
 
-def written(kept, key, value):
-    kept[key] += value
+def add_in_place(container, key, value):
+    container[key] += value
 
 
 def zeros():
@@ -32,25 +32,25 @@ def zeros():
 
 
 STORES = {
-    "numbers in a dict": (lambda: dict.fromkeys(range(ENTRIES), 0.0), replaced),
-    "tensors in a dict": (lambda: dict(enumerate(zeros())), replaced),
-    "tensors in a dict, in place": (lambda: dict(enumerate(zeros())), written),
-    "numbers in a list": (lambda: [0.0] * ENTRIES, replaced),
-    "tensors in a list, in place": (zeros, written),
-    "tensors in a deque": (lambda: collections.deque(zeros()), replaced),
+    "numbers in a dict": (lambda: dict.fromkeys(range(ENTRIES), 0.0), add_out_of_place),
+    "tensors in a dict": (lambda: dict(enumerate(zeros())), add_out_of_place),
+    "tensors in a dict, in place": (lambda: dict(enumerate(zeros())), add_in_place),
+    "numbers in a list": (lambda: [0.0] * ENTRIES, add_out_of_place),
+    "tensors in a list, in place": (zeros, add_in_place),
+    "tensors in a deque": (lambda: collections.deque(zeros()), add_out_of_place),
 }
 
 
 def sums(store, patched):
     """What the hook has added up to each entry after two steps and an evaluation."""
-    (made, add), model = STORES[store], build("qwen3", torch.float64)
-    kept = made()
+    (make_container, add), model = STORES[store], build("qwen3", torch.float64)
+    container = make_container()
 
     def hook(module, args, out):
         x = args[0].detach().flatten(0, -2)
         total = x.sum(0) if "tensors" in store else float(len(x))
         for key in range(ENTRIES):
-            add(kept, key, total)
+            add(container, key, total)
 
     model.model.layers[1].mlp.up_proj.register_forward_hook(hook)
     if patched:
@@ -61,13 +61,13 @@ def sums(store, patched):
         model.eval()(**make_batch("plain", seed=3), use_cache=False)
     if patched:
         assert {layer.path for layer in streambp.describe(model).layers} == {"checkpoints"}
-    return [torch.as_tensor(kept[key]) for key in range(ENTRIES)]
+    return [torch.as_tensor(container[key]) for key in range(ENTRIES)]
 
 
 def check(store, monkeypatch):
     mix_neighbours(monkeypatch, build("qwen3"))
-    expected, found = (sums(store, patched) for patched in (False, True))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    expected, results = (sums(store, patched) for patched in (False, True))
+    torch.testing.assert_close(results, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("store", STORES)

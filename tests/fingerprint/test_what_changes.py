@@ -59,12 +59,12 @@ def hooked(module, hook):
 
 @contextlib.contextmanager
 def attribute(owner, name, value):
-    before = getattr(owner, name)
+    previous_value = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, previous_value)
 
 
 @contextlib.contextmanager
@@ -327,14 +327,14 @@ def test_backward_inside_is_exact_and_no_new_trial(change, monkeypatch):
     stock, ours = pair(lambda layer: None)
     batch = make_batch("plain")
     for step in range(4):
-        found = []
+        runs = []
         for model in (stock, ours):
-            before = dict(layer_of(model).mlp._forward_hooks)
+            previous_hooks = dict(layer_of(model).mlp._forward_hooks)
             with make(model):
-                found.append(gradients(model, **batch)[1])
+                runs.append(gradients(model, **batch)[1])
             layer_of(model).mlp._forward_hooks.clear()
-            layer_of(model).mlp._forward_hooks.update(before)
-        assert worst_error(found[1], found[0]) <= EXACT
+            layer_of(model).mlp._forward_hooks.update(previous_hooks)
+        assert worst_error(runs[1], runs[0]) <= EXACT
         if step == 0:
             first = Counter(trials)
     assert trials == first
@@ -366,15 +366,15 @@ def test_hooks_that_only_look_may_go_before_backward(runs, monkeypatch):
     stock, ours = pair(lambda layer: None)
     batch = make_batch("plain")
     for step in range(3):
-        found = []
+        grads_of_runs = []
         for model in (stock, ours):
             model.zero_grad()
             with hooked(layer_of(model).mlp, lambda m, a, out: looked(out)):
                 loss = model(**batch, use_cache=False).loss
             with hooked(layer_of(model).self_attn, lambda m, a, out: looked(a)):
                 loss.backward()
-            found.append({name: p.grad for name, p in model.named_parameters()})
-        assert worst_error(found[1], found[0]) <= EXACT
+            grads_of_runs.append({name: p.grad for name, p in model.named_parameters()})
+        assert worst_error(grads_of_runs[1], grads_of_runs[0]) <= EXACT
         if step == 0:
             first = Counter(trials)
     assert trials == first
@@ -416,9 +416,9 @@ def test_what_the_forward_itself_changes_is_no_alarm(runs, monkeypatch):
     trials = counted(monkeypatch)
     stock, ours = pair(around_mlp(Leaving if runs == "checkpoints" else AddingUp))
     batches = [make_batch("plain"), make_batch("left-padded", length=31, seed=2)]
-    seen = []
+    trial_counts = []
     for step in range(6):
-        found = []
+        grads_of_runs = []
         for model in (stock, ours):
             model.zero_grad()
             for layer in model.model.layers:
@@ -429,30 +429,34 @@ def test_what_the_forward_itself_changes_is_no_alarm(runs, monkeypatch):
                 losses.pop().backward()
             losses.append(model(**batches[1], use_cache=False).loss)
             sum(losses).backward()
-            found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        assert worst_error(found[1], found[0]) <= EXACT
-        seen.append(sum(trials.values()))
-    assert len(set(seen[1:])) == 1, seen  # the weight that is zero at first is one kind more
+            grads_of_runs.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        assert worst_error(grads_of_runs[1], grads_of_runs[0]) <= EXACT
+        trial_counts.append(sum(trials.values()))
+    assert len(set(trial_counts[1:])) == 1, (
+        trial_counts
+    )  # the weight that is zero at first is one kind more
     assert paths(ours) == {runs}
 
 
 def test_a_backward_while_forwards_wait_for_theirs_teaches_nothing(monkeypatch):
     """What stands in for the parameters while a layer is recomputed is no change of the layer's
     own."""
-    tried, real = [], probe._why_not
+    layer_indices, real = [], probe._why_not
     monkeypatch.setattr(
-        probe, "_why_not", lambda call, x: tried.append(call.layer_state.index) or real(call, x)
+        probe,
+        "_why_not",
+        lambda call, x: layer_indices.append(call.layer_state.index) or real(call, x),
     )
     model, batch = streambp.patch(build("qwen3", torch.float64), CONFIG), make_batch("plain")
     model(**batch).loss.backward()
-    assert tried == [0, 1]
+    assert layer_indices == [0, 1]
     waiting = [model(**batch).loss for _ in range(3)]
     for loss in waiting[1:]:  # the first one's never comes, as after an error
         loss.backward()
     layer_states = [w.layer_state for w in model._streambp.wrappers if hasattr(w, "layer_state")]
     assert [layer_state.fingerprint._ignored for layer_state in layer_states] == [set(), set()]
     model(**batch).loss.backward()
-    assert tried == [0, 1]
+    assert layer_indices == [0, 1]
 
 
 @pytest.mark.full
@@ -477,8 +481,8 @@ def test_copies_of_a_model_after_steps(monkeypatch):
         layer_of(model).mlp.inner.act_fn = nn.GELU()
     check_agree(stock, copied, **batch)
     for model in (stock, copied):
-        other = model.model.layers[0]
-        other.mlp = Mixing(other.mlp)
+        second_layer = model.model.layers[0]
+        second_layer.mlp = Mixing(second_layer.mlp)
     check_agree(stock, copied, **batch)
 
 
@@ -528,7 +532,7 @@ def flagged(layer):
 
 
 @pytest.mark.parametrize(
-    ("first", "then"),
+    ("first", "second"),
     [
         (lambda layer: None, mixing_module),
         (lambda layer: None, mixing_forward),
@@ -541,23 +545,23 @@ def flagged(layer):
     ],
     ids=["module", "forward", "hook", "hook in place of another", "flag"],
 )
-def test_mixing_of_tokens_that_sets_in_later(first, then):
+def test_mixing_of_tokens_that_sets_in_later(first, second):
     stock, ours = unpatched_and_patched(first)
     batch = make_batch("plain")
     check_agree(stock, ours, **batch)
     assert paths(ours) == {"streams"}
     for model in (stock, ours):
-        then(layer_of(model))
+        second(layer_of(model))
     check_agree(stock, ours, **batch)
     assert [layer.path for layer in streambp.describe(ours).layers] == ["streams", "checkpoints"]
 
 
 def unpatched_and_patched(change):
     """As `pair`, but hooks and closures are each model's own."""
-    found = [build("qwen3", torch.float64), build("qwen3", torch.float64)]
-    for model in found:
+    models = [build("qwen3", torch.float64), build("qwen3", torch.float64)]
+    for model in models:
         change(layer_of(model))
-    return found[0], streambp.patch(found[1], CONFIG)
+    return models[0], streambp.patch(models[1], CONFIG)
 
 
 def auxiliary_step(model, batch):
@@ -663,16 +667,16 @@ def test_a_generator_of_a_modules_own():
     stock, ours = pair(around_mlp(Noisy))
     batches = [make_batch("plain"), make_batch("plain", length=31, seed=2)]
     for _ in range(2):
-        found = []
+        runs = []
         for model in (stock, ours):
             model.zero_grad()
             loss = sum(model(**batch, use_cache=False).loss for batch in batches)
             loss.backward()
-            found.append(
+            runs.append(
                 (loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()})
             )
-        assert abs(found[0][0] - found[1][0]) <= 1e-12 * abs(found[0][0])
-        assert worst_error(found[1][1], found[0][1]) <= EXACT
+        assert abs(runs[0][0] - runs[1][0]) <= 1e-12 * abs(runs[0][0])
+        assert worst_error(runs[1][1], runs[0][1]) <= EXACT
     assert reasons(ours) == {probe.DRAWS}
     check_agree(stock.eval(), ours.eval(), **batches[0])
     assert paths(ours) == {"streams"}
@@ -684,16 +688,16 @@ class Skipping(Wrapped):
 
     def __init__(self, inner, library, shared):
         super().__init__(inner)
-        self.library, self.own = library, None
+        self.library, self.generator = library, None
         if not shared:
-            self.own = (
+            self.generator = (
                 random.Random(seed_of(5))
                 if library == "python"
                 else np.random.default_rng(seed_of(5))
             )
 
     def forward(self, x):
-        numbers = self.own or (random if self.library == "python" else np.random)
+        numbers = self.generator or (random if self.library == "python" else np.random)
         return self.inner(x * (numbers.random() if self.training else 0.5))
 
 
@@ -716,20 +720,20 @@ def skipping(library, shared):
 def test_numbers_of_python_and_numpy(library, shared):
     """Their generators are where they are unpatched after each step, and a recomputation draws as
     forward did."""
-    found = []
+    runs = []
     for model in pair(skipping(library, shared)):
         seed_others(6)
-        found.append([])
+        runs.append([])
         for seed in (1, 2):
             model.zero_grad()
             loss = model(**make_batch("plain", seed=seed), use_cache=False).loss
             loss.backward()
-            found[-1].append({name: p.grad.clone() for name, p in model.named_parameters()})
-            found[-1][-1] |= {
+            runs[-1].append({name: p.grad.clone() for name, p in model.named_parameters()})
+            runs[-1][-1] |= {
                 "loss": loss.detach(),
                 "next": torch.tensor([random.random(), np.random.random()]),
             }
-    for ours, theirs in zip(found[1], found[0], strict=True):
+    for ours, theirs in zip(runs[1], runs[0], strict=True):
         assert worst_error(ours, theirs) <= EXACT
         assert torch.equal(ours["next"], theirs["next"])
     assert reasons(model) == {probe.DRAWS}
@@ -738,7 +742,7 @@ def test_numbers_of_python_and_numpy(library, shared):
 def lora(**settings):
     """The same adapted model unpatched and patched."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    found = []
+    models = []
     for _ in range(2):
         seed_torch(3)
         config = peft.LoraConfig(
@@ -751,8 +755,8 @@ def lora(**settings):
         model = peft.get_peft_model(
             build("qwen3", torch.float64), config, adapter_name="first"
         ).train()
-        found.append(model)
-    return found[0], found[1]
+        models.append(model)
+    return models[0], models[1]
 
 
 def adapter_gradients(model, **batch):
@@ -769,11 +773,11 @@ def test_adapters_scaled_for_the_forward_alone():
     stock, ours = lora()
     streambp.patch(ours, CONFIG)
     batch = make_batch("plain")
-    found = []
+    runs = []
     for model in (stock, ours):
         with helpers.rescale_adapter_scale(model, 0.1):
-            found.append(adapter_gradients(model, **batch)[1])
-    assert worst_error(found[1], found[0]) <= EXACT
+            runs.append(adapter_gradients(model, **batch)[1])
+    assert worst_error(runs[1], runs[0]) <= EXACT
     with helpers.rescale_adapter_scale(ours, 0.1):
         loss = ours(**batch, use_cache=False).loss
     with pytest.raises(BackwardError, match=r"scaling\['first'\] was 0\.4 and is 4\.0"):
@@ -792,15 +796,15 @@ def test_an_activated_lora(tokens, length):
         batch["input_ids"][row, start : start + len(tokens)] = torch.tensor(tokens)
     mixed = {name: x.clone() for name, x in batch.items()}
     mixed["input_ids"][0][mixed["input_ids"][0] == 7] = 9  # the first row is without its adapter
-    for one in (batch, mixed, batch):
-        (expected_loss, expected), (loss, found) = (
-            adapter_gradients(model, **one) for model in (stock, ours)
+    for inputs in (batch, mixed, batch):
+        (expected_loss, expected), (loss, grads) = (
+            adapter_gradients(model, **inputs) for model in (stock, ours)
         )
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(grads, expected) <= EXACT
         assert any(bool(grad.any()) for grad in expected.values())
         with torch.no_grad():
-            losses = [model(**one, use_cache=False).loss for model in (stock, ours)]
+            losses = [model(**inputs, use_cache=False).loss for model in (stock, ours)]
         assert abs(losses[0] - losses[1]) <= 1e-12 * abs(losses[0])
     assert all("alora_offsets" in reason for reason in reasons(ours))
 
@@ -821,8 +825,8 @@ def test_adapters_by_row():
     streambp.patch(ours, dataclasses.replace(CONFIG, rows="as_given"))
     batch = make_batch("plain") | {"adapter_names": ["first", "second"]}
     for _ in range(2):
-        expected, found = (adapter_gradients(model, **batch)[1] for model in (stock, ours))
-        assert worst_error(found, expected) <= EXACT
+        expected, grads = (adapter_gradients(model, **batch)[1] for model in (stock, ours))
+        assert worst_error(grads, expected) <= EXACT
         assert len(expected) == 16
     assert all("adapter_names" in reason for reason in reasons(ours))
     with torch.no_grad():
@@ -845,7 +849,7 @@ def test_kinds_are_forgotten_in_the_end(monkeypatch):
     layer_states = [
         w.layer_state for w in ours.__dict__["_streambp"].wrappers if hasattr(w, "layer_state")
     ]
-    assert all(len(one.tests.results) == 3 == len(one.tests.unread) for one in layer_states)
+    assert all(len(state.tests.results) == 3 == len(state.tests.unread) for state in layer_states)
     assert sum(trials.values()) == 10 + 2 * SHARING  # whose trial is of a kind of its own
 
 
@@ -853,13 +857,17 @@ def constant(monkeypatch):
     """The fingerprint says that nothing changes."""
     monkeypatch.setattr(fingerprint.ValueList, "read", lambda self: [])
     real = watched.hooks_of
-    fixed = lambda tables, named, ignored, latest: latest or real([], named, ignored, None)  # noqa: E731
+    fixed = lambda _, modules, ignored, old: old or real([], modules, ignored, None)  # noqa: E731
     monkeypatch.setattr(fingerprint, "hooks_of", fixed)
-    monkeypatch.setattr(fingerprint, "versions_of", lambda look: [0] * len(look.body.tensors))
+    monkeypatch.setattr(
+        fingerprint, "versions_of", lambda snapshot: [0] * len(snapshot.body.tensors)
+    )
     for module in (function, entry):
-        monkeypatch.setattr(module, "versions_of", lambda look: [0] * len(look.body.tensors))
+        monkeypatch.setattr(
+            module, "versions_of", lambda snapshot: [0] * len(snapshot.body.tensors)
+        )
     for module in (kept_values, entry):
-        monkeypatch.setattr(module, "tell", lambda layer_state, look, kind, hidden_states: kind)
+        monkeypatch.setattr(module, "tell", lambda layer_state, snapshot, kind, hidden_states: kind)
 
 
 @pytest.mark.fast(3)
@@ -889,13 +897,15 @@ def test_a_constant_fingerprint_turns_these_red(test, monkeypatch):
 
 
 def nothing_learnt(monkeypatch):
-    monkeypatch.setattr(fingerprint.Fingerprint, "learn", lambda self, layer, *_: self.look(layer))
+    monkeypatch.setattr(
+        fingerprint.Fingerprint, "learn", lambda self, layer, *_: self.take_snapshot(layer)
+    )
 
 
 def every_hook_acts(monkeypatch):
     @contextlib.contextmanager
     def watching(hooks):
-        yield set(hooks.places)
+        yield set(hooks.locations)
 
     for module in (function, layer_gradients, whole):
         monkeypatch.setattr(module, "watching", watching)
@@ -903,9 +913,9 @@ def every_hook_acts(monkeypatch):
 
 def hooks_by_identity(monkeypatch):
     def with_ids(*args):
-        found = watched.hooks_of(*args)
-        found.kind = tuple(found.ids)
-        return found
+        hooks = watched.hooks_of(*args)
+        hooks.kind = tuple(hooks.ids)
+        return hooks
 
     monkeypatch.setattr(fingerprint, "hooks_of", with_ids)
 
@@ -926,7 +936,7 @@ def generators_run_on(monkeypatch):
 
 
 def peft_is_not_asked_again(monkeypatch):
-    monkeypatch.setattr(whole, "again", lambda routing: contextlib.nullcontext())
+    monkeypatch.setattr(whole, "routing_hooks", lambda routing: contextlib.nullcontext())
 
 
 def copies_know_the_original(monkeypatch):

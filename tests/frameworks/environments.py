@@ -30,20 +30,22 @@ def make(framework: Framework, folder: Path, python: str) -> Path:
     return binaries
 
 
-def pip(binaries: Path, *what: str) -> None:
-    subprocess.run([str(binaries / "python"), "-m", "pip", "install", "--quiet", *what], check=True)
+def pip(binaries: Path, *requirements: str) -> None:
+    subprocess.run(
+        [str(binaries / "python"), "-m", "pip", "install", "--quiet", *requirements], check=True
+    )
 
 
 def cpu_builds(packages: tuple[str, ...], binaries: Path) -> list[str]:
     """With the CPU build of torch where pip finds one, which saves gigabytes."""
     torch = next(name for name in packages if name.startswith("torch=="))
-    found = subprocess.run(
+    process = subprocess.run(
         [str(binaries / "python"), "-m", "pip", "install", "--quiet", f"{torch}+cpu"],
         check=False,
         stderr=subprocess.DEVNULL,
     )
     return [
-        f"{torch}+cpu" if name == torch and found.returncode == 0 else name for name in packages
+        f"{torch}+cpu" if name == torch and process.returncode == 0 else name for name in packages
     ]
 
 
@@ -63,11 +65,11 @@ def install_streambp(binaries: Path) -> None:
 def place_stand_ins(framework: Framework, binaries: Path) -> None:
     """Empty modules under the names of what a framework imports without using it in these runs."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = subprocess.run(
+    site_packages = subprocess.run(
         [str(binaries / "python"), "-c", code], check=True, capture_output=True, text=True
     ).stdout.strip()
     for name, text in framework.stand_ins.items():
-        file = Path(site, *name.split(".")).with_suffix(".py")
+        file = Path(site_packages, *name.split(".")).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
@@ -79,10 +81,10 @@ def versions(binaries: Path, *names: str) -> dict[str, str]:
         "sys.argv[1:]))"
     )
     command = [str(binaries / "python"), "-c", code, *names]
-    found = subprocess.run(
+    output_lines = subprocess.run(
         command, check=True, capture_output=True, text=True, cwd=tempfile.gettempdir()
     ).stdout.split()
-    return dict(zip(("python", *names), found, strict=True))
+    return dict(zip(("python", *names), output_lines, strict=True))
 
 
 def name_of(requirement: str) -> str:

@@ -53,15 +53,17 @@ def write_data(folder: Path) -> None:
     """The same rows in the forms that the frameworks read."""
     draw = random.Random(1)
 
-    def text(least: int, most: int) -> str:
-        return " ".join(f"w{draw.randrange(200)}" for _ in range(draw.randint(least, most)))
+    def text(min_words: int, max_words: int) -> str:
+        return " ".join(
+            f"w{draw.randrange(200)}" for _ in range(draw.randint(min_words, max_words))
+        )
 
     rows = [(text(5, 40), text(SHORTEST, LONGEST), text(SHORTEST, LONGEST)) for _ in range(ROWS)]
 
     def answer(content: str) -> dict[str, str]:
         return {"role": "assistant", "content": content}
 
-    def said(question: str, *answers: str) -> list[dict[str, str]]:
+    def conversation(question: str, *answers: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": question}, *map(answer, answers)]
 
     forms = {
@@ -69,15 +71,20 @@ def write_data(folder: Path) -> None:
         "alpaca-dpo": [
             {"instruction": q, "input": "", "chosen": a, "rejected": b} for q, a, b in rows
         ],
-        "messages-sft": [{"messages": said(q, a)} for q, a, _ in rows],
-        "messages-dpo": [{"messages": said(q, a), "rejected_response": b} for q, a, b in rows],
+        "messages-sft": [{"messages": conversation(q, a)} for q, a, _ in rows],
+        "messages-dpo": [
+            {"messages": conversation(q, a), "rejected_response": b} for q, a, b in rows
+        ],
         "chosen-dpo": [
-            {"messages": said(q), "chosen": answer(a), "rejected": answer(b)} for q, a, b in rows
+            {"messages": conversation(q), "chosen": answer(a), "rejected": answer(b)}
+            for q, a, b in rows
         ],
     }
-    for name, found in forms.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    told = {
+    for name, rows_of_form in forms.items():
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows_of_form)
+        )
+    dataset_info = {
         "sft": {"file_name": "alpaca-sft.jsonl"},
         "dpo": {"file_name": "alpaca-dpo.jsonl", "ranking": True},
     }
@@ -87,8 +94,8 @@ def write_data(folder: Path) -> None:
         "chosen": "chosen",
         "rejected": "rejected",
     }
-    told["dpo"]["columns"] = columns
-    (folder / "dataset_info.json").write_text(json.dumps(told))
+    dataset_info["dpo"]["columns"] = columns
+    (folder / "dataset_info.json").write_text(json.dumps(dataset_info))
 
 
 def main() -> None:

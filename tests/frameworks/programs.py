@@ -129,13 +129,13 @@ def ms_swifts_callback(kind: Kind, inputs: Path, output: Path) -> tuple[list[str
     return words, {"STREAMBP_LAUNCH": json.dumps({"chunk_size": CHUNK})}
 
 
-def axolotl(kind: Kind, inputs: Path, output: Path, **more: object) -> list[str]:
+def axolotl(kind: Kind, inputs: Path, output: Path, **options: object) -> list[str]:
     settings: dict[str, object] = {
         **TRAINER, "learning_rate": kind.rate, "base_model": str(inputs / "model"), "optimizer": "sgd",
         "lr_scheduler": "constant", "output_dir": str(output), "micro_batch_size": BATCH, "gradient_accumulation_steps": 1,
         "sequence_len": 1024, "bf16": False, "fp16": False, "tf32": False, "float32": True, "flash_attention": False,
         "sdp_attention": True, "gradient_checkpointing": True, "save_safetensors": True, "val_set_size": 0, "device": "cpu",
-        "dataset_prepared_path": str(output.with_name(f"{output.name}-prepared")), "num_epochs": 1, **more,
+        "dataset_prepared_path": str(output.with_name(f"{output.name}-prepared")), "num_epochs": 1, **options,
     }  # fmt: skip
     del settings["lr_scheduler_type"]
     data: dict[str, object] = {

@@ -54,7 +54,7 @@ class Trained:
     norms: list[float]
     metrics: dict[tuple[int, str], float]
     weights: dict[str, torch.Tensor]
-    said: str
+    log: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ def train(command: list[str], output: Path, folder: Path, variables: dict[str, s
     return read(output, log.read_text())
 
 
-def read(output: Path, said: str) -> Trained:
+def read(output: Path, log: str) -> Trained:
     """What a run left in its folder."""
     state = json.loads(
         max(output.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime).read_text()
@@ -147,7 +147,7 @@ def read(output: Path, said: str) -> Trained:
             if isinstance(v, (int, float)) and not UNMEASURED.search(n)
         },
         load_file(saved),
-        said,
+        log,
     )
 
 
@@ -157,7 +157,7 @@ def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) ->
     )
 
 
-def moved(weights: dict[str, torch.Tensor], inputs: Path) -> float:
+def training_distance(weights: dict[str, torch.Tensor], inputs: Path) -> float:
     """How far training went. LoRA's B starts at zero; how far its A went is left out, which makes
     the bound narrower."""
     b = {name: weight for name, weight in weights.items() if "lora_B" in name}
@@ -166,7 +166,7 @@ def moved(weights: dict[str, torch.Tensor], inputs: Path) -> float:
     return distance(load_file(inputs / "model" / "model.safetensors"), weights)
 
 
-def apart(ours: Trained, stock: Trained) -> float:
+def metric_distance(ours: Trained, stock: Trained) -> float:
     """The largest distance of metrics that both logged, relative to the larger of 1 and the metric;
     NaN is equal to NaN."""
     pairs = [(value, ours.metrics[at]) for at, value in stock.metrics.items() if at in ours.metrics]
@@ -183,7 +183,7 @@ def compare(kind: str, way: str, ours: Trained, stock: Trained, inputs: Path) ->
             f"{kind}: the weights saved are not the same: {set(ours.weights) ^ set(stock.weights)}"
         )
     # the last: of the end, or of the first step without launch
-    report = ours.said.rpartition("streambp: process")[2]
+    report = ours.log.rpartition("streambp: process")[2]
     head = [
         line.split("head ", 1)[1].strip()
         for line in report.splitlines()
@@ -194,8 +194,8 @@ def compare(kind: str, way: str, ours: Trained, stock: Trained, inputs: Path) ->
         way,
         max(abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True)),
         max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours.norms, stock.norms, strict=True)),
-        distance(ours.weights, stock.weights) / moved(stock.weights, inputs),
-        apart(ours, stock),
+        distance(ours.weights, stock.weights) / training_distance(stock.weights, inputs),
+        metric_distance(ours, stock),
         tuple(dict.fromkeys(name for at, name in stock.metrics if (at, name) not in ours.metrics)),
         LAYERS in report and "checkpoints:" not in report,
         ", ".join(dict.fromkeys(head)),
@@ -210,7 +210,7 @@ def run(framework: Framework, kinds: list[str], folder: Path, binaries: Path) ->
     )
     launch = [str(binaries / "streambp"), "launch", "--chunk-size", str(CHUNK), "--"]
 
-    def here(words: list[str]) -> list[str]:
+    def command_of(words: list[str]) -> list[str]:
         return [str(binaries / words[0]), *words[1:]]
 
     rows = []
@@ -218,15 +218,18 @@ def run(framework: Framework, kinds: list[str], folder: Path, binaries: Path) ->
         kind: Kind = KINDS[name]
         output = {way: folder / "runs" / f"{name}-{way}" for way in ("plain", "launch", "plugin")}
         stock = train(
-            here(framework.command(kind, inputs, output["plain"])), output["plain"], folder, {}
+            command_of(framework.command(kind, inputs, output["plain"])),
+            output["plain"],
+            folder,
+            {},
         )
-        words = here(framework.command(kind, inputs, output["launch"]))
+        words = command_of(framework.command(kind, inputs, output["launch"]))
         ours = train([*launch, *words], output["launch"], folder, {})
         rows.append(compare(name, "launch", ours, stock, inputs))
         print(rows[-1], flush=True)
         if framework.plugin is not None:
             words, variables = framework.plugin(kind, inputs, output["plugin"])
-            ours = train(here(words), output["plugin"], folder, variables)
+            ours = train(command_of(words), output["plugin"], folder, variables)
             rows.append(compare(name, "plugin", ours, stock, inputs))
             print(rows[-1], flush=True)
     return rows
@@ -244,11 +247,11 @@ def main() -> int:
         "--python", default=default_python(), help="the interpreter to make the environment with"
     )
     parser.add_argument("--kinds", default=",".join(KINDS), help="of these (default: all)")
-    given = parser.parse_args()
-    framework = FRAMEWORKS[given.framework]
+    arguments = parser.parse_args()
+    framework = FRAMEWORKS[arguments.framework]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(given.folder or temporary).absolute() / given.framework
-        binaries = make(framework, folder / "environment", given.python)
+        folder = Path(arguments.folder or temporary).absolute() / arguments.framework
+        binaries = make(framework, folder / "environment", arguments.python)
         names = [
             name_of(framework.framework),
             "torch",
@@ -266,7 +269,7 @@ def main() -> int:
         )
         print(f"float32, CPU, SGD, {STEPS} steps, chunks of {CHUNK} tokens{stands}")
         print(HEADING)
-        rows = run(framework, given.kinds.split(","), folder, binaries)
+        rows = run(framework, arguments.kinds.split(","), folder, binaries)
     return 0 if all(row.right for row in rows) else 1
 
 

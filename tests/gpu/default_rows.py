@@ -87,19 +87,19 @@ def job_row(name: str, args: argparse.Namespace, output: Path, deadline: Deadlin
         settings |= {"shape": "mini", "lengths": (64, 200) if name == "lengths" else (200,)}
     with contextlib.ExitStack() as stack:
         if name == "expandable":
-            before = dict(os.environ)
-            stack.callback(lambda: (os.environ.clear(), os.environ.update(before)))
+            environment = dict(os.environ)
+            stack.callback(lambda: (os.environ.clear(), os.environ.update(environment)))
             os.environ.update(EXPANDABLE)
-        found = run(
+        rows = run(
             Job(name, METHOD, device=args.device, until_oom=False, **settings), output, deadline
         )
-    problems = [f"{row.tokens:,} tokens: {row.status}" for row in found if row.status != "ok"]
-    told = "; ".join(
+    problems = [f"{row.tokens:,} tokens: {row.status}" for row in rows if row.status != "ok"]
+    text = "; ".join(
         f"{row.tokens:,} tokens {row.seconds} s, {row.peak_gib} GiB"
-        for row in found
+        for row in rows
         if row.status == "ok"
     )
-    return f"{name:<24}{told}{failed(problems)}", not problems
+    return f"{name:<24}{text}{failed(problems)}", not problems
 
 
 class LimitedSteps:
@@ -155,15 +155,17 @@ class LimitedSteps:
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
-    def apart(self, problems: list[str]) -> str:
+    def compare_gradients(self, problems: list[str]) -> str:
         """From those of the start, which come to the device one by one: the host takes minutes for
         as many numbers."""
-        found, squares = self.gradients(), [0.0, 0.0]
-        problems += ["not all parameters have a gradient"] * (found.keys() != self.expected.keys())
-        for name, gradient in found.items():
+        gradients_now, squares = self.gradients(), [0.0, 0.0]
+        problems += ["not all parameters have a gradient"] * (
+            gradients_now.keys() != self.expected.keys()
+        )
+        for name, gradient in gradients_now.items():
             expected = self.expected[name].to(gradient.device)
-            for place, x in enumerate((gradient.float() - expected.float(), expected.float())):
-                squares[place] += float(torch.linalg.vector_norm(x)) ** 2
+            for index, x in enumerate((gradient.float() - expected.float(), expected.float())):
+                squares[index] += float(torch.linalg.vector_norm(x)) ** 2
         error = math.sqrt(squares[0] / squares[1])
         problems += [f"gradients are {error:.1e} off"] * (not error <= APART)
         return f"gradients apart by {error:.1e}"
@@ -175,17 +177,17 @@ class LimitedSteps:
 
 
 def limit_row(name: str, share: float, when: str, steps: Callable[[], LimitedSteps]) -> Result:
-    one, problems = steps(), []
-    size = int(one.start + share * (one.peak - one.start))
+    limited_steps, problems = steps(), []
+    size = int(limited_steps.start + share * (limited_steps.peak - limited_steps.start))
     lowered: list[int] = []
 
     def lower(*_: Any) -> None:
-        if tells_memory(one.device) and not lowered:
+        if tells_memory(limited_steps.device) and not lowered:
             torch.accelerator.empty_cache()
-            lowered.append(max(size, counted_bytes(one.device, "reserved")))
-            limit_memory(one.device, lowered[0])
+            lowered.append(max(size, counted_bytes(limited_steps.device, "reserved")))
+            limit_memory(limited_steps.device, lowered[0])
 
-    one.before_backward = lower if when == "before backward" else None
+    limited_steps.before_backward = lower if when == "before backward" else None
     try:
         with pytest.MonkeyPatch.context() as patch:
             if when == "between steps":
@@ -195,27 +197,33 @@ def limit_row(name: str, share: float, when: str, steps: Callable[[], LimitedSte
                 patch.setattr(
                     function, "_differentiated", lambda *given: (lower(), real(*given))[1]
                 )  # type: ignore[func-returns-value]
-            one()
-            told = ""
+            limited_steps()
+            text = ""
     except torch.OutOfMemoryError as error:
-        told = f"raised {type(error).__name__}"
+        text = f"raised {type(error).__name__}"
         problems += [f"no advice in {error}"] * ("StreamConfig" not in str(error))
     finally:
-        one.before_backward = None
-        if tells_memory(one.device):
-            limit_memory(one.device, None)
-    told = told or one.apart(problems)
-    told += f"; {streambp.last_step(one.model)}"
+        limited_steps.before_backward = None
+        if tells_memory(limited_steps.device):
+            limit_memory(limited_steps.device, None)
+    text = text or limited_steps.compare_gradients(problems)
+    text += f"; {streambp.last_step(limited_steps.model)}"
     deadline = time.monotonic() + 5.0
-    while (left := one.allocated() - one.start) > 0 and time.monotonic() < deadline:
+    while (
+        bytes_left := limited_steps.allocated() - limited_steps.start
+    ) > 0 and time.monotonic() < deadline:
         time.sleep(0.01)  # autograd's thread lets go of what failed once it gets Python's lock
-    problems += [f"{left:,} bytes are left of it"] * (left > 0)
-    one()
-    again = one.apart(problems)
-    problems += wrong_paths(one.model)
-    had = "no limit" if not lowered else f"{lowered[0] / GIB:.3g} of {one.peak / GIB:.3g} GiB"
-    problems += ["the limit was not lowered"] * (tells_memory(one.device) and not lowered)
-    return f"{name:<28}{had}: {told}; the next: {again}{failed(problems)}", not problems
+    problems += [f"{bytes_left:,} bytes are left of it"] * (bytes_left > 0)
+    limited_steps()
+    next_text = limited_steps.compare_gradients(problems)
+    problems += wrong_paths(limited_steps.model)
+    had = (
+        "no limit"
+        if not lowered
+        else f"{lowered[0] / GIB:.3g} of {limited_steps.peak / GIB:.3g} GiB"
+    )
+    problems += ["the limit was not lowered"] * (tells_memory(limited_steps.device) and not lowered)
+    return f"{name:<28}{had}: {text}; the next: {next_text}{failed(problems)}", not problems
 
 
 if __name__ == "__main__":

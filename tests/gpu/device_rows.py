@@ -78,14 +78,10 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
 
 
 def rates(args: argparse.Namespace) -> str:
-    found = measure_device(args.device, CPU if args.tiny else None)
-    attention = (
-        f"{found.forward / 1e12:.3g} / {found.backward / 1e12:.3g} in attention forward / backward"
-    )
-    others = (
-        f"{found.bandwidth / 1e12:.3g} TB/s in other kernels, {found.link / 1e9:.3g} GB/s each way"
-    )
-    return f"{found.products / 1e12:.3g} TFLOP/s in products, {attention}, {others}"
+    speeds = measure_device(args.device, CPU if args.tiny else None)
+    attention = f"{speeds.forward / 1e12:.3g} / {speeds.backward / 1e12:.3g} in attention forward / backward"
+    other_rates = f"{speeds.bandwidth / 1e12:.3g} TB/s in other kernels, {speeds.link / 1e9:.3g} GB/s each way"
+    return f"{speeds.products / 1e12:.3g} TFLOP/s in products, {attention}, {other_rates}"
 
 
 def blocks(name: str, args: argparse.Namespace) -> str:
@@ -95,7 +91,7 @@ def blocks(name: str, args: argparse.Namespace) -> str:
     if name == "math" and not args.tiny:
         queries, lengths = 2048, (8192,)
     device = torch.device(args.device)
-    clock, told = functools.partial(seconds_of_run, device=device, times=3), []
+    clock, texts = functools.partial(seconds_of_run, device=device, times=3), []
     full = [(Kind.FULL, queries, keys) for keys in lengths]
     for kind, rows, keys in [
         *full,
@@ -122,8 +118,8 @@ def blocks(name: str, args: argparse.Namespace) -> str:
         forward = clock(functools.partial(kernel.forward, q, k, v, task))
         backward = clock(functools.partial(kernel.backward, o, q, k, v, o, lse, task))
         rate = f"{2 * flops / forward / 1e12:.4g} / {5 * flops / backward / 1e12:.4g}"
-        told.append(f"{kind.value} {rows:,} x {keys:,} {rate} ({kernel.name})")
-    return "TFLOP/s forward / backward: " + "; ".join(told)
+        texts.append(f"{kind.value} {rows:,} x {keys:,} {rate} ({kernel.name})")
+    return "TFLOP/s forward / backward: " + "; ".join(texts)
 
 
 def memory(args: argparse.Namespace) -> str:
@@ -131,12 +127,12 @@ def memory(args: argparse.Namespace) -> str:
     if not tells_memory(device):
         return "this device does not tell"
     torch.empty(1, device=device)
-    known = FreeMemory()
-    asked = microseconds(lambda: free_memory(device))
-    between = microseconds(lambda: known(device))
+    counter = FreeMemory()
+    driver_time = microseconds(lambda: free_memory(device))
+    between = microseconds(lambda: counter(device))
     return (
-        f"{asked:.1f} us by the driver, {between:.1f} us by torch's own count, of which a step "
-        "asks after its first layer"
+        f"{driver_time:.1f} us by the driver, {between:.1f} us by torch's own count, of which a "
+        "step asks after its first layer"
     )
 
 
@@ -154,7 +150,7 @@ def host(args: argparse.Namespace) -> str:
         hidden_size=256, intermediate_size=256, vocab_size=256, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=1, head_dim=128, attn_implementation="sdpa",
     )  # fmt: skip
-    told = []
+    texts = []
     for name in ("streambp", "checkpointing"):
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config).to(args.device, torch.bfloat16).train()
@@ -175,11 +171,11 @@ def host(args: argparse.Namespace) -> str:
             model(ids, labels=ids, use_cache=False).loss.backward()
             seconds.append(time.perf_counter() - start)  # before the device has done it
         of = layers * chunks if name == "streambp" else layers
-        told.append(
+        texts.append(
             f"{1e6 * statistics.median(seconds[2:]) / of:.0f} us a "
             f"layer{' and chunk' * (of > layers)}, {name}"
         )
-    return f"{layers} layers, {chunks} chunks, until the host is done: {'; '.join(told)}"
+    return f"{layers} layers, {chunks} chunks, until the host is done: {'; '.join(texts)}"
 
 
 def pinning(args: argparse.Namespace) -> str:

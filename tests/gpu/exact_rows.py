@@ -66,7 +66,7 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
     rows: list[tuple[str, Callable[[], Result]]] = [
         (f"float64 {family}", functools.partial(float64_row, family, args)) for family in FAMILIES
     ]
-    others = {
+    other_rows = {
         "default short": functools.partial(default_row, args, 256, {}, AsUnpatched),
         "default long": functools.partial(default_row, args, 1024, {"chunk_size": 300}, Chosen),
         "default short full": functools.partial(full_row, args, 256, {}, False),
@@ -75,7 +75,7 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
         "stream": functools.partial(stream_row, args),
         "dropout": functools.partial(dropout_row, args),
     }
-    rows += list(others.items())
+    rows += list(other_rows.items())
     yield from each(
         [(name, functools.partial(_named, name, row)) for name, row in rows],
         args.row,
@@ -84,8 +84,8 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
 
 
 def _named(name: str, row: Callable[[], tuple[str, list[str]]]) -> Result:
-    told, problems = row()
-    return f"{name:<24}{told}{failed(problems)}", not problems
+    text, problems = row()
+    return f"{name:<24}{text}{failed(problems)}", not problems
 
 
 def on(device: str, batch: Batch) -> Batch:
@@ -93,7 +93,7 @@ def on(device: str, batch: Batch) -> Batch:
 
 
 def float64_row(family: str, args: argparse.Namespace) -> tuple[str, list[str]]:
-    problems, told = [], []
+    problems, errors = [], []
     with pytest.MonkeyPatch.context() as patch:
         lift_float32_casts(patch)
         plain = zoo.build(family).to(args.device)
@@ -107,13 +107,13 @@ def float64_row(family: str, args: argparse.Namespace) -> tuple[str, list[str]]:
                     model, streambp.StreamConfig(kernels="own", chunk_size=7, **settings)
                 )
                 for _ in range(2):
-                    _, found = gradients(model, **batch)
-                error = worst_error(found, truth)
-                told.append(error)
+                    _, gradient = gradients(model, **batch)
+                error = worst_error(gradient, truth)
+                errors.append(error)
                 problems += [f"{mode} {settings}: {error:.1e}"] * (
                     not error <= EXACT
                 ) + wrong_paths(model)
-    return f"worst of {len(told)}: {max(told):.1e}", problems
+    return f"worst of {len(errors)}: {max(errors):.1e}", problems
 
 
 def of_bfloat16(args: argparse.Namespace, length: int) -> tuple[Any, Batch, Any, float]:
@@ -126,8 +126,8 @@ def of_bfloat16(args: argparse.Namespace, length: int) -> tuple[Any, Batch, Any,
     return model, batch, truth, relative_l2(gradients(model, **batch)[1], truth)
 
 
-def judged(found: Any, truth: Any, noise: float) -> tuple[str, list[str]]:
-    ratio = relative_l2(found, truth) / noise
+def judge_error(gradient: Any, truth: Any, noise: float) -> tuple[str, list[str]]:
+    ratio = relative_l2(gradient, truth) / noise
     return f"{ratio:.3f} x the model's own error", [f"more than {ROW_BAR} x"] * (
         not ratio <= ROW_BAR
     )
@@ -147,13 +147,13 @@ def default_row(
         settings = {"chunk_size": 60}
     streambp.patch(model, streambp.StreamConfig(kernels="own", **settings))
     for _ in range(3):
-        _, found = gradients(model, **batch)
-    told, problems = judged(found, truth, noise)
+        _, gradient = gradients(model, **batch)
+    text, problems = judge_error(gradient, truth, noise)
     latest = chooser_of(model).latest
     problems += [f"{latest!r} instead of {way.__name__}"] * (type(latest) is not way) + wrong_paths(
         model
     )
-    return f"{told}; {streambp.last_step(model)}", problems
+    return f"{text}; {streambp.last_step(model)}", problems
 
 
 def run_out(device: str) -> None:
@@ -176,7 +176,7 @@ def full_row(
         gradients(model, **batch)
     ran: list[int] = []
 
-    def once(*_: Any) -> None:
+    def run_out_once(*_: Any) -> None:
         if not ran:
             ran.append(threading.get_ident())
             run_out(args.device)
@@ -184,15 +184,17 @@ def full_row(
     with pytest.MonkeyPatch.context() as patch:
         if in_backward:
             real = function._differentiated
-            patch.setattr(function, "_differentiated", lambda *given: (once(), real(*given))[1])  # type: ignore[func-returns-value]
+            patch.setattr(
+                function, "_differentiated", lambda *given: (run_out_once(), real(*given))[1]
+            )  # type: ignore[func-returns-value]
         else:
-            model.lm_head.register_forward_pre_hook(once)
-        _, found = gradients(model, **batch)
-    told, problems = judged(found, truth, noise)
+            model.lm_head.register_forward_pre_hook(run_out_once)
+        _, gradient = gradients(model, **batch)
+    text, problems = judge_error(gradient, truth, noise)
     problems += ["memory did not run out"] * (not ran)
     if args.device != "cpu" and in_backward:
         problems += ["backward ran in forward's thread"] * (threading.get_ident() in ran)
-    return f"{told}, after memory ran out once", problems
+    return f"{text}, after memory ran out once", problems
 
 
 def autocast_row(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -216,9 +218,9 @@ def autocast_row(args: argparse.Namespace) -> tuple[str, list[str]]:
         model, streambp.StreamConfig(kernels="own", chunk_size=length // 4 + 3, saves=("attn_out",))
     )
     step(False)
-    told, problems = judged(step(False), truth, noise)
-    told_within, more = judged(step(True), truth, noise)
-    return f"{told}; called within {told_within}", problems + more + wrong_paths(model)
+    text, problems = judge_error(step(False), truth, noise)
+    told_within, problems_within = judge_error(step(True), truth, noise)
+    return f"{text}; called within {told_within}", problems + problems_within + wrong_paths(model)
 
 
 def stream_row(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -231,28 +233,28 @@ def stream_row(args: argparse.Namespace) -> tuple[str, list[str]]:
         stream.wait_stream(torch.accelerator.current_stream())
     with stream or contextlib.nullcontext():
         for _ in range(2):
-            _, found = gradients(model, **batch)
+            _, gradient = gradients(model, **batch)
     if stream is not None:
         torch.accelerator.current_stream().wait_stream(stream)
-    told, problems = judged(found, truth, noise)
-    return told, problems + wrong_paths(model)
+    text, problems = judge_error(gradient, truth, noise)
+    return text, problems + wrong_paths(model)
 
 
 def dropout_row(args: argparse.Namespace) -> tuple[str, list[str]]:
     """What is saved changes no mask: masks of attention and of the layer itself are drawn again."""
     plain = zoo.build("phi3", attention_dropout=0.3, resid_pdrop=0.3).to(args.device)
     batch = on(args.device, make_batch("plain"))
-    found = []
+    results = []
     for settings in SETTINGS[:3]:
         model = copy.deepcopy(plain)
         streambp.patch(model, streambp.StreamConfig(kernels="own", chunk_size=7, **settings))
         gradients(model, **batch)
         seed_torch(5)
-        found.append(gradients(model, **batch)[1])
-    error = max(worst_error(one, found[0]) for one in found[1:])
+        results.append(gradients(model, **batch)[1])
+    error = max(worst_error(result, results[0]) for result in results[1:])
     _, without = gradients(plain.eval(), **batch)
     problems = [f"saves change masks: {error:.1e}"] * (not error <= EXACT)
-    problems += ["nothing was dropped"] * (relative_l2(found[0], without) < 0.01)
+    problems += ["nothing was dropped"] * (relative_l2(results[0], without) < 0.01)
     return f"apart by {error:.1e} between saves", problems
 
 

@@ -137,10 +137,10 @@ def watched_error(
     model: Qwen3ForCausalLM, batch: dict[str, torch.Tensor], truth: Gradients, device: str
 ) -> tuple[float, list[str]]:
     """Of a streamed step, and what did not run as it should."""
-    with AttentionSeen() as seen:
-        _, found = gradients(model, **batch)
-    return relative_l2(found, truth), wrong_paths(model) + wrong_kernels(
-        backends(device)[0], "plain", seen.names, device
+    with AttentionSeen() as attention:
+        _, gradient = gradients(model, **batch)
+    return relative_l2(gradient, truth), wrong_paths(model) + wrong_kernels(
+        backends(device)[0], "plain", attention.names, device
     )
 
 
@@ -169,24 +169,29 @@ def method_row(
     if row.status != "ok":
         return f"{name:<24}{failed([row.status])}", False
     first = next(
-        (other for other in measured.values() if other is not row and other.status == "ok"), None
+        (
+            earlier_row
+            for earlier_row in measured.values()
+            if earlier_row is not row and earlier_row.status == "ok"
+        ),
+        None,
     )
     problems = [] if first is None else unlike(row, first)
-    told = "gradients as the first's" if first is not None else "the first"
+    text = "gradients as the first's" if first is not None else "the first"
     if args.device == "cuda" and name in (LEAN, FAST):
         bar, missed = bars(row, measured.get(PEER))
-        told, problems = f"{told}, {bar}", problems + missed
-    return f"{name:<24}{told}{failed(problems)}", not problems
+        text, problems = f"{text}, {bar}", problems + missed
+    return f"{name:<24}{text}{failed(problems)}", not problems
 
 
-def unlike(row: Row, other: Row) -> list[str]:
+def unlike(row: Row, first_row: Row) -> list[str]:
     """Two runs of one model and batch have one loss and one gradient norm, but for rounding."""
     pairs = (
-        ("loss", row.loss, other.loss, 2**-8),
-        ("gradient norm", row.gradient_norm, other.gradient_norm, 2**-6),
+        ("loss", row.loss, first_row.loss, 2**-8),
+        ("gradient norm", row.gradient_norm, first_row.gradient_norm, 2**-6),
     )
     return [
-        f"{what} {a} instead of {other.method}'s {b}" for what, a, b, bar in pairs
+        f"{label} {a} instead of {first_row.method}'s {b}" for label, a, b, bar in pairs
         if a is None or b is None or not abs(a / b - 1) <= bar
     ]  # fmt: skip
 

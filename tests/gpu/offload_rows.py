@@ -77,17 +77,17 @@ def adamw_on_the_host(model: Any, on_gpu: bool) -> Any:
 
 
 # bars are those of the model's own norms and MLPs
-own = functools.partial(streambp.StreamConfig, kernels="own")
+own_kernels = functools.partial(streambp.StreamConfig, kernels="own")
 LEAN = {"saves": ("attn_out",), "offload": "cpu"}
 ROWS = {
-    "8B 65,536": Row("8B", 65536, own(**LEAN), (34.6, 0.02, None)),
-    "8B 65,536 auto": Row("8B", 65536, own(offload="auto"), (None, 0.02, None)),
-    "8B 262,144": Row("8B", 262144, own(saves=(), offload="cpu", gpu_memory="4GiB"), (40.0, None, None)),
+    "8B 65,536": Row("8B", 65536, own_kernels(**LEAN), (34.6, 0.02, None)),
+    "8B 65,536 auto": Row("8B", 65536, own_kernels(offload="auto"), (None, 0.02, None)),
+    "8B 262,144": Row("8B", 262144, own_kernels(saves=(), offload="cpu", gpu_memory="4GiB"), (40.0, None, None)),
     "8B LoRA step 131,072": Row(
-        "8B", 131072, own(**LEAN, host_memory="90GiB"), (80.0, None, 115.0), 80.0, True, adamw
+        "8B", 131072, own_kernels(**LEAN, host_memory="90GiB"), (80.0, None, 115.0), 80.0, True, adamw
     ),
     "4B full step 131,072": Row(
-        "4B", 131072, own(saves=(), offload="cpu", host_memory="60GiB"), (80.0, None, 115.0), 80.0, False,
+        "4B", 131072, own_kernels(saves=(), offload="cpu", host_memory="60GiB"), (80.0, None, 115.0), 80.0, False,
         adamw_on_the_host,
     ),
 }  # fmt: skip
@@ -102,18 +102,18 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
         yield run(args.here, args.device, args.tiny)
         return
     deadline = Deadline(args.minutes)
-    others = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
+    options = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
     yield from each(
-        ((name, functools.partial(in_a_child, name, others, deadline)) for name in ROWS),
+        ((name, functools.partial(in_a_child, name, options, deadline)) for name in ROWS),
         args.row,
         deadline,
     )
 
 
-def in_a_child(name: str, others: list[str], deadline: Deadline) -> tuple[str, bool]:
+def in_a_child(name: str, options: list[str], deadline: Deadline) -> tuple[str, bool]:
     lines: list[str] = []
     ended = run_child(
-        [sys.executable, __file__, "--here", name, *others], ROOT, deadline, lines.append
+        [sys.executable, __file__, "--here", name, *options], ROOT, deadline, lines.append
     )
     if ended.code not in (0, 1) or not lines:
         lines.append(f"{name}: FAILED, {ended}")
@@ -151,11 +151,11 @@ def run(name: str, device: str, tiny: bool) -> tuple[str, bool]:
     model, ids = build(row, device, tiny)
     streambp.patch(model, dataclasses.replace(row.config, host_memory=None) if tiny else row.config)
     optimizer = None if row.optimizer is None else row.optimizer(model, on_gpu)
-    before = {"stall_out": 0.0, "stall_back": 0.0}
+    start_stats = {"stall_out": 0.0, "stall_back": 0.0}
 
     def forward() -> torch.Tensor:
         if device != "cpu":
-            before.update(manager_of(model).stats())
+            start_stats.update(manager_of(model).stats())
         loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
         return loss
 
@@ -166,14 +166,17 @@ def run(name: str, device: str, tiny: bool) -> tuple[str, bool]:
     timeline = ids.shape[1] <= LONGEST_TIMELINE
     figures = run_steps(model, forward, None if optimizer is None else update, timeline)
     stats = manager_of(model).stats()
-    stall = sum(stats[key] - before[key] for key in ("stall_out", "stall_back")) / figures.seconds
+    stall = (
+        sum(stats[key] - start_stats[key] for key in ("stall_out", "stall_back")) / figures.seconds
+    )
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     problems = [*figures.problems, *wrong_paths(model)]
     problems += missed(row, figures, stall, host) if on_gpu else []
-    shown = " / ".join("-" if bar is None else f"{bar:g}" for bar in row.bars)
+    bars_text = " / ".join("-" if bar is None else f"{bar:g}" for bar in row.bars)
     return (
         f"{name:<24}{figures}, stalls {stall:6.2%}, host {host:6.1f} GiB, "
-        f"{stats['gb_per_s_out']:5.1f} out {stats['gb_per_s_back']:5.1f} back GB/s, bars {shown}: "
+        f"{stats['gb_per_s_out']:5.1f} out {stats['gb_per_s_back']:5.1f} back GB/s, "
+        f"bars {bars_text}: "
         f"{'FAILED: ' + '; '.join(problems) if problems else 'holds'}\n    "
         f"{', '.join(figures.ran)}; {figures.buffers} gradient buffers a step; "
         f"{streambp.describe(model).offload}"
@@ -188,11 +191,11 @@ def missed(row: Row, figures: Figures, stall: float, host: float) -> list[str]:
         else ["no fused kernel attended"]
     )
     peak = math.nan if figures.peak_gib is None else figures.peak_gib
-    for what, value, bar in zip(
+    for label, value, bar in zip(
         ("peak", "stalls", "host"), (peak, stall, host), row.bars, strict=True
     ):
         if bar is not None and not value <= bar:
-            problems.append(f"{what} {value:.3g} above {bar:g}")
+            problems.append(f"{label} {value:.3g} above {bar:g}")
     return problems
 
 

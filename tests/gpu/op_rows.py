@@ -93,7 +93,7 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
 
 def attention_row(spans: str, attention: str, size: str, args: argparse.Namespace) -> Result:
     name = f"{spans} {attention} {size}"
-    judged, ratios = Judged(), dict.fromkeys(("o", *GRADS), 0.0)
+    record, ratios = Judged(), dict.fromkeys(("o", *GRADS), 0.0)
     for groups, rows in itertools.product((1, 4), (1, 2)):
         chunk_size = 40 if args.tiny else 2048
         length = 3 * chunk_size + (7 if args.tiny else 77)
@@ -101,19 +101,21 @@ def attention_row(spans: str, attention: str, size: str, args: argparse.Namespac
         mask = whole_mask(layout, length, args.device)
         errors = {tensor: Sums() for tensor in ratios}
         for draw in range(DRAWS.get(spans, 1)):
-            given = make(spans, rows, groups, length, SIZES[size], args.device, draw)
+            tensors = make(spans, rows, groups, length, SIZES[size], args.device, draw)
             try:
-                with watching(judged) if draw == 0 else contextlib.nullcontext():
-                    ours = in_chunks(given, layout, ChunkPlan(length, chunk_size), attention)
+                with watching(record) if draw == 0 else contextlib.nullcontext():
+                    ours = in_chunks(tensors, layout, ChunkPlan(length, chunk_size), attention)
             except AttentionChoiceError as error:
                 return f"{name:<24}refused: {error}", True
-            stock, truth = (whole(given, mask, dtype) for dtype in (torch.bfloat16, torch.float32))
+            stock, truth = (
+                attend_at_once(tensors, mask, dtype) for dtype in (torch.bfloat16, torch.float32)
+            )
             for tensor, sums in errors.items():
                 sums.add(ours[tensor], truth[tensor], stock[tensor])
         ratios = {tensor: worse(ratio, errors[tensor].ratio) for tensor, ratio in ratios.items()}
-    problems = problems_of(spans, ratios, judged)
-    told = " ".join(f"{ratio:.2f}" for ratio in ratios.values())
-    return f"{name:<24}{told}   {kernels_told(judged)}{failed(problems)}", not problems
+    problems = problems_of(spans, ratios, record)
+    text = " ".join(f"{ratio:.2f}" for ratio in ratios.values())
+    return f"{name:<24}{text}   {kernels_text(record)}{failed(problems)}", not problems
 
 
 def worse(a: float, b: float) -> float:
@@ -121,7 +123,7 @@ def worse(a: float, b: float) -> float:
     return b if math.isnan(b) or b > a else a
 
 
-def problems_of(spans: str, ratios: dict[str, float], judged: Judged) -> list[str]:
+def problems_of(spans: str, ratios: dict[str, float], record: Judged) -> list[str]:
     """What is not as it should be. A preferred kernel has to attend plain spans; others may be
     another's work."""
     problems = [
@@ -129,32 +131,32 @@ def problems_of(spans: str, ratios: dict[str, float], judged: Judged) -> list[st
         for name, ratio in ratios.items()
         if not ratio <= WHOLE_BAR
     ]
-    for (kernel, kind, tensor), sums in judged.errors.items():
+    for (kernel, kind, tensor), sums in record.errors.items():
         if not sums.ratio <= KERNEL_BAR:
             problems.append(
                 f"{tensor} of {kernel} on {kind} blocks is {sums.ratio:.2f} x what rounding costs"
             )
     # of lse: a weight's relative error, a quarter of its rounding
     bar = torch.finfo(torch.bfloat16).eps / 8
-    problems += [f"lse of {kernel} on {kind} blocks is {apart:.1e} off" for (kernel, kind), apart in judged.lse.items()
-                 if not apart <= bar]  # fmt: skip
+    problems += [f"lse of {kernel} on {kind} blocks is {error:.1e} off" for (kernel, kind), error in record.lse.items()
+                 if not error <= bar]  # fmt: skip
     if spans in ("plain", "low"):
         problems += [
-            f"{kernel} did not run" for kernel in sorted(judged.preferred - judged.kernels)
+            f"{kernel} did not run" for kernel in sorted(record.preferred - record.kernels)
         ]
     return problems
 
 
-def kernels_told(judged: Judged) -> str:
+def kernels_text(record: Judged) -> str:
     """ "cudnn full 1.10, causal 1.02, lse 1e-06; flash full ..." """
-    told = []
-    for kernel, kind in judged.lse:
-        ratios = (s.ratio for (a, b, _), s in judged.errors.items() if (a, b) == (kernel, kind))
-        told.append(
+    texts = []
+    for kernel, kind in record.lse:
+        ratios = (s.ratio for (a, b, _), s in record.errors.items() if (a, b) == (kernel, kind))
+        texts.append(
             f"{kernel} {kind} {functools.reduce(worse, ratios, 0.0):.2f}, lse "
-            f"{judged.lse[kernel, kind]:.0e}"
+            f"{record.lse[kernel, kind]:.0e}"
         )
-    return "; ".join(told)
+    return "; ".join(texts)
 
 
 def make(
@@ -174,7 +176,7 @@ def make(
         "v": (HEADS // groups, sizes[1]),
     }
     shapes["do"] = (HEADS, sizes[1])
-    made = {
+    tensors = {
         name: torch.randn(rows, heads, length, size, generator=generator)
         for name, (heads, size) in shapes.items()
     }
@@ -182,9 +184,9 @@ def make(
         shift = (
             120 / sizes[0] ** 0.5
         ) ** 0.5  # q . k is 120 x sqrt(D) less, and the scale is 1 / sqrt(D)
-        made["q"] += shift
-        made["k"] -= shift
-    return {name: x.to(device, torch.bfloat16) for name, x in made.items()}
+        tensors["q"] += shift
+        tensors["k"] -= shift
+    return {name: x.to(device, torch.bfloat16) for name, x in tensors.items()}
 
 
 def layout_of(spans: str, rows: int, length: int) -> Spans:
@@ -197,32 +199,36 @@ def layout_of(spans: str, rows: int, length: int) -> Spans:
     return Spans.causal(rows, length, length // 2 if spans == "window" else None)
 
 
-def in_chunks(given: Tensors, layout: Layout, plan: ChunkPlan, attention: str) -> Tensors:
+def in_chunks(tensors: Tensors, layout: Layout, plan: ChunkPlan, attention: str) -> Tensors:
     """o [B, H, T, D_v], dq, dk and dv, as a streamed layer makes them: attended, then attended
     again and differentiated."""
     prefix = Prefix(layout, plan.length, attention)
-    q, k, v = (given[name] for name in "qkv")
+    q, k, v = (tensors[name] for name in "qkv")
     scale = q.shape[-1] ** -0.5
     parts, grads = [], []
     for chunk in plan:
         mask = PrefixChunkAttention(prefix, chunk, Stage.FORWARD)
-        here = slice(chunk.start, chunk.stop)
+        tokens = slice(chunk.start, chunk.stop)
         parts.append(
             mask.attend(
-                AttentionCall(q[:, :, here], k[:, :, here], v[:, :, here], scale)
+                AttentionCall(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], scale)
             ).transpose(1, 2)
         )
         mask.finish()
     for chunk in reversed(plan.chunks):
-        here = slice(chunk.start, chunk.stop)
-        own = [x[:, :, here].detach().requires_grad_() for x in (q, k, v)]
-        o = PrefixChunkAttention(prefix, chunk, Stage.RECOMPUTE).attend(AttentionCall(*own, scale))
-        grads.append(torch.autograd.grad(o, own, given["do"][:, :, here].transpose(1, 2)))
-    found = {
+        tokens = slice(chunk.start, chunk.stop)
+        chunk_inputs = [x[:, :, tokens].detach().requires_grad_() for x in (q, k, v)]
+        o = PrefixChunkAttention(prefix, chunk, Stage.RECOMPUTE).attend(
+            AttentionCall(*chunk_inputs, scale)
+        )
+        grads.append(
+            torch.autograd.grad(o, chunk_inputs, tensors["do"][:, :, tokens].transpose(1, 2))
+        )
+    grads_by_name = {
         name: torch.cat(list(reversed(of)), 2)
         for name, of in zip(GRADS, zip(*grads, strict=True), strict=True)
     }
-    return {"o": torch.cat(parts, 2), **found}
+    return {"o": torch.cat(parts, 2), **grads_by_name}
 
 
 def whole_mask(layout: Spans, length: int, device: str) -> Tensor | None:
@@ -238,14 +244,14 @@ def whole_mask(layout: Spans, length: int, device: str) -> Tensor | None:
     return mask & documents
 
 
-def whole(given: Tensors, mask: Tensor | None, dtype: torch.dtype) -> Tensors:
+def attend_at_once(tensors: Tensors, mask: Tensor | None, dtype: torch.dtype) -> Tensors:
     """o, dq, dk and dv by torch's attention in one call; in float32 by its plain products.
 
     Of heads that its memory-efficient kernel alone takes, the keys are repeated, as transformers
     does with a mask: a call with fewer of them would be plain products, in float32 inside, which no
     fused kernel is as near to the truth as.
     """
-    leaves = [given[name].to(dtype).requires_grad_() for name in "qkv"]
+    leaves = [tensors[name].to(dtype).requires_grad_() for name in "qkv"]
     q, k, v = leaves
     if dtype != torch.float32 and q.shape[-1] > WIDEST:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -254,7 +260,7 @@ def whole(given: Tensors, mask: Tensor | None, dtype: torch.dtype) -> Tensors:
         o = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] < q.shape[1]
         )
-    grads = torch.autograd.grad(o, leaves, given["do"].to(dtype))
+    grads = torch.autograd.grad(o, leaves, tensors["do"].to(dtype))
     return {"o": o.detach(), **dict(zip(GRADS, grads, strict=True))}
 
 
@@ -274,8 +280,8 @@ def sum_row(name: str, args: argparse.Namespace) -> Result:
         torch.randn(tokens, size, generator=generator).to(args.device, torch.bfloat16)
         for size in (outs, ins)
     )
-    once = add_product(None, grad.mT, x)
-    total = add_product(once.clone(), grad.mT, x)
+    first_sum = add_product(None, grad.mT, x)
+    total = add_product(first_sum.clone(), grad.mT, x)
     truth = grad.float().mT @ x.float()
     error = float((total - 2 * truth).norm() / (2 * truth).norm())
     dtypes = f"{total.dtype}".removeprefix("torch.")
@@ -286,11 +292,11 @@ def sum_row(name: str, args: argparse.Namespace) -> Result:
     problems = [f"error {error:.1e}"] * (not error <= bar) + [f"the sum is {dtypes}"] * (
         total.dtype != torch.float32
     )
-    told = (
+    text = (
         f"{summed:8.2f} TFLOP/s into a float32 sum, {plain:8.2f} alone, {plain / summed:.2f} x, "
         f"error {error:.1e}"
     )
-    return f"{name:<24}{told}{failed(problems)}", not problems
+    return f"{name:<24}{text}{failed(problems)}", not problems
 
 
 def seconds(run: Callable[[], object], args: argparse.Namespace) -> float:

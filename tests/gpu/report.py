@@ -54,11 +54,11 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
     times = {
         str(length): length for length in ((256, 512) if args.tiny else (8192, 16384, 32768, 65536))
     }
-    known: dict[str, Known] = {}
+    cases: dict[str, Known] = {}
     yield f"{'row':<34}{'ours':>10}{'unpatched':>12}{'ratio':>8}   layers, kernels", True
     ratios: list[float] = []
     rows = [
-        (name, functools.partial(error_row, name, *row, args, known, ratios))
+        (name, functools.partial(error_row, name, *row, args, cases, ratios))
         for name, row in errors.items()
     ]
     rows += [(name, functools.partial(time_row, length, args)) for name, length in times.items()]
@@ -97,15 +97,15 @@ def error_row(
     attention: str,
     saves: tuple[str, ...],
     args: argparse.Namespace,
-    known: dict[str, Known],
+    cases: dict[str, Known],
     ratios: list[float],
 ) -> Result:
     length = 96 if args.tiny else 2048
-    if spans not in known:
-        known.clear()
-        known[spans] = make_known(spans, length, args.device, 256 if args.tiny else 512)
+    if spans not in cases:
+        cases.clear()
+        cases[spans] = make_known(spans, length, args.device, 256 if args.tiny else 512)
     model, batch, truth, noise = (
-        getattr(known[spans], field.name) for field in dataclasses.fields(Known)
+        getattr(cases[spans], field.name) for field in dataclasses.fields(Known)
     )
     streambp.patch(
         model,
@@ -116,15 +116,15 @@ def error_row(
     try:
         # its layers are tried, and compared with the unpatched ones, which attend by themselves
         gradients(model, **batch)
-        with AttentionSeen() as seen:
-            _, found = gradients(model, **batch)
-        problems = wrong_paths(model) + wrong_kernels(attention, spans, seen.names, args.device)
+        with AttentionSeen() as watched:
+            _, gradient = gradients(model, **batch)
+        problems = wrong_paths(model) + wrong_kernels(attention, spans, watched.names, args.device)
     finally:
         streambp.unpatch(model)
-    ratio = relative_l2(found, truth) / noise
+    ratio = relative_l2(gradient, truth) / noise
     ratios.append(ratio)
     problems += [f"error above {ROW_BAR} x the model's own"] * (not ratio <= ROW_BAR)
-    kernels = ", ".join(sorted(seen.names)) or "math"
+    kernels = ", ".join(sorted(watched.names)) or "math"
     return (
         f"{name:<34}{ratio * noise:>10.3e}{noise:>12.3e}{ratio:>8.3f}   stream, "
         f"{kernels}{failed(problems)}",
@@ -140,22 +140,24 @@ def make_known(spans: str, length: int, device: str, width: int) -> Known:
     return Known(model, batch, truth, relative_l2(gradients(model, **batch)[1], truth))
 
 
-def wrong_kernels(attention: str, spans: str, seen: set[str], device: str) -> list[str]:
+def wrong_kernels(attention: str, spans: str, kernels_run: set[str], device: str) -> list[str]:
     """A kernel that was asked for must have run forward and backward; no fused one where products
     were asked for.
 
     Windows and packed rows are FlashAttention's work, and small blocks may be, with cuDNN as well.
     """
     if attention == "math":
-        return [f"{', '.join(sorted(seen))} ran instead of products"] if seen else []
+        return [f"{', '.join(sorted(kernels_run))} ran instead of products"] if kernels_run else []
     if device == "cpu":
-        wanted = "cpu flash"
+        expected = "cpu flash"
     elif device != "cuda":
         return []  # which kernels a device has is its own affair
     else:
-        wanted = "flash" if spans in ("packed", "window") else attention
+        expected = "flash" if spans in ("packed", "window") else attention
     return [
-        f"{kernel} did not run" for kernel in (wanted, f"{wanted} backward") if kernel not in seen
+        f"{kernel} did not run"
+        for kernel in (expected, f"{expected} backward")
+        if kernel not in kernels_run
     ]
 
 
@@ -185,31 +187,32 @@ def small_model(
         )
         batch["position_ids"] = position_ids.expand(2, -1).clone()
     if "padded" in spans:
-        kept = torch.ones_like(ids)
+        mask = torch.ones_like(ids)
         pads = (
             slice(0, length // 5) if spans == "left-padded" else slice(length - length // 5, length)
         )
-        kept[0, pads] = 0
-        batch["attention_mask"], batch["labels"][kept == 0] = kept, -100
+        mask[0, pads] = 0
+        batch["attention_mask"], batch["labels"][mask == 0] = mask, -100
     return model, {name: value.to(device) for name, value in batch.items()}
 
 
 def time_row(length: int, args: argparse.Namespace) -> Result:
     ours, problems = figures_of(length, args, True)
-    stock, others = figures_of(length, args, False)
-    problems += [f"checkpointing: {problem}" for problem in others]
+    stock, stock_problems = figures_of(length, args, False)
+    problems += [f"checkpointing: {problem}" for problem in stock_problems]
     if ours is not None and stock is not None:
-        problems += apart(ours, stock)
-    told = [
-        "out of memory" if one is None else f"{one}, {', '.join(one.ran)}" for one in (ours, stock)
+        problems += compare_figures(ours, stock)
+    texts = [
+        "out of memory" if figures is None else f"{figures}, {', '.join(figures.ran)}"
+        for figures in (ours, stock)
     ]
     return (
-        f"{length:<8} streambp {told[0]}\n{'':<8} checkpointing {told[1]}{failed(problems)}",
+        f"{length:<8} streambp {texts[0]}\n{'':<8} checkpointing {texts[1]}{failed(problems)}",
         not problems,
     )
 
 
-def apart(ours: Figures, stock: Figures) -> list[str]:
+def compare_figures(ours: Figures, stock: Figures) -> list[str]:
     """How two bf16 runs of one model differ beyond rounding, which enters a norm by its square
     alone."""
     pairs = (
@@ -217,8 +220,8 @@ def apart(ours: Figures, stock: Figures) -> list[str]:
         ("gradient norm", ours.norm, stock.norm, 2**-6),
     )
     return [
-        f"{what} {a:.4e} instead of {b:.4e}"
-        for what, a, b, bar in pairs
+        f"{label} {a:.4e} instead of {b:.4e}"
+        for label, a, b, bar in pairs
         if not abs(a / b - 1) <= bar
     ]
 
@@ -256,13 +259,15 @@ def figures_of(
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     try:
-        found = run_steps(model, lambda: model(ids, labels=ids, use_cache=False).loss)
+        figures = run_steps(model, lambda: model(ids, labels=ids, use_cache=False).loss)
     except torch.OutOfMemoryError:
         return None, []
-    problems = list(found.problems)
+    problems = list(figures.problems)
     if streamed:
-        problems += wrong_paths(model) + wrong_figures(found.buffers, set(found.ran), args.device)
-    return found, problems
+        problems += wrong_paths(model) + wrong_figures(
+            figures.buffers, set(figures.ran), args.device
+        )
+    return figures, problems
 
 
 def wrong_figures(buffers: int, ran: set[str], device: str) -> list[str]:

@@ -46,8 +46,8 @@ def main(
         )
         return 2
     # a row's own process is another's child
-    told = () if getattr(args, "here", None) else environment(args.device)
-    return int(not print_rows(itertools.chain(told, report(args))))
+    environment_rows = () if getattr(args, "here", None) else environment(args.device)
+    return int(not print_rows(itertools.chain(environment_rows, report(args))))
 
 
 def environment(device: str) -> Iterator[Result]:

@@ -171,30 +171,34 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
     yield from each(rows, args.row, Deadline(args.minutes))
 
 
-def made(spans: str, args: argparse.Namespace, experts: bool = False) -> tuple[nn.Module, Batch]:
+def make_model(
+    spans: str, args: argparse.Namespace, experts: bool = False
+) -> tuple[nn.Module, Batch]:
     """A float32 model whose weights fit in bfloat16."""
     width = 256 if args.tiny else 512
     model: nn.Module
     model, batch = small_model(spans, TINY if args.tiny else LENGTH, args.device, width)
     if experts:
-        own = {
+        config_settings = {
             name: value
             for name, value in model.config.to_diff_dict().items()
             if name != "model_type"
         }
         sizes = {"moe_intermediate_size": width // 2, "num_experts": 4, "num_experts_per_tok": 4}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**own | sizes)).to(args.device).train()
+        model = (
+            Qwen3MoeForCausalLM(Qwen3MoeConfig(**config_settings | sizes)).to(args.device).train()
+        )
     return model.bfloat16().float(), batch
 
 
 @contextlib.contextmanager
 def products_in_tf32(on: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
+    previous = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = on
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cuda.matmul.allow_tf32 = previous
 
 
 def step(model: nn.Module, batch: Batch, setup: Setup, device: str) -> Gradients:
@@ -207,7 +211,7 @@ def step(model: nn.Module, batch: Batch, setup: Setup, device: str) -> Gradients
 
 
 def setup_row(name: str, setup: Setup, args: argparse.Namespace) -> Result:
-    model, batch = made(setup.spans, args, setup.experts)
+    model, batch = make_model(setup.spans, args, setup.experts)
     wide = torch.float64 if setup.dtype == torch.float32 and not setup.autocast else torch.float32
     exact = dataclasses.replace(setup, autocast=False, tf32=False)
     truth = step(setup.prepare(copy.deepcopy(model), wide), batch, exact, args.device)
@@ -229,16 +233,16 @@ def setup_row(name: str, setup: Setup, args: argparse.Namespace) -> Result:
     )
     if setup.liger and "liger_kernel" in sys.modules and args.device != "cpu":
         problems += [f"{kernel} did not run" for kernel in LIGERS.values() if not calls.get(kernel)]
-    told = (
+    text = (
         f"error {error:.3e}, unpatched {noise:.3e}, ratio {error / noise:.3f}; "
         f"{streambp.last_step(ours)}"
     )
-    return f"{name:<24}{told}{failed(problems)}", not problems
+    return f"{name:<24}{text}{failed(problems)}", not problems
 
 
 def trained(folder: str, patched: bool, args: argparse.Namespace) -> list[dict[str, float]]:
     """What HF's Trainer logs in four steps of two micro-batches, padded rows each."""
-    model, _ = made("plain", args)
+    model, _ = make_model("plain", args)
     model.cpu()
     if patched:
         streambp.patch(model)
@@ -268,8 +272,8 @@ def padded(rows: list[Batch]) -> Batch:
         "labels": torch.full_like(batch["input_ids"], -100),
     }
     for number, row in enumerate(rows):
-        here = (number, slice(0, row["input_ids"].numel()))
-        batch["input_ids"][here], batch["attention_mask"][here], batch["labels"][here] = (
+        index = (number, slice(0, row["input_ids"].numel()))
+        batch["input_ids"][index], batch["attention_mask"][index], batch["labels"][index] = (
             row["input_ids"],
             1,
             row["input_ids"],
@@ -284,9 +288,9 @@ def trainer_row(args: argparse.Namespace) -> Result:
         key: max(abs(a[key] / b[key] - 1) for a, b in zip(ours, theirs, strict=True)) for key in APART
     }  # fmt: skip
     problems = [f"{key} {off:.1e} off" for key, off in worst.items() if not off <= APART[key]]
-    told = ", ".join(f"{key} apart by {off:.1e}" for key, off in worst.items())
+    text = ", ".join(f"{key} apart by {off:.1e}" for key, off in worst.items())
     return (
-        f"{'Trainer':<24}{told} in {len(ours)} steps, the last loss "
+        f"{'Trainer':<24}{text} in {len(ours)} steps, the last loss "
         f"{ours[-1]['loss']:.4f}{failed(problems)}",
         not problems,
     )

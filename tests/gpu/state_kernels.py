@@ -44,7 +44,7 @@ class Kernel:
     make: (sizes, generator) -> tensors [B, T, ...]; tensors without tokens; start state, all
         float32. wide: names of those that stay so.
     run: (function, tensors, start state, chunk, documents) -> output [B, C, ...], end state.
-    told: "ids", "ends" or "" for no documents.
+    document_form: "ids", "ends" or "" for no documents.
     """
 
     modeling: str
@@ -53,7 +53,7 @@ class Kernel:
     make: Callable[[Sizes, torch.Generator], tuple[Named, Named, Tensor | None]]
     run: Callable[..., tuple[Tensor, Tensor]]
     wide: tuple[str, ...] = ()
-    told: str = ""
+    document_form: str = ""
 
     @property
     def function(self) -> Function:
@@ -61,14 +61,14 @@ class Kernel:
         module = importlib.import_module(
             f"transformers.models.{self.modeling}.modeling_{self.modeling}"
         )
-        found: Function = getattr(module, self.name)
-        return found
+        kernel: Function = getattr(module, self.name)
+        return kernel
 
     @property
     def truth(self) -> Function:
         """transformers' own code, which cannot be told of documents."""
-        found: Function = self.reference if self.told else inspect.unwrap(self.function)
-        return found
+        function: Function = self.reference if self.document_form else inspect.unwrap(self.function)
+        return function
 
     @property
     def reference(self) -> Function:
@@ -120,7 +120,7 @@ def run_convolution(
     joined = cache.update_conv_state(tensors["x"].mT, 0, conv_kernel_size=4)
     ids = {} if documents is None else {"seq_idx": own_ids(documents, chunk)}
     y = function(joined, tensors["weight"], tensors["bias"], activation="silu", **ids)
-    return y[..., -(chunk.stop - chunk.start) :].mT, cache.after[key]
+    return y[..., -(chunk.stop - chunk.start) :].mT, cache.end_states[key]
 
 
 def make_delta_rule(
@@ -148,11 +148,11 @@ def run_delta_rule(
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
     ends = {} if documents is None else {"cu_seqlens": documents.within(chunk)["cu_seq_lens_q"]}
-    found: tuple[Tensor, Tensor] = function(
+    result: tuple[Tensor, Tensor] = function(
         *(tensors[name] for name in "qkv"), g=tensors["g"], beta=tensors["beta"], initial_state=start,
         output_final_state=True, use_qk_l2norm_in_kernel=True, **ends,
     )  # fmt: skip
-    return found
+    return result
 
 
 def make_scan(sizes: Sizes, generator: torch.Generator) -> tuple[Named, Named, Tensor | None]:
@@ -174,12 +174,12 @@ def run_scan(
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
     ids = {} if documents is None else {"seq_idx": own_ids(documents, chunk)}
-    found: tuple[Tensor, Tensor] = function(
+    result: tuple[Tensor, Tensor] = function(
         *(tensors[name] for name in ("x", "dt", "A", "B", "C")), chunk_size=128,
         D=tensors["D"], z=None, dt_bias=tensors["dt_bias"], dt_softplus=True, initial_states=start,
         return_final_states=True, **ids,
     )  # fmt: skip
-    return found
+    return result
 
 
 def make_selective_scan(
@@ -214,11 +214,13 @@ def run_selective_scan(
 
 def fallbacks(module: str, kernels: tuple[str, ...]) -> list[str]:
     """Those of a modeling module's kernels that are torch's code, each with the reason."""
-    found = []
+    reasons = []
     for kernel in kernels:
         if not is_from_its_package(getattr(sys.modules[module], kernel)):
-            found.append(f"{kernel} is torch's: {missing(reference_kernels.KERNELS[kernel][0])}")
-    return found
+            reasons.append(
+                f"{kernel} is torch's: {absence_reason(reference_kernels.KERNELS[kernel][0])}"
+            )
+    return reasons
 
 
 def is_from_its_package(function: Function) -> bool:
@@ -232,7 +234,7 @@ def is_from_its_package(function: Function) -> bool:
     return False
 
 
-def missing(package: str) -> str:
+def absence_reason(package: str) -> str:
     """Why a package is not taken."""
     if importlib.util.find_spec(package) is None:
         return f"there is no {package}"
@@ -257,15 +259,15 @@ SCAN = Kernel(
 )
 KERNELS = {
     "convolution": CONVOLUTION,
-    "convolution documents": dataclasses.replace(CONVOLUTION, told="ids"),
+    "convolution documents": dataclasses.replace(CONVOLUTION, document_form="ids"),
     "delta rule": RULE,
-    "delta rule documents": dataclasses.replace(RULE, told="ends"),
+    "delta rule documents": dataclasses.replace(RULE, document_form="ends"),
     "delta rule of channels": Kernel(
         "kimi_linear", "chunk_kimi_delta_attention", "fla", functools.partial(make_delta_rule, decays=1), run_delta_rule,
         ("g", "start"),
     ),
     "scan": SCAN,
-    "scan documents": dataclasses.replace(SCAN, told="ids"),
+    "scan documents": dataclasses.replace(SCAN, document_form="ids"),
     "selective scan": Kernel(
         "mamba", "mamba_selective_scan", "mamba_ssm", make_selective_scan, run_selective_scan,
         ("A", "D", "delta_bias", "start"),

@@ -83,24 +83,24 @@ def in_chunks(
     state = start = None if start is None else start.detach().requires_grad_()
     parts, copies = [], []
     for chunk in ChunkPlan(length, size):
-        own = {name: w.detach().requires_grad_() for name, w in weights.items()}
-        cut = {name: x[:, chunk.start : chunk.stop] for name, x in tokens.items()}
+        chunk_weights = {name: w.detach().requires_grad_() for name, w in weights.items()}
+        chunk_tokens = {name: x[:, chunk.start : chunk.stop] for name, x in tokens.items()}
         called = function if documents is None else telling(function, documents, chunk)
-        out, state = kernel.run(called, {**cut, **own}, state, chunk, documents)
+        out, state = kernel.run(called, {**chunk_tokens, **chunk_weights}, state, chunk, documents)
         parts.append(out)
-        copies.append(own)
-    found = {"output": torch.cat(parts, 1), "end state": state}
+        copies.append(chunk_weights)
+    results = {"output": torch.cat(parts, 1), "end state": state}
     upstream = [
-        torch.randn(x.shape, generator=seeded(7)).to(x) for x in found.values() if x is not None
+        torch.randn(x.shape, generator=seeded(7)).to(x) for x in results.values() if x is not None
     ]
     leaves = {**tokens, **({} if start is None else {"start": start})}
-    flat = [*leaves.values(), *(w for own in copies for w in own.values())]
-    grads = list(torch.autograd.grad(list(found.values()), flat, upstream))
-    found |= {f"d {name}": grad for name, grad in zip(leaves, grads, strict=False)}
-    rest = grads[len(leaves) :]
+    flat = [*leaves.values(), *(w for chunk_weights in copies for w in chunk_weights.values())]
+    grads = list(torch.autograd.grad(list(results.values()), flat, upstream))
+    results |= {f"d {name}": grad for name, grad in zip(leaves, grads, strict=False)}
+    weight_grads = grads[len(leaves) :]
     for index, name in enumerate(weights):
-        found[f"d {name}"] = sum(grad.float() for grad in rest[index :: len(weights)])
-    return {name: x.detach().float() for name, x in found.items()}
+        results[f"d {name}"] = sum(grad.float() for grad in weight_grads[index :: len(weights)])
+    return {name: x.detach().float() for name, x in results.items()}
 
 
 def errors(
@@ -108,57 +108,59 @@ def errors(
 ) -> Iterator[tuple[Errors, Errors]]:
     """Of chunks and of one call in half precision against float32, for random inputs after the
     other."""
-    if kernel.told == "ends":
+    if kernel.document_form == "ends":
         sizes = dataclasses.replace(sizes, rows=1)
     for seed in itertools.count():
         tokens, weights, start = kernel.make(sizes, seeded(seed))
-        start = None if kernel.told == "ends" else start  # each document starts from nothing
-        documents = documents_of(kernel.told, sizes, device)
-        half = functools.partial(moved, kernel, device, torch.bfloat16)
+        start = (
+            None if kernel.document_form == "ends" else start
+        )  # each document starts from nothing
+        documents = documents_of(kernel.document_form, sizes, device)
+        to_half = functools.partial(move_tensors, kernel, device, torch.bfloat16)
         inputs = (
-            half(tokens),
-            half(weights),
-            None if start is None else half({"start": start})["start"],
+            to_half(tokens),
+            to_half(weights),
+            None if start is None else to_half({"start": start})["start"],
         )
-        wide = functools.partial(moved, kernel, device, torch.float32)
+        wide = functools.partial(move_tensors, kernel, device, torch.float32)
         rounded = wide(inputs[0]), wide(inputs[1]), inputs[2]
         truth = in_chunks(kernel, kernel.truth, rounded, sizes.length, documents)
-        chunks, one = (
+        chunks, one_call = (
             in_chunks(kernel, function, inputs, size, documents)
             for size in (chunk_size, sizes.length)
         )
-        yield apart(chunks, truth), apart(one, truth)
+        yield errors_of(chunks, truth), errors_of(one_call, truth)
 
 
-def moved(kernel: Kernel, device: str, dtype: torch.dtype, tensors: Named) -> Named:
+def move_tensors(kernel: Kernel, device: str, dtype: torch.dtype, tensors: Named) -> Named:
     return {
         n: x.to(device, torch.float32 if n in kernel.wide else dtype) for n, x in tensors.items()
     }
 
 
-def documents_of(told: str, sizes: Sizes, device: str) -> Documents | None:
+def documents_of(form: str, sizes: Sizes, device: str) -> Documents | None:
     ends = torch.tensor([int(part * sizes.length) for part in DOCUMENTS]).unique()
-    if told == "ids":
+    if form == "ids":
         ids = torch.bucketize(torch.arange(sizes.length), ends, right=True)
         return Documents(torch.stack([ids, ids.clamp(min=2) - 2]).to(device, torch.int32), None)
-    if told == "ends":
+    if form == "ends":
         return Documents(
             None, torch.tensor([0, *ends.tolist(), sizes.length], device=device, dtype=torch.int32)
         )
     return None
 
 
-def apart(found: Named, truth: Named) -> Errors:
-    return {name: float((found[name] - x).norm() / x.norm()) for name, x in truth.items()}
+def errors_of(tensors: Named, truth: Named) -> Errors:
+    return {name: float((tensors[name] - x).norm() / x.norm()) for name, x in truth.items()}
 
 
 def mean(errors: Errors) -> float:
     return statistics.fmean(error**2 for error in errors.values()) ** 0.5
 
 
-def judged(name: str, pairs: Iterator[tuple[float, float]], draws: int | None) -> Result:
+def judge_errors(name: str, pairs: Iterator[tuple[float, float]], draws: int | None) -> Result:
     """A row of error ratios: by `assert_as_precise`, or within CHANCE on so many draws."""
-    seen: list[tuple[float, float]] = []
+    drawn_pairs: list[tuple[float, float]] = []
 
     def watched() -> Iterator[tuple[float, float]]:
         for pair in pairs:
@@ -166,7 +168,7 @@ def judged(name: str, pairs: Iterator[tuple[float, float]], draws: int | None) -
                 raise FloatingPointError(
                     f"outputs or gradients are not finite: errors {pair[0]} and {pair[1]}"
                 )
-            seen.append(pair)
+            drawn_pairs.append(pair)
             yield pair
 
     problem = ""
@@ -178,11 +180,12 @@ def judged(name: str, pairs: Iterator[tuple[float, float]], draws: int | None) -
                 assert_as_precise(watched())
         except AssertionError as error:
             problem = f"   FAILED: {error}"
-    ours, one = (statistics.fmean(of) for of in zip(*seen, strict=True))
-    if not one <= FAR or not ours <= CHANCE * one:
+    ours, one_call = (statistics.fmean(of) for of in zip(*drawn_pairs, strict=True))
+    if not one_call <= FAR or not ours <= CHANCE * one_call:
         problem = f"   FAILED: something else is computed{problem}"
     return (
-        f"{name:<34}{ours:>10.3e}{one:>12.3e}{ours / one:>8.3f}   of {len(seen)} draws{problem}",
+        f"{name:<34}{ours:>10.3e}{one_call:>12.3e}{ours / one_call:>8.3f}"
+        f"   of {len(drawn_pairs)} draws{problem}",
         not problem,
     )
 
@@ -191,8 +194,10 @@ def kernel_row(name: str, args: argparse.Namespace) -> Result:
     kernel, sizes = KERNELS[name], TINY if args.tiny else FULL
     function = kernel.function if args.device == "cuda" else kernel.reference
     pairs = errors(kernel, function, sizes, args.device, int(CHUNK * sizes.length))
-    return judged(
-        name, ((mean(ours), mean(one)) for ours, one in pairs), DRAWS if args.tiny else None
+    return judge_errors(
+        name,
+        ((mean(ours), mean(one_call)) for ours, one_call in pairs),
+        DRAWS if args.tiny else None,
     )
 
 
@@ -207,7 +212,7 @@ class Model:
     family: str
     kernels: tuple[str, ...]
     changes: dict[str, Any]
-    told: bool = False
+    has_documents: bool = False
 
 
 WIDE = {
@@ -232,7 +237,7 @@ MODELS = {
 }
 MODELS |= {  # in torch a convolution goes on over the ends of documents
     f"{name} documents": dataclasses.replace(
-        m, kernels=tuple(dict.fromkeys((*m.kernels, CONV))), told=True
+        m, kernels=tuple(dict.fromkeys((*m.kernels, CONV))), has_documents=True
     )
     for name, m in MODELS.items()
     if m.family != "jamba"
@@ -240,10 +245,10 @@ MODELS |= {  # in torch a convolution goes on over the ends of documents
 
 
 @contextlib.contextmanager
-def in_torch(model: torch.nn.Module, told: bool) -> Iterator[None]:
+def in_torch(model: torch.nn.Module, has_documents: bool) -> Iterator[None]:
     """Within, a model computes everything in torch: without documents by transformers' code."""
     with pytest.MonkeyPatch.context() as patch:
-        if told:
+        if has_documents:
             reference_kernels.install(patch, model)
         else:
             modeling = sys.modules[type(model).__module__]
@@ -256,9 +261,9 @@ def in_torch(model: torch.nn.Module, told: bool) -> Iterator[None]:
 def model_draws(row: Model, args: argparse.Namespace) -> Iterator[tuple[float, float]]:
     length = 40 if args.tiny else 500
     for seed in itertools.count():
-        if row.told:
-            cuts = [0, *(int(part * length) for part in DOCUMENTS), length]
-            batch = packed_batch([list(dict.fromkeys(cuts))], seed=seed)
+        if row.has_documents:
+            ends = [0, *(int(part * length) for part in DOCUMENTS), length]
+            batch = packed_batch([list(dict.fromkeys(ends))], seed=seed)
         else:
             batch = make_batch("plain", length=length, seed=seed)
         batch = {
@@ -266,22 +271,28 @@ def model_draws(row: Model, args: argparse.Namespace) -> Iterator[tuple[float, f
         }
         rounded = zoo.build(row.family, torch.float32, seed, **row.changes).bfloat16()
         oracle = rounded.float().to(args.device)  # the same weights on both sides
-        with in_torch(oracle, row.told):
+        with in_torch(oracle, row.has_documents):
             truth = gradients(oracle, **batch)[1]
         stock = copy.deepcopy(oracle).to(torch.bfloat16)
         ours = streambp.patch(
             copy.deepcopy(stock),
             streambp.StreamConfig(kernels="own", chunk_size=int(CHUNK * length)),
         )
-        with contextlib.nullcontext() if args.device == "cuda" else in_torch(oracle, row.told):
-            found = [relative_l2(gradients(model, **batch)[1], truth) for model in (ours, stock)]
+        with (
+            contextlib.nullcontext()
+            if args.device == "cuda"
+            else in_torch(oracle, row.has_documents)
+        ):
+            errors_of_draw = [
+                relative_l2(gradients(model, **batch)[1], truth) for model in (ours, stock)
+            ]
         if problems := wrong_paths(ours):
             raise RuntimeError("; ".join(problems))
-        yield found[0], found[1]
+        yield errors_of_draw[0], errors_of_draw[1]
 
 
 def model_row(name: str, args: argparse.Namespace) -> Result:
-    return judged(name, model_draws(MODELS[name], args), 1 if args.tiny else None)
+    return judge_errors(name, model_draws(MODELS[name], args), 1 if args.tiny else None)
 
 
 def fused_row(name: str, args: argparse.Namespace) -> Result:
@@ -298,7 +309,7 @@ def fused_row(name: str, args: argparse.Namespace) -> Result:
         args.device, torch.bfloat16
     )
     upstream = torch.randn(x.shape, generator=seeded(2)).to(x)
-    seconds, found = [], []
+    seconds, results = [], []
     for cache in (lambda: None, lambda: StateCache(0, {})):
         for _ in range(3):
             leaf = x.detach().requires_grad_()
@@ -309,14 +320,14 @@ def fused_row(name: str, args: argparse.Namespace) -> Result:
             synchronize(args.device)
             last = time.perf_counter() - begin
         seconds.append(last)
-        found.append({"y": y.detach().float(), "dx": grad.float()})
-    difference = mean(apart(found[1], found[0]))
+        results.append({"y": y.detach().float(), "dx": grad.float()})
+    difference = mean(errors_of(results[1], results[0]))
     failed = "" if difference <= FAR else "   FAILED: they differ"
-    told = (
+    text = (
         f"fused {seconds[0] * 1e3:9.2f} ms  composed {seconds[1] * 1e3:9.2f} ms  "
         f"{seconds[1] / seconds[0]:.3f} x"
     )
-    return f"{name:<34} {told}   apart by {difference:.1e}{failed}", not failed
+    return f"{name:<34} {text}   apart by {difference:.1e}{failed}", not failed
 
 
 def synchronize(device: str) -> None:
@@ -336,24 +347,24 @@ def kernels_of(name: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """A row's modeling module, the kernels that it must run, and others that the module has, by
     transformers' names."""
     if name in KERNELS:
-        family, wanted = KERNELS[name].modeling, (KERNELS[name].name,)
+        family, kernels = KERNELS[name].modeling, (KERNELS[name].name,)
     elif name in MODELS:
-        family, wanted = MODELS[name].family, MODELS[name].kernels
+        family, kernels = MODELS[name].family, MODELS[name].kernels
     else:
-        family, wanted = "bamba", (FUSED_SCAN, SCAN, CONV)
+        family, kernels = "bamba", (FUSED_SCAN, SCAN, CONV)
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    others = tuple(
+    other_kernels = tuple(
         kernel
         for kernel in reference_kernels.KERNELS
-        if hasattr(module, kernel) and kernel not in wanted
+        if hasattr(module, kernel) and kernel not in kernels
     )
-    return module.__name__, wanted, others
+    return module.__name__, kernels, other_kernels
 
 
 def absent(name: str) -> list[str]:
     """What a row must run and cannot on this machine, each with the reason."""
-    module, wanted, _ = kernels_of(name)
-    return fallbacks(module, wanted)
+    module, kernels, _ = kernels_of(name)
+    return fallbacks(module, kernels)
 
 
 def measured(name: str, args: argparse.Namespace) -> Result:
@@ -361,9 +372,9 @@ def measured(name: str, args: argparse.Namespace) -> Result:
         return ROWS[name](name, args)
     if lacking := absent(name):
         return f"{name:<34} not run: {'; '.join(lacking)}", False
-    module, _, others = kernels_of(name)
+    module, _, other_kernels = kernels_of(name)
     line, passed = ROWS[name](name, args)
-    also = fallbacks(module, others) if name in MODELS else []
+    also = fallbacks(module, other_kernels) if name in MODELS else []
     return line + (f"   ({'; '.join(also)})" if also else ""), passed
 
 

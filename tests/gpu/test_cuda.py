@@ -45,15 +45,15 @@ def arguments(row, device="cpu", tiny=True):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "wanted",
+    "names",
     [
         ["plain auto none", "plain math attn_out+kv"],
         pytest.param(["window * none", "window * attn_out+kv"], marks=pytest.mark.full),
     ],
 )
-def test_the_report_runs_without_a_gpu(wanted):
-    rows = list(report.report(arguments(wanted)))
-    assert len(rows) == 1 + (4 if "*" in wanted[0] else 2)
+def test_the_report_runs_without_a_gpu(names):
+    rows = list(report.report(arguments(names)))
+    assert len(rows) == 1 + (4 if "*" in names[0] else 2)
     assert all(passed for _, passed in rows)
 
 
@@ -90,10 +90,10 @@ def scaled(monkeypatch, number, factor, longer_than=12):
     real = attend.PrefixAttention.backward
 
     def backward(ctx, grad):
-        found = list(real(ctx, grad))
+        grads = list(real(ctx, grad))
         if grad.shape[1] > longer_than:
-            found[number] = found[number] * factor
-        return tuple(found)
+            grads[number] = grads[number] * factor
+        return tuple(grads)
 
     monkeypatch.setattr(attend.PrefixAttention, "backward", staticmethod(backward))
 
@@ -206,12 +206,12 @@ def gradient_of(**settings):
 def test_offloading_changes_nothing(gpu_memory):
     """As close to a run without it as two such runs are to each other (FlashAttention's backward
     adds in any order)."""
-    plain, again, moved = (
+    plain, plain_again, offloaded = (
         gradient_of(),
         gradient_of(),
         gradient_of(offload="cpu", gpu_memory=gpu_memory),
     )
-    assert relative_l2(moved, plain) <= 2 * relative_l2(again, plain)
+    assert relative_l2(offloaded, plain) <= 2 * relative_l2(plain_again, plain)
 
 
 @pytest.mark.gpu(any=True)
@@ -221,11 +221,11 @@ def test_offloading_changes_no_bit_of_deterministic_kernels(gpu_memory, monkeypa
     torch.use_deterministic_algorithms(True)
     try:
         plain = gradient_of(attention="math")
-        moved = gradient_of(attention="math", offload="cpu", gpu_memory=gpu_memory)
+        offloaded = gradient_of(attention="math", offload="cpu", gpu_memory=gpu_memory)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert plain.keys() == moved.keys()
-    assert all(torch.equal(moved[name], gradient) for name, gradient in plain.items())
+    assert plain.keys() == offloaded.keys()
+    assert all(torch.equal(offloaded[name], gradient) for name, gradient in plain.items())
 
 
 @pytest.mark.gpu(any=True)
@@ -248,13 +248,13 @@ def test_no_growth_and_stalls_are_counted_on_a_device(gpu_memory):
 @pytest.mark.full
 @pytest.mark.parametrize("name", offload_rows.ROWS)
 def test_rows(name):
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, offload_rows.__file__, "--here", name],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert found.returncode == 0, found.stdout + found.stderr[-2000:]
+    assert process.returncode == 0, process.stdout + process.stderr[-2000:]
 
 
 @pytest.mark.fast("8B 65,536 auto")
@@ -267,17 +267,17 @@ def test_the_rows_run_without_a_gpu(name):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ("8B 65,536", "gradient not finite"),
         pytest.param("4B full step 131,072", "weight not finite", marks=pytest.mark.full),
     ],
 )
-def test_rows_of_offloading_fail_where_nothing_is_a_number(row, said, monkeypatch):
+def test_rows_of_offloading_fail_where_nothing_is_a_number(row, message, monkeypatch):
     scaled(monkeypatch, 1, math.nan)
     line, passed = offload_rows.run(row, "cpu", tiny=True)
     assert not passed
-    assert said in line
+    assert message in line
 
 
 @pytest.mark.full
@@ -297,7 +297,7 @@ def test_rows_of_offloading_are_judged_on_a_gpu():
     assert offload_rows.missed(row, dataclasses.replace(good, ran=("cudnn",)), 0.01, 100.0) == [
         "no fused kernel attended"
     ]
-    beyond = dataclasses.replace(good, peak_gib=35.0)
-    assert offload_rows.missed(row, beyond, 0.03, math.nan) == [
+    figures_above = dataclasses.replace(good, peak_gib=35.0)
+    assert offload_rows.missed(row, figures_above, 0.03, math.nan) == [
         "peak 35 above 34.6", "stalls 0.03 above 0.02", "host nan above 115",
     ]  # fmt: skip

@@ -17,11 +17,11 @@ from tests.gpu import exact_rows
 
 
 def row(name):
-    found = list(
+    rows = list(
         exact_rows.report(argparse.Namespace(tiny=True, device="cpu", row=[name], minutes=8.0))
     )
-    assert len(found) == 1
-    return found[0]
+    assert len(rows) == 1
+    return rows[0]
 
 
 NAMES = [
@@ -47,10 +47,10 @@ def test_float64_rows_see_a_millionth_of_dv(monkeypatch):
     real = attend.PrefixAttention.backward
 
     def backward(ctx, grad):
-        found = list(real(ctx, grad))
+        grads = list(real(ctx, grad))
         if ctx.layout.length > 20:  # longer than what layers are tried with
-            found[2] = found[2] * (1 + 1e-6)
-        return tuple(found)
+            grads[2] = grads[2] * (1 + 1e-6)
+        return tuple(grads)
 
     monkeypatch.setattr(attend.PrefixAttention, "backward", staticmethod(backward))
     line, passed = row("float64 qwen3")

@@ -50,17 +50,17 @@ def check():
 
 
 def a_third_more_in_dk(real, ctx, grad):
-    found = list(real(ctx, grad))
+    grads = list(real(ctx, grad))
     if grad.shape[1] > 12:  # longer than what layers are tried with
-        found[1] = found[1] * 1.3
-    return tuple(found)
+        grads[1] = grads[1] * 1.3
+    return tuple(grads)
 
 
 def no_numbers_in_dv(real, ctx, grad):
-    found = list(real(ctx, grad))
+    grads = list(real(ctx, grad))
     if grad.shape[1] > 12:
-        found[2] = found[2] * math.nan
-    return tuple(found)
+        grads[2] = grads[2] * math.nan
+    return tuple(grads)
 
 
 @pytest.mark.fast("no_numbers_in_dv")
@@ -88,9 +88,11 @@ def test_what_the_truth_on_a_gpu_depends_on_is_there():
 
 
 def row(method, **figures):
-    found = {"seconds": 10.0, "peak_gib": 60.0, "loss": 11.9, "gradient_norm": 0.1}
+    defaults = {"seconds": 10.0, "peak_gib": 60.0, "loss": 11.9, "gradient_norm": 0.1}
     return Row(
-        **row_of(Job("test", method, "mini", (64,), device="cpu"), 64, "ok", **{**found, **figures})
+        **row_of(
+            Job("test", method, "mini", (64,), device="cpu"), 64, "ok", **{**defaults, **figures}
+        )
     )
 
 
@@ -100,7 +102,7 @@ def test_a_method_whose_gradients_are_others_fails(monkeypatch):
         "streambp-lean": row("streambp-lean", gradient_norm=0.103),
     }
     monkeypatch.setattr(headline, "run", lambda job, output, deadline: [rows[job.method]])
-    given = argparse.Namespace(
+    arguments = argparse.Namespace(
         device="cpu",
         tiny=True,
         row=["checkpointing", "streambp-lean"],
@@ -108,7 +110,7 @@ def test_a_method_whose_gradients_are_others_fails(monkeypatch):
         length=None,
         csv=None,
     )
-    first, second = headline.report(given)
+    first, second = headline.report(arguments)
     assert first[1]
     assert not second[1]
     assert "gradient norm 0.103 instead of checkpointing's 0.1" in second[0]
@@ -148,11 +150,11 @@ def first_hour(folder, *words, python, **variables):
 
 def lines():
     """Of the script: the steps of each with their seconds."""
-    found = re.search(r"^LINES=\(\n(.*?)^\)", SCRIPT.read_text(), re.DOTALL | re.MULTILINE)[1]
+    text = re.search(r"^LINES=\(\n(.*?)^\)", SCRIPT.read_text(), re.DOTALL | re.MULTILINE)[1]
     lists = [
-        [step.split(":") for step in line.strip().strip('"').split()] for line in found.splitlines()
+        [step.split(":") for step in line.strip().strip('"').split()] for line in text.splitlines()
     ]
-    return [{name: int(seconds) for name, seconds in one} for one in lists]
+    return [{name: int(seconds) for name, seconds in steps} for steps in lists]
 
 
 @pytest.fixture
@@ -166,8 +168,8 @@ def stand_in(tmp_path):
 
 def test_steps_go_on_and_are_not_repeated(tmp_path, stand_in):
     python, log = stand_in
-    found = first_hour(tmp_path / "out", python=python, GO_ON="1")
-    assert found.returncode == 1, found.stderr  # two steps failed
+    first_run = first_hour(tmp_path / "out", python=python, GO_ON="1")
+    assert first_run.returncode == 1, first_run.stderr  # two steps failed
     commands = log.read_text().splitlines()
     steps = [step for line in lines() for step in line]
     assert len(commands) == len(steps)
@@ -181,8 +183,8 @@ def test_steps_go_on_and_are_not_repeated(tmp_path, stand_in):
         assert text.endswith(f"exit code {code}\n")
     (tmp_path / "out" / "states.txt").write_text("row interrupted\n")
     assert len(list((tmp_path / "out").iterdir())) == len(steps)  # the stand-in writes no table
-    again = first_hour(tmp_path / "out", python=python)
-    assert again.returncode == 0
+    second_run = first_hour(tmp_path / "out", python=python)
+    assert second_run.returncode == 0
     assert len(log.read_text().splitlines()) == len(commands) + 1
     assert (
         (tmp_path / "out" / "states.txt")
@@ -198,12 +200,12 @@ def test_steps_go_on_and_are_not_repeated(tmp_path, stand_in):
 
 def test_a_step_that_fails_ends_the_call_and_names_what_is_left(tmp_path, stand_in):
     python, log = stand_in
-    found = first_hour(tmp_path, "1", "headline", python=python)
-    assert found.returncode == 1
+    process = first_hour(tmp_path, "1", "headline", python=python)
+    assert process.returncode == 1
     assert len(log.read_text().splitlines()) == 3
-    assert "!! ops failed with exit code 3: not begun are check headline. " in found.stdout
-    alone = first_hour(tmp_path, "check", python=python)
-    assert alone.returncode == 0
+    assert "!! ops failed with exit code 3: not begun are check headline. " in process.stdout
+    check_process = first_hour(tmp_path, "check", python=python)
+    assert check_process.returncode == 0
     assert "exit code 0" in (tmp_path / "check.txt").read_text()
 
 
@@ -215,15 +217,15 @@ def test_a_step_ends_when_its_time_is_over(tmp_path):
     script.parent.mkdir(parents=True)
     script.write_text(re.sub(r"check:\d+", "check:1", SCRIPT.read_text()))
     command = ["bash", str(script), str(tmp_path / "out"), "check"]
-    found = subprocess.run(
+    process = subprocess.run(
         command,
         env={**os.environ, "PYTHON": str(python)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert found.returncode == 1
-    assert "!! row 1: FAILED, an error\n!! stopped after its 1 s\nexit code 124\n" in found.stdout
+    assert process.returncode == 1
+    assert "!! row 1: FAILED, an error\n!! stopped after its 1 s\nexit code 124\n" in process.stdout
 
 
 def test_lines_fit_into_a_command():
@@ -253,7 +255,7 @@ def test_steps_name_rows_and_methods_that_there_are(tmp_path, stand_in):
         if "--methods" in words:
             assert set(words[words.index("--methods") + 1 :]) <= set(METHODS)
         patterns[Path(words[0]).stem] |= {
-            after for word, after in itertools.pairwise(words) if word == "--row"
+            pattern_word for word, pattern_word in itertools.pairwise(words) if word == "--row"
         }
     for script, rows in names.items():
         assert script in patterns
@@ -277,5 +279,5 @@ def test_steps_name_rows_and_methods_that_there_are(tmp_path, stand_in):
 
 @pytest.mark.full
 def test_every_step_runs_on_a_cpu(tmp_path):
-    found = first_hour(tmp_path, "--", "--device", "cpu", "--tiny", python=sys.executable)
-    assert found.returncode == 0, found.stdout + found.stderr
+    process = first_hour(tmp_path, "--", "--device", "cpu", "--tiny", python=sys.executable)
+    assert process.returncode == 0, process.stdout + process.stderr

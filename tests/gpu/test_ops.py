@@ -21,8 +21,8 @@ SIZE = "64"
 
 
 def row(name):
-    given = argparse.Namespace(device="cpu", tiny=True, row=[name], minutes=8.0)
-    (_, (line, passed)) = op_rows.report(given)
+    arguments = argparse.Namespace(device="cpu", tiny=True, row=[name], minutes=8.0)
+    (_, (line, passed)) = op_rows.report(arguments)
     return line, passed
 
 
@@ -69,7 +69,7 @@ def band_without_its_edge(real, task, device):
 
 
 @pytest.mark.parametrize(
-    ("name", "owner", "attribute", "mutant", "said"),
+    ("name", "owner", "attribute", "mutant", "message"),
     [
         (
             "plain auto",
@@ -96,13 +96,15 @@ def band_without_its_edge(real, task, device):
         ("window math", kernels, "_tile", band_without_its_edge, "o of math on band blocks"),
     ],
 )
-def test_a_row_fails_where_its_kernel_is_wrong(name, owner, attribute, mutant, said, monkeypatch):
+def test_a_row_fails_where_its_kernel_is_wrong(
+    name, owner, attribute, mutant, message, monkeypatch
+):
     real = getattr(owner, attribute)
     monkeypatch.setattr(owner, attribute, lambda *args: mutant(real, *args))
     monkeypatch.setattr(op_rows, "DRAWS", {})  # blocks are judged in the first draw
     line, passed = row(f"{name} {SIZE}")
     assert not passed, line
-    assert said in line
+    assert message in line
 
 
 def test_a_row_fails_where_its_kernel_did_not_run(monkeypatch):
@@ -135,8 +137,8 @@ def test_a_kernel_that_refuses_is_told_with_its_reason():
 
 def test_a_sum_that_was_rounded_fails(monkeypatch):
     def rounded(total, left, right):
-        found = (left @ right).float()
-        return found if total is None else total + found
+        product = (left @ right).float()
+        return product if total is None else total + product
 
     monkeypatch.setattr(op_rows, "add_product", rounded)
     line, passed = row("sum layer")

@@ -34,9 +34,9 @@ def test_streamed_peaks_within_ten_percent(length):
         model(input_ids=ids, labels=ids).loss.backward()
     weights = sum(p.nbytes for p in model.parameters())
     measured = torch.cuda.max_memory_allocated() - weights - predicted.gradients
-    found = (
+    peaks_text = (
         f"predicted {predicted.activations / GIB:.2f} GiB in {predicted.phase}, measured "
         f"{measured / GIB:.2f}"
     )
-    print(f"T = {length:,}: {found}", flush=True)
+    print(f"T = {length:,}: {peaks_text}", flush=True)
     assert abs(predicted.activations / measured - 1) <= 0.10

@@ -26,10 +26,10 @@ from tests.versions import needs_mixer_functions
 
 
 def rows(name, device="cpu", tiny=True):
-    _, *found = state_rows.report(
+    _, *results = state_rows.report(
         argparse.Namespace(device=device, tiny=tiny, row=[name], minutes=8.0)
     )
-    return found
+    return results
 
 
 @pytest.mark.gpu
@@ -60,11 +60,11 @@ def one_state_without_gradient(cls, value, *readers):
     return value
 
 
-def ids_of_the_whole_row(real, told, chunk, *args, **kwargs):
+def ids_of_the_whole_row(real, row_documents, chunk, *args, **kwargs):
     return real(*args, **kwargs)
 
 
-def no_start_state(real, told, chunk, *args, **kwargs):
+def no_start_state(real, row_documents, chunk, *args, **kwargs):
     out, end = real(*args, **{**kwargs, "initial_state": None})
     return out, end[-1:]
 
@@ -86,8 +86,13 @@ def test_the_rows_fail_where_states_are_wrong(row, owner, attribute, mutant, mon
 
 
 def half_the_gradient_of_values(real, ctx, grad):
-    dq, dk, dv, *rest = real(ctx, grad)
-    return dq, dk, dv * 0.5 if grad.shape[0] > 1 else dv, *rest  # layers are tried with one row
+    dq, dk, dv, *other_grads = real(ctx, grad)
+    return (
+        dq,
+        dk,
+        dv * 0.5 if grad.shape[0] > 1 else dv,
+        *other_grads,
+    )  # layers are tried with one row
 
 
 def test_a_model_fails_where_its_gradients_are_wrong(monkeypatch):
@@ -125,12 +130,12 @@ def test_the_rows_fail_where_nothing_is_a_number(row, monkeypatch):
 
 def in_torch(monkeypatch, name):
     """As where no package can be imported."""
-    module, wanted, others = state_rows.kernels_of(name)
-    for kernel in (*wanted, *others):
+    module, kernels, other_kernels = state_rows.kernels_of(name)
+    for kernel in (*kernels, *other_kernels):
         monkeypatch.setattr(
             sys.modules[module], kernel, inspect.unwrap(getattr(sys.modules[module], kernel))
         )
-    return module, (*wanted, *others)
+    return module, (*kernels, *other_kernels)
 
 
 @needs_mixer_functions

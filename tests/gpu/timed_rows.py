@@ -75,7 +75,7 @@ def main() -> int:
     for module in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    deadline, late, good = Deadline(args.minutes), [], True
+    deadline, skipped_jobs, good = Deadline(args.minutes), [], True
     forks = not run_child(
         lambda: torch.zeros(1, device=args.device) + 1, ROOT, deadline, print
     ).code
@@ -83,22 +83,24 @@ def main() -> int:
         f"{torch.__version__}, jobs run in {'forks' if forks else 'processes of their own'}",
         flush=True,
     )
-    for name, one in JOBS.items():
+    for name, job in JOBS.items():
         if not any(fnmatch.fnmatch(name, pattern) for pattern in args.names):
             continue
         if not deadline.left:
-            late.append(name)
+            skipped_jobs.append(name)
             continue
         print(f"-- {name}, {deadline.left:.0f} s left", flush=True)
         small = {"shape": "mini", "lengths": (64, 200)} if args.tiny else {}
-        settings = {**vars(one), "device": args.device, **small}
+        settings = {**vars(job), "device": args.device, **small}
         good &= all(
             row.status == "ok"
             for row in run(Job(**settings), args.folder / "timed.csv", deadline, forks)
         )
-    if late:
-        print(f"not run, {deadline.minutes:g} minutes are over: {', '.join(late)}", flush=True)
-    return int(not good or bool(late))
+    if skipped_jobs:
+        print(
+            f"not run, {deadline.minutes:g} minutes are over: {', '.join(skipped_jobs)}", flush=True
+        )
+    return int(not good or bool(skipped_jobs))
 
 
 if __name__ == "__main__":

@@ -32,21 +32,21 @@ class Sums:
     """Squared errors of one tensor over all blocks or draws: of what is judged, and of what it is
     measured by."""
 
-    found: float = 0.0
+    squared_error: float = 0.0
     rounded: float = 0.0
 
-    def add(self, found: Tensor, truth: Tensor, rounded: Tensor) -> None:
+    def add(self, result: Tensor, truth: Tensor, rounded: Tensor) -> None:
         """Three tensors of one shape, truth in float32."""
-        self.found += float((found.float() - truth).square().sum())
+        self.squared_error += float((result.float() - truth).square().sum())
         self.rounded += float((rounded.float() - truth).square().sum())
 
     @property
     def ratio(self) -> float:
         """The error found in units of the other one; inf where the other is 0, nan for no
         numbers."""
-        if self.found == 0.0 or self.rounded == 0.0:
-            return 0.0 if self.found == 0.0 else math.inf
-        return math.sqrt(self.found / self.rounded)
+        if self.squared_error == 0.0 or self.rounded == 0.0:
+            return 0.0 if self.squared_error == 0.0 else math.inf
+        return math.sqrt(self.squared_error / self.rounded)
 
 
 Key = tuple[str, str, str]  # kernel, kind of block, tensor
@@ -82,24 +82,24 @@ class Judged:
     ) -> None:
         """three: of each tensor what was found, the truth, and the truth with unavoidable
         rounding."""
-        for name, (found, truth, rounded) in zip(tensors, three, strict=True):
-            self.errors[kernel, kind.value, name].add(found, truth, rounded)
+        for name, (result, truth, rounded) in zip(tensors, three, strict=True):
+            self.errors[kernel, kind.value, name].add(result, truth, rounded)
 
 
 @contextlib.contextmanager
-def watching(judged: Judged) -> Iterator[None]:
+def watching(record: Judged) -> Iterator[None]:
     """Within, every kernel of a backend that attention chooses is judged at each call."""
-    real_choice, seen = prefix.choose_backend, list[Any]()
+    real_choice, watched_kernels = prefix.choose_backend, list[Any]()
 
     def choose(*args: Any, **kwargs: Any) -> Backend:
         backend = real_choice(*args, **kwargs)
-        judged.preferred.add(backend.name)
+        record.preferred.add(backend.name)
         for kernel in backend.kernels:
-            if not any(kernel is other for other in seen):
-                seen.append(kernel)
-                object.__setattr__(kernel, "forward", judge_forward(kernel, kernel.forward, judged))
+            if not any(kernel is watched_kernel for watched_kernel in watched_kernels):
+                watched_kernels.append(kernel)
+                object.__setattr__(kernel, "forward", judge_forward(kernel, kernel.forward, record))
                 object.__setattr__(
-                    kernel, "backward", judge_backward(kernel, kernel.backward, judged)
+                    kernel, "backward", judge_backward(kernel, kernel.backward, record)
                 )
         return backend
 
@@ -108,42 +108,42 @@ def watching(judged: Judged) -> Iterator[None]:
         yield
     finally:
         prefix.choose_backend = real_choice
-        for kernel in seen:
+        for kernel in watched_kernels:
             object.__delattr__(kernel, "forward")
             object.__delattr__(kernel, "backward")
 
 
-def judge_forward(kernel: Any, real: Callable[..., Any], judged: Judged) -> Callable[..., Any]:
+def judge_forward(kernel: Any, real: Callable[..., Any], record: Judged) -> Callable[..., Any]:
     def forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         o, lse = real(q, k, v, task)
         truth, rounded = (
             reference_forward(q, k, v, task, dtype) for dtype in (torch.float32, q.dtype)
         )
         kind = task.block.kind
-        judged.add(kernel.name, kind, FORWARD, [(o, truth[0], rounded[0])])
+        record.add(kernel.name, kind, FORWARD, [(o, truth[0], rounded[0])])
         reads = truth[1] > -torch.inf
-        apart = (lse.float() - truth[1])[reads].abs()
-        worst = float(apart.max()) if apart.numel() else 0.0
+        differences = (lse.float() - truth[1])[reads].abs()
+        worst = float(differences.max()) if differences.numel() else 0.0
         key = kernel.name, kind.value
-        judged.lse[key] = worst if not worst <= judged.lse[key] else judged.lse[key]  # NaN stays
+        record.lse[key] = worst if not worst <= record.lse[key] else record.lse[key]  # NaN stays
         return o, lse
 
     return forward
 
 
-def judge_backward(kernel: Any, real: Callable[..., Any], judged: Judged) -> Callable[..., Any]:
+def judge_backward(kernel: Any, real: Callable[..., Any], record: Judged) -> Callable[..., Any]:
     def backward(
         do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found: tuple[Tensor, Tensor, Tensor] = real(do, q, k, v, o, lse, task)
+        grads: tuple[Tensor, Tensor, Tensor] = real(do, q, k, v, o, lse, task)
         truth, rounded = (
             reference_backward(do, q, k, v, o, lse, task, dtype)
             for dtype in (torch.float32, q.dtype)
         )
-        judged.add(
-            kernel.name, task.block.kind, BACKWARD, list(zip(found, truth, rounded, strict=True))
+        record.add(
+            kernel.name, task.block.kind, BACKWARD, list(zip(grads, truth, rounded, strict=True))
         )
-        return found
+        return grads
 
     return backward
 

@@ -13,8 +13,8 @@ def selected(logits, index):
     """log p of the tokens in `index`: from logits in float32 by the logsumexp of each row, else by
     log_softmax."""
     if logits.dtype in (torch.float32, torch.float64):
-        own = torch.gather(logits, dim=-1, index=index.unsqueeze(-1)).squeeze(-1)
-        return own - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+        token_logits = torch.gather(logits, dim=-1, index=index.unsqueeze(-1)).squeeze(-1)
+        return token_logits - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
     rows = zip(logits, index, strict=True)
     return torch.stack(
         [
@@ -53,13 +53,13 @@ def dpo_with_metrics(logits, ids):
     """What is logged beside it: entropy, the mean of the logits, the accuracy."""
     shifted = logits[..., :-1, :].contiguous()
     log_probs = selected(shifted, ids[..., 1:])
-    seen = shifted.detach()
-    entropy = entropy_of(seen)[prompt(ids)].mean()
-    chosen, rejected = seen.chunk(2, dim=0)
-    kept = prompt(ids)[: chosen.shape[0]]
+    detached_logits = shifted.detach()
+    entropy = entropy_of(detached_logits)[prompt(ids)].mean()
+    chosen, rejected = detached_logits.chunk(2, dim=0)
+    prompt_mask = prompt(ids)[: chosen.shape[0]]
     means = (
-        chosen[kept].mean(-1).sum()
-        - rejected[kept].mean(-1).sum()
+        chosen[prompt_mask].mean(-1).sum()
+        - rejected[prompt_mask].mean(-1).sum()
         + logits[[0], ...].nansum()
         + logits[1:].mean()
     )
@@ -109,17 +109,19 @@ def label_smoothing(logits, ids):
     log_probs = -F.log_softmax(logits[..., :-1, :].contiguous(), dim=-1)
     labels = ids[..., 1:].unsqueeze(-1)
     ignored = labels < 10
-    own = log_probs.gather(dim=-1, index=labels)
+    label_log_probs = log_probs.gather(dim=-1, index=labels)
     smoothed = log_probs.sum(dim=-1, keepdim=True, dtype=torch.float32)
-    own.masked_fill_(ignored, 0.0)
+    label_log_probs.masked_fill_(ignored, 0.0)
     smoothed.masked_fill_(ignored, 0.0)
     active = ignored.numel() - ignored.long().sum()
-    return 0.9 * own.sum() / active + 0.1 * smoothed.sum() / (active * log_probs.shape[-1])
+    return 0.9 * label_log_probs.sum() / active + 0.1 * smoothed.sum() / (
+        active * log_probs.shape[-1]
+    )
 
 
-def grpo(logits, ids, kept=9, chunk=7):
-    logits = logits[:, :-1, :][:, -kept:, :] / 0.7
-    log_probs, entropy = selected(logits, ids[:, -kept:]), entropy_of(logits, chunk)
+def grpo(logits, ids, completion_tokens=9, chunk=7):
+    logits = logits[:, :-1, :][:, -completion_tokens:, :] / 0.7
+    log_probs, entropy = selected(logits, ids[:, -completion_tokens:]), entropy_of(logits, chunk)
     advantages = torch.randn(ids.shape[0], 1, generator=seeded(3)).to(log_probs)
     return -(torch.exp(log_probs - log_probs.detach()) * advantages).mean() - 0.1 * entropy.mean()
 
@@ -147,8 +149,8 @@ def collision(logits, ids):
     log_probs = selected(rows, ids[:, 1:])
     with torch.no_grad():
         squares = torch.logsumexp(2.0 * rows, dim=-1) - 2.0 * torch.logsumexp(rows, dim=-1)
-        same = torch.logsumexp(2 * F.log_softmax(rows, dim=-1), dim=-1)
-    return (torch.exp(log_probs.detach() - squares) * log_probs + same * log_probs).mean()
+        log_collision = torch.logsumexp(2 * F.log_softmax(rows, dim=-1), dim=-1)
+    return (torch.exp(log_probs.detach() - squares) * log_probs + log_collision * log_probs).mean()
 
 
 FRAMEWORKS = {

@@ -68,8 +68,10 @@ def gradients(model, batch, loss_of):
     model.zero_grad(set_to_none=True)
     loss = loss_of(model, batch)
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found
+    parameter_gradients = {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+    return loss.detach(), parameter_gradients
 
 
 def patched(stock, loss):
@@ -84,9 +86,9 @@ def check(name, kind, loss, steps=2):
     assert (BIAS in expected) == (kind == "trained")
     ours = patched(stock, loss)
     for _ in range(steps):
-        found_loss, found = gradients(ours, batch, LOSSES[loss])
+        found_loss, our_gradients = gradients(ours, batch, LOSSES[loss])
         assert abs(found_loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= EXACT
     return ours
 
 
@@ -111,11 +113,11 @@ class Shapes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.seen = set()
+        self.shapes = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.seen |= {tuple(x.shape) for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
+        self.shapes |= {tuple(x.shape) for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
         return result
 
 
@@ -130,7 +132,7 @@ def test_no_logits_of_all_tokens_exist(loss):
         gradients(model, batch, LOSSES[loss])  # a first call runs layers on trial
         with Shapes() as shapes:
             gradients(model, batch, LOSSES[loss])
-        of_logits = [shape for shape in shapes.seen if shape[-1:] == (VOCABULARY,)]
+        of_logits = [shape for shape in shapes.shapes if shape[-1:] == (VOCABULARY,)]
         rows[name] = max(torch.Size(shape[:-1]).numel() for shape in of_logits)
     assert rows["unpatched"] == 3 * LENGTH
     assert rows["streamed"] <= stock.config.d_model  # the transposed gradient of the weight
@@ -163,13 +165,13 @@ def head_of(seed, bias_dtype, width=32, rows=96):
 
 
 def gradients_of_head(project, leaves, labels, dtypes, autocast):
-    own = {n: x.to(dtypes[n], copy=True).requires_grad_() for n, x in leaves.items()}
+    typed_leaves = {n: x.to(dtypes[n], copy=True).requires_grad_() for n, x in leaves.items()}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        logits = project(own["hidden"], own["weight"]) + own["bias"]
+        logits = project(typed_leaves["hidden"], typed_leaves["weight"]) + typed_leaves["bias"]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, labels)
     loss.backward()
-    return {name: leaf.grad for name, leaf in own.items()}
+    return {name: leaf.grad for name, leaf in typed_leaves.items()}
 
 
 def errors(bias_dtype, autocast):
@@ -209,12 +211,12 @@ def test_a_bias_that_changed_since_forward_is_refused():
         loss.backward()
 
 
-def forgotten(x, other, real=deferred._add):
+def forgotten(x, addend, real=deferred._add):
     return x
 
 
-def without_a_gradient(x, other, real=deferred._add):
-    return real(x, other.detach())
+def without_a_gradient(x, addend, real=deferred._add):
+    return real(x, addend.detach())
 
 
 MUTANTS = {
@@ -226,9 +228,9 @@ MUTANTS = {
 @pytest.mark.usefixtures("float64_everywhere")
 @pytest.mark.parametrize("mutant", list(MUTANTS))
 def test_mutants(mutant, monkeypatch):
-    changed, kind = MUTANTS[mutant]
+    replacement, kind = MUTANTS[mutant]
     seed_torch(4)
-    rules = dict(LazyHidden.rules) | dict.fromkeys(("add", "__add__"), changed)
+    rules = dict(LazyHidden.rules) | dict.fromkeys(("add", "__add__"), replacement)
     monkeypatch.setattr(LazyHidden, "rules", rules)
     with pytest.raises(AssertionError):
         check("bart", kind, "labels", steps=1)

@@ -66,8 +66,8 @@ def resources(kernel, folder):
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     command = [tool, "--dump-resource-usage", binary]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
-    return found["REG"], found["STACK"] + found["LOCAL"], "ld.global.v4.b32" in kernel.asm["ptx"]
+    counts = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+    return counts["REG"], counts["STACK"] + counts["LOCAL"], "ld.global.v4.b32" in kernel.asm["ptx"]
 
 
 @needs_triton

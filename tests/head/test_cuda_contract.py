@@ -72,19 +72,22 @@ def test_kernels_work_on_the_products_themselves(name, bias):
     traffic = head(5000, bias=bias)
     blocks_of_tokens = [1664, 1664, 1664, 8]
     for kernel in ("fold_rows", "write_gradient"):
-        assert [tuple(x.shape) for (x,) in traffic.named(kernel)] == [
+        assert [tuple(x.shape) for (x,) in traffic.results_of(kernel)] == [
             (n, VOCABULARY) for n in blocks_of_tokens
         ]
-        assert all(x.dtype == torch.bfloat16 for (x,) in traffic.named(kernel))
-    sums = [x for (x,) in traffic.named(SUM_WITHOUT_DATA) if x.shape == (VOCABULARY, WIDTH)]
+        assert all(x.dtype == torch.bfloat16 for (x,) in traffic.results_of(kernel))
+    sums = [x for (x,) in traffic.results_of(SUM_WITHOUT_DATA) if x.shape == (VOCABULARY, WIDTH)]
     assert len(sums) == len(blocks_of_tokens)
     assert all(x.dtype == torch.float32 for x in sums)
-    made = [
-        (func, x) for func, found in traffic.calls for x in found if x.shape[:1] != (VOCABULARY,)
+    results = [
+        (func, x)
+        for func, tensors in traffic.calls
+        for x in tensors
+        if x.shape[:1] != (VOCABULARY,)
     ]
     assert not [
         func
-        for func, x in made
+        for func, x in results
         if x.shape[-1:] == (VOCABULARY,) and x.dim() == 2 and x.dtype != torch.bfloat16
     ]
 
@@ -143,36 +146,36 @@ def test_float64_is_not_the_kernels():
 @pytest.mark.skipif(not triton_fold.AVAILABLE, reason="triton is not installed")
 def test_kernels_launch_where_their_tensors_are(monkeypatch):
     """A model on the second device, while the first is current."""
-    current, seen = ["cuda:0"], []
+    current, launch_devices = ["cuda:0"], []
 
     @contextlib.contextmanager
-    def device(wanted):
-        before, current[0] = current[0], str(wanted)
+    def device(name):
+        previous, current[0] = current[0], str(name)
         yield
-        current[0] = before
+        current[0] = previous
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args, **named: seen.append(current[0])
+            return lambda *args, **kwargs: launch_devices.append(current[0])
 
     monkeypatch.setattr(torch.cuda, "device", device)
     for module in (triton_fold, triton_gradient):
         monkeypatch.setattr(module, "_kernel", Kernel())
-    there = types.SimpleNamespace(
+    other_product = types.SimpleNamespace(
         shape=(2, 8), device=torch.device("cuda", 1), stride=lambda *dim: 1 if dim == (1,) else 8,
         new_empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
     )  # fmt: skip
     labels, row = torch.zeros(2, dtype=torch.long), torch.zeros(2)
-    triton_fold.fold_rows(there, labels, 0, 1.0, None, 1.0)
+    triton_fold.fold_rows(other_product, labels, 0, 1.0, None, 1.0)
     triton_gradient.write_gradient(
-        there, labels, 0, row, (row, None, None, None), None, 8, 1.0, None, 1.0
+        other_product, labels, 0, row, (row, None, None, None), None, 8, 1.0, None, 1.0
     )
-    assert seen == ["cuda:1", "cuda:1"]
+    assert launch_devices == ["cuda:1", "cuda:1"]
     assert current == ["cuda:0"]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_nothing_waits_for_the_device_in_a_block(whole, monkeypatch):
+@pytest.mark.parametrize("in_one_pass", [True, False])
+def test_nothing_waits_for_the_device_in_a_block(in_one_pass, monkeypatch):
     """On a CPU, with data: as many operations that would wait for three blocks as for one."""
 
     def waits(tokens):
@@ -185,17 +188,17 @@ def test_nothing_waits_for_the_device_in_a_block(whole, monkeypatch):
         labels[5] = -100
         traffic = Traffic()
         with traffic:
-            if whole:
+            if in_one_pass:
                 inputs = make_inputs(hidden, labels, Projection(), None, -100)
                 OnePassNLL.apply(inputs, Pending(), torch.ones(()), hidden, weight, None).backward()
             else:
                 token_log_probs(hidden, weight, labels, entropy=True).log_probs.sum().backward()
         return [func for func, _ in traffic.calls if func in SYNCS], len(traffic.calls)
 
-    (once, calls), (thrice, more) = waits(24), waits(8)
-    assert more > calls
-    assert once == thrice
-    assert len(once) <= 4
+    (one_block, calls), (three_blocks, more_calls) = waits(24), waits(8)
+    assert more_calls > calls
+    assert one_block == three_blocks
+    assert len(one_block) <= 4
 
 
 def test_a_cast_weight_is_gone_after_forward():

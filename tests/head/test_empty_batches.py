@@ -73,7 +73,7 @@ def sum_over_count(logits, labels, count):
 def gradients(model, batch, upstream, count, path):
     """Return the loss and the gradients of one step, and the warnings of it."""
     model.zero_grad()
-    more = {} if count is None else {"num_items_in_batch": count}
+    arguments = {} if count is None else {"num_items_in_batch": count}
     patched = (
         hasattr(getattr(model, "base_model", model), "_streambp")
         or streambp_state(model) is not None
@@ -85,31 +85,39 @@ def gradients(model, batch, upstream, count, path):
             loss = sum_over_count(model(**inputs, use_cache=False).logits, batch["labels"], count)
         else:
             if path == "two passes" and patched:
-                more["output_log_probs"] = True
-            loss = model(**batch, **more, use_cache=False).loss
+                arguments["output_log_probs"] = True
+            loss = model(**batch, **arguments, use_cache=False).loss
     (loss * upstream).backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found, [str(one.message) for one in caught if EMPTY in str(one.message)]
+    parameter_gradients = {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
+    return (
+        loss.detach(),
+        parameter_gradients,
+        [str(warning.message) for warning in caught if EMPTY in str(warning.message)],
+    )
 
 
 def streambp_state(model):
     return next((vars(m)["_streambp"] for m in model.modules() if "_streambp" in vars(m)), None)
 
 
-def check_like_unpatched(found, expected, places):
+def check_like_unpatched(our_gradients, expected, by_entry):
     """The same gradients are finite, place by place or as a whole, and these are equal."""
-    assert found.keys() == expected.keys()
+    assert our_gradients.keys() == expected.keys()
     finite = {name for name, gradient in expected.items() if gradient.isfinite().all()}
-    assert finite == {name for name, gradient in found.items() if gradient.isfinite().all()}
-    if places:
+    assert finite == {name for name, gradient in our_gradients.items() if gradient.isfinite().all()}
+    if by_entry:
         for name, gradient in expected.items():
-            assert torch.equal(gradient.isfinite(), found[name].isfinite()), name
+            assert torch.equal(gradient.isfinite(), our_gradients[name].isfinite()), name
     some = {
         name: torch.where(gradient.isfinite(), gradient, 0.0) for name, gradient in expected.items()
     }
-    ours = {name: torch.where(expected[name].isfinite(), found[name], 0.0) for name in expected}
-    if places or finite:
-        names = expected if places else finite
+    ours = {
+        name: torch.where(expected[name].isfinite(), our_gradients[name], 0.0) for name in expected
+    }
+    if by_entry or finite:
+        names = expected if by_entry else finite
         assert worst_error({n: ours[n] for n in names}, {n: some[n] for n in names}) <= EXACT
 
 
@@ -141,12 +149,12 @@ def check_gradients(
             if count == 0 and isinstance(count, int) and path == "own loss":
                 count = torch.tensor(0)  # a program's own division by 0 raises
             _, expected, _ = gradients(stock, batch, upstream, count, path)
-            loss, found, told = gradients(ours, batch, upstream, count, path)
+            loss, our_gradients, messages = gradients(ours, batch, upstream, count, path)
             # Embeddings of padding get NaN from 0 * inf unpatched, and nothing where padding is not
             # computed.
-            check_like_unpatched(found, expected, places=mode == "plain")
+            check_like_unpatched(our_gradients, expected, by_entry=mode == "plain")
             assert kind != "none" or path == "own loss" or loss == 0.0
-            assert not told or kind == "none"
+            assert not messages or kind == "none"
 
 
 @pytest.mark.parametrize("path", ["one pass", "two passes", "lazy", "packed", "default"])
@@ -154,15 +162,15 @@ def test_one_warning_names_the_empty_batch(path):
     model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(**SETTINGS[path]))
     batch = make_batch("plain")
     empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    told = [
-        gradients(model, given, 1.0, torch.tensor(0), path)[2]
-        for given in (batch, empty, batch, empty)
+    messages = [
+        gradients(model, step_batch, 1.0, torch.tensor(0), path)[2]
+        for step_batch in (batch, empty, batch, empty)
     ]
-    assert [len(one) for one in told] == [0, 1, 0, 0]
-    assert "max_length" in told[1][0]
+    assert [len(step_messages) for step_messages in messages] == [0, 1, 0, 0]
+    assert "max_length" in messages[1][0]
     with torch.no_grad():
-        again = copy.deepcopy(model)
-        assert not gradients_of_evaluation(again, empty)
+        model_copy = copy.deepcopy(model)
+        assert not gradients_of_evaluation(model_copy, empty)
 
 
 def gradients_of_evaluation(model, batch):
@@ -170,15 +178,15 @@ def gradients_of_evaluation(model, batch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.eval()(**batch, use_cache=False)
-    return [one for one in caught if EMPTY in str(one.message)]
+    return [warning for warning in caught if EMPTY in str(warning.message)]
 
 
 def test_a_copy_and_a_count_without_data_have_nothing_to_read():
-    told = EmptyBatchWarning()
-    told.check(torch.empty((), dtype=torch.bool, device="meta"))
-    told.unread = torch.tensor(False)
-    assert copy.deepcopy(told).unread is None
-    assert not copy.deepcopy(told).given
+    warning = EmptyBatchWarning()
+    warning.check(torch.empty((), dtype=torch.bool, device="meta"))
+    warning.unread = torch.tensor(False)
+    assert copy.deepcopy(warning).unread is None
+    assert not copy.deepcopy(warning).has_warned
 
 
 def own_count(logits, labels, vocab_size, num_items_in_batch=None, **_):
@@ -201,8 +209,8 @@ def test_a_count_that_the_loss_does_not_read_scales_nothing(count, float64_oracl
     streambp.patch(ours, streambp.StreamConfig(chunk_size=5, saves=()))
     for upstream in (1.0, 1 / 3, 1 / 3):
         _, expected, _ = gradients(stock, make_batch("plain"), upstream, count, "one pass")
-        _, found, _ = gradients(ours, make_batch("plain"), upstream, count, "one pass")
-        assert worst_error(found, expected) <= EXACT
+        _, our_gradients, _ = gradients(ours, make_batch("plain"), upstream, count, "one pass")
+        assert worst_error(our_gradients, expected) <= EXACT
 
 
 def test_an_empty_batch_does_not_change_the_expected_scale(float64_oracle, monkeypatch):
@@ -210,9 +218,9 @@ def test_an_empty_batch_does_not_change_the_expected_scale(float64_oracle, monke
     labels."""
     factors, real = [], HeadGradients.results
 
-    def results(self, upstream=None, places=(None, None, None)):
+    def results(self, upstream=None, buffers=(None, None, None)):
         factors.append(float(upstream))
-        return real(self, upstream, places)
+        return real(self, upstream, buffers)
 
     monkeypatch.setattr(HeadGradients, "results", results)
     model = streambp.patch(
@@ -220,21 +228,23 @@ def test_an_empty_batch_does_not_change_the_expected_scale(float64_oracle, monke
     )
     batch = make_batch("plain")
     empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    for given in (batch, batch, empty, batch):
-        gradients(model, given, 1 / 3, None if given is batch else torch.tensor(0), "one pass")
+    for step_batch in (batch, batch, empty, batch):
+        gradients(
+            model, step_batch, 1 / 3, None if step_batch is batch else torch.tensor(0), "one pass"
+        )
     assert factors[1] == pytest.approx(1.0)
     assert factors[3] == pytest.approx(1.0)
 
 
 def rows(lengths=(9, 14, 14, 9, 14, 9), empty=2, one_token=None):
     """Return six rows of which one has no label, as `max_length` leaves a prompt."""
-    found = []
+    examples = []
     for index, length in enumerate(lengths):
         size = 1 if index == one_token else length
         ids = torch.randint(3, VOCABULARY, (size,), generator=seeded(index))
         labels = torch.full_like(ids, -100) if index == empty else ids
-        found.append({"input_ids": ids, "labels": labels})
-    return found
+        examples.append({"input_ids": ids, "labels": labels})
+    return examples
 
 
 class InOrder(transformers.Trainer):
@@ -251,9 +261,9 @@ def trained(model, folder, data, **settings):
         disable_tqdm=True, logging_steps=1, learning_rate=1e-2, lr_scheduler_type="constant",
         **settings,
     )  # fmt: skip
-    made = InOrder(model, arguments, train_dataset=data)
-    made.train()
-    norms = [float(step["grad_norm"]) for step in made.state.log_history if "grad_norm" in step]
+    trainer = InOrder(model, arguments, train_dataset=data)
+    trainer.train()
+    norms = [float(step["grad_norm"]) for step in trainer.state.log_history if "grad_norm" in step]
     return {name: p.detach().clone() for name, p in model.named_parameters()}, norms
 
 
@@ -282,10 +292,10 @@ def check_trainer(path, setup, folder, data, **settings):
     expected, norms = trained(stock, folder, data, **settings)
     streambp.patch(ours, streambp.StreamConfig(**SETTINGS[path]))
     with pytest.warns(UserWarning, match=EMPTY):
-        found, our_norms = trained(ours, folder, data, **settings)
+        our_parameters, our_norms = trained(ours, folder, data, **settings)
     assert all(weight.isfinite().all() for weight in expected.values())
     # AdamW divides by the size of each gradient, the smallest among them
-    assert worst_error(found, expected) <= 1e-8
+    assert worst_error(our_parameters, expected) <= 1e-8
     assert our_norms == pytest.approx(norms, rel=1e-8, abs=1e-12)
     assert 0.0 in norms
 
@@ -312,7 +322,7 @@ def keeps_nan(monkeypatch):
 
 def says_it_again(monkeypatch):
     monkeypatch.setattr(
-        EmptyBatchWarning, "given", property(lambda _: False, lambda *_: None), raising=False
+        EmptyBatchWarning, "has_warned", property(lambda _: False, lambda *_: None), raising=False
     )
 
 

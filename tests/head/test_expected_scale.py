@@ -24,30 +24,30 @@ def late_factors(monkeypatch):
 
 
 def record_late_factors(monkeypatch):
-    seen, real = [], HeadGradients.results
+    factors, real = [], HeadGradients.results
 
-    def results(self, factor, places):
-        seen.append(float(factor))
-        return real(self, factor, places)
+    def results(self, factor, buffers):
+        factors.append(float(factor))
+        return real(self, factor, buffers)
 
     monkeypatch.setattr(HeadGradients, "results", results)
-    return seen
+    return factors
 
 
 def test_the_late_factor_is_one_from_the_second_backward_on(late_factors):
     check_late_factors(late_factors)
 
 
-def check_late_factors(seen):
+def check_late_factors(factors):
     model = streambp.patch(
         build("qwen3", torch.get_default_dtype()), streambp.StreamConfig(chunk_size=5)
     )
     for step in range(3):
         gradients(model, scale=1 / 3, **make_batch("left-padded", length=23 + step, seed=step))
-    assert seen[0] == pytest.approx(1 / 3)
-    assert seen[1:] == pytest.approx([1.0, 1.0])
+    assert factors[0] == pytest.approx(1 / 3)
+    assert factors[1:] == pytest.approx([1.0, 1.0])
     gradients(copy.deepcopy(model), **make_batch("plain"))
-    assert seen[3] == 1.0  # a copy has learnt nothing yet
+    assert factors[3] == 1.0  # a copy has learnt nothing yet
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
@@ -57,9 +57,9 @@ def test_the_count_of_labels_may_be_a_tensor_of_any_shape(shape, float64_oracle)
     batch = make_batch("plain") | {"num_items_in_batch": torch.full(shape, 7)}
     for _ in range(2):
         results = [gradients(model, **batch) for model in (stock, ours)]
-        (loss, expected), (found_loss, found) = results
+        (loss, expected), (found_loss, our_gradients) = results
         assert found_loss.shape == loss.shape == shape
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= EXACT
 
 
 def test_gradients_are_exact_whatever_came_before(float64_oracle):
@@ -68,10 +68,10 @@ def test_gradients_are_exact_whatever_came_before(float64_oracle):
     for step, scale in enumerate((1 / 3, 1 / 3, 0.0, 5.0, -2.0, 1e-20, 1.0)):
         batch = make_batch("plain", seed=step)
         _, expected = gradients(stock, scale, **batch)
-        _, found = gradients(ours, scale, **batch)
-        assert all(g.isfinite().all() for g in found.values()), scale
-        assert scale == 0 or worst_error(found, expected) <= 1e-10, scale
-        assert scale != 0 or not any(g.any() for g in found.values())
+        _, our_gradients = gradients(ours, scale, **batch)
+        assert all(g.isfinite().all() for g in our_gradients.values()), scale
+        assert scale == 0 or worst_error(our_gradients, expected) <= 1e-10, scale
+        assert scale != 0 or not any(g.any() for g in our_gradients.values())
 
 
 @pytest.mark.parametrize("scale", [math.inf, math.nan, 0.0, 1e-37, 1e37])
@@ -80,5 +80,5 @@ def test_a_loss_of_no_usual_size_does_not_reach_the_next_step(scale):
     batch = make_batch("plain")
     _, expected = gradients(ours, **batch)
     gradients(ours, scale, **batch)
-    _, found = gradients(ours, **batch)
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    _, our_gradients = gradients(ours, **batch)
+    assert all(torch.equal(our_gradients[name], gradient) for name, gradient in expected.items())

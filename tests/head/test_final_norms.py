@@ -101,7 +101,7 @@ def results(streamed, change, when, length=23):
     if when != "before patch":
         model(**make_batch("plain"), use_cache=False).loss.backward()
         model.model.norm = change(model.model.norm)
-    found = []
+    steps = []
     for seed in (1, 2):
         model.zero_grad(set_to_none=True)
         seed_torch(3)
@@ -112,18 +112,18 @@ def results(streamed, change, when, length=23):
             **dict(model.named_parameters()),
             **dict(enumerate(getattr(model.model.norm, "extra", ()))),
         }
-        found.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
-        found[-1] |= {name: b.clone() for name, b in model.named_buffers()} | {
+        steps.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
+        steps[-1] |= {name: b.clone() for name, b in model.named_buffers()} | {
             "loss": loss.detach()
         }
-    return found
+    return steps
 
 
 def check(change, when="before patch"):
     ours, expected = (results(streamed, change, when) for streamed in (True, False))
-    for found, wanted in zip(ours, expected, strict=True):
-        assert found.keys() == wanted.keys()
-        assert worst_error(found, wanted) <= EXACT
+    for our_step, expected_step in zip(ours, expected, strict=True):
+        assert our_step.keys() == expected_step.keys()
+        assert worst_error(our_step, expected_step) <= EXACT
 
 
 @pytest.mark.parametrize("when", ["before patch", "after patch", "lazily"])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import streambp
-from streambp.distributed.engines import Hold
+from streambp.distributed.engines import EngineOwnership
 from streambp.model import causal_lm, deferring
 from tests.families import FAMILIES, build, make_batch
 from tests.oracle import EXACT, relative_l2, worst_error
@@ -72,13 +72,13 @@ def tables(model, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(nn.Module, "__call__", called)
-        before = {module: module._parameters for module in model.modules()}
-        for module in before:
+        real_tables = {module: module._parameters for module in model.modules()}
+        for module in real_tables:
             module._parameters = Table(module, running, units)
         try:
             yield
         finally:
-            for module, table in before.items():
+            for module, table in real_tables.items():
                 module._parameters = table
 
 
@@ -114,7 +114,7 @@ def as_held(monkeypatch):
     """The head is one whose weights an engine holds; and what was called of it, with the tensors it
     gave."""
     calls = []
-    monkeypatch.setattr(causal_lm, "held", lambda module: Hold(True, True))
+    monkeypatch.setattr(causal_lm, "engine_ownership", lambda module: EngineOwnership(True, True))
     real = deferring.Lending.forward
     monkeypatch.setattr(
         deferring.Lending, "forward", staticmethod(lambda *args: calls.append(1) or real(*args))
@@ -141,8 +141,8 @@ def test_no_parameter_is_read_outside_of_its_modules_forward(way, family, monkey
     calls = as_held(monkeypatch)
     for number in (1, 2):
         with tables(model, monkeypatch):
-            found = gradients(model, way, batch)
-        assert worst_error(found, expected) <= EXACT
+            our_gradients = gradients(model, way, batch)
+        assert worst_error(our_gradients, expected) <= EXACT
         # once a forward, whoever uses what
         assert len(calls) == (0 if way == "no labels" else number)
 
@@ -176,19 +176,20 @@ def test_what_is_trained(trained, monkeypatch):
             trained == "all" or (trained == "the head alone") == name.startswith("lm_head")
         )
     results = []
-    for held in (False, True):
+    for holds_head in (False, True):
         with monkeypatch.context() as patch:
-            if held:
+            if holds_head:
                 as_held(patch)
             model = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=7))
             loss = loss_of(model, "per token", make_batch("plain"))
-            wanted = [p for p in model.parameters() if p.requires_grad]
-            first = torch.autograd.grad(loss, wanted)
+            trained_parameters = [p for p in model.parameters() if p.requires_grad]
+            first = torch.autograd.grad(loss, trained_parameters)
             loss_of(model, "labels", make_batch("plain")).mul(3.0).backward()
-            results.append([*first, *(p.grad for p in wanted)])
+            results.append([*first, *(p.grad for p in trained_parameters)])
             assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
     assert all(
-        relative_l2({0: one}, {0: other}) <= EXACT for one, other in zip(*results, strict=True)
+        relative_l2({0: gradient}, {0: other_gradient}) <= EXACT
+        for gradient, other_gradient in zip(*results, strict=True)
     )
 
 

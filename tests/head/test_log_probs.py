@@ -48,8 +48,8 @@ def reference(hidden, weight, bias, norm, labels, logit_scale=1.0, softcap=None,
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     log_p = (logits / temperature).log_softmax(-1)
     valid = labels != -100
-    chosen = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * valid
-    return chosen, -(log_p.exp() * log_p).sum(-1) * valid
+    label_log_probs = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * valid
+    return label_log_probs, -(log_p.exp() * log_p).sum(-1) * valid
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -58,17 +58,17 @@ def test_values_and_gradients(options, bias):
     hidden, weight, bias, norm, labels = make(bias)
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None] + [norm.weight]
     expected = reference(hidden, weight, bias, norm, labels, **options)
-    found = token_log_probs(hidden, weight, labels, norm=norm, bias=bias, entropy=True, **options)
-    torch.testing.assert_close(found.log_probs, expected[0], rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(found.entropy, expected[1], rtol=1e-11, atol=1e-12)
+    values = token_log_probs(hidden, weight, labels, norm=norm, bias=bias, entropy=True, **options)
+    torch.testing.assert_close(values.log_probs, expected[0], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(values.entropy, expected[1], rtol=1e-11, atol=1e-12)
     upstream = torch.randn(2, 2, 11, dtype=torch.float64)
 
     def objective(log_probs, entropy):
         return (log_probs.exp() * upstream[0] + entropy.square() * upstream[1]).sum()
 
-    wanted = torch.autograd.grad(objective(*expected), leaves)
-    got = torch.autograd.grad(objective(found.log_probs, found.entropy), leaves)
-    for a, b in zip(got, wanted, strict=True):
+    expected_gradients = torch.autograd.grad(objective(*expected), leaves)
+    got = torch.autograd.grad(objective(values.log_probs, values.entropy), leaves)
+    for a, b in zip(got, expected_gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
@@ -79,19 +79,19 @@ def test_frozen_parts_get_no_gradient(frozen):
     for name, part in parts.items():
         part.requires_grad_(name != frozen)
     token_log_probs(hidden, weight, labels, norm=norm).log_probs.sum().backward()
-    kept = {name: part for name, part in parts.items() if name != frozen}
-    wanted = torch.autograd.grad(
-        reference(hidden, weight, None, norm, labels)[0].sum(), list(kept.values())
+    trained_parts = {name: part for name, part in parts.items() if name != frozen}
+    expected_gradients = torch.autograd.grad(
+        reference(hidden, weight, None, norm, labels)[0].sum(), list(trained_parts.values())
     )
     assert parts[frozen].grad is None
-    for part, gradient in zip(kept.values(), wanted, strict=True):
+    for part, gradient in zip(trained_parts.values(), expected_gradients, strict=True):
         torch.testing.assert_close(part.grad, gradient, rtol=1e-10, atol=1e-12)
 
 
 def test_half_precision_is_summed_in_float32():
     hidden, weight, _, _, labels = make()
-    found = token_log_probs(hidden.bfloat16(), weight.bfloat16().requires_grad_(), labels)
-    assert found.log_probs.dtype == torch.float32
+    values = token_log_probs(hidden.bfloat16(), weight.bfloat16().requires_grad_(), labels)
+    assert values.log_probs.dtype == torch.float32
 
 
 def bf16_errors(seed, rows=8, length=12, width=32, vocabulary=61):
@@ -115,9 +115,11 @@ def bf16_errors(seed, rows=8, length=12, width=32, vocabulary=61):
         return log_p.gather(-1, labels[..., None])[..., 0]
 
     def gradients(log_probs, dtype=torch.bfloat16):
-        own = {name: leaf.to(dtype, copy=True).requires_grad_() for name, leaf in leaves.items()}
-        (log_probs(**own) * upstream).sum().backward()
-        return {name: leaf.grad for name, leaf in own.items()}
+        typed_leaves = {
+            name: leaf.to(dtype, copy=True).requires_grad_() for name, leaf in leaves.items()
+        }
+        (log_probs(**typed_leaves) * upstream).sum().backward()
+        return {name: leaf.grad for name, leaf in typed_leaves.items()}
 
     truth = gradients(full, torch.float64)
     ours = gradients(lambda hidden, weight: token_log_probs(hidden, weight, labels).log_probs)
@@ -140,11 +142,11 @@ def test_a_tied_weight_gets_both_gradients():
     hidden, weight, _, _, labels = make()
     weight.requires_grad_()
     loss = lambda head: head(weight).sum() + (weight * 2.0).sum()  # noqa: E731
-    wanted = torch.autograd.grad(
+    expected_gradients = torch.autograd.grad(
         loss(lambda w: reference(hidden, w, None, nn.Identity(), labels)[0]), weight
     )
     got = torch.autograd.grad(loss(lambda w: token_log_probs(hidden, w, labels).log_probs), weight)
-    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got, expected_gradients, rtol=1e-10, atol=1e-12)
 
 
 def test_metrics():
@@ -153,18 +155,18 @@ def test_metrics():
     log_p = logits.log_softmax(-1)
     labels = torch.where(torch.rand(labels.shape) < 0.5, logits.argmax(-1), labels)
     valid = labels != -100
-    found = token_log_probs(
+    values = token_log_probs(
         hidden.requires_grad_(), weight, labels, norm=norm, bias=bias, temperature=1.7, mean_log_probs=True,
         metrics=("is_top1", "mean_logits", "log_sum_sq_probs"),
     )  # fmt: skip
-    assert torch.equal(found.is_top1, (logits.argmax(-1) == labels) & valid)
-    torch.testing.assert_close(found.mean_logits, logits.mean(-1) * valid)
-    torch.testing.assert_close(found.log_sum_sq_probs, (2 * log_p).logsumexp(-1) * valid)
-    torch.testing.assert_close(found.mean_log_probs, log_p.mean(-1) * valid)
+    assert torch.equal(values.is_top1, (logits.argmax(-1) == labels) & valid)
+    torch.testing.assert_close(values.mean_logits, logits.mean(-1) * valid)
+    torch.testing.assert_close(values.log_sum_sq_probs, (2 * log_p).logsumexp(-1) * valid)
+    torch.testing.assert_close(values.mean_log_probs, log_p.mean(-1) * valid)
     assert not any(
-        x.requires_grad for x in (found.is_top1, found.mean_logits, found.log_sum_sq_probs)
+        x.requires_grad for x in (values.is_top1, values.mean_logits, values.log_sum_sq_probs)
     )
-    assert found.entropy is None
+    assert values.entropy is None
     with pytest.raises(streambp.StreamBPError, match="perplexity"):
         token_log_probs(hidden, weight, labels, metrics=("perplexity",))
 
@@ -192,9 +194,9 @@ def test_gradients_times_a_factor_are_rounded_once():
     / 512."""
     factor, total = torch.tensor(1.00390625 / 3), torch.randn(5000, 3)
     for have, want in itertools.product((torch.float32, torch.bfloat16), repeat=2):
-        given = total.to(have)
-        found = _finished(given.clone(), factor, torch.empty(0, dtype=want))
-        assert torch.equal(found, (given.float() * factor).to(want))
+        typed_total = total.to(have)
+        product = _finished(typed_total.clone(), factor, torch.empty(0, dtype=want))
+        assert torch.equal(product, (typed_total.float() * factor).to(want))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -213,7 +215,7 @@ def test_without_a_label_every_field_keeps_its_dtype_and_shape(dtype):
 
 def test_an_entropy_may_be_written_to():
     """As a program masks tokens in place."""
-    found = []
+    runs = []
     for write in (False, True):
         hidden, weight = (
             torch.randn(n, 8, dtype=torch.float64, generator=seeded(n)).requires_grad_()
@@ -221,8 +223,8 @@ def test_an_entropy_may_be_written_to():
         )
         values = token_log_probs(hidden, weight, torch.arange(9), entropy=True)
         (values.entropy.mul_(0.5) if write else values.entropy * 0.5).sum().backward()
-        found.append((hidden.grad, weight.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        runs.append((hidden.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def write_in_place(x):

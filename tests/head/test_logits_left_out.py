@@ -38,9 +38,9 @@ ASKED = {
 
 @pytest.mark.parametrize("how", ASKED)
 def test_they_are_none_and_a_warning_says_what_to_do(how):
-    found = output()
+    model_output = output()
     with pytest.warns(UserWarning, match=NAMED):
-        assert ASKED[how](found) is None
+        assert ASKED[how](model_output) is None
     assert ASKED[how](output(lazy_logits=True)) is not None
 
 
@@ -52,32 +52,32 @@ def test_a_key_that_is_not_there():
 
 
 def test_the_output_is_another_in_nothing_else():
-    found = output()
+    model_output = output()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert "logits" not in found
-        assert list(found.keys()) == ["loss"]
-        assert found[0] is found.loss
-        assert found["loss"] is found.loss
-        assert len(found.to_tuple()) == 1
-        assert isinstance(found, transformers.modeling_outputs.CausalLMOutputWithPast)
-        again = type(found)(loss=found.loss.detach())
-        back = pickle.loads(pickle.dumps(again))
-        assert type(back) is transformers.modeling_outputs.CausalLMOutputWithPast
-        assert torch.equal(back.loss, found.loss)
-        copied = copy.deepcopy(again)
-        assert torch.equal(copied.loss, found.loss)
-        leaves = torch.utils._pytree.tree_map(lambda x: x, found)
-        assert leaves.loss is found.loss
-        assert found.get("hidden_states") is None
+        assert "logits" not in model_output
+        assert list(model_output.keys()) == ["loss"]
+        assert model_output[0] is model_output.loss
+        assert model_output["loss"] is model_output.loss
+        assert len(model_output.to_tuple()) == 1
+        assert isinstance(model_output, transformers.modeling_outputs.CausalLMOutputWithPast)
+        new_output = type(model_output)(loss=model_output.loss.detach())
+        pickle_copy = pickle.loads(pickle.dumps(new_output))
+        assert type(pickle_copy) is transformers.modeling_outputs.CausalLMOutputWithPast
+        assert torch.equal(pickle_copy.loss, model_output.loss)
+        copied = copy.deepcopy(new_output)
+        assert torch.equal(copied.loss, model_output.loss)
+        leaves = torch.utils._pytree.tree_map(lambda x: x, model_output)
+        assert leaves.loss is model_output.loss
+        assert model_output.get("hidden_states") is None
 
 
 def test_libraries_are_not_told():
     operations = pytest.importorskip("accelerate.utils", reason="accelerate is not installed")
-    found = output()
+    model_output = output()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rebuilt = operations.convert_to_fp32(found)
+        rebuilt = operations.convert_to_fp32(model_output)
         operations.find_batch_size({"x": torch.zeros(2)})
     with pytest.warns(UserWarning, match=NAMED):
         assert rebuilt.logits is None
@@ -107,11 +107,11 @@ class OwnLoss(transformers.Trainer):
         outputs = model(**inputs)
         logits = outputs.get("logits")
         shifted, targets = logits[:, :-1].contiguous(), labels[:, 1:]
-        each = nn.functional.cross_entropy(
+        token_losses = nn.functional.cross_entropy(
             shifted.view(-1, shifted.shape[-1]), targets.reshape(-1), reduction="none"
         )
-        weights = torch.linspace(0.5, 2, len(each))
-        loss = (each * weights).sum() / (targets != -100).sum()
+        weights = torch.linspace(0.5, 2, len(token_losses))
+        loss = (token_losses * weights).sum() / (targets != -100).sum()
         return (loss, outputs) if return_outputs else loss
 
 
@@ -144,10 +144,10 @@ def test_a_trainers_own_loss(kind, loss_only, tmp_path, float64_oracle):
     stock = build("llama", torch.float64)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
     expected_loss, expected = trained(stock, kind, tmp_path / "stock", loss_only)
-    loss, found = trained(ours, kind, tmp_path / "ours", loss_only)
+    loss, our_parameters = trained(ours, kind, tmp_path / "ours", loss_only)
     assert abs(loss - expected_loss) <= 1e-9 * abs(expected_loss)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(our_parameters[name], value, rtol=1e-8, atol=1e-10)
 
 
 def test_the_mutant_that_asks_nobody(tmp_path, monkeypatch, float64_oracle):

@@ -33,10 +33,10 @@ def compare(device="cpu"):
             for projection in PROJECTIONS:
                 block = slice(100, 100 + columns)
                 expected = fold_in_torch(projection.logits(product), labels, block)
-                found = folded(product, projection, labels, 100)
-                assert torch.equal(found.best, expected.best)
+                statistics = folded(product, projection, labels, 100)
+                assert torch.equal(statistics.best, expected.best)
                 for name in ("max", "sum", "target", "mean", "squares", "total"):
-                    ours, theirs = getattr(found, name), getattr(expected, name)
+                    ours, theirs = getattr(statistics, name), getattr(expected, name)
                     torch.testing.assert_close(
                         ours, theirs, rtol=2e-5, atol=2e-5 * columns**0.5, msg=name
                     )
@@ -54,20 +54,20 @@ def compare_hard_rows(device="cpu"):
             folded(x[:, block], Projection(), labels, block.start)
             for block in (slice(0, 4500), slice(4500, 5003))
         ]
-        found = parts[0].merge(parts[1])
+        statistics = parts[0].merge(parts[1])
         z = x.double()
         log_p = z.log_softmax(-1)
         entropy = -torch.where(log_p.exp() == 0.0, 0.0, log_p.exp() * log_p).sum(-1)
-        lse = found.max + found.sum.log()
+        lse = statistics.max + statistics.sum.log()
         scale = z.masked_fill(z.isinf(), 0.0).abs().amax(-1)
 
         def close(ours, theirs, scale=scale):
             return ((ours - theirs).abs() <= 1e-6 * scale + 1e-5).all()
 
-        assert close(found.target - lse, log_p.gather(1, labels[:, None])[:, 0])
-        assert close(lse - found.mean / found.sum, entropy)
-        assert close(found.squares.log() - 2 * found.sum.log(), (2 * log_p).logsumexp(-1))
-        assert torch.equal(found.best, z.argmax(-1))
+        assert close(statistics.target - lse, log_p.gather(1, labels[:, None])[:, 0])
+        assert close(lse - statistics.mean / statistics.sum, entropy)
+        assert close(statistics.squares.log() - 2 * statistics.sum.log(), (2 * log_p).logsumexp(-1))
+        assert torch.equal(statistics.best, z.argmax(-1))
 
 
 @pytest.mark.gpu
@@ -85,8 +85,8 @@ def test_a_block_without_finite_logits_adds_nothing():
     for parts in ((forbidden, logits[:, 4:]), (logits[:, 4:], forbidden)):
         start = 4 if parts[0] is forbidden else 12
         first = fold_in_torch(parts[0], labels, slice(start - parts[0].shape[1], start))
-        found = first.merge(
+        statistics = first.merge(
             fold_in_torch(parts[1], labels, slice(start, start + parts[1].shape[1]))
         )
         for name in ("max", "sum", "mean", "squares"):
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+            assert torch.equal(getattr(statistics, name), getattr(expected, name)), name

@@ -22,8 +22,8 @@ from tests.head.test_triton_fold import PROJECTIONS
 from tests.seeds import seeded
 
 USED = tuple(
-    tuple(map(bool, used))
-    for used in (
+    tuple(map(bool, flags))
+    for flags in (
         (1, 0, 0),
         (1, 1, 0),
         (1, 0, 1),
@@ -37,24 +37,28 @@ USED = tuple(
 UPSTREAM = ("d_log_probs", "d_entropy", "d_mean_log_probs", "d_lse")
 
 
-def written(product, projection, given, block):
+def kernel_gradient(product, projection, token_gradients, block):
     """The kernel's gradient of a product that is a slice of a larger one, around which nothing may
     change."""
     surrounded = torch.full((product.shape[0] + 1, product.shape[1] + 5), 77.0).to(product)
-    place = surrounded[:-1, 2:-3]
-    place.copy_(product)
+    inner = surrounded[:-1, 2:-3]
+    inner.copy_(product)
     triton_gradient.write_gradient(
-        place, given.labels, block.start, given.lse,
-        (given.d_log_probs, given.d_entropy, given.d_mean_log_probs, given.d_lse), given.entropy, given.vocabulary,
+        inner, token_gradients.labels, block.start, token_gradients.lse,
+        (
+            token_gradients.d_log_probs, token_gradients.d_entropy,
+            token_gradients.d_mean_log_probs, token_gradients.d_lse,
+        ),
+        token_gradients.entropy, token_gradients.vocabulary,
         projection.logit_scale, projection.softcap, projection.temperature,
     )  # fmt: skip
     assert (surrounded[:, :2] == 77).all()
     assert (surrounded[:, -3:] == 77).all()
     assert (surrounded[-1] == 77).all()
-    return place.clone()
+    return inner.clone()
 
 
-def task(product, projection, used, generator, vocabulary):
+def task(product, projection, flags, generator, vocabulary):
     """Statistics and upstream gradients for rows of a block that starts at entry 100 of
     `vocabulary`."""
     rows, columns = product.shape
@@ -63,29 +67,29 @@ def task(product, projection, used, generator, vocabulary):
     lse = logits.logsumexp(-1) + 0.3  # other blocks have entries too
     labels = torch.randint(100, 100 + columns, (rows,), generator=generator).to(product.device)
     labels[0], labels[-1], labels[rows // 2] = 99, 100 + columns, -100  # outside, and ignored
-    upstream = [random() if wanted else None for wanted in used]
+    upstream = [random() if flag else None for flag in flags]
     return TokenGradients(labels, lse, random().abs(), vocabulary, *upstream)
 
 
-def widened(given):
+def widened(token_gradients):
     """The same numbers in float64."""
-    values = (getattr(given, name) for name in given.__dataclass_fields__)
+    values = (getattr(token_gradients, name) for name in token_gradients.__dataclass_fields__)
     wide = (
         x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in values
     )
     return TokenGradients(*wide)
 
 
-def error_of(found, exact):
+def error_of(gradient, exact):
     """Beyond one rounding to the dtype, over the row's largest gradient. The interpreter truncates
     to bfloat16."""
-    assert found.isfinite().all()
-    info = torch.finfo(found.dtype)
-    truncated = found.dtype == torch.bfloat16 and found.device.type == "cpu"
-    units = 0.0 if found.dtype == torch.float32 else 1.0 if truncated else 0.501
+    assert gradient.isfinite().all()
+    info = torch.finfo(gradient.dtype)
+    truncated = gradient.dtype == torch.bfloat16 and gradient.device.type == "cpu"
+    units = 0.0 if gradient.dtype == torch.float32 else 1.0 if truncated else 0.501
     rounding = units * (info.eps * exact.abs() + info.smallest_normal)
-    beyond = ((found.double() - exact).abs() - rounding).clamp(min=0)
-    return (beyond / exact.abs().amax(-1, keepdim=True)).amax()
+    excess = ((gradient.double() - exact).abs() - rounding).clamp(min=0)
+    return (excess / exact.abs().amax(-1, keepdim=True)).amax()
 
 
 def compare(device="cpu"):
@@ -94,13 +98,13 @@ def compare(device="cpu"):
         (torch.float32, torch.bfloat16, torch.float16), (7, 1000, 5001)
     ):
         product = (torch.randn(6, columns, generator=generator) * 4).to(device, dtype)
-        for index, used in enumerate(USED):
+        for index, flags in enumerate(USED):
             projection = PROJECTIONS[(index + columns) % 3]
-            given = task(product, projection, used, generator, 2 * columns)
+            token_gradients = task(product, projection, flags, generator, 2 * columns)
             block = slice(100, 100 + columns)
-            exact = gradient_in_torch(product.double(), projection, widened(given), block)
-            found = written(product, projection, given, block)
-            assert error_of(found, exact) <= 3e-6, (dtype, projection, used)
+            exact = gradient_in_torch(product.double(), projection, widened(token_gradients), block)
+            gradient = kernel_gradient(product, projection, token_gradients, block)
+            assert error_of(gradient, exact) <= 3e-6, (dtype, projection, flags)
 
 
 def compare_hard_rows(device="cpu"):
@@ -108,15 +112,15 @@ def compare_hard_rows(device="cpu"):
     from 0."""
     generator = seeded(1)
     product = hard_rows(10, 5003, generator).to(device)
-    for dtype, used in itertools.product((torch.float32, torch.bfloat16), USED):
+    for dtype, flags in itertools.product((torch.float32, torch.bfloat16), USED):
         x = product.to(dtype)
-        given = task(x, Projection(), used, generator, 6000)
+        token_gradients = task(x, Projection(), flags, generator, 6000)
         block = slice(100, 5103)
-        found = written(x, Projection(), given, block)
-        exact = gradient_in_torch(x.double(), Projection(), widened(given), block)
+        gradient = kernel_gradient(x, Projection(), token_gradients, block)
+        exact = gradient_in_torch(x.double(), Projection(), widened(token_gradients), block)
         # exp(z - lse) is as exact as z - lse: float32 knows logits around 30,000 to 1 / 512.
-        assert error_of(found, exact) <= 4e-3
-        assert error_of(found[::5], exact[::5]) <= 3e-6
+        assert error_of(gradient, exact) <= 4e-3
+        assert error_of(gradient[::5], exact[::5]) <= 3e-6
 
 
 def compare_mutants(device="cpu"):
@@ -124,22 +128,22 @@ def compare_mutants(device="cpu"):
     generator = seeded(3)
     product = torch.randn(6, 1000, generator=generator).to(device)
     projection, block = Projection(1.3, 3.0, 0.8), slice(100, 1100)
-    given = task(product, projection, (True, True, True, True), generator, 2000)
-    exact = gradient_in_torch(product.double(), projection, widened(given), block)
+    token_gradients = task(product, projection, (True, True, True, True), generator, 2000)
+    exact = gradient_in_torch(product.double(), projection, widened(token_gradients), block)
     change = dataclasses.replace
     mutants = [
-        (projection, given, slice(101, 1101)),
-        (projection, change(given, lse=given.lse + 1e-3), block),
-        (projection, change(given, entropy=given.entropy * 1.01), block),
-        (projection, change(given, vocabulary=1000), block),
-        *((projection, change(given, **{name: None}), block) for name in UPSTREAM),
-        *((change(projection, **{name: value}), given, block) for name, value in (
+        (projection, token_gradients, slice(101, 1101)),
+        (projection, change(token_gradients, lse=token_gradients.lse + 1e-3), block),
+        (projection, change(token_gradients, entropy=token_gradients.entropy * 1.01), block),
+        (projection, change(token_gradients, vocabulary=1000), block),
+        *((projection, change(token_gradients, **{name: None}), block) for name in UPSTREAM),
+        *((change(projection, **{name: value}), token_gradients, block) for name, value in (
             ("logit_scale", 1.31), ("softcap", None), ("temperature", 0.81)
         )),
     ]  # fmt: skip
-    assert error_of(written(product, projection, given, block), exact) <= 3e-6
+    assert error_of(kernel_gradient(product, projection, token_gradients, block), exact) <= 3e-6
     for mutant in mutants:
-        assert error_of(written(product, *mutant), exact) > 3e-5, mutant
+        assert error_of(kernel_gradient(product, *mutant), exact) > 3e-5, mutant
 
 
 def run_heads(device):
@@ -186,16 +190,21 @@ def test_on_a_gpu(check):
 def test_forbidden_entries_have_no_gradient():
     """torch's way: logits of -inf, with entropy, against autograd over the other entries."""
     z = torch.randn(3, 9, dtype=torch.float64)
-    kept = torch.tensor([0, 1, 3, 4, 7, 8])
+    allowed_columns = torch.tensor([0, 1, 3, 4, 7, 8])
     labels, upstream = torch.tensor([1, 3, 8]), torch.randn(2, 3, dtype=torch.float64)
-    leaf = z[:, kept].requires_grad_()
+    leaf = z[:, allowed_columns].requires_grad_()
     log_p = leaf.log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
-    chosen = log_p.gather(1, torch.searchsorted(kept, labels)[:, None])[:, 0]
-    (expected,) = torch.autograd.grad((chosen * upstream[0] + entropy * upstream[1]).sum(), leaf)
-    full = torch.full_like(z, -torch.inf).index_copy(1, kept, z[:, kept])
-    given = TokenGradients(labels, full.logsumexp(-1), entropy.detach(), 9, *upstream)
-    found = gradient_in_torch(full, Projection(), given, slice(0, 9))
+    label_log_probs = log_p.gather(1, torch.searchsorted(allowed_columns, labels)[:, None])[:, 0]
+    (expected,) = torch.autograd.grad(
+        (label_log_probs * upstream[0] + entropy * upstream[1]).sum(), leaf
+    )
+    full = torch.full_like(z, -torch.inf).index_copy(1, allowed_columns, z[:, allowed_columns])
+    token_gradients = TokenGradients(labels, full.logsumexp(-1), entropy.detach(), 9, *upstream)
+    gradient = gradient_in_torch(full, Projection(), token_gradients, slice(0, 9))
     torch.testing.assert_close(
-        found, torch.zeros_like(z).index_copy(1, kept, expected), rtol=1e-12, atol=1e-13
+        gradient,
+        torch.zeros_like(z).index_copy(1, allowed_columns, expected),
+        rtol=1e-12,
+        atol=1e-13,
     )

@@ -36,13 +36,13 @@ def stepped(model, loss, **batch):
 
 
 def compare(stock, loss, config=CONFIG, **batch):
-    expected, found = (
+    expected, our_run = (
         stepped(model, loss, **batch)
         for model in (stock, streambp.patch(copy.deepcopy(stock), config))
     )
-    assert abs(found[1] - expected[1]) <= 1e-12 * abs(expected[1])
-    assert worst_error(found[2], expected[2]) <= 1e-10
-    return expected[0], found[0]
+    assert abs(our_run[1] - expected[1]) <= 1e-12 * abs(expected[1])
+    assert worst_error(our_run[2], expected[2]) <= 1e-10
+    return expected[0], our_run[0]
 
 
 def moshi(model_class):
@@ -75,11 +75,11 @@ def test_hidden_states_behind_the_final_norm(lazy, float64_oracle):
     config = streambp.StreamConfig(chunk_size=5, lazy_logits=lazy)
     loss = lambda output: output.loss + output.last_hidden_state.square().mean()  # noqa: E731
     batch = make_batch("plain")
-    expected, found = compare(moshi(MoshiForCausalLM), loss, config, **batch)
+    expected, our_output = compare(moshi(MoshiForCausalLM), loss, config, **batch)
     torch.testing.assert_close(
-        found.last_hidden_state, expected.last_hidden_state, rtol=1e-12, atol=1e-12
+        our_output.last_hidden_state, expected.last_hidden_state, rtol=1e-12, atol=1e-12
     )
-    assert (found.logits is None) == (not lazy)
+    assert (our_output.logits is None) == (not lazy)
 
 
 def test_a_second_decoder_of_them(float64_oracle):
@@ -114,20 +114,20 @@ def cpt(model, patch=None):
 def test_a_loss_that_peft_computes_from_logits(patch, training, float64_oracle):
     """CPT passes labels, and then weighs the tokens' losses itself."""
     batch = make_batch("plain")
-    found = []
+    runs = []
     for how in (None, patch):
         model = cpt(build("llama", torch.float64), how).train(training)
-        given = {name: value.clone() for name, value in batch.items()}
-        loss = model(input_ids=given["input_ids"], labels=given["labels"], use_cache=False).loss
+        inputs = {name: value.clone() for name, value in batch.items()}
+        loss = model(input_ids=inputs["input_ids"], labels=inputs["labels"], use_cache=False).loss
         loss.backward()
-        found.append(
+        runs.append(
             (
                 loss.detach(),
                 {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
                 model,
             )
         )
-    (expected, gradients, _), (loss, ours, model) = found
+    (expected, gradients, _), (loss, ours, model) = runs
     assert abs(loss - expected) <= 1e-12 * abs(expected)
     assert set(gradients) == {"prompt_encoder.default.delta_embedding.weight"}
     assert worst_error(ours, gradients) <= 1e-10
@@ -165,26 +165,29 @@ def trainer(tmp_path, config=CONFIG, **settings):
     return transformers.Trainer(streambp.patch(build("qwen3"), config), arguments, **settings)
 
 
-def predictions(act, trainer, seen):
+def predictions(act, trainer, metric_inputs):
     """What the metrics were computed from, and what `predict` returns."""
-    made = getattr(trainer, act)(Rows())
-    return [*seen, *([made.predictions] if act == "predict" else [])]
+    prediction_output = getattr(trainer, act)(Rows())
+    return [*metric_inputs, *([prediction_output.predictions] if act == "predict" else [])]
 
 
 @pytest.mark.parametrize("act", ["evaluate", "predict"])
 def test_a_trainer_that_wants_predictions_gets_them(act, tmp_path):
-    found = []
+    runs = []
     for patched in (True, False):
-        seen = []
+        metric_inputs = []
         measured = trainer(
-            tmp_path, compute_metrics=lambda given, seen=seen: seen.append(given.predictions) or {}
+            tmp_path,
+            compute_metrics=lambda evaluation, metric_inputs=metric_inputs: (
+                metric_inputs.append(evaluation.predictions) or {}
+            ),
         )
         if not patched:
             streambp.unpatch(measured.model)
-        found.append(predictions(act, measured, seen))
+        runs.append(predictions(act, measured, metric_inputs))
         if patched:
             assert streambp.describe(measured.model).head.endswith(causal_lm.PREDICTED)
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*runs, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
@@ -196,14 +199,16 @@ def test_mutant_a_trainer_is_not_asked(monkeypatch, tmp_path):
 
 def test_a_trainer_that_wants_the_loss_has_no_logits(tmp_path):
     built = streambp.StreamConfig(chunk_size=5, eval_logits=True)
-    seen = []
+    metric_inputs = []
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         plain = trainer(tmp_path)
         assert plain.evaluate(Rows())["eval_loss"] > 0
         assert causal_lm.PREDICTED not in streambp.describe(plain.model).head
         trainer(
-            tmp_path, built, compute_metrics=lambda given: seen.append(given.predictions) or {}
+            tmp_path,
+            built,
+            compute_metrics=lambda evaluation: metric_inputs.append(evaluation.predictions) or {},
         ).evaluate(Rows())
         assert trainer(tmp_path, built).predict(Rows()).predictions.shape == (4, 17, VOCABULARY)
-    assert seen[0].shape == (4, 17, VOCABULARY)
+    assert metric_inputs[0].shape == (4, 17, VOCABULARY)

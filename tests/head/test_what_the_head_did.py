@@ -163,14 +163,14 @@ def csm():
         "labels": frames,
         "attention_mask": torch.ones(2, 13, dtype=torch.long),
     }
-    found = f"{BLOCKWISE}; the final norm's output is computed for the model's __setitem__"
-    return CsmForConditionalGeneration(config), inputs, found
+    head_text = f"{BLOCKWISE}; the final norm's output is computed for the model's __setitem__"
+    return CsmForConditionalGeneration(config), inputs, head_text
 
 
 def modernbert_decoder():
     """A dense layer and a nonlinearity stand before its output projection."""
-    found = f"{BLOCKWISE}; the final norm's output is computed for the model's gelu"
-    return zoo.build("modernbert-decoder"), make_batch("plain"), found
+    head_text = f"{BLOCKWISE}; the final norm's output is computed for the model's gelu"
+    return zoo.build("modernbert-decoder"), make_batch("plain"), head_text
 
 
 def plain():
@@ -190,16 +190,19 @@ def test_families(make):
     assert streambp.describe(ours).head.endswith(
         "when labels are given; no call yet in training or with labels"
     )
-    (stock_loss, reference), (loss, found) = gradients(stock, **batch), gradients(ours, **batch)
+    (stock_loss, reference), (loss, our_gradients) = (
+        gradients(stock, **batch),
+        gradients(ours, **batch),
+    )
     assert abs(loss - stock_loss) <= 1e-12 * abs(stock_loss)
-    assert worst_error(found, reference) <= 1e-10
+    assert worst_error(our_gradients, reference) <= 1e-10
     assert streambp.describe(ours).head == expected
 
 
 def step(model, labels=True, training=True):
     batch = make_batch("plain")
-    given = batch if labels else {"input_ids": batch["input_ids"]}
-    output = model.train(training)(**given, use_cache=False)
+    inputs = batch if labels else {"input_ids": batch["input_ids"]}
+    output = model.train(training)(**inputs, use_cache=False)
     return (
         output.loss
         if labels
@@ -261,8 +264,8 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize(("told", "arguments"), NAMED.items(), ids=NAMED)
-def test_arguments_that_need_the_logits_are_named(told, arguments):
+@pytest.mark.parametrize(("argument_text", "arguments"), NAMED.items(), ids=NAMED)
+def test_arguments_that_need_the_logits_are_named(argument_text, arguments):
     """Of a loss that is computed blockwise without them; lazy logits have a rule for
     label_smoothing."""
     model = streambp.patch(zoo.build("qwen3", torch.float32), streambp.StreamConfig(chunk_size=5))
@@ -272,7 +275,7 @@ def test_arguments_that_need_the_logits_are_named(told, arguments):
     step(model).backward()
     assert (
         streambp.describe(model).head
-        == f"builds the logits: the loss uses {told} on them, costs memory"
+        == f"builds the logits: the loss uses {argument_text} on them, costs memory"
     )
     lazy = streambp.patch(
         zoo.build("qwen3", torch.float32), streambp.StreamConfig(chunk_size=5, lazy_logits=True)
@@ -283,7 +286,7 @@ def test_arguments_that_need_the_logits_are_named(told, arguments):
         batch["labels"].flatten(),
         **arguments,
     ).backward()
-    lazily = told.replace(", label_smoothing=...", "")
+    lazily = argument_text.replace(", label_smoothing=...", "")
     if arguments.keys() == {"label_smoothing"}:
         assert streambp.describe(lazy).head == "no logits: computed blockwise for cross_entropy"
     else:
@@ -318,6 +321,6 @@ def test_it_travels_with_a_copy():
     file = io.BytesIO()
     pickle.dump(model, file)
     file.seek(0)
-    for other in (copy.deepcopy(model), pickle.load(file)):
-        assert streambp.describe(other).head == BLOCKWISE
-        assert step(other).isfinite()
+    for model_copy in (copy.deepcopy(model), pickle.load(file)):
+        assert streambp.describe(model_copy).head == BLOCKWISE
+        assert step(model_copy).isfinite()

@@ -59,24 +59,24 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        self.calls.append((func, made))
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.calls.append((func, outputs))
         views = any(
             r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
         )
         if views or func in NOTHING or func in PRODUCTS or func is aten._unsafe_view.default:
             return result
         if func in SUMS:
-            self.sums += 2 * size(made[0])
+            self.sums += 2 * size(outputs[0])
         elif func in SELECTIONS:
-            self.elementwise += 2 * size(made[0])
+            self.elementwise += 2 * size(outputs[0])
         elif func in SCATTERS:
-            self.elementwise += 2 * size(given[-1])
+            self.elementwise += 2 * size(inputs[-1])
         else:
-            reads = [] if func in NO_READS else given[1:] if func is aten.copy_.default else given
+            reads = [] if func in NO_READS else inputs[1:] if func is aten.copy_.default else inputs
             self.elementwise += sum(map(size, {id(x): x for x in reads}.values())) + sum(
-                map(size, made)
+                map(size, outputs)
             )
         return result
 
@@ -99,5 +99,5 @@ class Traffic(TorchDispatchMode):
         ):
             yield self
 
-    def named(self, *names):
+    def results_of(self, *names):
         return [tensors for name, tensors in self.calls if name in names]

@@ -47,32 +47,32 @@ def exact_stock_head(monkeypatch):
 def tokenized():
     """Return rows of tokens of which every other has no label."""
     generator = seeded(0)
-    found = []
+    examples = []
     for index in range(8):
         ids = torch.randint(3, VOCABULARY, (MAX_LENGTH - index,), generator=generator)
         labels = torch.full_like(ids, -100) if index % 2 else ids
-        found.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
-    return Dataset.from_list(found)
+        examples.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return Dataset.from_list(examples)
 
 
 def long_prompts():
     """Return pairs of which every other has a prompt that the collator cuts before its
     completions."""
     generator = seeded(0)
-    found = []
+    examples = []
     for index in range(8):
         prompt = (
             words(generator, MAX_LENGTH + 3, MAX_LENGTH + 6)
             if index % 2
             else words(generator, 3, 5)
         )
-        found.append(
+        examples.append(
             {
                 "prompt": prompt,
                 **{name: " " + words(generator, 3, 6) for name in ("chosen", "rejected")},
             }
         )
-    return Dataset.from_list(found)
+    return Dataset.from_list(examples)
 
 
 def longest(completions, **_):
@@ -104,11 +104,11 @@ def test_weights_are_those_of_trl(kind, tmp_path):
     build("qwen3", torch.float64).save_pretrained(folder)
     settings |= {"model": str(folder), "model_init_kwargs": {"dtype": "auto"}}
     log, expected, _ = train(*stock, data(), tmp_path, **settings)
-    _, found, _ = train(*streamed, data(), tmp_path, **STREAMED, **settings)
+    _, weights, _ = train(*streamed, data(), tmp_path, **STREAMED, **settings)
     norms = [step["grad_norm"] for step in log]
     assert 0.0 in norms, norms
-    assert all(weight.isfinite().all() for weight in found.values())
-    assert worst_error(found, expected) <= 1e-9
+    assert all(weight.isfinite().all() for weight in weights.values())
+    assert worst_error(weights, expected) <= 1e-9
 
 
 @pytest.mark.parametrize("upstream", [1.0, 0.0, math.inf, math.nan])
@@ -127,24 +127,26 @@ def test_ppo_with_no_completion_token(upstream, tmp_path):
     expected |= {f"value_head.{name}": p.grad for name, p in head.named_parameters()}
     trainer.model.train()
     (trainer._compute_loss(trainer.model, inputs) * upstream).backward()
-    found = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    assert found.keys() == expected.keys()
+    our_gradients = {
+        name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None
+    }
+    assert our_gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         finite = gradient.isfinite()
         assert not gradient[finite].any()
-        assert torch.equal(found[name].isfinite(), finite), name
-        assert not found[name][finite].any(), name
+        assert torch.equal(our_gradients[name].isfinite(), finite), name
+        assert not our_gradients[name][finite].any(), name
 
 
 def test_without_zeros_of_empty_batches_that_is_red(tmp_path, monkeypatch):
     """Gradients of an empty micro-batch are what is left out where it has no rows."""
 
-    def results(self, *given, real=HeadGradients.results):
-        found = real(self, *given)
+    def results(self, *args, real=HeadGradients.results):
+        gradients = real(self, *args)
         return (
-            found
+            gradients
             if self.inputs.labelled
-            else tuple(None if x is None else x + torch.nan for x in found)
+            else tuple(None if x is None else x + torch.nan for x in gradients)
         )
 
     monkeypatch.setattr(HeadGradients, "results", results)

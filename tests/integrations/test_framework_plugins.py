@@ -28,16 +28,16 @@ from tests.launch.test_process import settings, without_streams
 def modules(monkeypatch):
     """Puts stand-ins of modules where imports find them, and takes ours that were made with them
     away again."""
-    monkeypatch.setattr(process.atexit, "register", lambda function, **given: None)
+    monkeypatch.setattr(process.atexit, "register", lambda function, **kwargs: None)
 
-    def place(name, **members):
+    def add_module(name, **members):
         for at in range(name.count(".") + 1):
             part = ".".join(name.split(".")[: at + 1])
             if part not in sys.modules or at == name.count("."):
                 monkeypatch.setitem(sys.modules, part, ModuleType(part))
         vars(sys.modules[name]).update(members)
 
-    yield place
+    yield add_module
     for name in ("axolotl", "ms_swift", "verl"):
         sys.modules.pop(f"streambp.integrations.{name}", None)
 
@@ -49,26 +49,27 @@ def axolotl(modules):
     return importlib.import_module("streambp.integrations.axolotl")
 
 
-def trainer(tmp_path, model=None, **more):
+def trainer(tmp_path, model=None, **settings_of_trainer):
     return Trainer(
         model_of() if model is None else model,
         arguments(tmp_path / "out"),
         train_dataset=rows(),
-        **more,
+        **settings_of_trainer,
     )
 
 
 def test_axolotls_section_patches_the_trainers_model_and_reference(axolotl, tmp_path, capsys):
-    made = trainer(tmp_path)
+    axolotl_trainer = trainer(tmp_path)
     axolotl.StreamPlugin().post_trainer_create(
-        SimpleNamespace(streambp={"chunk_size": 5, "saves": ["kv"], "rows": "packed"}), made
+        SimpleNamespace(streambp={"chunk_size": 5, "saves": ["kv"], "rows": "packed"}),
+        axolotl_trainer,
     )
-    assert settings(made.model) == StreamConfig(
+    assert settings(axolotl_trainer.model) == StreamConfig(
         chunk_size=5, saves=("kv",), lazy_logits=True, rows="packed"
     )
-    made.ref_model = model_of(7).eval()
-    made.train()
-    assert is_patched(made.ref_model)
+    axolotl_trainer.ref_model = model_of(7).eval()
+    axolotl_trainer.train()
+    assert is_patched(axolotl_trainer.ref_model)
     assert "blockwise loss, no logits\n" in capsys.readouterr().err
     measured = trainer(tmp_path, compute_metrics=right)
     axolotl.StreamPlugin().post_trainer_create(SimpleNamespace(streambp={}), measured)
@@ -81,9 +82,9 @@ def test_axolotls_section_patches_the_trainers_model_and_reference(axolotl, tmp_
 
 
 def test_axolotl_without_the_section_trains_as_ever(axolotl, tmp_path):
-    made = trainer(tmp_path)
-    axolotl.StreamPlugin().post_trainer_create(SimpleNamespace(streambp=None), made)
-    assert not is_patched(made.model)
+    axolotl_trainer = trainer(tmp_path)
+    axolotl.StreamPlugin().post_trainer_create(SimpleNamespace(streambp=None), axolotl_trainer)
+    assert not is_patched(axolotl_trainer.model)
 
 
 def test_axolotl_checks_the_section_before_a_model_is_loaded(axolotl):
@@ -127,8 +128,8 @@ def test_ms_swifts_callback(modules, tmp_path, monkeypatch):
             )
 
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "rows": "packed"}')
-    made = Trainers(model_of(), arguments(tmp_path / "out"))
-    assert settings(made.model) == StreamConfig(chunk_size=5, lazy_logits=True, rows="packed")
+    trainers = Trainers(model_of(), arguments(tmp_path / "out"))
+    assert settings(trainers.model) == StreamConfig(chunk_size=5, lazy_logits=True, rows="packed")
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "lazy_logits": false}')
     assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig(
         chunk_size=5, rows="auto"
@@ -151,14 +152,14 @@ class Engine:
             strategy=strategy, ulysses_sequence_parallel_size=ranks
         )
         self.model_config = SimpleNamespace(enable_activation_offload=offload)
-        self.given = model
+        self.original_model = model
 
     def _build_fsdp_module(self, module):
         module.wrapped = True
         return module
 
     def initialize(self):
-        self.module = self._build_fsdp_module(self.given)
+        self.module = self._build_fsdp_module(self.original_model)
 
     def gradients(self, ids):
         """A policy's loss from logits, with which verl computes its log-probabilities; without
@@ -186,26 +187,26 @@ def engines(modules, monkeypatch):
 
 def test_verls_engine_streams_what_it_trains(engines, attended_chunks, capsys):
     stock = Engine(model_of())
-    ours = engines[0](copy.deepcopy(stock.given))
+    ours = engines[0](copy.deepcopy(stock.original_model))
     ids = rows(1)[0]["input_ids"][None]
     for engine in (stock, ours):
         engine.initialize()
     expected = stock.gradients(ids)
     assert not attended_chunks
-    found = ours.gradients(ids)
+    our_gradients = ours.gradients(ids)
     assert settings(ours.module) == StreamConfig(chunk_size=5, lazy_logits=True, rows="packed")
     assert ours.module.wrapped
     assert 5 in attended_chunks
     assert ids.shape[1] not in attended_chunks
     # after the first forward
     assert capsys.readouterr().err.count("streams: 2 x Qwen3DecoderLayer") == 1
-    assert found.keys() == expected.keys()
+    assert our_gradients.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(our_gradients[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("engine", "changes", "said"),
+    ("engine", "changes", "message"),
     [
         (0, {"strategy": "fsdp"}, "strategy=fsdp2"),
         (1, {"strategy": "fsdp_turbo"}, "strategy=fsdp2"),
@@ -213,8 +214,8 @@ def test_verls_engine_streams_what_it_trains(engines, attended_chunks, capsys):
         (0, {"offload": True}, "enable_activation_offload"),
     ],
 )
-def test_verls_engines_that_would_not_be_exact_are_refused(engines, engine, changes, said):
-    with pytest.raises(UnsupportedModelError, match=said):
+def test_verls_engines_that_would_not_be_exact_are_refused(engines, engine, changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
         engines[engine](model_of(), **changes)
 
 

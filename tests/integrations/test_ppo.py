@@ -106,11 +106,11 @@ def reference_loss(model, inputs, trainer, values_of):
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     output = model(input_ids=ids, attention_mask=mask, use_cache=False, output_hidden_states=True)
     log_p = output.logits[:, :-1].log_softmax(-1)
-    chosen = log_p.gather(-1, ids[:, 1:, None])[..., 0][:, -5:]
+    token_log_probs = log_p.gather(-1, ids[:, 1:, None])[..., 0][:, -5:]
     entropy = -(log_p.exp() * log_p).sum(-1)[:, -5:]
     values = values_of(output.hidden_states[-1], ids, mask)[:, :-1][:, -5:]
     return ppo_loss(
-        chosen, inputs["old_per_token_logps"], inputs["advantages"], inputs["completion_mask"].bool(), values,
+        token_log_probs, inputs["old_per_token_logps"], inputs["advantages"], inputs["completion_mask"].bool(), values,
         inputs["old_values"], inputs["returns"], entropy=entropy, entropy_coef=0.1, value_coef=0.5,
     ).loss  # fmt: skip
 
@@ -156,8 +156,10 @@ def test_gradients_and_one_backward(separate, tmp_path, monkeypatch):
     )
     trainer.model.train()
     trainer._compute_loss(trainer.model, inputs).backward()
-    found = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    assert worst_error(found, expected) <= 1e-9
+    our_gradients = {
+        name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None
+    }
+    assert worst_error(our_gradients, expected) <= 1e-9
     layers = len(stock.model.layers)
     assert len(calls) == (2 * layers if separate else layers)
 
@@ -178,42 +180,48 @@ def test_checkpoints_hold_policy_and_values_apart(tmp_path):
         tmp_path, build("qwen3"), save_strategy="steps", save_steps=2, max_steps=4, **steered
     )
     trainer.train()
-    after = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trained_weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     loaded = type(trainer.model).from_pretrained(tmp_path / "checkpoint-4")
-    assert torch.equal(loaded.lm_head.weight, after["lm_head.weight"])
-    again = make(tmp_path, build("qwen3", seed=5), save_strategy="steps", save_steps=2, max_steps=4)
-    again._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
-    for name, p in again.model.named_parameters():
-        assert torch.equal(p, after[name]), name
-    assert again.kl_coef == trainer.kl_coef != trainer.args.kl_coef
+    assert torch.equal(loaded.lm_head.weight, trained_weights["lm_head.weight"])
+    resumed_trainer = make(
+        tmp_path, build("qwen3", seed=5), save_strategy="steps", save_steps=2, max_steps=4
+    )
+    resumed_trainer._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
+    for name, p in resumed_trainer.model.named_parameters():
+        assert torch.equal(p, trained_weights[name]), name
+    assert resumed_trainer.kl_coef == trainer.kl_coef != trainer.args.kl_coef
     config = copy.deepcopy(build("qwen3").config)
     config.num_labels = 1
-    other = make(tmp_path, build("qwen3"), AutoModelForTokenClassification.from_config(config))
+    other_trainer = make(
+        tmp_path, build("qwen3"), AutoModelForTokenClassification.from_config(config)
+    )
     with pytest.raises(streambp.StreamBPError, match="value head or value_model"):
-        other._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
+        other_trainer._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
 
 
 @pytest.mark.full
 def test_lora_policy(tmp_path):
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = make(tmp_path, build("qwen3"), peft_config=lora)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights_before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
-    changed = {
-        name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])
+    changed_names = {
+        name
+        for name, p in trainer.model.named_parameters()
+        if not torch.equal(p, weights_before[name])
     }
-    assert any("lora" in name for name in changed)
-    assert any("value_head" in name for name in changed)
-    assert all("lora" in name or "value_head" in name for name in changed)
+    assert any("lora" in name for name in changed_names)
+    assert any("value_head" in name for name in changed_names)
+    assert all("lora" in name or "value_head" in name for name in changed_names)
 
 
 def test_kl_coefficient_is_steered_to_its_target(tmp_path):
     trainer = make(tmp_path, build("qwen3"), kl_target=2.0, kl_horizon=10)
     trainer.model.train()
     for divergence, factor in ((8.0, 1.08), (2.0, 1.0), (0.0, 0.92)):
-        before = trainer.kl_coef
+        coefficient = trainer.kl_coef
         trainer._steer(torch.full((4,), divergence))
-        assert trainer.kl_coef == pytest.approx(before * factor)
+        assert trainer.kl_coef == pytest.approx(coefficient * factor)
 
 
 def test_reward_lands_on_the_last_token_and_kl_on_every_one(tmp_path):
@@ -223,9 +231,9 @@ def test_reward_lands_on_the_last_token_and_kl_on_every_one(tmp_path):
     mask = torch.tensor([[True, True, True], [True, False, False]])
     log_probs = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, 7.0, 7.0]])
     output = {"ref_per_token_logps": torch.tensor([[-1.5, -2.0, -2.0], [-3.0, 0.0, 0.0]])}
-    found = trainer._token_rewards(output, log_probs, mask)
+    token_rewards = trainer._token_rewards(output, log_probs, mask)
     expected = torch.tensor([[-0.25, 0.0, 2.0 + 0.5], [2.0 - 1.0, 0.0, 0.0]])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(token_rewards, expected)
 
 
 @pytest.mark.parametrize(

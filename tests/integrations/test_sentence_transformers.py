@@ -111,7 +111,7 @@ def pairs():
 
 def train(model, kind, folder, steps):
     """Train by SGD; returns the trainer and the weights' changes."""
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights_before = {name: p.detach().clone() for name, p in model.named_parameters()}
     arguments = SentenceTransformerTrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=4, optim="sgd", learning_rate=0.05,
         lr_scheduler_type="constant", logging_steps=1, report_to=[], save_strategy="no", use_cpu=True,
@@ -119,7 +119,9 @@ def train(model, kind, folder, steps):
     )  # fmt: skip
     trainer = SentenceTransformerTrainer(model, arguments, pairs(), loss=LOSSES[kind](model))
     trainer.train()
-    return trainer, {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    return trainer, {
+        name: p.detach() - weights_before[name] for name, p in model.named_parameters()
+    }
 
 
 def check(name, kind, folder, steps=STEPS):
@@ -127,18 +129,20 @@ def check(name, kind, folder, steps=STEPS):
     config = streambp.StreamConfig(chunk_size=CHUNK)
     ours = streambp.patch(copy.deepcopy(stock), config)
     expected, expected_changes = train(stock, kind, folder, steps)
-    found, changes = train(ours, kind, folder, steps)
+    our_trainer, changes = train(ours, kind, folder, steps)
     for key in ("loss", "grad_norm"):
         assert len(logged(expected, key)) == steps
-        assert logged(found, key) == pytest.approx(logged(expected, key), rel=1e-10, abs=0.0)
+        assert logged(our_trainer, key) == pytest.approx(logged(expected, key), rel=1e-10, abs=0.0)
     assert min(logged(expected, "grad_norm")) > 0.1  # each step moved the weights
     assert worst_error(changes, expected_changes) <= EXACT
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * 2
     texts = [row["positive"] for row in pairs()][:4]
     with torch.no_grad():
-        one, other = (model.encode(texts, convert_to_tensor=True) for model in (ours, stock))
-    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+        our_embeddings, stock_embeddings = (
+            model.encode(texts, convert_to_tensor=True) for model in (ours, stock)
+        )
+    torch.testing.assert_close(our_embeddings, stock_embeddings, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.fast("bert-mnrl", "modernbert-cached mnrl", "qwen3-cached mnrl")
@@ -160,7 +164,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", list(MUTANTS))
 def test_mutants(mutant, monkeypatch, tmp_path):
-    module, attribute, changed, name, kind = MUTANTS[mutant]
-    monkeypatch.setattr(module, attribute, changed)
+    module, attribute, replacement, name, kind = MUTANTS[mutant]
+    monkeypatch.setattr(module, attribute, replacement)
     with pytest.raises((AssertionError, StreamBPError)):
         check(name, kind, tmp_path, steps=2)

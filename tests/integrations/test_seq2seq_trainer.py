@@ -85,7 +85,7 @@ def collate(rows):
         return batch | {"input_features": torch.stack([row["input_features"] for row in rows])}
     sources = [row["input_ids"] for row in rows]
     batch["input_ids"] = pad_sequence(sources, True, 0)
-    batch["attention_mask"] = pad_sequence([torch.ones_like(one) for one in sources], True, 0)
+    batch["attention_mask"] = pad_sequence([torch.ones_like(source) for source in sources], True, 0)
     return batch
 
 
@@ -136,7 +136,7 @@ FORMS = {
 
 def train(model, name, rows, folder, steps, **settings):
     """Train by SGD; returns the trainer and the weights' changes."""
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights_before = {name: p.detach().clone() for name, p in model.named_parameters()}
     kinds = Seq2SeqTrainer, Seq2SeqTrainingArguments, collate
     if name == "paligemma":
         kinds = Trainer, TrainingArguments, collate_images
@@ -148,7 +148,9 @@ def train(model, name, rows, folder, steps, **settings):
     )  # fmt: skip
     trainer = make_trainer(model, arguments, collator, train_dataset=rows)
     trainer.train()
-    return trainer, {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    return trainer, {
+        name: p.detach() - weights_before[name] for name, p in model.named_parameters()
+    }
 
 
 def logged(trainer, key):
@@ -162,18 +164,22 @@ def check(name, form, folder, steps=STEPS):
     ours = streambp.patch(copy.deepcopy(stock), config)
     rows = DATA[name]()
     expected, expected_changes = train(stock, name, rows, folder, steps, **FORMS[form])
-    found, changes = train(ours, name, rows, folder, steps, **FORMS[form])
+    our_trainer, changes = train(ours, name, rows, folder, steps, **FORMS[form])
     for key in ("loss", "grad_norm"):
         assert len(logged(expected, key)) == steps
-        assert logged(found, key) == pytest.approx(logged(expected, key), rel=1e-10, abs=0.0)
+        assert logged(our_trainer, key) == pytest.approx(logged(expected, key), rel=1e-10, abs=0.0)
     assert min(logged(expected, "grad_norm")) > 0.1  # each step moved the weights
     assert worst_error(changes, expected_changes) <= EXACT
     if form == "generation":
-        one, other = (trainer.predict(rows[:6]) for trainer in (found, expected))
-        assert (one.predictions == other.predictions).all()
-        assert one.metrics["test_loss"] == pytest.approx(other.metrics["test_loss"], rel=1e-10)
-    assert min(logged(found, "stream_chunks")) >= 2
-    assert max(logged(found, "stream_whole_layers")) == 0
+        our_output, stock_output = (
+            trainer.predict(rows[:6]) for trainer in (our_trainer, expected)
+        )
+        assert (our_output.predictions == stock_output.predictions).all()
+        assert our_output.metrics["test_loss"] == pytest.approx(
+            stock_output.metrics["test_loss"], rel=1e-10
+        )
+    assert min(logged(our_trainer, "stream_chunks")) >= 2
+    assert max(logged(our_trainer, "stream_whole_layers")) == 0
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * LAYERS.get(name, 2)
     if name in TOWERS:
@@ -225,9 +231,9 @@ MUTANTS = {
 @pytest.mark.fast("label smoothing of the other sign", "chunks end within an image's question")
 @pytest.mark.parametrize("mutant", list(MUTANTS))
 def test_mutants(mutant, monkeypatch, tmp_path):
-    module, attribute, changed, name, form = MUTANTS[mutant]
+    module, attribute, replacement, name, form = MUTANTS[mutant]
     if name == "t5" and not STREAMS_T5:
         pytest.skip(WHY_NOT_T5)
-    monkeypatch.setattr(module, attribute, changed)
+    monkeypatch.setattr(module, attribute, replacement)
     with pytest.raises((AssertionError, StreamBPError)):
         check(name, form, tmp_path, steps=2)

@@ -38,7 +38,7 @@ def check_epochs(lengths, tokens, ranks, epochs=4, **settings):
         TokenBatchSampler(lengths, tokens, num_replicas=ranks, rank=rank, **settings)
         for rank in range(ranks)
     ]
-    found = []
+    batches_by_epoch = []
     for epoch in range(epochs):
         for sampler in samplers:
             sampler.set_epoch(epoch)
@@ -50,14 +50,14 @@ def check_epochs(lengths, tokens, ranks, epochs=4, **settings):
             for batch in of_rank
         )
         rows = [row for of_rank in batches for batch in of_rank for row in batch]
-        again = len(rows) - len(lengths)
+        repeated = len(rows) - len(lengths)
         assert sorted(set(rows)) == list(range(len(lengths)))
-        assert 0 <= again < ranks
-        assert not again or max(len(batch) for of_rank in batches for batch in of_rank) == 1
+        assert 0 <= repeated < ranks
+        assert not repeated or max(len(batch) for of_rank in batches for batch in of_rank) == 1
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         assert lengths[longest] in {lengths[row] for of_rank in batches for row in of_rank[0]}
-        found.append(batches)
-    return found
+        batches_by_epoch.append(batches)
+    return batches_by_epoch
 
 
 @pytest.mark.parametrize("window", [1, 16, 10_000])
@@ -74,14 +74,16 @@ def test_batches_are_full_and_those_of_one_step_alike():
     (batches,) = check_epochs(lengths, 8192, 4, epochs=1)
     assert sum(lengths) / (sum(map(len, batches)) * 8192) > 0.97
     steps = list(zip(*batches, strict=True))
-    apart = [
+    spreads = [
         abs(max(lengths[row] for row in a) - max(lengths[row] for row in b)) for a, b, *_ in steps
     ]
-    others = [
+    random_spreads = [
         abs(max(lengths[row] for row in steps[i][0]) - max(lengths[row] for row in steps[-i][1]))
         for i in range(1, len(steps))
     ]
-    assert sum(apart) < 0.5 * sum(others)  # ranks wait for the longest attention among them
+    assert sum(spreads) < 0.5 * sum(
+        random_spreads
+    )  # ranks wait for the longest attention among them
 
 
 def test_seeds_and_epochs_are_other_orders():
@@ -93,33 +95,33 @@ def test_seeds_and_epochs_are_other_orders():
         return list(sampler)
 
     assert batches(1, 2) == batches(1, 2)
-    found = [batches(seed, epoch) for seed, epoch in itertools.product(range(3), repeat=2)]
-    assert all(a != b for a, b in itertools.combinations(found, 2))
+    orders = [batches(seed, epoch) for seed, epoch in itertools.product(range(3), repeat=2)]
+    assert all(a != b for a, b in itertools.combinations(orders, 2))
 
 
 def test_an_epoch_goes_on_where_it_was_left():
     sampler = TokenBatchSampler(lengths_of("long tail", 200), 4096, num_replicas=2, rank=1)
     sampler.set_epoch(3)
-    whole = list(sampler)
+    full_epoch = list(sampler)
     sampler.set_epoch(3, batches_done=4)
-    assert list(sampler) == whole[4:]
-    assert list(sampler) == whole  # the next epoch has all of them
+    assert list(sampler) == full_epoch[4:]
+    assert list(sampler) == full_epoch  # the next epoch has all of them
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_accelerate_deals_as_the_sampler_does(ranks):
     lengths = lengths_of("long tail", 150)
     for rank in range(ranks):
-        whole = TokenBatchSampler(lengths, 4096, num_replicas=ranks)
+        full_sampler = TokenBatchSampler(lengths, 4096, num_replicas=ranks)
         dealt = BatchSamplerShard(
-            whole, num_processes=ranks, process_index=rank, even_batches=False
+            full_sampler, num_processes=ranks, process_index=rank, even_batches=False
         )
-        own = TokenBatchSampler(lengths, 4096, num_replicas=ranks, rank=rank)
+        rank_sampler = TokenBatchSampler(lengths, 4096, num_replicas=ranks, rank=rank)
         for epoch in range(2):
             dealt.batch_sampler.sampler.set_epoch(epoch)
-            own.set_epoch(epoch)
-            assert list(dealt) == list(own)
-            assert len(dealt) == len(own)
+            rank_sampler.set_epoch(epoch)
+            assert list(dealt) == list(rank_sampler)
+            assert len(dealt) == len(rank_sampler)
 
 
 def test_accelerates_loader_gives_it_the_epoch():
@@ -138,7 +140,7 @@ def test_accelerates_loader_gives_it_the_epoch():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "settings", "said"),
+    ("lengths", "settings", "message"),
     [
         (
             [5, 70, 65],
@@ -155,8 +157,8 @@ def test_accelerates_loader_gives_it_the_epoch():
         ([3], {"window": 0}, "window=0 must be whole numbers from 1"),
     ],
 )
-def test_what_cannot_be_dealt_is_refused(lengths, settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_dealt_is_refused(lengths, settings, message):
+    with pytest.raises(ConfigError, match=message):
         TokenBatchSampler(lengths, 64, **settings)
 
 
@@ -164,6 +166,6 @@ def test_an_epoch_whose_windows_are_unlucky_has_no_batch_too_many():
     draw = random.Random(1)
     lengths = [draw.randint(1, 9) for _ in range(60)]
     sampler = TokenBatchSampler(lengths, 10, window=8)
-    needed = [len(sampler._in_windows(sampler._shuffled(epoch))) for epoch in range(30)]
-    assert max(needed) > len(sampler) > min(needed)
+    batch_counts = [len(sampler._in_windows(sampler._shuffled(epoch))) for epoch in range(30)]
+    assert max(batch_counts) > len(sampler) > min(batch_counts)
     check_epochs(lengths, 10, 1, epochs=30, window=8)

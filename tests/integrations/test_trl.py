@@ -60,8 +60,8 @@ class FullLogits:
             "mean_logits": (logits / temperature).mean(-1).detach(),
             "is_top1": logits.argmax(-1) == labels,
         }
-        chosen = log_p.gather(-1, labels[:, None])[:, 0]
-        return chosen, *(fields[name] if name in outputs else None for name in fields)
+        label_log_probs = log_p.gather(-1, labels[:, None])[:, 0]
+        return label_log_probs, *(fields[name] if name in outputs else None for name in fields)
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def train(
             "save_strategy": "no", "lr_scheduler_type": "constant", "seed": seed_of(3), **settings,
         },
     )  # fmt: skip
-    made = trainer_class(
+    created_trainer = trainer_class(
         model=model,
         args=arguments,
         train_dataset=dataset,
@@ -144,18 +144,22 @@ def train(
         **(trainer or {}),
     )
     if patch_with is not None:
-        streambp.patch(made.model, patch_with)
-    made.train()
-    log = [entry for entry in made.state.log_history if "loss" in entry]
-    return log, {name: p.detach().clone() for name, p in made.model.named_parameters()}, made
+        streambp.patch(created_trainer.model, patch_with)
+    created_trainer.train()
+    log = [entry for entry in created_trainer.state.log_history if "loss" in entry]
+    return (
+        log,
+        {name: p.detach().clone() for name, p in created_trainer.model.named_parameters()},
+        created_trainer,
+    )
 
 
 IGNORED = {"epoch", "learning_rate", "step_time"}
 
 
-def compare(expected, found, tolerance=1e-9):
+def compare(expected, streamed, tolerance=1e-9):
     """Metrics of every step and the weights after the last."""
-    (expected_log, expected_weights, _), (log, weights, _) = expected, found
+    (expected_log, expected_weights, _), (log, weights, _) = expected, streamed
     assert len(log) == len(expected_log) == STEPS
     for ours, theirs in zip(log, expected_log, strict=True):
         ours = {key: value for key, value in ours.items() if not key.startswith("stream_")}
@@ -195,10 +199,10 @@ SFT = {
 def test_sft(kind, tmp_path, attended_chunks):
     expected = train(SFTTrainer, SFTConfig, texts(), tmp_path, **SFT[kind])
     assert not attended_chunks
-    found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAMED, **SFT[kind])
+    streamed = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAMED, **SFT[kind])
     assert attended_chunks
-    compare(expected, found)
-    assert "blockwise" in str(streambp.describe(found[2].model))
+    compare(expected, streamed)
+    assert "blockwise" in str(streambp.describe(streamed[2].model))
 
 
 @pytest.mark.full
@@ -209,10 +213,10 @@ def test_sft_of_a_hybrid(tmp_path):
         SFTTrainer, SFTConfig, texts(), tmp_path, model=zoo.build("qwen3_5_text"), **settings
     )
     model = zoo.build("qwen3_5_text")
-    found = train(
+    streamed = train(
         StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=model, **STREAMED, **settings
     )
-    compare(expected, found)
+    compare(expected, streamed)
     assert {layer.path for layer in streambp.describe(model).layers} == HYBRID_PATHS
     assert {layer.kind for layer in streambp.describe(model).layers} == {"Qwen3_5DecoderLayer"}
 
@@ -239,9 +243,9 @@ def test_sft_in_float32(tmp_path):
 @pytest.mark.full
 def test_patch_and_trls_own_trainer(tmp_path, attended_chunks, expected_sft):
     model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5))
-    found = train(SFTTrainer, SFTConfig, texts(), tmp_path, model=model)
+    streamed = train(SFTTrainer, SFTConfig, texts(), tmp_path, model=model)
     assert attended_chunks
-    compare(expected_sft, found)
+    compare(expected_sft, streamed)
 
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
@@ -282,9 +286,9 @@ def test_dpo(lora, loss_type, tmp_path, attended_chunks, checkpoint):
         )
 
     expected = run(DPOTrainer, DPOConfig)
-    found = run(StreamDPOTrainer, StreamDPOConfig, **STREAMED)
+    streamed = run(StreamDPOTrainer, StreamDPOConfig, **STREAMED)
     assert attended_chunks
-    compare(expected, found)
+    compare(expected, streamed)
     assert expected[0][-1]["loss"] != expected[0][0]["loss"]
 
 
@@ -299,9 +303,9 @@ def test_dpo_with_layers_that_run_whole(tmp_path, monkeypatch):
 
     mix_neighbours(monkeypatch, build("qwen3"))
     expected = run(DPOTrainer, DPOConfig)
-    found = run(StreamDPOTrainer, StreamDPOConfig, **STREAMED)
-    compare(expected, found)
-    assert {layer.path for layer in streambp.describe(found[2].model).layers} == {"checkpoints"}
+    streamed = run(StreamDPOTrainer, StreamDPOConfig, **STREAMED)
+    compare(expected, streamed)
+    assert {layer.path for layer in streambp.describe(streamed[2].model).layers} == {"checkpoints"}
 
 
 @pytest.mark.trls_kernel
@@ -326,11 +330,11 @@ def test_a_batch_without_a_label_has_fields_like_trls():
                 use_cache=False,
             )
         )
-    expected, found = outputs
+    expected, our_output = outputs
     for name in ("log_probs", *OPTIONAL_OUTPUTS, "label_mask"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
+        ours, theirs = getattr(our_output, name), getattr(expected, name)
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), name
-    assert not found.is_top1.any()
+    assert not our_output.is_top1.any()
 
 
 def test_patching_anew_keeps_the_head_that_a_trainer_calls():
@@ -348,12 +352,14 @@ def test_patching_anew_keeps_the_head_that_a_trainer_calls():
 
     config = streambp.StreamConfig(chunk_size=5)
     add_streamed_head(config, FusedHead, model, temperature=0.7, outputs=("log_probs", "entropy"))
-    before = scored()
+    first_scores = scored()
     streambp.patch(model, streambp.StreamConfig(chunk_size=4, eval_logits=True))
-    after = scored()
+    later_scores = scored()
     assert streambp.describe(model).chunk_size == "4"
-    torch.testing.assert_close(after.log_probs, before.log_probs, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(after.entropy, before.entropy, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        later_scores.log_probs, first_scores.log_probs, rtol=1e-12, atol=1e-12
+    )
+    torch.testing.assert_close(later_scores.entropy, first_scores.entropy, rtol=1e-12, atol=1e-12)
 
 
 def reward(completions, **_):
@@ -375,7 +381,7 @@ def test_grpo(loss_type, tmp_path, attended_chunks, checkpoint):
     trainer = {"reward_funcs": reward}
     settings = {**GRPO, **checkpoint, "loss_type": loss_type}
     expected = train(GRPOTrainer, GRPOConfig, prompts(), tmp_path, trainer=trainer, **settings)
-    found = train(
+    streamed = train(
         StreamGRPOTrainer,
         StreamGRPOConfig,
         prompts(),
@@ -385,18 +391,18 @@ def test_grpo(loss_type, tmp_path, attended_chunks, checkpoint):
         **STREAMED,
     )
     assert attended_chunks
-    compare(expected, found)
+    compare(expected, streamed)
     assert any(entry["reward_std"] > 0 for entry in expected[0])
 
 
 @pytest.mark.fast("model")
-@pytest.mark.parametrize("given", ["model", "peft", "base of peft"])
-def test_a_patched_model_keeps_its_settings(given, tmp_path, attended_chunks):
+@pytest.mark.parametrize("form", ["model", "peft", "base of peft"])
+def test_a_patched_model_keeps_its_settings(form, tmp_path, attended_chunks):
     model = build("qwen3", torch.float64)
-    patched = model if given == "model" else peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    patched = model if form == "model" else peft.get_peft_model(model, peft.LoraConfig(**LORA))
     model = patched
     streambp.patch(
-        patched.base_model if given == "base of peft" else patched,
+        patched.base_model if form == "base of peft" else patched,
         streambp.StreamConfig(chunk_size=7),
     )
     settings = {"max_steps": 1, "stream_chunk_size": "11"}
@@ -421,7 +427,7 @@ def test_evaluation_generation_and_resume(tmp_path):
     }
     evaluation = {"trainer": {"eval_dataset": texts()}}
     expected = train(SFTTrainer, SFTConfig, texts(), tmp_path / "stock", **settings, **evaluation)
-    found = train(
+    streamed = train(
         StreamSFTTrainer,
         StreamSFTConfig,
         texts(),
@@ -432,19 +438,19 @@ def test_evaluation_generation_and_resume(tmp_path):
     )
     losses = [
         [e["eval_loss"] for e in run[2].state.log_history if "eval_loss" in e]
-        for run in (expected, found)
+        for run in (expected, streamed)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     prompt = torch.tensor([[5, 6, 7]])
     assert torch.equal(
         *(
             run[2].model.eval().generate(prompt, max_new_tokens=4, do_sample=False)
-            for run in (expected, found)
+            for run in (expected, streamed)
         )
     )
-    trainer = found[2]
+    trainer = streamed[2]
     trainer.train(resume_from_checkpoint=str(tmp_path / "ours" / f"checkpoint-{STEPS // 2}"))
-    assert worst_error(dict(trainer.model.named_parameters()), found[1]) <= 1e-9
+    assert worst_error(dict(trainer.model.named_parameters()), streamed[1]) <= 1e-9
 
 
 def test_settings_from_the_command_line():
@@ -467,15 +473,19 @@ def test_copies_of_a_trainers_model_score_with_their_own_weights(tmp_path):
     _, _, trainer = train(
         StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, max_steps=1, **STREAMED
     )
-    other = copy.deepcopy(trainer.model)
+    model_copy = copy.deepcopy(trainer.model)
     with torch.no_grad():
-        other.lm_head.weight.mul_(2.0)
+        model_copy.lm_head.weight.mul_(2.0)
     ids = torch.randint(3, VOCABULARY, (2, 9))
     ours, theirs = (
-        m(input_ids=ids, labels=ids, fused_lm_head=True).log_probs for m in (trainer.model, other)
+        m(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+        for m in (trainer.model, model_copy)
     )
     expected = (
-        other(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        model_copy(input_ids=ids)
+        .logits[:, :-1]
+        .log_softmax(-1)
+        .gather(-1, ids[:, 1:, None])[..., 0]
     )
     torch.testing.assert_close(theirs, expected)
     assert not torch.allclose(ours, theirs)
@@ -524,60 +534,65 @@ def test_patching_the_model_of_a_finished_trainer(
         )
 
     expected = run(None)
-    before = FullLogits.calls
-    found = run(streambp.StreamConfig(chunk_size=5))
+    calls_before = FullLogits.calls
+    streamed = run(streambp.StreamConfig(chunk_size=5))
     assert attended_chunks
-    compare(expected, found)
-    model = found[2].model
+    compare(expected, streamed)
+    model = streamed[2].model
     assert streambp.describe(model).head == "blockwise loss, no logits"
     if kind != "dpo":  # its reference is another model, or the policy without its adapters
-        assert FullLogits.calls == before
+        assert FullLogits.calls == calls_before
     base = model.get_base_model() if lora else model
     streambp.unpatch(model)
     assert base.__dict__["forward"].__func__.__code__.co_name == "_fused_forward"
 
 
 @pytest.mark.fast("True")
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("patches_again", [False, True])
 def test_patching_before_and_after_trl_gave_its_head(
-    again, tmp_path, attended_chunks, expected_sft
+    patches_again, tmp_path, attended_chunks, expected_sft
 ):
     """Before: layers stream under TRL's own head. Patched again afterwards, the head is ours."""
     config = streambp.StreamConfig(chunk_size=5)
     model = streambp.patch(build("qwen3", torch.float64), config)
-    found = train(
-        SFTTrainer, SFTConfig, texts(), tmp_path, model=model, patch_with=config if again else None
+    streamed = train(
+        SFTTrainer,
+        SFTConfig,
+        texts(),
+        tmp_path,
+        model=model,
+        patch_with=config if patches_again else None,
     )
     assert attended_chunks
-    compare(expected_sft, found)
-    head = streambp.describe(found[2].model).head
+    compare(expected_sft, streamed)
+    head = streambp.describe(streamed[2].model).head
     theirs = (
         "as another library computes it: TRL's fused head replaced the model's forward after "
         "streambp.patch"
     )
-    assert head == ("blockwise loss, no logits" if again else theirs)
+    assert head == ("blockwise loss, no logits" if patches_again else theirs)
 
 
 def test_copies_of_a_model_patched_after_trl_use_their_own_weights(tmp_path):
     config = streambp.StreamConfig(chunk_size=5)
     _, _, trainer = train(SFTTrainer, SFTConfig, texts(), tmp_path, max_steps=1, patch_with=config)
-    other = copy.deepcopy(trainer.model)
+    model_copy = copy.deepcopy(trainer.model)
     with torch.no_grad():
-        other.lm_head.weight.mul_(2.0)
+        model_copy.lm_head.weight.mul_(2.0)
     ids = torch.randint(3, VOCABULARY, (2, 9))
-    expected = other.model(input_ids=ids).last_hidden_state @ other.lm_head.weight.T
+    expected = model_copy.model(input_ids=ids).last_hidden_state @ model_copy.lm_head.weight.T
     expected = expected[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     torch.testing.assert_close(
-        other(input_ids=ids, labels=ids, fused_lm_head=True).log_probs, expected
+        model_copy(input_ids=ids, labels=ids, fused_lm_head=True).log_probs, expected
     )
 
 
 @pytest.mark.full
 def test_without_our_head_trls_stays(tmp_path, expected_sft):
     config = streambp.StreamConfig(chunk_size=5, head=False)
-    before = FullLogits.calls
+    calls_before = FullLogits.calls
     compare(expected_sft, train(SFTTrainer, SFTConfig, texts(), tmp_path, patch_with=config))
-    assert FullLogits.calls > before
+    assert FullLogits.calls > calls_before
 
 
 @pytest.mark.full
@@ -585,7 +600,7 @@ def test_another_librarys_forward_on_the_class_leaves_the_head_to_trl(
     tmp_path, monkeypatch, attended_chunks, expected_sft
 ):
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", fused_forward)
-    found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAMED)
+    streamed = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAMED)
     assert attended_chunks
-    compare(expected_sft, found)
-    assert "TRL's fused head" in streambp.describe(found[2].model).head
+    compare(expected_sft, streamed)
+    assert "TRL's fused head" in streambp.describe(streamed[2].model).head

@@ -61,12 +61,16 @@ KINDS = {
 
 def trained(classes, kind, folder, steps, **settings):
     """Log, weights and trainer after some steps of one of TRL's trainers, or of ours."""
-    *_, data, more = KINDS[kind]
-    given = {name: value for name, value in more.items() if name != "reward_funcs"}
-    trainer = {name: value for name, value in more.items() if name == "reward_funcs"}
+    *_, data, kind_settings = KINDS[kind]
+    config_settings = {
+        name: value for name, value in kind_settings.items() if name != "reward_funcs"
+    }
+    trainer = {name: value for name, value in kind_settings.items() if name == "reward_funcs"}
     trainer["peft_config"] = peft.LoraConfig(**LORA)
     seed_torch(0)
-    return train(*classes, data(), folder, trainer=trainer, max_steps=steps, **given, **settings)
+    return train(
+        *classes, data(), folder, trainer=trainer, max_steps=steps, **config_settings, **settings
+    )
 
 
 def check(kind, folder, calls, steps, kernels="auto"):
@@ -75,12 +79,12 @@ def check(kind, folder, calls, steps, kernels="auto"):
     expected = trained(stock, kind, folder, steps)
     assert not calls
     if kernels == "auto":
-        found = trained(ours, kind, folder, steps, **STREAMED)
+        streamed = trained(ours, kind, folder, steps, **STREAMED)
     else:
         config = streambp.StreamConfig(chunk_size=5, kernels=kernels)
-        found = trained(stock, kind, folder, steps, patch_with=config)
-    compare(expected, found)
-    return found[2].model
+        streamed = trained(stock, kind, folder, steps, patch_with=config)
+    compare(expected, streamed)
+    return streamed[2].model
 
 
 @pytest.mark.parametrize(
@@ -125,15 +129,20 @@ def rows_of(seed):
 
 def by_trainer(model, folder, seed, bf16):
     """What ten steps of transformers' Trainer have changed of the adapters."""
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    weights_before = {
+        name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad
+    }
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=STEPS, bf16=bf16, use_cpu=True, report_to=[], save_strategy="no",
         per_device_train_batch_size=2, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
         max_grad_norm=0.0, seed=seed_of(seed), disable_tqdm=True, logging_steps=1000,
     )  # fmt: skip
     transformers.Trainer(model, arguments, train_dataset=rows_of(seed)).train()
-    after = dict(model.named_parameters())
-    return {name: after[name].detach().float() - old.float() for name, old in before.items()}
+    weights_after = dict(model.named_parameters())
+    return {
+        name: weights_after[name].detach().float() - old.float()
+        for name, old in weights_before.items()
+    }
 
 
 def trainer_errors(seed, folder, kernels="auto"):
@@ -145,8 +154,8 @@ def trainer_errors(seed, folder, kernels="auto"):
     true = by_trainer(copy.deepcopy(stock).float(), folder, seed, False)
     config = streambp.StreamConfig(chunk_size=40, kernels=kernels)
     ours = streambp.patch(copy.deepcopy(stock), config)
-    found = [by_trainer(model, folder, seed, True) for model in (ours, stock)]
-    return [relative_l2(one, true) for one in found]
+    both_changes = [by_trainer(model, folder, seed, True) for model in (ours, stock)]
+    return [relative_l2(changes, true) for changes in both_changes]
 
 
 def check_bf16(folder):
@@ -204,9 +213,9 @@ def adapters_of(weights):
 
 def by_trl(checkpoint, folder, attention="sdpa", config=None, kind="sft"):
     """TRL casts the adapters of such a model to bfloat16."""
-    classes, _, data, more = KINDS[kind]
-    settings = {name: value for name, value in more.items() if name != "reward_funcs"}
-    trainer = {name: value for name, value in more.items() if name == "reward_funcs"}
+    classes, _, data, kind_settings = KINDS[kind]
+    settings = {name: value for name, value in kind_settings.items() if name != "reward_funcs"}
+    trainer = {name: value for name, value in kind_settings.items() if name == "reward_funcs"}
     if kind != "grpo":
         settings["max_length"] = 32
     *_, weights, trained_by = train(
@@ -245,14 +254,16 @@ def test_qlora(run, tmp_path, calls, in_four_bits):
     """No further from unpatched QLoRA than twice the distance between two of its attention
     kernels."""
     stock, _ = run(in_four_bits, tmp_path)
-    other, _ = run(in_four_bits, tmp_path, "eager")
+    eager_weights, _ = run(in_four_bits, tmp_path, "eager")
     assert not calls
-    own, _ = run(in_four_bits, tmp_path, config=streambp.StreamConfig(chunk_size=5, kernels="own"))
+    peft_weights, _ = run(
+        in_four_bits, tmp_path, config=streambp.StreamConfig(chunk_size=5, kernels="own")
+    )
     assert not calls
-    found, model = run(in_four_bits, tmp_path, config=streambp.StreamConfig(chunk_size=5))
+    our_weights, model = run(in_four_bits, tmp_path, config=streambp.StreamConfig(chunk_size=5))
     assert calls
     assert sum(type(module).__name__ == "Linear4bit" for module in model.modules()) >= 14
     assert "14 Linears with adapters are computed as one operation" in str(streambp.describe(model))
-    apart = [relative_l2(one, stock) for one in (found, own, other)]
-    print("as one operation, peft's code, another attention kernel:", apart)
-    assert max(apart[:2]) <= 2 * apart[2]
+    errors = [relative_l2(weights, stock) for weights in (our_weights, peft_weights, eager_weights)]
+    print("as one operation, peft's code, another attention kernel:", errors)
+    assert max(errors[:2]) <= 2 * errors[2]

@@ -40,9 +40,9 @@ class BySameTokens(SFTTrainer):
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def steps_seen(monkeypatch):
     """Real tokens and rows of every micro-batch that trains."""
-    found, own = [], SFTTrainer.training_step
+    batch_sizes, training_step = [], SFTTrainer.training_step
 
     def step(self, model, inputs, num_items_in_batch=None):
         mask = (
@@ -50,18 +50,18 @@ def seen(monkeypatch):
             if "attention_mask" in inputs
             else torch.ones_like(inputs["input_ids"])
         )
-        found.append((int(mask.sum()), len(mask)))
-        return own(self, model, inputs, num_items_in_batch)
+        batch_sizes.append((int(mask.sum()), len(mask)))
+        return training_step(self, model, inputs, num_items_in_batch)
 
     monkeypatch.setattr(SFTTrainer, "training_step", step)
-    return found
+    return batch_sizes
 
 
-def test_sft_by_tokens(tmp_path, seen):
+def test_sft_by_tokens(tmp_path, steps_seen):
     _, expected, _ = train(BySameTokens, SFTConfig, texts(), tmp_path, max_length=32)
-    theirs = list(seen)
-    seen.clear()
-    _, found, made = train(
+    theirs = list(steps_seen)
+    steps_seen.clear()
+    _, weights, created_trainer = train(
         StreamSFTTrainer,
         StreamSFTConfig,
         texts(),
@@ -70,14 +70,14 @@ def test_sft_by_tokens(tmp_path, seen):
         stream_batch_tokens=TOKENS,
         **STREAMED,
     )
-    assert seen == theirs
-    assert all(tokens <= TOKENS for tokens, _ in seen)
-    assert len({rows for _, rows in seen}) > 1
-    assert worst_error(found, expected) <= 1e-9
-    assert made.accelerator.even_batches  # for the loaders that come after
+    assert steps_seen == theirs
+    assert all(tokens <= TOKENS for tokens, _ in steps_seen)
+    assert len({rows for _, rows in steps_seen}) > 1
+    assert worst_error(weights, expected) <= 1e-9
+    assert created_trainer.accelerator.even_batches  # for the loaders that come after
 
 
-def test_training_goes_on_where_it_was_left(tmp_path, seen):
+def test_training_goes_on_where_it_was_left(tmp_path, steps_seen):
     """In the middle of the second epoch, which has another order than the first."""
     settings = {
         "max_length": 32,
@@ -86,29 +86,29 @@ def test_training_goes_on_where_it_was_left(tmp_path, seen):
         "gradient_accumulation_steps": 1,
     }
     settings |= {"save_strategy": "steps", "save_steps": 12}
-    _, expected, made = train(
+    _, expected, created_trainer = train(
         StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **settings, **STREAMED
     )
-    epoch = len(made.get_train_dataloader())
+    epoch = len(created_trainer.get_train_dataloader())
     assert epoch < 12 < 14 <= 2 * epoch
-    assert seen[: 14 - epoch] != seen[epoch:]
-    left = seen[12:]
-    seen.clear()
-    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
-    assert seen == left
-    assert worst_error(dict(made.model.named_parameters()), expected) <= 1e-9
+    assert steps_seen[: 14 - epoch] != steps_seen[epoch:]
+    later_batches = steps_seen[12:]
+    steps_seen.clear()
+    created_trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    assert steps_seen == later_batches
+    assert worst_error(dict(created_trainer.model.named_parameters()), expected) <= 1e-9
 
 
-def test_the_loss_counts_each_label_of_a_step_alike(tmp_path, seen):
+def test_the_loss_counts_each_label_of_a_step_alike(tmp_path, steps_seen):
     """One step over the whole data set, in micro-batches of unlike sizes, is that of a single batch
     of all rows.
 
     Where TRL's own trainer divides it by the number of micro-batches, so does ours.
     """
     data, model = texts(), build("qwen3", torch.float64)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights_before = {name: p.detach().clone() for name, p in model.named_parameters()}
     common = {"max_length": 32, "max_steps": 1, "num_train_epochs": 1}
-    _, whole, _ = train(
+    _, single_batch, _ = train(
         SFTTrainer,
         SFTConfig,
         data,
@@ -117,19 +117,20 @@ def test_the_loss_counts_each_label_of_a_step_alike(tmp_path, seen):
         gradient_accumulation_steps=1,
         **common,
     )
-    seen.clear()
-    _, found, _ = train(
+    steps_seen.clear()
+    _, by_tokens, _ = train(
         StreamSFTTrainer, StreamSFTConfig, data, tmp_path, model=model, stream_batch_tokens=TOKENS,
         gradient_accumulation_steps=MICRO_BATCHES, **common, **STREAMED,
     )  # fmt: skip
-    assert sum(rows for _, rows in seen) == len(data)
-    assert len(seen) > 4
-    moved, expected = (
-        {name: of[name] - start for name, start in before.items()} for of in (found, whole)
+    assert sum(rows for _, rows in steps_seen) == len(data)
+    assert len(steps_seen) > 4
+    weight_changes, expected = (
+        {name: of[name] - start for name, start in weights_before.items()}
+        for of in (by_tokens, single_batch)
     )
     if TRAINER_DIVIDES_TWICE:
         expected = {name: step / MICRO_BATCHES for name, step in expected.items()}
-    assert relative_l2(moved, expected) <= 1e-9
+    assert relative_l2(weight_changes, expected) <= 1e-9
 
 
 def test_a_model_that_computes_padding_is_refused(tmp_path):
@@ -149,7 +150,7 @@ def test_a_model_that_computes_padding_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "settings", "said"),
+    ("data", "settings", "message"),
     [
         (texts, {"stream_rows": "as_given"}, 'rows="as_given", which computes padding'),
         (
@@ -160,8 +161,8 @@ def test_a_model_that_computes_padding_is_refused(tmp_path):
         (texts, {"max_length": None, "stream_batch_tokens": 8}, "truncate rows"),
     ],
 )
-def test_data_that_cannot_be_counted_is_refused(data, settings, said, tmp_path):
-    with pytest.raises(ConfigError, match=said):
+def test_data_that_cannot_be_counted_is_refused(data, settings, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
         train(
             StreamSFTTrainer, StreamSFTConfig, data(), tmp_path,
             **{"max_length": 32, "stream_batch_tokens": TOKENS, **STREAMED, **settings},

@@ -29,7 +29,7 @@ def losses(trainer_class, config_class, model, data, folder, config=None, **sett
     """Of a few steps of one of TRL's trainers, as it comes or with a patched model; and which
     weights have changed."""
     model, reference = copy.deepcopy(model), copy.deepcopy(model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights_before = {name: p.detach().clone() for name, p in model.named_parameters()}
     if config is not None:
         streambp.patch(model, config)
     arguments = config_class(
@@ -44,16 +44,18 @@ def losses(trainer_class, config_class, model, data, folder, config=None, **sett
         processing_class=tokenizer(),
     )
     trainer.train()
-    changed = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row], changed, model
+    changed_names = [
+        name for name, p in model.named_parameters() if not torch.equal(p, weights_before[name])
+    ]
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row], changed_names, model
 
 
-def compare(*given, **settings):
-    expected, trained, _ = losses(*given, **settings)
+def compare(*args, **settings):
+    expected, trained, _ = losses(*args, **settings)
     for config in (streambp.StreamConfig(), streambp.StreamConfig(chunk_size=5, saves=())):
-        found, changed, model = losses(*given, config=config, **settings)
-        assert found == pytest.approx(expected, rel=2e-2)
-        assert changed == trained
+        our_losses, changed_names, model = losses(*args, config=config, **settings)
+        assert our_losses == pytest.approx(expected, rel=2e-2)
+        assert changed_names == trained
         assert trained
         assert {layer.path for layer in streambp.describe(model).layers} <= {
             "streams",

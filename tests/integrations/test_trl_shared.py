@@ -73,51 +73,51 @@ GRPO = {
 def computed(monkeypatch):
     """(tokens of the rows, different ones, tokens that were computed) of every call of a backbone
     that may share."""
-    found = []
+    counts = []
 
-    def find(ids, mask=None, *args, **more):
-        tree = find_tree(ids, mask, *args, **{**more, "least": 1, "saves": 0.0})
+    def find(ids, mask=None, *args, **kwargs):
+        tree = find_tree(ids, mask, *args, **{**kwargs, "min_prefix": 1, "saves": 0.0})
         rows, different = counted(
             {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
         )
-        found.append((rows, different, tree.tokens if isinstance(tree, Tree) else rows))
+        counts.append((rows, different, tree.tokens if isinstance(tree, Tree) else rows))
         return tree
 
     monkeypatch.setattr(calls, "find_tree", find)
-    return found
+    return counts
 
 
 @pytest.fixture
-def cut(monkeypatch):
+def savings(monkeypatch):
     """(of TRL's micro-batches, and of ours with the same rows) the tokens of all rows over those
     that differ in one."""
-    found = []
+    shares = []
 
     def saving(batches):
-        whole = [
+        full_batches = [
             {
                 "input_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
                 "attention_mask": torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1),
             }
             for batch in batches
         ]
-        tokens, different = (sum(part) for part in zip(*map(counted, whole), strict=True))
+        tokens, different = (sum(part) for part in zip(*map(counted, full_batches), strict=True))
         return tokens / different
 
     def grouped(batches):
         ours = real(batches)
-        found.append((saving(batches), saving(ours)))
+        shares.append((saving(batches), saving(ours)))
         return ours
 
     real = groups.grouped
     monkeypatch.setattr(groups, "grouped", grouped)
-    return found
+    return shares
 
 
-def compare(expected, found, keys=("loss", "reward", "rewards/margins")):
+def compare(expected, streamed, keys=("loss", "reward", "rewards/margins")):
     """Losses of every step, and the weights after the last. Metrics that are means over
     micro-batches are left out."""
-    (expected_log, expected_weights, _), (log, weights, _) = expected, found
+    (expected_log, expected_weights, _), (log, weights, _) = expected, streamed
     assert len(log) == len(expected_log)
     for key in keys:
         ours, theirs = (
@@ -132,8 +132,10 @@ def compare(expected, found, keys=("loss", "reward", "rewards/margins")):
 def as_counted(computed):
     """Every different token was computed once; what that saves."""
     assert computed
-    assert all(here == different for _, different, here in computed)
-    return sum(rows for rows, _, _ in computed) / sum(here for _, _, here in computed)
+    assert all(computed_tokens == different for _, different, computed_tokens in computed)
+    return sum(rows for rows, _, _ in computed) / sum(
+        computed_tokens for _, _, computed_tokens in computed
+    )
 
 
 @pytest.mark.full
@@ -146,7 +148,7 @@ def test_sft_computes_no_padding(accumulation, rows, tmp_path, computed):
     settings["gradient_accumulation_steps"] = accumulation
     expected = train(SFTTrainer, SFTConfig, texts(), tmp_path, **settings)
     assert not computed
-    found = train(
+    streamed = train(
         StreamSFTTrainer,
         StreamSFTConfig,
         texts(),
@@ -155,15 +157,15 @@ def test_sft_computes_no_padding(accumulation, rows, tmp_path, computed):
         **STREAMED,
         stream_rows=rows,
     )
-    compare(expected, found, ("loss", "entropy", "mean_token_accuracy", "num_tokens"))
+    compare(expected, streamed, ("loss", "entropy", "mean_token_accuracy", "num_tokens"))
     assert len(computed) == 10 * accumulation
     as_counted(computed)
 
 
 @pytest.mark.full
-def test_by_default_no_trainer_computes_padding(tmp_path, computed, cut, checkpoint):  # noqa: F811
+def test_by_default_no_trainer_computes_padding(tmp_path, computed, savings, checkpoint):  # noqa: F811
     """DPO and GRPO with their rows as TRL cuts them; what these share is computed once, too."""
-    for theirs, ours, data, more in (
+    for theirs, ours, data, kind_settings in (
         ((DPOTrainer, DPOConfig), (StreamDPOTrainer, StreamDPOConfig), pairs(), {}),
         (
             (GRPOTrainer, GRPOConfig),
@@ -172,14 +174,14 @@ def test_by_default_no_trainer_computes_padding(tmp_path, computed, cut, checkpo
             {**GRPO, "trainer": {"reward_funcs": reward}},
         ),
     ):
-        settings = {**checkpoint, "max_steps": 10, **more}
+        settings = {**checkpoint, "max_steps": 10, **kind_settings}
         computed.clear()
         compare(
             train(*theirs, data, tmp_path, **settings),
             train(*ours, data, tmp_path, **settings, **STREAMED),
         )
         assert as_counted(computed) > 1.1
-    assert not cut
+    assert not savings
 
 
 @pytest.mark.full
@@ -198,22 +200,22 @@ def test_dpo_shares_its_prompts(lora, steps, tmp_path, computed, checkpoint):  #
 
     expected = run(DPOTrainer, DPOConfig)
     assert not computed
-    found = run(StreamDPOTrainer, StreamDPOConfig, **SHARED)
-    compare(expected, found)
+    streamed = run(StreamDPOTrainer, StreamDPOConfig, **SHARED)
+    compare(expected, streamed)
     assert len(computed) == 2 * 2 * steps  # policy and reference, two micro-batches a step
     assert as_counted(computed) > 1.15
 
 
 @pytest.mark.parametrize("steps", STEPS)
-def test_grpo_keeps_groups_together(steps, tmp_path, computed, cut, checkpoint):  # noqa: F811
+def test_grpo_keeps_groups_together(steps, tmp_path, computed, savings, checkpoint):  # noqa: F811
     """An optimizer step has the rows that it has by TRL's own shuffle; its micro-batches are three
     prompts' four rows."""
     settings = {**GRPO, **checkpoint, "trainer": {"reward_funcs": reward}, "max_steps": steps}
     expected = train(GRPOTrainer, GRPOConfig, prompts(), tmp_path, **settings)
-    found = train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **SHARED)
-    compare(expected, found)
-    assert len(cut) == steps
-    theirs, ours = (sum(saved) / len(cut) for saved in zip(*cut, strict=True))
+    streamed = train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **SHARED)
+    compare(expected, streamed)
+    assert len(savings) == steps
+    theirs, ours = (sum(saved) / len(savings) for saved in zip(*savings, strict=True))
     print(f"GRPO: rows / tree {ours:.2f}, as TRL shuffles {theirs:.2f}")
     assert as_counted(computed) > 1.5
     assert ours > 1.5 > 1.35 > theirs
@@ -233,18 +235,18 @@ def test_grpo_of_several_steps_each_with_whole_groups(tmp_path, computed, checkp
             for name, value in rows.items()
         }
 
-    more = {
+    step_settings = {
         "gradient_accumulation_steps": 2,
         "steps_per_generation": 4,
         "num_iterations": 2,
         "max_steps": 10,
     }
-    settings = {**GRPO, **checkpoint, **more, "trainer": {"reward_funcs": reward}}
+    settings = {**GRPO, **checkpoint, **step_settings, "trainer": {"reward_funcs": reward}}
     with monkeypatch.context() as patched:
         patched.setattr(trl.trainer.grpo_trainer, "shuffle_sequence_dict", shuffled)
         expected = train(GRPOTrainer, GRPOConfig, prompts(), tmp_path, **settings)
-    found = train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **SHARED)
-    compare(expected, found)
+    streamed = train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **SHARED)
+    compare(expected, streamed)
     assert as_counted(computed) > 1.5
 
 
@@ -260,13 +262,13 @@ class LaunchedRLOO(RLOOTrainer):
 
 
 @pytest.mark.full
-def test_launched_rloo_keeps_groups_together(tmp_path, computed, cut, checkpoint, monkeypatch):  # noqa: F811
+def test_launched_rloo_keeps_groups_together(tmp_path, computed, savings, checkpoint, monkeypatch):  # noqa: F811
     monkeypatch.setattr(process.atexit, "register", lambda function, **given: None)
     settings = {**GRPO, **checkpoint, "trainer": {"reward_funcs": reward}, "max_steps": 10}
     expected = train(RLOOTrainer, RLOOConfig, prompts(), tmp_path, **settings)
     compare(expected, train(LaunchedRLOO, RLOOConfig, prompts(), tmp_path, **settings))
     assert as_counted(computed) > 1.5
-    theirs, ours = (sum(saved) / len(cut) for saved in zip(*cut, strict=True))
+    theirs, ours = (sum(saved) / len(savings) for saved in zip(*savings, strict=True))
     assert ours > 1.5 > theirs
 
 
@@ -275,9 +277,13 @@ def test_kto_shares_what_is_in_a_batch(tmp_path, computed, checkpoint):  # noqa:
     """Rows of a prompt are wherever the sampler puts them; mismatched completions follow prompts of
     the same batch."""
     generator = seeded(0)
-    asked = [words(generator, 6, 9) for _ in range(2)]
+    prompts_of_words = [words(generator, 6, 9) for _ in range(2)]
     rows = [
-        {"prompt": asked[i % 2], "completion": " " + words(generator, 2, 6), "label": i % 3 == 0}
+        {
+            "prompt": prompts_of_words[i % 2],
+            "completion": " " + words(generator, 2, 6),
+            "label": i % 3 == 0,
+        }
         for i in range(24)
     ]
     data, settings = (
@@ -285,7 +291,7 @@ def test_kto_shares_what_is_in_a_batch(tmp_path, computed, checkpoint):  # noqa:
         {**checkpoint, "max_steps": 10, "per_device_train_batch_size": 4},
     )
     expected = train(KTOTrainer, KTOConfig, data, tmp_path, **settings)
-    found = train(
+    streamed = train(
         KTOTrainer,
         KTOConfig,
         data,
@@ -293,18 +299,18 @@ def test_kto_shares_what_is_in_a_batch(tmp_path, computed, checkpoint):  # noqa:
         **settings,
         patch_with=streambp.StreamConfig(5, rows="packed"),
     )
-    compare(expected, found)
+    compare(expected, streamed)
     assert as_counted(computed) > 1.3
 
 
 @pytest.mark.full
-def test_trainers_that_keep_no_groups(tmp_path, cut, checkpoint):  # noqa: F811
+def test_trainers_that_keep_no_groups(tmp_path, savings, checkpoint):  # noqa: F811
     """Sharing is off: TRL's micro-batches. It is on, but the model is TRL's: those too, until
     `keep_groups`."""
     settings = {**GRPO, **checkpoint, "trainer": {"reward_funcs": reward}, "max_steps": 1}
     train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **STREAMED)
-    assert not cut
-    made = train(
+    assert not savings
+    created_trainer = train(
         GRPOTrainer,
         GRPOConfig,
         prompts(),
@@ -312,17 +318,17 @@ def test_trainers_that_keep_no_groups(tmp_path, cut, checkpoint):  # noqa: F811
         **settings,
         patch_with=streambp.StreamConfig(5, rows="packed"),
     )[2]
-    assert not cut
-    made._buffered_inputs = None
-    keep_groups(made)
-    keep_groups(made)
-    made.args.max_steps = 2
-    made.train()
-    assert cut
+    assert not savings
+    created_trainer._buffered_inputs = None
+    keep_groups(created_trainer)
+    keep_groups(created_trainer)
+    created_trainer.args.max_steps = 2
+    created_trainer.train()
+    assert savings
 
 
 @pytest.mark.full
-def test_ppo_shares_its_prompts(tmp_path, computed, cut):
+def test_ppo_shares_its_prompts(tmp_path, computed, savings):
     """Against our own trainer with rows: TRL has none. A minibatch is a rollout of eight prompts,
     four rows each."""
     settings = {
@@ -333,14 +339,14 @@ def test_ppo_shares_its_prompts(tmp_path, computed, cut):
         "optim": "sgd",
     }
 
-    def run(**more):
-        trainer = test_ppo.make(tmp_path, build("qwen3", torch.float64), **settings, **more)
+    def run(**row_settings):
+        trainer = test_ppo.make(tmp_path, build("qwen3", torch.float64), **settings, **row_settings)
         trainer.train()
         return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
     expected = run(stream_rows="as_given")
     assert not computed
-    found = run(stream_rows="packed")
-    assert cut
-    assert worst_error(found, expected) <= 1e-9
+    our_weights = run(stream_rows="packed")
+    assert savings
+    assert worst_error(our_weights, expected) <= 1e-9
     assert as_counted(computed) > 1.3

@@ -29,11 +29,11 @@ def rows(count=2 * STEPS):
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def arguments(output, **more):
+def arguments(output, **options):
     return TrainingArguments(
         str(output.parent / "trainer"), report_to=[], per_device_train_batch_size=2, optim="sgd", learning_rate=RATE,
         lr_scheduler_type="constant", max_grad_norm=0.0, max_steps=STEPS, logging_steps=1, save_strategy="no",
-        disable_tqdm=True, use_cpu=True, **more,
+        disable_tqdm=True, use_cpu=True, **options,
     )  # fmt: skip
 
 
@@ -49,19 +49,23 @@ def reward(completions, **fields):
 
 def trainer(output):
     """Evaluation with logits; the model is made by `model_init`, twice."""
-    made = Trainer(
+    hf_trainer = Trainer(
         args=arguments(output, per_device_eval_batch_size=2), model_init=lambda: model_of(), train_dataset=rows(),
         eval_dataset=rows(2), compute_metrics=right,
     )  # fmt: skip
-    made.train()
-    metrics = made.evaluate()
-    losses = [step["loss"] for step in made.state.log_history if "loss" in step]
-    return made.model, losses, {"right": metrics["eval_right"], "eval_loss": metrics["eval_loss"]}
+    hf_trainer.train()
+    metrics = hf_trainer.evaluate()
+    losses = [step["loss"] for step in hf_trainer.state.log_history if "loss" in step]
+    return (
+        hf_trainer.model,
+        losses,
+        {"right": metrics["eval_right"], "eval_loss": metrics["eval_loss"]},
+    )
 
 
 def loop(output):
     """Without Trainer; twice the same model, once from its files."""
-    seen = []
+    losses = []
     first = model_of()
     first.save_pretrained(output.parent / "saved")
     for model in (first, Qwen3ForCausalLM.from_pretrained(output.parent / "saved")):
@@ -73,8 +77,8 @@ def loop(output):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            seen.append(float(loss.detach()))
-    return model, seen, {}
+            losses.append(float(loss.detach()))
+    return model, losses, {}
 
 
 KINDS = {"trainer": trainer, "loop": loop}

@@ -26,7 +26,7 @@ from streambp.errors import ConfigError
 from streambp.launch import command
 from streambp.launch.command import ALLOWED, UNPATCHED, environment, split
 from streambp.launch.hook import VARIABLE
-from streambp.launch.place import place, remove
+from streambp.launch.place import install_hook, remove
 from streambp.launch.report import Account, Model, collect, leave, table
 from streambp.launch.settings import Settings, from_fields
 from tests.hangs import HANG
@@ -63,14 +63,14 @@ def test_every_setting_is_a_flag_and_reaches_the_program(capfd):
         "head",
         "share_prefixes",
     } == names  # no logits are lazy without the one; the other is a former name
-    shown = f"import os; print(os.environ[{VARIABLE!r}])"
-    assert main(["launch", ALLOWED, *FLAGS, "--", sys.executable, "-c", shown]) == 0
+    code = f"import os; print(os.environ[{VARIABLE!r}])"
+    assert main(["launch", ALLOWED, *FLAGS, "--", sys.executable, "-c", code]) == 0
     assert from_fields(json.loads(capfd.readouterr().out)) == Settings(
         StreamConfig(**OTHERS), "train"
     )
     assert Settings().to_json() == "{}"
     assert from_fields({}).config == StreamConfig(lazy_logits=True, rows="auto")
-    assert main(["launch", ALLOWED, "--no-head", "--", sys.executable, "-c", shown]) == 0
+    assert main(["launch", ALLOWED, "--no-head", "--", sys.executable, "-c", code]) == 0
     assert from_fields(json.loads(capfd.readouterr().out)) == Settings(
         StreamConfig(head=False, rows="auto")
     )
@@ -85,7 +85,7 @@ def test_only_the_first_two_dashes_are_ours():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--chunk-size", "0", "--", "true"], "chunk_size is '0'"),
         (["--attention", "fast", "--", "true"], "attention is 'fast'"),
@@ -95,9 +95,9 @@ def test_only_the_first_two_dashes_are_ours():
         (["--uninstall", "--", "true"], "run no command"),
     ],
 )
-def test_a_command_that_cannot_be_run(arguments, said, capsys):
+def test_a_command_that_cannot_be_run(arguments, message, capsys):
     assert main(["launch", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,11 @@ def test_signals_reach_the_program(number, tmp_path):
 def test_a_signal_that_comes_before_the_program_runs_reaches_it(monkeypatch):
     real = subprocess.Popen
 
-    def late(*given, **more):
+    def start_late(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGTERM)
-        return real(*given, **more)
+        return real(*args, **kwargs)
 
-    monkeypatch.setattr(subprocess, "Popen", late)
+    monkeypatch.setattr(subprocess, "Popen", start_late)
     assert launch(sys.executable, "-S", "-c", "import time; time.sleep(3)") == 128 + signal.SIGTERM
 
 
@@ -191,11 +191,11 @@ def test_the_placed_file(tmp_path):
     }
 
     def modules(variables, *flags):
-        told = (
+        code = (
             "import sys; print([any(hasattr(f, 'streambp_launch') for f in sys.meta_path), 'torch' "
             "in sys.modules])"
         )
-        command = [python, *flags, "-X", "importtime", "-c", told]
+        command = [python, *flags, "-X", "importtime", "-c", code]
         result = subprocess.run(
             command, env={**plain, **variables}, capture_output=True, text=True, check=True
         )
@@ -203,13 +203,13 @@ def test_the_placed_file(tmp_path):
             line.rpartition("|")[2].strip() for line in result.stderr.splitlines()
         }, result.stdout.strip()
 
-    before = modules({})
-    assert before[1] == "[False, False]"
-    file = place(folder)
-    assert modules({}) == before
+    modules_before = modules({})
+    assert modules_before[1] == "[False, False]"
+    file = install_hook(folder)
+    assert modules({}) == modules_before
     assert modules({VARIABLE: "{}"}, "-I")[1] == "[True, False]"
     assert remove(folder) == file
-    assert modules({VARIABLE: "{}"}) == before
+    assert modules({VARIABLE: "{}"}) == modules_before
     assert remove(folder) is None
 
 
@@ -217,9 +217,9 @@ def test_installing_by_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("streambp.launch.place.sysconfig.get_path", lambda name: str(tmp_path))
     assert main(["launch", "--chunk-size", "9", "--install"]) == 0
     (file,) = tmp_path.iterdir()
-    said = capsys.readouterr().out
-    assert str(file) in said
-    assert f"""{VARIABLE}='{{"chunk_size": 9}}'""" in said
+    output = capsys.readouterr().out
+    assert str(file) in output
+    assert f"""{VARIABLE}='{{"chunk_size": 9}}'""" in output
     assert main(["launch", "--uninstall"]) == 0
     assert list(tmp_path.iterdir()) == []
     assert main(["launch", "--uninstall"]) == 0
@@ -233,11 +233,11 @@ def test_installing_by_the_command(tmp_path, monkeypatch, capsys):
 
 def test_launch_and_the_placed_file_make_one_hook(tmp_path):
     variables = environment(Settings(), str(tmp_path))
-    place(tmp_path)
-    told = f"import site, sys; site.addsitedir({str(tmp_path)!r})\n"
-    told += "print(sum(hasattr(f, 'streambp_launch') for f in sys.meta_path))"
+    install_hook(tmp_path)
+    code = f"import site, sys; site.addsitedir({str(tmp_path)!r})\n"
+    code += "print(sum(hasattr(f, 'streambp_launch') for f in sys.meta_path))"
     result = subprocess.run(
-        [sys.executable, "-c", told], env=variables, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "1"
 
@@ -341,9 +341,9 @@ sys.exit({code})
 )
 def test_no_account_changes_an_exit_code(files, words, code, tmp_path, capfd):
     assert launch(sys.executable, leaves(tmp_path, files, code)) == code
-    said = capfd.readouterr().err
-    assert words in said
-    assert "Traceback" not in said
+    stderr = capfd.readouterr().err
+    assert words in stderr
+    assert "Traceback" not in stderr
 
 
 def test_a_good_account_counts_beside_a_bad_one(tmp_path, capfd):

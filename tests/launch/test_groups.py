@@ -23,8 +23,8 @@ def generated(prompts, completions, longest_prompt, longest_completion, least_pr
     groups in order."""
     generator = seeded(seed)
 
-    def lengths(count, longest, least=1):
-        return torch.randint(least, longest + 1, (count,), generator=generator)
+    def lengths(count, longest, min_length=1):
+        return torch.randint(min_length, longest + 1, (count,), generator=generator)
 
     # [rows]
     of_prompts = lengths(prompts, longest_prompt, least_prompt).repeat_interleave(completions)
@@ -47,7 +47,7 @@ def generated(prompts, completions, longest_prompt, longest_completion, least_pr
     }  # fmt: skip
 
 
-def cut(batch, size, shuffled=True, seed=0):
+def micro_batches(batch, size, shuffled=True, seed=0):
     """What TRL makes of a generation batch."""
     rows = len(batch["prompt_ids"])
     order = torch.randperm(rows, generator=seeded(seed)) if shuffled else torch.arange(rows)
@@ -55,8 +55,8 @@ def cut(batch, size, shuffled=True, seed=0):
     def part(value, start):
         if value is None or (torch.is_tensor(value) and value.dim() == 0):
             return value
-        taken = order[start : start + size]
-        return value[taken] if torch.is_tensor(value) else [value[row] for row in taken]
+        row_numbers = order[start : start + size]
+        return value[row_numbers] if torch.is_tensor(value) else [value[row] for row in row_numbers]
 
     return [
         {name: part(value, start) for name, value in batch.items()}
@@ -64,20 +64,20 @@ def cut(batch, size, shuffled=True, seed=0):
     ]
 
 
-def named(batches):
+def names_of(batches):
     return [batch["names"] for batch in batches]
 
 
 @pytest.mark.parametrize("size", [4, 6, 8, 24])
 def test_prompts_stay_together_and_every_row_is_kept(size):
     batch = generated(prompts=6, completions=4, longest_prompt=5, longest_completion=3)
-    theirs = cut(batch, size)
+    theirs = micro_batches(batch, size)
     ours = grouped(theirs)
-    assert [len(names) for names in named(ours)] == [size] * (24 // size)
-    order = [int(name.split()[1]) for name in itertools.chain.from_iterable(named(ours))]
+    assert [len(names) for names in names_of(ours)] == [size] * (24 // size)
+    order = [int(name.split()[1]) for name in itertools.chain.from_iterable(names_of(ours))]
     assert sorted(order) == list(range(24))
     assert len([prompt for prompt, _ in itertools.groupby(order, key=lambda row: row // 4)]) == 6
-    shuffled = [int(name.split()[1]) for name in itertools.chain.from_iterable(named(theirs))]
+    shuffled = [int(name.split()[1]) for name in itertools.chain.from_iterable(names_of(theirs))]
     assert list(dict.fromkeys(row // 4 for row in order)) == list(
         dict.fromkeys(row // 4 for row in shuffled)
     )
@@ -97,41 +97,44 @@ def test_the_same_ids_behind_other_padding_are_another_prompt():
         torch.tensor([0, 0, 0, 1]),
         torch.tensor([0, 0, 1, 1]),
     )
-    for names in named(grouped(cut(batch, 3))):
+    for names in names_of(grouped(micro_batches(batch, 3))):
         assert len({int(name.split()[1]) // 3 for name in names}) == 1
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "changes",
     [{"num_images": [1] * 24}, {"pixel_values": torch.zeros(30, 2)}, {"prompt_mask": None}],
     ids=["images of rows", "not row by row", "no prompts"],
 )
-def test_what_may_not_be_row_by_row_stays_as_it_is(changed):
-    theirs = cut(generated(prompts=6, completions=4, longest_prompt=5, longest_completion=3), 4)
-    theirs = [{**batch, **changed} for batch in theirs]
+def test_what_may_not_be_row_by_row_stays_as_it_is(changes):
+    theirs = micro_batches(
+        generated(prompts=6, completions=4, longest_prompt=5, longest_completion=3), 4
+    )
+    theirs = [{**batch, **changes} for batch in theirs]
     assert grouped(theirs) is theirs
 
 
 @pytest.mark.parametrize(
-    ("prompts", "completions", "size", "least"),
+    ("prompts", "completions", "size", "min_saved"),
     [(8, 8, 8, 3.0), (8, 8, 4, 2.2), (8, 8, 16, 3.0), (4, 16, 16, 4.0)],
 )
-def test_tokens_saved_are_those_of_rows_in_order(prompts, completions, size, least):
+def test_tokens_saved_are_those_of_rows_in_order(prompts, completions, size, min_saved):
     """Prompts of 256 to 512 tokens, completions of up to 128; printed are tokens of rows over those
     of the tree."""
     batch = generated(
         prompts, completions, longest_prompt=512, longest_completion=128, least_prompt=256
     )
-    theirs = cut(batch, size)
+    theirs = micro_batches(batch, size)
     ordered, ours, shuffled = (
-        saved(batches) for batches in (cut(batch, size, shuffled=False), grouped(theirs), theirs)
+        saved(batches)
+        for batches in (micro_batches(batch, size, shuffled=False), grouped(theirs), theirs)
     )
     print(
         f"{prompts} x {completions} in micro-batches of {size}: {ours:.2f}, as TRL shuffles "
         f"{shuffled:.2f}"
     )
     assert ours == pytest.approx(ordered, rel=1e-6)
-    assert ours > max(least, 1.5 * shuffled)
+    assert ours > max(min_saved, 1.5 * shuffled)
 
 
 def saved(batches):
@@ -139,8 +142,8 @@ def saved(batches):
     rows = computed = 0
     for batch in batches:
         ids, mask = (
-            torch.cat([batch[f"prompt_{what}"], batch[f"completion_{what}"]], 1)
-            for what in ("ids", "mask")
+            torch.cat([batch[f"prompt_{kind}"], batch[f"completion_{kind}"]], 1)
+            for kind in ("ids", "mask")
         )
         tree = find_tree(ids, mask)
         rows += int(mask.sum())
@@ -159,7 +162,9 @@ class Trainer:
 
     def _prepare_inputs(self, batch):
         if self.step % 2 == 0:
-            self._buffered_inputs = cut(batch, len(batch["prompt_ids"]) // 2, seed=self.step)
+            self._buffered_inputs = micro_batches(
+                batch, len(batch["prompt_ids"]) // 2, seed=self.step
+            )
         self.step += 1
         return self._buffered_inputs[(self.step - 1) % 2]
 
@@ -192,9 +197,9 @@ def test_a_trainer_can_be_sent_to_another_process():
     trainer = Trainer()
     trainer.model = None
     groups.keep_groups(trainer)
-    again = pickle.loads(pickle.dumps(trainer))
-    assert again._prepare_inputs.func is prepare_groups
-    assert again._prepare_inputs.args[0] is again
+    trainer_copy = pickle.loads(pickle.dumps(trainer))
+    assert trainer_copy._prepare_inputs.func is prepare_groups
+    assert trainer_copy._prepare_inputs.args[0] is trainer_copy
 
 
 def rows_in_order_of_their_numbers(batches):

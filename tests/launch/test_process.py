@@ -72,21 +72,21 @@ def test_a_reference_made_after_init_is_patched_and_calls_without_labels_are_tol
     trainer_class, hook, tmp_path, capsys
 ):
     class WithReference(trainer_class):
-        def __init__(self, *given, **more):
-            super().__init__(*given, **more)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
             self.ref_model = model_of(7).eval()
 
-        def compute_loss(self, model, inputs, **more):
+        def compute_loss(self, model, inputs, **kwargs):
             ids = inputs["input_ids"]
             with torch.no_grad():
                 theirs = self.ref_model(ids).logits.log_softmax(-1)
             return (model(ids).logits.log_softmax(-1) - theirs).square().mean()
 
-    made = WithReference(model_of(), arguments(tmp_path / "out"), train_dataset=rows())
-    assert is_patched(made.model)
-    assert not is_patched(made.ref_model)
-    made.train()
-    assert is_patched(made.ref_model)
+    trainer = WithReference(model_of(), arguments(tmp_path / "out"), train_dataset=rows())
+    assert is_patched(trainer.model)
+    assert not is_patched(trainer.ref_model)
+    trainer.train()
+    assert is_patched(trainer.ref_model)
     assert "no logits: computed blockwise for log_softmax + " in capsys.readouterr().err
     policy, reference = hook.launched.account().models
     assert "no logits: computed blockwise for log_softmax + " in policy.description
@@ -103,56 +103,60 @@ def scaled(outputs, labels, num_items_in_batch=None):
 
 
 @pytest.mark.fast("more1")
-@pytest.mark.parametrize("more", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": scaled}])
-def test_losses_that_trainers_compute_from_logits(trainer_class, tmp_path, more):
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": scaled}]
+)
+def test_losses_that_trainers_compute_from_logits(trainer_class, tmp_path, options):
     """Trained, evaluated and predicted with, logits and all."""
-    functions = {name: value for name, value in more.items() if callable(value)}
-    settings = {name: value for name, value in more.items() if not callable(value)}
+    functions = {name: value for name, value in options.items() if callable(value)}
+    settings = {name: value for name, value in options.items() if not callable(value)}
     runs = []
     for kind in (Trainer, trainer_class):
-        made = kind(
+        trainer = kind(
             model_of(),
             arguments(tmp_path / "out", **settings),
             train_dataset=rows(),
             eval_dataset=rows(2),
             **functions,
         )
-        made.train()
-        loss, predicted = made.evaluate()["eval_loss"], made.predict(rows(2)).predictions
+        trainer.train()
+        loss, predicted = trainer.evaluate()["eval_loss"], trainer.predict(rows(2)).predictions
         predicted = predicted[0] if isinstance(predicted, tuple) else predicted
         runs.append(
             (
                 loss,
                 torch.as_tensor(predicted),
-                torch.cat([p.flatten() for p in made.model.parameters()]).detach(),
+                torch.cat([p.flatten() for p in trainer.model.parameters()]).detach(),
             )
         )
-    before = torch.cat([p.flatten() for p in model_of().parameters()]).detach()
-    (expected_loss, expected, weights), (found_loss, found, ours) = runs
-    assert (ours - weights).norm() <= 1e-4 * (weights - before).norm()
+    first_weights = torch.cat([p.flatten() for p in model_of().parameters()]).detach()
+    (expected_loss, expected, weights), (found_loss, our_predictions, ours) = runs
+    assert (ours - weights).norm() <= 1e-4 * (weights - first_weights).norm()
     assert abs(found_loss - expected_loss) <= 1e-5
-    assert (found - expected).norm() <= 1e-4 * expected.norm()
-    assert streambp.describe(made.model).head.startswith("no logits: computed blockwise for ")
+    assert (our_predictions - expected).norm() <= 1e-4 * expected.norm()
+    assert streambp.describe(trainer.model).head.startswith("no logits: computed blockwise for ")
 
 
 @pytest.mark.parametrize("labels", [True, False])
-@pytest.mark.parametrize("chosen", [None, lambda logits, labels: logits.argmax(-1)])
-def test_predictions_are_those_of_the_program_alone(trainer_class, tmp_path, labels, chosen):
+@pytest.mark.parametrize("preprocess", [None, lambda logits, labels: logits.argmax(-1)])
+def test_predictions_are_those_of_the_program_alone(trainer_class, tmp_path, labels, preprocess):
     """Of a Trainer that has no metrics: nothing but the call says that logits are wanted."""
-    given = rows(5) if labels else [{"input_ids": row["input_ids"]} for row in rows(5)]
+    data = rows(5) if labels else [{"input_ids": row["input_ids"]} for row in rows(5)]
     runs = []
     for kind in (Trainer, trainer_class):
-        told = arguments(tmp_path / "out", per_device_eval_batch_size=2)
-        runs.append(kind(model_of(), told, preprocess_logits_for_metrics=chosen).predict(given))
-    expected, found = runs
+        training_args = arguments(tmp_path / "out", per_device_eval_batch_size=2)
+        runs.append(
+            kind(model_of(), training_args, preprocess_logits_for_metrics=preprocess).predict(data)
+        )
+    expected, output = runs
     torch.testing.assert_close(
-        torch.as_tensor(found.predictions),
+        torch.as_tensor(output.predictions),
         torch.as_tensor(expected.predictions),
         rtol=1e-4,
         atol=1e-5,
     )
-    assert set(expected.metrics) == set(found.metrics)
-    assert not labels or abs(found.metrics["test_loss"] - expected.metrics["test_loss"]) <= 1e-5
+    assert set(expected.metrics) == set(output.metrics)
+    assert not labels or abs(output.metrics["test_loss"] - expected.metrics["test_loss"]) <= 1e-5
 
 
 @pytest.mark.full
@@ -163,18 +167,18 @@ def test_generated_predictions(hook, tmp_path):
     hook.change_trainer(module)
     runs = []
     for kind in (Seq2SeqTrainer, module.Trainer):
-        told = Seq2SeqTrainingArguments(
+        training_args = Seq2SeqTrainingArguments(
             str(tmp_path / "out"), report_to=[], max_steps=2, optim="sgd", save_strategy="no", use_cpu=True,
             predict_with_generate=True, generation_max_length=40,
         )  # fmt: skip
-        made = kind(model_of(), told, train_dataset=rows(), eval_dataset=rows(2))
-        made.train()
-        runs.append(made.predict(rows(2)))
-    assert is_patched(made.model)
-    expected, found = runs
-    assert found.predictions.shape[1] > len(rows(1)[0]["input_ids"])
-    assert (found.predictions == expected.predictions).all()
-    assert abs(found.metrics["test_loss"] - expected.metrics["test_loss"]) <= 1e-5
+        trainer = kind(model_of(), training_args, train_dataset=rows(), eval_dataset=rows(2))
+        trainer.train()
+        runs.append(trainer.predict(rows(2)))
+    assert is_patched(trainer.model)
+    expected, output = runs
+    assert output.predictions.shape[1] > len(rows(1)[0]["input_ids"])
+    assert (output.predictions == expected.predictions).all()
+    assert abs(output.metrics["test_loss"] - expected.metrics["test_loss"]) <= 1e-5
 
 
 @pytest.mark.full
@@ -183,8 +187,8 @@ def test_metrics_that_trainers_compute_from_logits_beside_the_loss(trainer_class
 
     def measured(kind):
         class Measured(kind):
-            def compute_loss(self, model, inputs, return_outputs=False, **more):
-                loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **more)
+            def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+                loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
                 with torch.no_grad():
                     log_p = outputs.logits.log_softmax(-1)
                     entropies.append(float(-(log_p.exp() * log_p).sum(-1).mean()))
@@ -195,13 +199,15 @@ def test_metrics_that_trainers_compute_from_logits_beside_the_loss(trainer_class
     runs = []
     for kind in (Trainer, trainer_class):
         entropies = []
-        given = arguments(tmp_path / "out", eval_strategy="steps", eval_steps=1)
-        made = measured(kind)(model_of(), given, train_dataset=rows(), eval_dataset=rows(2))
-        made.train()
+        training_args = arguments(tmp_path / "out", eval_strategy="steps", eval_steps=1)
+        trainer = measured(kind)(
+            model_of(), training_args, train_dataset=rows(), eval_dataset=rows(2)
+        )
+        trainer.train()
         runs.append(entropies)
     assert len(runs[0]) == 6
     torch.testing.assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), rtol=1e-5, atol=0)
-    head = streambp.describe(made.model).head
+    head = streambp.describe(trainer.model).head
     assert (
         head
         == "blockwise loss, no logits; besides, no logits: computed blockwise for log_softmax + exp + mul + sum"
@@ -210,9 +216,9 @@ def test_metrics_that_trainers_compute_from_logits_beside_the_loss(trainer_class
 
 def test_accelerates_conversion_to_float32_builds_nothing(trainer_class, tmp_path):
     smoothed = arguments(tmp_path / "out", bf16=True, label_smoothing_factor=0.1)
-    made = trainer_class(model_of(), smoothed, train_dataset=rows())
-    made.train()
-    assert streambp.describe(made.model).head.startswith("no logits: computed blockwise for ")
+    trainer = trainer_class(model_of(), smoothed, train_dataset=rows())
+    trainer.train()
+    assert streambp.describe(trainer.model).head.startswith("no logits: computed blockwise for ")
 
 
 def test_what_a_trainer_holds_can_be_sent_to_another_process(hook):
@@ -237,9 +243,9 @@ def test_what_the_user_patched_keeps_its_settings(trainer_class, tmp_path):
 
 def test_arguments_that_say_how_to_stream_come_first(trainer_class, tmp_path):
     """Those of the streamed TRL trainers."""
-    given = arguments(tmp_path / "out")
-    given.stream_config = lambda: StreamConfig(chunk_size=9)
-    assert settings(trainer_class(model_of(), given).model) == StreamConfig(chunk_size=9)
+    training_args = arguments(tmp_path / "out")
+    training_args.stream_config = lambda: StreamConfig(chunk_size=9)
+    assert settings(trainer_class(model_of(), training_args).model) == StreamConfig(chunk_size=9)
 
 
 def test_logits_are_there_for_metrics_and_only_then(trainer_class, tmp_path):
@@ -267,18 +273,18 @@ def test_trls_head_leaves_logits_for_metrics(hook, trainer_class, tmp_path):
     hook.launched.head_wanted(pytest.fail, model)
     assert settings(model).eval_logits
     trainer.preprocess_logits_for_metrics = None
-    for wanted in (hook.launched.for_trainer(trainer), StreamConfig(chunk_size=4)):
-        hook.launched.streams(model, wanted)
-        assert settings(model) == wanted
+    for config in (hook.launched.for_trainer(trainer), StreamConfig(chunk_size=4)):
+        hook.launched.streams(model, config)
+        assert settings(model) == config
         assert model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.shape == (2, 10)
 
 
 def test_without_our_head_there_are_logits_anyway(trainer_class, tmp_path):
-    given = arguments(tmp_path / "out")
-    given.stream_config = lambda: StreamConfig(head=False)
-    assert settings(trainer_class(model_of(), given, compute_metrics=right).model) == StreamConfig(
-        head=False
-    )
+    training_args = arguments(tmp_path / "out")
+    training_args.stream_config = lambda: StreamConfig(head=False)
+    assert settings(
+        trainer_class(model_of(), training_args, compute_metrics=right).model
+    ) == StreamConfig(head=False)
 
 
 def test_a_model_that_cannot_be_streamed_is_named_once_and_trains(
@@ -286,15 +292,15 @@ def test_a_model_that_cannot_be_streamed_is_named_once_and_trains(
 ):
     model = without_streams()
     expected = copy.deepcopy(model)
-    for made, kind in ((model, trainer_class), (expected, Trainer)):
-        kind(made, arguments(tmp_path / "out"), train_dataset=rows()).train()
-    found = dict(model.named_parameters())
-    assert all(torch.equal(found[name], weight) for name, weight in expected.named_parameters())
-    said = capsys.readouterr().err
-    assert said.count("streambp: RwkvForCausalLM is left as it was") == 1
-    (told,) = hook.launched.account().models
-    assert told.description is None
-    assert "writes its states in place" in told.left
+    for trainee, kind in ((model, trainer_class), (expected, Trainer)):
+        kind(trainee, arguments(tmp_path / "out"), train_dataset=rows()).train()
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.named_parameters())
+    stderr = capsys.readouterr().err
+    assert stderr.count("streambp: RwkvForCausalLM is left as it was") == 1
+    (record,) = hook.launched.account().models
+    assert record.description is None
+    assert "writes its states in place" in record.left
 
 
 def test_settings_that_do_not_fit_the_model_stop_the_program(trainer_class, monkeypatch, tmp_path):
@@ -352,8 +358,8 @@ def test_what_a_model_did_is_told_when_it_is_gone(at_train, hook, capsys):
     model(**{name: value[None] for name, value in rows(1)[0].items()}).loss.backward()
     assert "blockwise loss, no logits\n" in capsys.readouterr().err
     del model
-    (told,) = hook.launched.account().models
-    assert "blockwise loss, no logits" in told.description
+    (record,) = hook.launched.account().models
+    assert "blockwise loss, no logits" in record.description
     hook.launched.tell(at_end=True)  # without a command that waits for the account
     assert "streams: 2 x Qwen3DecoderLayer" in capsys.readouterr().err
 
@@ -367,11 +373,11 @@ def test_an_interpreter_without_streambp_says_so(hook, monkeypatch):
 def test_modules_are_changed_once_they_are_loaded(tmp_path, monkeypatch):
     """A loader's own `exec_module` runs first; other modules are left to the other finders."""
     (tmp_path / "watched_module.py").write_text("value = 1")
-    hook, seen = Hook(), []
-    hook.actions = {"watched_module": lambda module: seen.append(module.value)}
+    hook, values = Hook(), []
+    hook.actions = {"watched_module": lambda module: values.append(module.value)}
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
     module = importlib.import_module("watched_module")
-    assert (seen, Path(module.__file__).parent) == ([1], tmp_path)
+    assert (values, Path(module.__file__).parent) == ([1], tmp_path)
     assert hook.find_spec("another_module") is None
     monkeypatch.delitem(sys.modules, "watched_module")

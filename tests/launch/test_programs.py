@@ -32,25 +32,30 @@ def this_copy(monkeypatch):
     )
 
 
-def assert_same_training(found, expected):
-    before = {name: weight.detach() for name, weight in programs.model_of().named_parameters()}
-    assert set(found["weights"]) == set(expected["weights"]) == set(before)
-    assert len(found["losses"]) == len(expected["losses"]) > 0
+def assert_same_training(result, expected):
+    first_weights = {
+        name: weight.detach() for name, weight in programs.model_of().named_parameters()
+    }
+    assert set(result["weights"]) == set(expected["weights"]) == set(first_weights)
+    assert len(result["losses"]) == len(expected["losses"]) > 0
     assert (
-        max(abs(a - b) for a, b in zip(found["losses"], expected["losses"], strict=True)) <= LOSSES
+        max(abs(a - b) for a, b in zip(result["losses"], expected["losses"], strict=True)) <= LOSSES
     )
-    moved = math.sqrt(
-        sum(float((expected["weights"][n] - before[n]).double().pow(2).sum()) for n in before)
-    )
-    apart = math.sqrt(
+    change_norm = math.sqrt(
         sum(
-            float((expected["weights"][n] - w).double().pow(2).sum())
-            for n, w in found["weights"].items()
+            float((expected["weights"][n] - first_weights[n]).double().pow(2).sum())
+            for n in first_weights
         )
     )
-    assert apart <= WEIGHTS * moved
+    difference_norm = math.sqrt(
+        sum(
+            float((expected["weights"][n] - w).double().pow(2).sum())
+            for n, w in result["weights"].items()
+        )
+    )
+    assert difference_norm <= WEIGHTS * change_norm
     for name in set(expected) - {"losses", "weights"}:
-        assert abs(found[name] - expected[name]) <= LOSSES
+        assert abs(result[name] - expected[name]) <= LOSSES
 
 
 def without(kind, folder):
@@ -88,11 +93,11 @@ def test_a_program_trains_as_without_launch(kind, flags, tmp_path, capfd):
         )
         == 0
     )
-    said = capfd.readouterr().err
+    stderr = capfd.readouterr().err
     assert_same_training(torch.load(tmp_path / "out"), without(kind, tmp_path / "plain"))
-    report = said.partition("end of")[2]
+    report = stderr.partition("end of")[2]
     for text in ("streams: 2 x Qwen3DecoderLayer", "chunk_size  5", "blockwise loss, no logits\n"):
-        assert text in said.partition("end of")[0]  # after the first step
+        assert text in stderr.partition("end of")[0]  # after the first step
         assert text in report
     assert "costs memory" not in report
 

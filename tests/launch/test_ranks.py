@@ -21,13 +21,13 @@ from tests.families import LENGTH, build
 
 
 def check_trained_alike(ours, stock, name):
-    before = {at: p.detach().double() for at, p in build("qwen3").named_parameters()}
+    first_weights = {at: p.detach().double() for at, p in build("qwen3").named_parameters()}
     weights = [{at: w.double() for at, w in run["weights"].items()} for run in (ours, stock)]
     print(
-        f"{name}: weights moved by {distance(weights[1], before):.1e}, apart "
+        f"{name}: weights moved by {distance(weights[1], first_weights):.1e}, apart "
         f"{distance(*weights):.1e}"
     )
-    assert distance(*weights) <= 1e-4 * distance(weights[1], before)
+    assert distance(*weights) <= 1e-4 * distance(weights[1], first_weights)
     assert ours["loss"] == pytest.approx(stock["loss"], abs=1e-5)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from streambp.launch.command import environment
 from streambp.launch.hook import VARIABLE
-from streambp.launch.place import place
+from streambp.launch.place import install_hook
 from streambp.launch.settings import Settings
 
 OF_THE_LOADER = {"sitecustomize", "__future__", "importlib", "importlib.machinery"}
@@ -35,14 +35,16 @@ def started(python, variables):
         if not name.startswith(("STREAMBP", "PYTHON"))
     }
     command = [python, "-X", "importtime", "-c", ""]
-    said = subprocess.run(
+    listing = subprocess.run(
         command, env={**plain, **variables}, capture_output=True, text=True, check=True
     ).stderr
     rows = [
-        line.removeprefix("import time:").split("|") for line in said.splitlines() if "|" in line
+        line.removeprefix("import time:").split("|") for line in listing.splitlines() if "|" in line
     ]
     return {
-        name.strip(): (int(own), int(all_)) for own, all_, name in rows if own.strip().isdigit()
+        name.strip(): (int(self_time), int(total_time))
+        for self_time, total_time, name in rows
+        if self_time.strip().isdigit()
     }
 
 
@@ -59,22 +61,26 @@ def python(tmp_path_factory):
 @pytest.mark.parametrize("way", ["launch", "placed file"])
 def test_a_process_imports_next_to_nothing(way, python, tmp_path, capsys):
     """Neither torch nor streambp, and of the standard library only what loads the hook."""
-    before = started(python, {})
+    times_without = started(python, {})
     variables = environment(Settings(), str(tmp_path))
     if way == "launch":
         variables = {name: variables[name] for name in ("PYTHONPATH", VARIABLE)}
     else:
-        place(next(python.parents[1].rglob("site-packages")))
+        install_hook(next(python.parents[1].rglob("site-packages")))
         variables = {VARIABLE: "{}"}
-    after = started(python, variables)
-    new = set(after) - set(before)
+    times_with_launch = started(python, variables)
+    new = set(times_with_launch) - set(times_without)
     with capsys.disabled():
-        cost = sum(after[name][0] for name in new | {"sitecustomize"} if name in after)
+        cost = sum(
+            times_with_launch[name][0]
+            for name in new | {"sitecustomize"}
+            if name in times_with_launch
+        )
         print(
             f" [{way}: {cost} us in {', '.join(sorted(new)) or 'no new module'}; a start imports "
-            f"{len(after)}]",
+            f"{len(times_with_launch)}]",
             end="",
         )
-    assert "os" in before
+    assert "os" in times_without
     assert "importlib.machinery" in new  # the hook was loaded
     assert new <= OF_THE_LOADER | OF_IMPORTLIB

@@ -44,12 +44,12 @@ def causal_conv1d_fn(
         assert seq_idx.dtype == torch.int32
         assert seq_idx.shape == (x.shape[0], length)
     out = torch.zeros_like(x)
-    for back in range(min(weight.shape[-1], length)):
+    for shift in range(min(weight.shape[-1], length)):
         # [D, 1] x [B, D, L - back]
-        part = weight[:, weight.shape[-1] - 1 - back, None] * x[..., : length - back]
+        part = weight[:, weight.shape[-1] - 1 - shift, None] * x[..., : length - shift]
         if seq_idx is not None:
-            part = part * (seq_idx[:, back:] == seq_idx[:, : length - back])[:, None]
-        out = out + F.pad(part, (back, 0))
+            part = part * (seq_idx[:, shift:] == seq_idx[:, : length - shift])[:, None]
+        out = out + F.pad(part, (shift, 0))
     out = out if bias is None else out + bias[:, None]
     if seq_idx is not None:
         out = out * (seq_idx >= 0)[:, None]
@@ -61,13 +61,13 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """q, k [B, L, H, K], v [B, L, H, V], g [B, L, H, 1 or K], beta [B, L, H], state [B, H, K, V] ->
     [B, L, H, V], state."""
-    found = []
+    outputs = []
     for t in range(q.shape[1]):
         state = state * g[:, t, :, :, None].exp()
         new = (v[:, t] - (state * k[:, t, :, :, None]).sum(-2)) * beta[:, t, :, None]  # [B, H, V]
         state = state + k[:, t, :, :, None] * new[:, :, None]
-        found.append((state * q[:, t, :, :, None]).sum(-2) * q.shape[-1] ** -0.5)
-    return torch.stack(found, 1), state
+        outputs.append((state * q[:, t, :, :, None]).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(outputs, 1), state
 
 
 def chunk_gated_delta_rule(
@@ -104,10 +104,10 @@ def chunk_gated_delta_rule(
     shape = (states, v.shape[2], k.shape[-1], v.shape[-1])
     state = g.new_zeros(shape) if initial_state is None else initial_state
     assert state.shape == shape, f"{tuple(state.shape)} instead of {shape}"
-    own = state.split(rows)
+    row_states = state.split(rows)
     parts = [
         _delta_rule(*(x[:, a:b] for x in (q, k, v, g, beta)), start)
-        for (a, b), start in zip(itertools.pairwise(ends), own, strict=True)
+        for (a, b), start in zip(itertools.pairwise(ends), row_states, strict=True)
     ]
     out = torch.cat([part for part, _ in parts], 1).to(v.dtype)
     return out, torch.cat([end for _, end in parts]) if output_final_state else None
@@ -174,18 +174,18 @@ def mamba_chunk_scan_combined(
     shape = (rows, heads, size, B.shape[-1])
     state = A.new_zeros(shape) if initial_states is None else initial_states
     assert state.shape == shape, f"{tuple(state.shape)} instead of {shape}"
-    before = None if seq_idx is None else torch.zeros_like(seq_idx[:, 0])
-    found = []
+    previous_ids = None if seq_idx is None else torch.zeros_like(seq_idx[:, 0])
+    outputs = []
     for t in range(length):
         if seq_idx is not None:
-            state = state * (seq_idx[:, t] == before)[:, None, None, None]
-            before = seq_idx[:, t]
+            state = state * (seq_idx[:, t] == previous_ids)[:, None, None, None]
+            previous_ids = seq_idx[:, t]
         step = dt[:, t, :, None, None]
         state = (
             state * (step * A[:, None, None]).exp() + step * x[:, t, :, :, None] * B[:, t, :, None]
         )
-        found.append((state * C[:, t, :, None]).sum(-1))
-    out = torch.stack(found, 1).to(x.dtype)
+        outputs.append((state * C[:, t, :, None]).sum(-1))
+    out = torch.stack(outputs, 1).to(x.dtype)
     out = out if D is None else (out + x * D[:, None]).to(x.dtype)
     return (out, state) if return_final_states else out
 
@@ -212,12 +212,12 @@ def selective_scan_fn(
     dt = dt if delta_bias is None else dt + delta_bias[:, None]
     dt = F.softplus(dt) if delta_softplus else dt
     state = A.new_zeros(u.shape[0], *A.shape)
-    found = []
+    outputs = []
     for t in range(u.shape[-1]):
         step = dt[..., t, None]
         state = state * (step * A).exp() + step * x[..., t, None] * b[:, None, :, t]
-        found.append((state * c[:, None, :, t]).sum(-1))
-    out = torch.stack(found, -1)
+        outputs.append((state * c[:, None, :, t]).sum(-1))
+    out = torch.stack(outputs, -1)
     out = out if D is None else out + x * D[:, None]
     out = (out if z is None else out * F.silu(z.to(A.dtype))).to(u.dtype)
     return (out, state.detach()) if return_last_state else out
@@ -307,9 +307,9 @@ def install(monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module, **changes: 
         name: (package, changes.get(name, kernel)) for name, (package, kernel) in KERNELS.items()
     }
     for package in {package for package, _ in kernels.values()}:
-        own = {kernel.__name__: kernel for of, kernel in kernels.values() if of == package}
+        by_name = {kernel.__name__: kernel for of, kernel in kernels.values() if of == package}
         stands_in = types.ModuleType(package)
-        stands_in.__dict__.update(own)
+        stands_in.__dict__.update(by_name)
         monkeypatch.setitem(sys.modules, package, stands_in)
     for name, (package, kernel) in kernels.items():
         if hasattr(modeling, name):

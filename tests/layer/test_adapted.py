@@ -73,26 +73,26 @@ def run(model, x, value=None, fused=False, autocast=None):
     with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
         if fused:
             with adapters.adapted(readings(model)):
-                one = vars(proj)[ADAPTED] if value is not None else None
-                y = model(x) if one is None else one.product(x, value)
+                adaptation = vars(proj)[ADAPTED] if value is not None else None
+                y = model(x) if adaptation is None else adaptation.product(x, value)
         else:
             y = model(x)
     upstream = torch.randn(y.shape, generator=seeded(7), dtype=torch.float64).to(y.dtype)
     y.backward(upstream)
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return y.detach(), {**found, "x": x.grad}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return y.detach(), {**gradients, "x": x.grad}
 
 
-def given(dtype=torch.float64, rows=2, features=IN):
+def random_input(dtype=torch.float64, rows=2, features=IN):
     return torch.randn(rows, TOKENS, features, dtype=torch.float64).to(dtype)
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """How often the operation ran."""
-    seen, real = [], operation._forward
-    monkeypatch.setattr(operation, "_forward", lambda *args: (seen.append(1), real(*args))[1])
-    return seen
+    counted, real = [], operation._forward
+    monkeypatch.setattr(operation, "_forward", lambda *args: (counted.append(1), real(*args))[1])
+    return counted
 
 
 def trained(name):
@@ -120,33 +120,33 @@ SERVED = {
     "the adapter's bias alone": lambda: around(Holder(bias=False), lora_bias=True),
     "two adapters": lambda: around(Holder(), count=2),
     "three with biases": lambda: around(Holder(), count=3, lora_bias=True),
-    "the second of two": lambda: changed(around(Holder(), count=2), second_alone),
+    "the second of two": lambda: with_changes(around(Holder(), count=2), second_alone),
     "dropout": lambda: around(Holder(), lora_dropout=0.3),
     "two with dropout": lambda: around(Holder(), count=2, lora_dropout=0.3, lora_bias=True),
     "dropout in eval": lambda: around(Holder(), lora_dropout=0.3).eval(),
     "biases trained": lambda: around(Holder(), bias="all"),
-    "everything trained": lambda: changed(around(Holder()), trained("")),
-    "A alone": lambda: changed(around(Holder()), trained("lora_A")),
-    "B alone": lambda: changed(around(Holder()), trained("lora_B")),
-    "nothing but x": lambda: changed(around(Holder()), trained("nowhere")),
+    "everything trained": lambda: with_changes(around(Holder()), trained("")),
+    "A alone": lambda: with_changes(around(Holder()), trained("lora_A")),
+    "B alone": lambda: with_changes(around(Holder()), trained("lora_B")),
+    "nothing but x": lambda: with_changes(around(Holder()), trained("nowhere")),
     "rank 1": lambda: around(Holder(), rank_pattern={"proj": 1}),
 }
 
 
-def changed(model, *changes):
+def with_changes(model, *changes):
     for change in changes:
         change(model)
     return model
 
 
 def check(model, calls, **settings):
-    x = given()
+    x = random_input()
     y, expected = run(model, x)
-    found, gradients = run(model, x, fused=True, **settings)
+    output, gradients = run(model, x, fused=True, **settings)
     assert calls
-    assert found.dtype == y.dtype
+    assert output.dtype == y.dtype
     if not settings:
-        assert (found - y).norm() <= FLOAT64_BAR * y.norm()
+        assert (output - y).norm() <= FLOAT64_BAR * y.norm()
     assert worst_error(gradients, expected) <= FLOAT64_BAR < EXACT * 0.1
 
 
@@ -165,18 +165,18 @@ def test_a_known_output(name, calls):
     model = SERVED[name]()
     value = torch.randn(2, TOKENS, OUT, dtype=torch.float64)
     check(model, calls, value=value)
-    assert torch.equal(run(model, given(), fused=True, value=value)[0], value)
+    assert torch.equal(run(model, random_input(), fused=True, value=value)[0], value)
 
 
 def test_an_output_that_nobody_reads(calls):
     seed_torch(1)
-    model, x = SERVED["two with dropout"](), given()
+    model, x = SERVED["two with dropout"](), random_input()
     check(model, calls, value=UNREAD)
     assert run(model, x, fused=True, value=UNREAD)[0].isnan().all()
     some = run(model, x, fused=True, value=slice(2, None, 5))[0]
-    whole = run(model, x, fused=True)[0]
+    full_output = run(model, x, fused=True)[0]
     assert some.isfinite().any(-1).sum() == 2 * len(range(2, TOKENS, 5))
-    assert torch.allclose(some[:, 2::5], whole[:, 2::5], rtol=0, atol=1e-13)
+    assert torch.allclose(some[:, 2::5], full_output[:, 2::5], rtol=0, atol=1e-13)
 
 
 def test_random_numbers_are_drawn_for_an_output_that_nobody_reads():
@@ -186,7 +186,7 @@ def test_random_numbers_are_drawn_for_an_output_that_nobody_reads():
     for value in (None, UNREAD):
         with torch.no_grad(), adapters.adapted(readings(model)):
             seed_torch(2)
-            vars(model.base_model.model.proj)[ADAPTED].product(given(), value)
+            vars(model.base_model.model.proj)[ADAPTED].product(random_input(), value)
             states.append(torch.get_rng_state())
     assert torch.equal(*states)
 
@@ -202,19 +202,25 @@ def test_dropout_has_the_mask_of_peft(adapters_in, autocast):
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0 if "lora" in name else 0.0)
     x = torch.ones(2, TOKENS, IN, dtype=HALF)
-    y, found = (run(model, x, fused=fused, autocast=autocast)[0] for fused in (False, True))
+    y, output = (run(model, x, fused=fused, autocast=autocast)[0] for fused in (False, True))
     assert y.unique().numel() > 4
-    assert torch.allclose(found, y, rtol=0.02, atol=0)
+    assert torch.allclose(output, y, rtol=0.02, atol=0)
 
 
 FALLS_BACK = {
     "DoRA": (lambda: around(Holder(), use_dora=True), "Dora"),
-    "hooks inside": (lambda: changed(around(Holder()), hooked), "hooks"),
-    "a forward inside": (lambda: changed(around(Holder()), forwarded), "forward"),
-    "a scale that is a tensor": (lambda: changed(around(Holder()), scaled_by_a_tensor), "scale"),
-    "all is dropped": (lambda: changed(around(Holder(), lora_dropout=0.5), all_dropped), "dropout"),
+    "hooks inside": (lambda: with_changes(around(Holder()), hooked), "hooks"),
+    "a forward inside": (lambda: with_changes(around(Holder()), forwarded), "forward"),
+    "a scale that is a tensor": (
+        lambda: with_changes(around(Holder()), scaled_by_a_tensor),
+        "scale",
+    ),
+    "all is dropped": (
+        lambda: with_changes(around(Holder(), lora_dropout=0.5), all_dropped),
+        "dropout",
+    ),
     "float16": (lambda: around(Holder(), torch.float16), "float16"),
-    "another base": (lambda: changed(around(Holder()), another_base), "base"),
+    "another base": (lambda: with_changes(around(Holder()), another_base), "base"),
 }
 
 
@@ -246,13 +252,13 @@ def another_base(model):
 
 
 def assert_same_bits(model, x, calls, **settings):
-    (y, expected), (found, gradients) = (
+    (y, expected), (output, gradients) = (
         run(model, x, **settings),
         run(model, x, fused=True, **settings),
     )
     assert not calls
-    assert torch.equal(found, y)
-    assert found.dtype == y.dtype
+    assert torch.equal(output, y)
+    assert output.dtype == y.dtype
     assert gradients.keys() == expected.keys()
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
@@ -262,30 +268,30 @@ def test_what_falls_back_is_peft_to_the_bit(name, calls):
     seed_torch(1)
     make, why = FALLS_BACK[name]
     model = make()
-    x = given(torch.float16 if name == "float16" else torch.float64)
+    x = random_input(torch.float16 if name == "float16" else torch.float64)
     assert_same_bits(model, x, calls)
     (reading,) = readings(model).values()
     assert why in reading.why
 
 
-@pytest.mark.parametrize("what", ["disabled", "merged", "no active adapter"])
-def test_what_has_no_adapter_at_work_is_no_matter_of_ours(what, calls):
+@pytest.mark.parametrize("case", ["disabled", "merged", "no active adapter"])
+def test_what_has_no_adapter_at_work_is_no_matter_of_ours(case, calls):
     seed_torch(1)
     model = around(Holder())
     layer = model.base_model.model.proj
-    if what == "disabled":
+    if case == "disabled":
         layer.enable_adapters(False)
-    if what == "merged":
+    if case == "merged":
         model.merge_adapter()
-    if what == "no active adapter":
+    if case == "no active adapter":
         layer._active_adapter = ["another"]
     assert readings(model) == {}
-    assert_same_bits(model, given(), calls)
+    assert_same_bits(model, random_input(), calls)
 
 
 def test_calls_with_more_arguments_are_for_peft(calls):
     seed_torch(1)
-    model, x = around(Holder(), count=2), given()
+    model, x = around(Holder(), count=2), random_input()
     layer = model.base_model.model.proj
     model.eval()
     names = ["default", "adapter 1"]
@@ -305,12 +311,12 @@ NARROW = {
 @pytest.mark.parametrize("name", NARROW)
 def test_dtypes_in_which_peft_computes_with_other_numbers(name, calls):
     seed_torch(1)
-    dtype, own, autocast = NARROW[name]
+    dtype, adapter_dtype, autocast = NARROW[name]
     model = around(Holder(), dtype)
     for path, parameter in model.named_parameters():
         if "lora" in path:
-            parameter.data = parameter.data.to(own)
-    assert_same_bits(model, given(dtype), calls, autocast=autocast)
+            parameter.data = parameter.data.to(adapter_dtype)
+    assert_same_bits(model, random_input(dtype), calls, autocast=autocast)
 
 
 def test_casts_that_are_switched_off(calls):
@@ -318,17 +324,17 @@ def test_casts_that_are_switched_off(calls):
     model = around(Holder(), HALF)
     with helpers.disable_input_dtype_casting(model):
         with pytest.raises(RuntimeError, match="dtype"):
-            run(model, given(HALF), fused=True)
+            run(model, random_input(HALF), fused=True)
         assert not calls
-        run(model, given(HALF), fused=True, autocast=HALF)
+        run(model, random_input(HALF), fused=True, autocast=HALF)
         assert calls
 
 
 def errors(model, x, true, **settings):
-    def error(found):
+    def error(gradients):
         return math.sqrt(
             sum(
-                float((found[n].double() - g).square().sum() / g.square().sum())
+                float((gradients[n].double() - g).square().sum() / g.square().sum())
                 for n, g in true.items()
             )
         )
@@ -340,7 +346,7 @@ def in_half(seed, std=0.2, autocast=None, bias=True, wide=True):
     """Our error and peft's, of all gradients of one Linear in bfloat16, against float64."""
     seed_torch(seed)
     model = around(Holder(bias, (128, 96)), HALF, std, autocast_adapter_dtype=wide)
-    x = given(HALF, features=128)
+    x = random_input(HALF, features=128)
     true = run(copy.deepcopy(model).double(), x.double())[1]
     return errors(model, x, {name: g.double() for name, g in true.items()}, autocast=autocast)
 
@@ -348,9 +354,9 @@ def in_half(seed, std=0.2, autocast=None, bias=True, wide=True):
 @pytest.mark.parametrize("autocast", [None, HALF], ids=["no autocast", "autocast"])
 @pytest.mark.parametrize("wide", [True, False], ids=["float32", "bfloat16"])
 def test_bfloat16_is_as_precise_as_peft(wide, autocast):
-    found = [in_half(seed, 0.2, autocast, wide=wide) for seed in range(16)]
-    ours, stock = (sum(column) for column in zip(*found, strict=True))
-    print(f"{ours / stock:.3f} of peft's own error over {len(found)} Linears")
+    pairs = [in_half(seed, 0.2, autocast, wide=wide) for seed in range(16)]
+    ours, stock = (sum(column) for column in zip(*pairs, strict=True))
+    print(f"{ours / stock:.3f} of peft's own error over {len(pairs)} Linears")
     assert ours <= BAR * stock
 
 
@@ -373,7 +379,9 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         returns = func._schema.returns
-        view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+        view = any(
+            value.alias_info is not None and not value.alias_info.is_write for value in returns
+        )
         name = func._overloadpacket.__name__
         self.count += not (view or name.startswith(("new_empty", "empty", "_unsafe_view")))
         return result
@@ -382,14 +390,14 @@ class Kernels(TorchDispatchMode):
 def kernels_of_a_forward(fused):
     """Of a chunk after the first one of a pass, which makes the factors."""
     model = around(Holder(False, (128, 96)), HALF)
-    x = given(HALF, features=128)
+    x = random_input(HALF, features=128)
     with torch.no_grad(), adapters.adapted(readings(model) if fused else {}):
         model(x)
         # On meta, where no sum of products widens its factors, as on a GPU.
-        one = vars(model.base_model.model.proj).get(ADAPTED)
+        adaptation = vars(model.base_model.model.proj).get(ADAPTED)
         model.to("meta")
-        if one is not None:
-            one.factors.clear()
+        if adaptation is not None:
+            adaptation.factors.clear()
         model(x.to("meta"))
         with Kernels() as kernels:
             model(x.to("meta"))
@@ -410,14 +418,18 @@ def factors_for_each_call(monkeypatch):
 
 
 def one_part(monkeypatch):
-    monkeypatch.setattr(operation, "_parts", lambda own, dtype: 2 if dtype in operation.HALF else 1)
+    monkeypatch.setattr(
+        operation, "_parts", lambda factor_dtype, dtype: 2 if dtype in operation.HALF else 1
+    )
 
 
 def no_low_part_of_u(monkeypatch):
     real = operation.spread
 
-    def spread(found, factor):
-        return real(found.bfloat16().float() if found.dtype == torch.float32 else found, factor)
+    def spread(gradient, factor):
+        return real(
+            gradient.bfloat16().float() if gradient.dtype == torch.float32 else gradient, factor
+        )
 
     monkeypatch.setattr(operation, "spread", spread)
 
@@ -436,9 +448,9 @@ def a_mask_of_its_own(monkeypatch):
 def unmasked_dx(monkeypatch):
     real = operation._of_input
 
-    def of_input(work, *rest):
+    def of_input(work, *args):
         groups = [group._replace(mask=None) for group in work.groups]
-        return real(dataclasses.replace(work, groups=groups), *rest)
+        return real(dataclasses.replace(work, groups=groups), *args)
 
     monkeypatch.setattr(operation, "_of_input", of_input)
 
@@ -453,18 +465,18 @@ def unscaled(monkeypatch):
 
 
 def factors_of_the_last_pass(monkeypatch):
-    kept = {}
+    cache = {}
     real = Adaptation._made
 
-    def made(self, key, held, make):
-        return kept.setdefault(str(key), real(self, key, held, make))
+    def keep_factor(self, key, tensors, make):
+        return cache.setdefault(str(key), real(self, key, tensors, make))
 
-    monkeypatch.setattr(Adaptation, "_made", made)
+    monkeypatch.setattr(Adaptation, "_made", keep_factor)
 
 
 def base_alone(monkeypatch):
     """The base's product is written over that of the adapters: beta = 0."""
-    monkeypatch.setattr(operation, "_product", lambda x, weight, left, b: x @ weight.mT)
+    monkeypatch.setattr(operation, "_product", lambda x, weight, u, b: x @ weight.mT)
 
 
 def dx_of_the_base_alone(monkeypatch):
@@ -519,21 +531,23 @@ def both_of_three(model, x, autocast=None, parts=False):
         if parts:
             y, upstream = y[..., OUT:], upstream[..., OUT:]
         y.backward(upstream)
-        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        results.append((y.detach(), found | ({} if leaf.grad is None else {"x": leaf.grad})))
+        gradients = {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
+        results.append((y.detach(), gradients | ({} if leaf.grad is None else {"x": leaf.grad})))
     return results
 
 
 @pytest.fixture
 def shared(monkeypatch):
     """How many Linears each product of an x with their A was for."""
-    seen, real = [], operation.Shared.read
+    counts, real = [], operation.Shared.read
     monkeypatch.setattr(
         operation.Shared,
         "read",
-        lambda self, rows: (seen.append(len(self.factors)), real(self, rows))[1],
+        lambda self, rows: (counts.append(len(self.factors)), real(self, rows))[1],
     )
-    return seen
+    return counts
 
 
 OF_ONE_INPUT = {
@@ -554,10 +568,10 @@ def check_three(name, shared, wants_x=True, parts=False):
     settings, counts = OF_ONE_INPUT[name]
     seed_torch(1)
     model = of_three(**settings)
-    (y, expected), (found, gradients) = both_of_three(
-        model, given().requires_grad_(wants_x), parts=parts
+    (y, expected), (output, gradients) = both_of_three(
+        model, random_input().requires_grad_(wants_x), parts=parts
     )
-    assert (found - y).norm() <= FLOAT64_BAR * y.norm()
+    assert (output - y).norm() <= FLOAT64_BAR * y.norm()
     assert worst_error(gradients, expected) <= FLOAT64_BAR
     assert shared == counts
 
@@ -583,18 +597,18 @@ def test_linears_of_one_input_are_as_precise_as_peft(wide, autocast, shared):
     ours, pefts = 0.0, 0.0
     for seed in range(16):
         seed_torch(seed)
-        model, x = of_three("xxx", HALF, wide=wide), given(HALF).requires_grad_()
+        model, x = of_three("xxx", HALF, wide=wide), random_input(HALF).requires_grad_()
         true = both_of_three(copy.deepcopy(model).double(), x.detach().double().requires_grad_())[
             0
         ][1]
-        (_, stock), (_, found) = both_of_three(model, x, autocast)
+        (_, stock), (_, fused) = both_of_three(model, x, autocast)
         off = [
             sum(
                 float((g[name].double() - value).square().sum() / value.square().sum())
                 for name, value in true.items()
             )
             ** 0.5
-            for g in (found, stock)
+            for g in (fused, stock)
         ]
         ours, pefts = ours + off[0], pefts + off[1]
     print(f"{ours / pefts:.3f} of peft's own error")
@@ -604,28 +618,28 @@ def test_linears_of_one_input_are_as_precise_as_peft(wide, autocast, shared):
 
 def test_the_product_of_one_input_is_freed_when_all_have_read_it(monkeypatch):
     """A kept graph held 640 bytes of it a token, of the 14,000 of a layer of 256 features."""
-    made, real = [], operation.Shared.read
+    products, real = [], operation.Shared.read
     monkeypatch.setattr(
-        operation.Shared, "read", lambda self, rows: (made.append(self), real(self, rows))[1]
+        operation.Shared, "read", lambda self, rows: (products.append(self), real(self, rows))[1]
     )
     seed_torch(1)
     model = of_three("xxx", HALF)
     with adapters.adapted(readings(model)):
-        y = model(given(HALF).requires_grad_() * 1.0)
-    (one,) = made
-    assert one.found is None
+        y = model(random_input(HALF).requires_grad_() * 1.0)
+    (product,) = products
+    assert product.products is None
     y.sum().backward()
 
 
 def check_looks(monkeypatch):
-    seen, real = [], Adaptation._made
+    adaptations, real = [], Adaptation._made
     monkeypatch.setattr(
-        Adaptation, "_made", lambda self, *args: (seen.append(args[0]), real(self, *args))[1]
+        Adaptation, "_made", lambda self, *args: (adaptations.append(args[0]), real(self, *args))[1]
     )
     model = of_three("xxx")
     with adapters.adapted(readings(model)):
-        model(given().requires_grad_() * 1.0)
-    assert len(seen) == 2 * 3
+        model(random_input().requires_grad_() * 1.0)
+    assert len(adaptations) == 2 * 3
 
 
 def test_linears_of_one_input_look_at_each_tensor_once_a_call(monkeypatch):
@@ -638,7 +652,7 @@ def each_looks_at_its_a_again(monkeypatch):
     monkeypatch.setattr(Adaptation, "_work", lambda self, *args: real(self, *args[:4]))
 
 
-def looks():
+def looks_at_a():
     with pytest.MonkeyPatch.context() as patch:
         check_looks(patch)
 
@@ -646,9 +660,9 @@ def looks():
 def products_that_stay(monkeypatch):
     real = operation.Shared.of
 
-    def of(self, place):
+    def of(self, index):
         self.readers += 1
-        return real(self, place)
+        return real(self, index)
 
     monkeypatch.setattr(operation.Shared, "of", of)
 
@@ -659,8 +673,8 @@ def no_skinny_dx(monkeypatch):
 
     def backward(ctx, x, grad):
         total, ctx.shared.total = ctx.shared.total, None
-        found = real(ctx, x, grad)
-        return (*found[:2], None if total is None else total.view(x.shape), *found[3:])
+        gradients = real(ctx, x, grad)
+        return (*gradients[:2], None if total is None else total.view(x.shape), *gradients[3:])
 
     monkeypatch.setattr(operation, "_shared_backward", backward)
 
@@ -668,8 +682,8 @@ def no_skinny_dx(monkeypatch):
 def one_large_product_is_lost(monkeypatch):
     real = operation.Shared.collect
 
-    def collect(self, place, left, flat, weight):
-        real(self, place, left, flat, weight if place else None)
+    def collect(self, index, product_gradient, flat, weight):
+        real(self, index, product_gradient, flat, weight if index else None)
 
     monkeypatch.setattr(operation.Shared, "collect", collect)
 
@@ -677,10 +691,15 @@ def one_large_product_is_lost(monkeypatch):
 def any_x_is_that_of_the_first(monkeypatch):
     real = adapters.Siblings.shared
 
-    def shared(self, given, x, member):
-        if self.held is not None:
-            self.held = (given, (given._version, torch.is_grad_enabled()), *self.held[2:4], set())
-        return real(self, given, x, member)
+    def shared(self, tensor, x, member):
+        if self.record is not None:
+            self.record = (
+                tensor,
+                (tensor._version, torch.is_grad_enabled()),
+                *self.record[2:4],
+                set(),
+            )
+        return real(self, tensor, x, member)
 
     monkeypatch.setattr(adapters.Siblings, "shared", shared)
 
@@ -715,18 +734,18 @@ BETWEEN = {
 def check_between(name, monkeypatch):
     change, count = BETWEEN[name]
     seed_torch(1)
-    model, x, cache, made = around(Holder()), given(), {}, []
+    model, x, cache, created = around(Holder()), random_input(), {}, []
     real = adapters.factor_of
-    monkeypatch.setattr(adapters, "factor_of", lambda *args: (made.append(1), real(*args))[1])
+    monkeypatch.setattr(adapters, "factor_of", lambda *args: (created.append(1), real(*args))[1])
     with torch.no_grad():
         with adapters.adapted(readings(model), cache):
             model(x)
-        assert len(made) == 2
+        assert len(created) == 2
         change(model.base_model.model.proj.lora_B["default"])
         with adapters.adapted(readings(model), cache):
-            found = model(x)
-        assert torch.allclose(found, model(x), rtol=1e-12, atol=1e-12)
-    assert len(made) == 2 + count
+            output = model(x)
+        assert torch.allclose(output, model(x), rtol=1e-12, atol=1e-12)
+    assert len(created) == 2 + count
 
 
 @pytest.mark.parametrize("name", BETWEEN)
@@ -765,7 +784,7 @@ def test_mutants_of_the_cache(mutant, name, monkeypatch):
 
 def a_step_between(calls):
     seed_torch(1)
-    model, x = around(Holder()), given()
+    model, x = around(Holder()), random_input()
     run(model, x, fused=True)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -779,13 +798,13 @@ def test_factors_are_those_of_the_pass(calls):
 
 def test_factors_follow_a_change_within_a_pass(calls):
     seed_torch(1)
-    model, x = around(Holder()), given()
+    model, x = around(Holder()), random_input()
     with adapters.adapted(readings(model)), torch.no_grad():
         model(x)
         model.base_model.model.proj.lora_B["default"].weight.mul_(3.0)
-        found = model(x)
+        output = model(x)
     with torch.no_grad():
-        assert torch.allclose(found, model(x), rtol=1e-12, atol=1e-12)
+        assert torch.allclose(output, model(x), rtol=1e-12, atol=1e-12)
     assert len(calls) == 2
 
 
@@ -795,7 +814,7 @@ def freed_when_all_have_read_it():
 
 
 @pytest.mark.parametrize(
-    ("mutant", "named"),
+    ("mutant", "failing_check"),
     [
         (one_part, lambda calls: of_two_parts()),
         (no_low_part_of_u, lambda calls: of_two_parts()),
@@ -813,10 +832,10 @@ def freed_when_all_have_read_it():
         (products_that_stay, lambda calls: freed_when_all_have_read_it()),
         (any_x_is_that_of_the_first, lambda calls: check_three("one of another", [3])),
         (factors_for_each_call, lambda calls: test_kernels_of_a_forward()),
-        (each_looks_at_its_a_again, lambda calls: looks()),
+        (each_looks_at_its_a_again, lambda calls: looks_at_a()),
     ],
 )
-def test_mutants(mutant, named, calls, monkeypatch):
+def test_mutants(mutant, failing_check, calls, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
-        named(calls)
+        failing_check(calls)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import streambp
 from scripts import lora_precision
 from streambp.admission import trials
-from streambp.distributed.engines import Hold
+from streambp.distributed.engines import EngineOwnership
 from streambp.layer import adapted as operation
 from streambp.layer import adapters, call, saved
 from streambp.layer import layer_state as site_module
@@ -62,11 +62,11 @@ def check(stock, calls, mode="left-padded", ours=None, **settings):
     gradients(ours, **batch)
     calls.clear()
     seed_torch(3)
-    (loss, found), served = gradients(ours, **batch), len(calls)
+    (loss, our_gradients), served = gradients(ours, **batch), len(calls)
     seed_torch(3)
     expected_loss, expected = gradients(stock, **batch)
     assert abs(loss - expected_loss) <= BAR * abs(expected_loss)
-    assert worst_error(found, expected) <= BAR
+    assert worst_error(our_gradients, expected) <= BAR
     return served
 
 
@@ -144,33 +144,33 @@ def test_the_served_list(name, calls, float64_oracle):
         check(stock, calls, "plain", saves=("attn_out", "kv", "*"), chunk_size=64, rows="as_given")
         > 0
     )
-    both = []
+    both_gradients = []
     for kernels in ("auto", "own"):
         ours = streamed(stock, kernels=kernels)
         seed_torch(3)
-        both.append(gradients(ours, **make_batch("left-padded"))[1])
-    assert worst_error(*both) <= BAR
+        both_gradients.append(gradients(ours, **make_batch("left-padded"))[1])
+    assert worst_error(*both_gradients) <= BAR
 
 
 def of_kernels(stock, mode="left-padded", steps=2, autocast=None, **settings):
     """Loss and gradients with peft's own code and with what "auto" makes of it."""
-    found = []
+    results = []
     for kernels in ("own", "auto"):
         ours = streamed(stock, kernels=kernels, **settings)
         for number in range(steps):
             seed_torch(number)
             with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
                 result = gradients(ours, **make_batch(mode))
-        found.append((ours, *result))
-    return found
+        results.append((ours, *result))
+    return results
 
 
 def assert_same_bits(stock, calls, **settings):
-    (_, loss, expected), (ours, our_loss, found) = of_kernels(stock, **settings)
+    (_, loss, expected), (ours, our_loss, our_gradients) = of_kernels(stock, **settings)
     assert not calls
     assert torch.equal(our_loss, loss)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert our_gradients.keys() == expected.keys()
+    assert all(torch.equal(our_gradients[name], gradient) for name, gradient in expected.items())
     return str(streambp.describe(ours))
 
 
@@ -190,9 +190,9 @@ def test_what_falls_back_is_peft_to_the_bit(name, calls):
             module.lora_A["default"].register_forward_hook(
                 lambda module, args, output: output * 1.5
             )
-    told = assert_same_bits(stock, calls, saves=("attn_out", "kv", "*"))
-    assert "14 Linears with adapters are computed by peft's code" in told
-    assert why in told
+    description = assert_same_bits(stock, calls, saves=("attn_out", "kv", "*"))
+    assert "14 Linears with adapters are computed by peft's code" in description
+    assert why in description
 
 
 # The dtypes of adapters and autocast beside a float32 model; what `describe` says after the call.
@@ -207,7 +207,7 @@ FALLS_BACK_IN_A_CALL = {
 SCALE = 2.0**16  # of a GradScaler
 
 
-def with_adapters_in(own, seed=0):
+def with_adapters_in(dtype, seed=0):
     """With adapters of a few steps' size, so that their own rounding is not all of the error."""
     stock = with_adapters(build("qwen3", seed=seed, hidden_size=64), torch.float32)
     with torch.no_grad():
@@ -215,34 +215,34 @@ def with_adapters_in(own, seed=0):
             if "lora_B" in name:
                 parameter.mul_(0.05)
             if "lora_" in name:
-                parameter.data = parameter.data.to(own)
+                parameter.data = parameter.data.to(dtype)
     return stock
 
 
 @pytest.mark.parametrize("name", FALLS_BACK_IN_A_CALL)
 def test_what_falls_back_in_a_call_is_named(name, calls):
-    own, autocast, why = FALLS_BACK_IN_A_CALL[name]
-    (_, loss, _), (ours, our_loss, _) = of_kernels(with_adapters_in(own), autocast=autocast)
+    dtype, autocast, why = FALLS_BACK_IN_A_CALL[name]
+    (_, loss, _), (ours, our_loss, _) = of_kernels(with_adapters_in(dtype), autocast=autocast)
     assert not calls
     assert torch.equal(our_loss, loss)
-    told = str(streambp.describe(ours))
-    assert "14 Linears with adapters are computed by peft's code" in told
-    assert "as one operation" not in told
-    assert why in told
+    description = str(streambp.describe(ours))
+    assert "14 Linears with adapters are computed by peft's code" in description
+    assert "as one operation" not in description
+    assert why in description
 
 
 def errors_of_a_call(name, calls):
-    own, autocast, _ = FALLS_BACK_IN_A_CALL[name]
+    dtype, autocast, _ = FALLS_BACK_IN_A_CALL[name]
     for seed in itertools.count():
-        stock, batch = with_adapters_in(own, seed), make_batch("plain", length=97, seed=seed)
+        stock, batch = with_adapters_in(dtype, seed), make_batch("plain", length=97, seed=seed)
         true = gradients(copy.deepcopy(stock).float(), **batch)[1]
-        found = []
+        pair = []
         for model in (streamed(stock, chunk_size=11), stock):
             with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
                 scaled = gradients(model, SCALE, **batch)[1]
-            found.append({path: gradient.double() / SCALE for path, gradient in scaled.items()})
+            pair.append({path: gradient.double() / SCALE for path, gradient in scaled.items()})
         assert not calls
-        yield [relative_l2(one, true) for one in found]
+        yield [relative_l2(unscaled, true) for unscaled in pair]
 
 
 @pytest.mark.full
@@ -255,8 +255,8 @@ def test_what_falls_back_in_a_call_is_as_precise_as_peft(name, calls):
 
 
 def check_first_step(name, calls, saves=("attn_out", "kv", "*")):
-    own, autocast, _ = FALLS_BACK_IN_A_CALL[name]
-    ours = streamed(with_adapters_in(own), saves=saves, chunk_size=11)
+    dtype, autocast, _ = FALLS_BACK_IN_A_CALL[name]
+    ours = streamed(with_adapters_in(dtype), saves=saves, chunk_size=11)
     steps = []
     for _ in range(2):
         with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
@@ -281,7 +281,7 @@ def test_the_first_step_of_what_falls_back_in_a_call_is_as_later_ones(name, save
 
 
 def test_mutant_of_the_first_step(calls, monkeypatch):
-    monkeypatch.setattr(site_module, "keep_reasons", lambda before, found: None)
+    monkeypatch.setattr(site_module, "keep_reasons", lambda earlier_reasons, layer_states: None)
     with pytest.raises(AssertionError):
         check_first_step("narrower adapters", calls)
 
@@ -295,10 +295,10 @@ def test_a_step_after_one_that_fell_back_is_as_ever(saves, calls):
     with torch.autocast("cpu", torch.float16):
         gradients(ours, SCALE, **batch)
     assert not calls
-    found = gradients(ours, **batch)[1]
+    our_gradients = gradients(ours, **batch)[1]
     assert calls
     expected = gradients(streamed(stock, saves=saves, chunk_size=11), **batch)[1]
-    assert all(torch.equal(found[path], gradient) for path, gradient in expected.items())
+    assert all(torch.equal(our_gradients[path], gradient) for path, gradient in expected.items())
 
 
 def test_describe_speaks_of_the_last_call():
@@ -313,12 +313,16 @@ def test_describe_speaks_of_the_last_call():
 def test_own_kernels_are_peft_to_the_bit(calls):
     """And `describe` says nothing of adapters."""
     stock = with_adapters(build("qwen3"), torch.float32)
-    (ours, _, found), (other, _, _) = of_kernels(stock)
+    (ours, _, own_gradients), (auto_model, _, _) = of_kernels(stock)
     assert "with adapters" not in str(streambp.describe(ours))
-    assert "14 Linears with adapters are computed as one operation" in str(streambp.describe(other))
+    assert "14 Linears with adapters are computed as one operation" in str(
+        streambp.describe(auto_model)
+    )
     seed_torch(0)
-    again = gradients(streamed(stock, kernels="own"), **make_batch("left-padded"))[1]
-    assert all(torch.equal(again[name], gradient) for name, gradient in found.items())
+    second_gradients = gradients(streamed(stock, kernels="own"), **make_batch("left-padded"))[1]
+    assert all(
+        torch.equal(second_gradients[name], gradient) for name, gradient in own_gradients.items()
+    )
 
 
 def test_adapters_that_change_between_steps(calls, float64_oracle):
@@ -347,12 +351,12 @@ def test_adapters_that_change_between_steps(calls, float64_oracle):
             else:
                 for path, parameter in model.named_parameters():
                     parameter.requires_grad_("lora_" in path)
-        (loss, found), (expected_loss, expected) = (
+        (loss, our_gradients), (expected_loss, expected) = (
             gradients(ours, **batch),
             gradients(stock, **batch),
         )
         assert abs(loss - expected_loss) <= BAR * abs(expected_loss), name
-        assert worst_error(found, expected) <= BAR, name
+        assert worst_error(our_gradients, expected) <= BAR, name
         assert bool(calls) == (name not in ("switched off", "merged")), name
     streambp.unpatch(ours)
     assert not any("forward" in vars(module) for module in adapters_of(ours))
@@ -407,17 +411,17 @@ def test_a_wrong_trace_is_found(monkeypatch):
     gradients(ours, **make_batch("plain"))
     for layer_state in ours._streambp.steps.layer_states:
         assert {
-            name for found in layer_state.tests.unread.values() for name in found.recompute
+            name for unread in layer_state.tests.unread.values() for name in unread.recompute
         } <= {"mlp.down_proj"}
 
 
-def stacks_of_a_step(monkeypatch, held=False, share=1e-9, ends=None, **settings):
+def stacks_of_a_step(monkeypatch, engine_ownership=False, share=1e-9, ends=None, **settings):
     """Weak references to all factors that a step has made, its gradients, and its loss."""
-    made, real = [], adapters.factor_of
+    references, real = [], adapters.factor_of
 
     def factor_of(*args):
         factor = real(*args)
-        made.append(weakref.ref(factor.stack))
+        references.append(weakref.ref(factor.stack))
         return factor
 
     ours = streamed(with_adapters(build("qwen3"), torch.float32), saves=("attn_out",), **settings)
@@ -425,29 +429,33 @@ def stacks_of_a_step(monkeypatch, held=False, share=1e-9, ends=None, **settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapters, "factor_of", factor_of)
         patch.setattr(call, "MIN_INPUT_TO_FACTORS", share)
-        if held:
-            patch.setattr(call, "held", lambda layer: Hold(True, True))
+        if engine_ownership:
+            patch.setattr(call, "engine_ownership", lambda layer: EngineOwnership(True, True))
         if ends == "no backward":
             loss = ours(**make_batch("left-padded"), use_cache=False).loss.detach()
-            return made, {}, loss
+            return references, {}, loss
         if ends == "no grad":
             with torch.no_grad():
-                return made, {}, ours(**make_batch("left-padded"), use_cache=False).loss
+                return references, {}, ours(**make_batch("left-padded"), use_cache=False).loss
         loss = ours(**make_batch("left-padded"), use_cache=False).loss
         loss.backward(retain_graph=ends == "graph retained")
-    return made, {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}, loss
+    return (
+        references,
+        {name: p.grad for name, p in ours.named_parameters() if p.grad is not None},
+        loss,
+    )
 
 
 FACTORS_OF_A_STEP = 2 * 14  # A and B of each of two layers' seven Linears
 
 
 def check_once(monkeypatch):
-    made, found, loss = stacks_of_a_step(monkeypatch)
-    assert len(made) == FACTORS_OF_A_STEP
-    again, expected, other = stacks_of_a_step(monkeypatch, share=1e9)
-    assert len(again) == 2 * FACTORS_OF_A_STEP
-    assert torch.equal(loss, other)
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    references, our_gradients, loss = stacks_of_a_step(monkeypatch)
+    assert len(references) == FACTORS_OF_A_STEP
+    second_references, expected, second_loss = stacks_of_a_step(monkeypatch, share=1e9)
+    assert len(second_references) == 2 * FACTORS_OF_A_STEP
+    assert torch.equal(loss, second_loss)
+    assert all(torch.equal(our_gradients[name], gradient) for name, gradient in expected.items())
 
 
 def test_factors_are_made_once_a_step(monkeypatch):
@@ -456,8 +464,8 @@ def test_factors_are_made_once_a_step(monkeypatch):
 
 
 def check_engine(monkeypatch):
-    made, *_ = stacks_of_a_step(monkeypatch, held=True)
-    assert len(made) == 2 * FACTORS_OF_A_STEP
+    references, *_ = stacks_of_a_step(monkeypatch, engine_ownership=True)
+    assert len(references) == 2 * FACTORS_OF_A_STEP
 
 
 def test_where_an_engine_gathers_parameters_each_pass_makes_its_own(monkeypatch):
@@ -466,11 +474,11 @@ def test_where_an_engine_gathers_parameters_each_pass_makes_its_own(monkeypatch)
 
 
 def check_freed(monkeypatch, ends=None, **settings):
-    made, _, loss = stacks_of_a_step(monkeypatch, ends=ends, **settings)
+    references, _, loss = stacks_of_a_step(monkeypatch, ends=ends, **settings)
     gc.collect()
-    assert made
+    assert references
     assert loss is not None
-    assert not any(reference() is not None for reference in made)
+    assert not any(reference() is not None for reference in references)
 
 
 @pytest.mark.parametrize("ends", [None, "graph retained", "no backward", "no grad"])
@@ -484,13 +492,13 @@ def test_no_factor_of_a_kept_graph_stays_alive(monkeypatch):
 
 
 def factors_that_stay(monkeypatch):
-    kept, real = [], Adaptation._made
+    factors, real = [], Adaptation._made
 
-    def made(self, *args):
-        kept.append(real(self, *args))
-        return kept[-1]
+    def keep_factor(self, *args):
+        factors.append(real(self, *args))
+        return factors[-1]
 
-    monkeypatch.setattr(Adaptation, "_made", made)
+    monkeypatch.setattr(Adaptation, "_made", keep_factor)
 
 
 def factors_of_each_pass(monkeypatch):
@@ -503,7 +511,7 @@ def engines_are_overlooked(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mutant", "named"),
+    ("mutant", "failing_check"),
     [
         (factors_that_stay, check_freed),
         (factors_of_each_pass, check_once),
@@ -511,10 +519,10 @@ def engines_are_overlooked(monkeypatch):
         (engines_are_overlooked, check_once),  # and so is the layer's input
     ],
 )
-def test_mutants_of_once_a_step(mutant, named, monkeypatch):
+def test_mutants_of_once_a_step(mutant, failing_check, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
-        named(monkeypatch)
+        failing_check(monkeypatch)
 
 
 def in_pefts_way(monkeypatch):
@@ -528,12 +536,12 @@ def in_pefts_way(monkeypatch):
 
 
 def nothing_is_put_back(monkeypatch):
-    kept = []
+    contexts = []
 
     class Stays:
         def __init__(self, *args):
             self.context = adapters.adapted(*args)
-            kept.append(self.context)
+            contexts.append(self.context)
 
         def __enter__(self):
             self.context.__enter__()
@@ -546,7 +554,7 @@ def nothing_is_put_back(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("mutant", "named"),
+    ("mutant", "failing_check"),
     [
         (
             in_pefts_way,
@@ -555,15 +563,16 @@ def nothing_is_put_back(monkeypatch):
         (nothing_is_put_back, test_an_error_in_a_step_leaves_modules_as_they_were),
     ],
 )
-def test_mutants(mutant, named, calls, monkeypatch):
+def test_mutants(mutant, failing_check, calls, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises((AssertionError, streambp.StreamBPError)):
-        named(calls)
+        failing_check(calls)
 
 
-def error_of(found, true):
+def error_of(computed, true):
     return (
-        sum(float((found[n].double() - g.double()).square().sum()) for n, g in true.items()) ** 0.5
+        sum(float((computed[n].double() - g.double()).square().sum()) for n, g in true.items())
+        ** 0.5
     )
 
 
@@ -583,8 +592,8 @@ def in_half(family, seed, std, autocast=False, wide=True):
     true = gradients(copy.deepcopy(stock).float(), **batch)[1]
     ours = streamed(stock, chunk_size=40, saves=("attn_out", "kv", "*"))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = [gradients(model, **batch)[1] for model in (ours, stock)]
-    return [error_of(one, true) for one in found]
+        both_gradients = [gradients(model, **batch)[1] for model in (ours, stock)]
+    return [error_of(computed, true) for computed in both_gradients]
 
 
 @pytest.mark.full
@@ -606,22 +615,22 @@ def test_bfloat16_is_as_precise_as_peft(family, autocast, wide, std):
     pairs = [in_half(family, seed, std, autocast, wide) for seed in range(16)]
     ours, pefts = (statistics.fmean(column) for column in zip(*pairs, strict=True))
     ratio = ours / pefts
-    off = [(one - ratio * other) / pefts for one, other in pairs]
+    off = [(our_error - ratio * peft_error) / pefts for our_error, peft_error in pairs]
     error = statistics.stdev(off) / len(off) ** 0.5
     print(f"{ratio:.3f} +- {error:.3f} of peft's own error over {len(pairs)} models")
     assert ratio <= PRECISE + error
 
 
 def check_truth(monkeypatch):
-    seen = []
+    settings = []
 
     def of(model, **batch):
-        seen.append((next(model.parameters()).dtype, torch.is_autocast_enabled("cpu")))
-        return None, {"x": torch.full((1,), float(len(seen)))}
+        settings.append((next(model.parameters()).dtype, torch.is_autocast_enabled("cpu")))
+        return None, {"x": torch.full((1,), float(len(settings)))}
 
     monkeypatch.setattr(lora_precision, "gradients", of)
     lora_precision.measured(lora_precision.SetUp("qwen2", False, True, 0.02), 2, False)
-    assert sorted(seen, key=str) == [(HALF, True)] * 4 + [(torch.float32, False)] * 2
+    assert sorted(settings, key=str) == [(HALF, True)] * 4 + [(torch.float32, False)] * 2
 
 
 def test_the_table_of_precision_compares_with_float32_outside_autocast(monkeypatch):
@@ -634,10 +643,10 @@ def errors_one_by_one(monkeypatch):
     waiting = []
 
     def errors(set_up, seed, why):
-        waiting.append(each(set_up, seed, why))
+        waiting.append(errors_of_model(set_up, seed, why))
         return waiting[-1]
 
-    def each(set_up, seed, why):
+    def errors_of_model(set_up, seed, why):
         stock = lora_precision.model_of(set_up, seed)
         true = lora_precision.gradients(copy.deepcopy(stock).float())[1]
         with torch.autocast("cpu", HALF, enabled=set_up.autocast):
@@ -652,8 +661,8 @@ def test_mutant_of_the_table(monkeypatch):
     waiting = errors_one_by_one(monkeypatch)
     with pytest.raises(AssertionError):
         check_truth(monkeypatch)
-    for one in waiting:
-        one.close()
+    for generator in waiting:
+        generator.close()
     # Each has restored what it found, which another one's autocast may have been.
     torch.set_autocast_enabled("cpu", False)
 
@@ -661,13 +670,13 @@ def test_mutant_of_the_table(monkeypatch):
 @pytest.mark.parametrize("kernels", ["own", "auto"])
 def test_no_memory_is_spent_on_the_products_of_adapters(kernels, monkeypatch):
     """They take as long to read as to compute again."""
-    seen, real = [], saved.Cost
+    recorded, real = [], saved.Cost
     monkeypatch.setattr(
-        saved, "Cost", lambda **costs: (seen.append(costs["products"]), real(**costs))[1]
+        saved, "Cost", lambda **costs: (recorded.append(costs["products"]), real(**costs))[1]
     )
     ours = streamed(with_adapters(build("qwen3"), torch.float32), saves="auto", kernels=kernels)
     gradients(ours, **make_batch("plain"))
-    names = {name for products in seen for name in products}
+    names = {name for products in recorded for name in products}
     assert {name.removesuffix(".base_layer") for name in names} >= {
         "mlp.gate_proj",
         "self_attn.q_proj",

@@ -80,18 +80,20 @@ def test_the_design_covers():
 
 def models_of(kind, kernels=("auto",), **settings):
     """The unpatched model, and one patched copy for each value of `kernels`."""
-    given, change, more = KINDS[kind]
+    lora_settings, change, config_settings = KINDS[kind]
     dtype = torch.float16 if kind == "float16" else torch.float64
-    stock = with_adapters(build("qwen2", dtype, tie_word_embeddings=False), dtype, **given)
-    found = [stock, *(copy.deepcopy(stock) for _ in kernels)]
-    for model in found if change is not None else ():
+    stock = with_adapters(build("qwen2", dtype, tie_word_embeddings=False), dtype, **lora_settings)
+    models = [stock, *(copy.deepcopy(stock) for _ in kernels)]
+    for model in models if change is not None else ():
         change(model)
-    for model, name in zip(found[1:], kernels, strict=True):
-        config = streambp.StreamConfig(unpatched_runs=False, kernels=name, **settings, **more)
+    for model, name in zip(models[1:], kernels, strict=True):
+        config = streambp.StreamConfig(
+            unpatched_runs=False, kernels=name, **settings, **config_settings
+        )
         streambp.patch(model, config)
-        if "weights" in more:
+        if "weights" in config_settings:
             invert(model)
-    return found
+    return models
 
 
 def step(model, batch, autocast=False):
@@ -100,22 +102,22 @@ def step(model, batch, autocast=False):
         return gradients(model, **batch)
 
 
-def assert_near(found, expected):
-    assert abs(found[0] - expected[0]) <= BAR * abs(expected[0])
-    assert worst_error(found[1], expected[1]) <= BAR
+def assert_near(computed, expected):
+    assert abs(computed[0] - expected[0]) <= BAR * abs(expected[0])
+    assert worst_error(computed[1], expected[1]) <= BAR
 
 
 def check_bits(kind, batch, calls, **settings):
     """And as near to the unpatched model as peft's code is, in float64."""
-    stock, ours, own = models_of(kind, ("auto", "own"), **settings)
+    stock, ours, own_model = models_of(kind, ("auto", "own"), **settings)
     for _ in range(2):  # the second one knows what backward leaves unread
-        found, expected = step(ours, batch), step(own, batch)
-        assert torch.equal(found[0], expected[0])
-        assert found[1].keys() == expected[1].keys()
-        assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+        computed, expected = step(ours, batch), step(own_model, batch)
+        assert torch.equal(computed[0], expected[0])
+        assert computed[1].keys() == expected[1].keys()
+        assert all(torch.equal(computed[1][name], value) for name, value in expected[1].items())
     assert not calls
     if kind != "float16":
-        assert_near(found, step(stock, batch))
+        assert_near(computed, step(stock, batch))
 
 
 def switched(model, number):
@@ -151,20 +153,20 @@ def check(kind, saves, offload, chunk, rows, calls):
         check_switched(batch, calls, **settings)
         return
     masks_of_chunks = kind == "dropout" and chunk != WHOLE  # unpatched there are others
-    stock, ours, *own = models_of(
+    stock, ours, *own_models = models_of(
         kind, ("auto", "own") if masks_of_chunks else ("auto",), **settings
     )
     autocast = kind == "autocast"  # which leaves float64 as it is
     step(ours, batch, autocast)
     calls.clear()
-    found = step(ours, batch, autocast)
+    computed = step(ours, batch, autocast)
     assert {shape[-1] for shape in calls} == (
         {32} if kind in ("a compiled MLP", "other modules beside") else INPUTS
     )
     calls.clear()
     if masks_of_chunks:
-        step(own[0], batch)
-    assert_near(found, step(own[0] if masks_of_chunks else stock, batch, autocast))
+        step(own_models[0], batch)
+    assert_near(computed, step(own_models[0] if masks_of_chunks else stock, batch, autocast))
     assert not calls
 
 
@@ -177,11 +179,11 @@ def test_covering_design(kind, saves, offload, chunk, rows, calls, float64_oracl
 
 def weights_of_another_layer(monkeypatch):
     """Weights that came to the device first are taken for those of each later layer."""
-    kept, real = {}, Adaptation._base
+    cache, real = {}, Adaptation._base
 
     def base(self, *args):
-        found = real(self, *args)
-        return kept.setdefault(found[0].shape, found)
+        weights = real(self, *args)
+        return cache.setdefault(weights[0].shape, weights)
 
     monkeypatch.setattr(Adaptation, "_base", base)
 

@@ -77,17 +77,21 @@ def layer_flops(layer, sizes, chunk_size=None):
         1, LENGTH, sizes["hidden_size"], dtype=torch.bfloat16, device="meta", requires_grad=True
     )
     rotary = torch.empty(1, LENGTH, head_dim, dtype=torch.bfloat16, device="meta")
-    named = {"attention_mask": None, "position_embeddings": (rotary, rotary)}
+    arguments = {"attention_mask": None, "position_embeddings": (rotary, rotary)}
     with LinearFlops() as flops:
         if chunk_size is None:
-            out = checkpoint(lambda x: _without_attention(layer, x, named), x, use_reentrant=False)
+            out = checkpoint(
+                lambda x: _without_attention(layer, x, arguments), x, use_reentrant=False
+            )
         else:
-            out = stream_layer(LayerState(layer, StreamConfig(chunk_size=chunk_size)), (x,), named)
+            out = stream_layer(
+                LayerState(layer, StreamConfig(chunk_size=chunk_size)), (x,), arguments
+            )
         out.backward(torch.empty_like(out))
     return flops.total
 
 
-def _without_attention(layer, x, named):
+def _without_attention(layer, x, arguments):
     """The layer with its attention product replaced by an elementwise stand-in: Linears are what is
     counted."""
 
@@ -99,13 +103,13 @@ def _without_attention(layer, x, named):
 
     AttentionInterface.register("stand_in", stand_in)
     configs = {id(m.config): m.config for m in layer.modules() if hasattr(m, "config")}.values()
-    before = [config._attn_implementation_internal for config in configs]
+    previous_names = [config._attn_implementation_internal for config in configs]
     try:
         for config in configs:
             config._attn_implementation_internal = "stand_in"
-        return layer(x, **named)
+        return layer(x, **arguments)
     finally:
-        for config, name in zip(configs, before, strict=True):
+        for config, name in zip(configs, previous_names, strict=True):
             config._attn_implementation_internal = name
 
 
@@ -175,7 +179,7 @@ def test_attention_computes_each_pair_once_a_pass(family, mode, saves, monkeypat
     inside, masked = expected_pairs(model, mode)
     forwards = 1 if saves else 2
     for key, times in (("forward", forwards), ("backward", 1)):
-        computed = {kind: count for (which, kind), count in pairs.items() if which == key}
+        computed = {kind: count for (run, kind), count in pairs.items() if run == key}
         assert sum(computed.values()) == times * (inside + masked)
         assert set(computed) <= {Kind.FULL, Kind.CAUSAL, Kind.BAND}
 
@@ -187,22 +191,24 @@ def expected_pairs(model, mode):
     length, window = batch["input_ids"].shape[1], getattr(model.config, "sliding_window", None)
     inside = masked = 0
     for row in range(batch["input_ids"].shape[0]):
-        kept = batch["attention_mask"][row] if "attention_mask" in batch else torch.ones(length)
+        is_token = batch["attention_mask"][row] if "attention_mask" in batch else torch.ones(length)
         document = (
             (batch["position_ids"][row] == 0).cumsum(0)
             if "position_ids" in batch
             else torch.zeros(length)
         )
         query, key = torch.arange(length)[:, None], torch.arange(length)
-        allowed = (key <= query) & (document[:, None] == document) & (kept[:, None] * kept > 0)
+        allowed = (
+            (key <= query) & (document[:, None] == document) & (is_token[:, None] * is_token > 0)
+        )
         if window:
             allowed &= key > query - window
         inside += int(allowed.sum())
         for start in range(0, length, 5):
             for d in document[start : start + 5].unique():
-                tokens = int(((document == d) & (kept > 0))[start : start + 5].sum())
+                tokens = int(((document == d) & (is_token > 0))[start : start + 5].sum())
                 masked += tokens * (tokens - 1) // 2
-                first = int(((document == d) & (kept > 0)).nonzero()[0]) if tokens else 0
+                first = int(((document == d) & (is_token > 0)).nonzero()[0]) if tokens else 0
                 last = (
                     start
                     + max(i for i in range(5) if start + i < length and document[start + i] == d)

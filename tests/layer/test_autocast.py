@@ -33,7 +33,7 @@ SAVES = [(), ("attn_out", "kv"), ("*",)]
 
 def in_float32(module):
     """Give a module a forward of its own that autocast leaves alone."""
-    own = module.forward
+    class_forward = module.forward
 
     def forward(*args, **kwargs):
         with torch.autocast("cpu", enabled=False):
@@ -41,7 +41,7 @@ def in_float32(module):
                 x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
                 for x in args
             ]
-            return own(
+            return class_forward(
                 *args, **{k: x.float() if k == "hidden_states" else x for k, x in kwargs.items()}
             )
 
@@ -93,12 +93,12 @@ def error_of_a_float32_layer(split=False, saves=()):
     if split:
         with pytest.MonkeyPatch.context() as patch:
             split_over_one_rank(patch)
-            found = gradients_of(model, loss_of)
-            assert relative_l2(gradients_of(model, loss_of, inside=True), found) == 0.0
+            our_gradients = gradients_of(model, loss_of)
+            assert relative_l2(gradients_of(model, loss_of, inside=True), our_gradients) == 0.0
     else:
-        found = gradients_of(model, loss_of)
-        assert relative_l2(gradients_of(model, loss_of, inside=True), found) == 0.0
-    return relative_l2(found, expected)
+        our_gradients = gradients_of(model, loss_of)
+        assert relative_l2(gradients_of(model, loss_of, inside=True), our_gradients) == 0.0
+    return relative_l2(our_gradients, expected)
 
 
 @pytest.mark.fast(3)
@@ -181,16 +181,16 @@ def test_backward_inside_of_autocast_gives_the_same_gradients(name, saves, monke
 def scores_in_autocast(monkeypatch):
     """Whether autocast is on where plain products compute scores, in forward and again in
     backward."""
-    seen, real = [], kernels.MathKernel._scores
+    autocast_flags, real = [], kernels.MathKernel._scores
     monkeypatch.setattr(
         kernels.MathKernel,
         "_scores",
-        lambda *given: seen.append(torch.is_autocast_enabled("cpu")) or real(*given),
+        lambda *given: autocast_flags.append(torch.is_autocast_enabled("cpu")) or real(*given),
     )
     model = streambp.patch(build("qwen3", attention_dropout=0.1), StreamConfig(chunk_size=5))
     in_float32(model.model.layers[0].self_attn)
     gradients_of(model, labelled(make_batch("plain")), inside=True)
-    return seen
+    return autocast_flags
 
 
 def test_no_kernel_of_attention_runs_in_autocast(monkeypatch):
@@ -225,16 +225,16 @@ def errors_with_windows(seed):
 @contextlib.contextmanager
 def attended_logsumexps():
     """The dtypes of what attention leaves behind."""
-    seen, real = set(), attend.MergedOutput.result
+    dtypes, real = set(), attend.MergedOutput.result
 
     def result(self):
         attended = real(self)
-        seen.add(attended.lse.dtype)
+        dtypes.add(attended.lse.dtype)
         return attended
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attend.MergedOutput, "result", result)
-        yield seen
+        yield dtypes
 
 
 @pytest.mark.parametrize("one_pass", [False, True])
@@ -270,7 +270,7 @@ def casts_of_a_backward():
     with Casts() as casts:
         loss.backward()
     assert len({m.weight.shape for m in linears(mlp)}) == 2  # gate_proj and up_proj have one
-    return casts.seen[tuple(mlp.up_proj.weight.shape)]
+    return casts.counts[tuple(mlp.up_proj.weight.shape)]
 
 
 def test_autocast_keeps_its_copies_of_weights_over_the_chunks():

@@ -128,22 +128,22 @@ def streamed_peaks():
 
 
 def test_backward_grows_by_29_kb_a_token(streamed_peaks):
-    found = slope(lambda length: streamed_peaks[length]["last layer"])
-    print(f"streamed layer, backward beyond its input: {found / KB:.2f} KB a token")
-    assert found <= 29 * KB
+    growth = slope(lambda length: streamed_peaks[length]["last layer"])
+    print(f"streamed layer, backward beyond its input: {growth / KB:.2f} KB a token")
+    assert growth <= 29 * KB
 
 
 def test_backward_grows_by_21_kb_a_token_with_the_gradient_reused(streamed_peaks):
-    found = slope(lambda length: streamed_peaks[length]["first layer"])
-    print(f"streamed layer, gradient's buffer reused: {found / KB:.2f} KB a token")
-    assert found <= 21 * KB
+    growth = slope(lambda length: streamed_peaks[length]["first layer"])
+    print(f"streamed layer, gradient's buffer reused: {growth / KB:.2f} KB a token")
+    assert growth <= 21 * KB
 
 
 def test_forward_without_grad_grows_by_21_kb_a_token():
     layer = qwen3_8b_layer()
-    found = slope(lambda length: run_layer(layer, length, streamed(), grad=False)["forward"])
-    print(f"streamed layer, no_grad forward: {found / KB:.2f} KB a token")
-    assert found <= 21 * KB
+    growth = slope(lambda length: run_layer(layer, length, streamed(), grad=False)["forward"])
+    print(f"streamed layer, no_grad forward: {growth / KB:.2f} KB a token")
+    assert growth <= 21 * KB
 
 
 SHORTER = tuple(length // 8 for length in LENGTHS)
@@ -166,16 +166,16 @@ def test_head_grows_by_8_5_kb_a_token(norm, lengths):
             token_log_probs(hidden, weight, labels, norm=final_norm).log_probs.sum().backward()
             return count.peak
 
-    found = slope(measure, lengths)
-    print(f"blockwise head beyond its input: {found / KB:.3f} KB a token")
-    assert found <= 8.5 * KB
+    growth = slope(measure, lengths)
+    print(f"blockwise head beyond its input: {growth / KB:.3f} KB a token")
+    assert growth <= 8.5 * KB
 
 
 def test_checkpointing_needs_several_times_as_much():
     layer = qwen3_8b_layer()
-    found = slope(lambda length: run_layer(layer, length, checkpointed)["last layer"])
-    print(f"torch checkpointing, backward beyond its input: {found / KB:.1f} KB a token")
-    assert found > 4 * 29 * KB
+    growth = slope(lambda length: run_layer(layer, length, checkpointed)["last layer"])
+    print(f"torch checkpointing, backward beyond its input: {growth / KB:.1f} KB a token")
+    assert growth > 4 * 29 * KB
 
 
 class HostOnMeta(Engine):
@@ -199,9 +199,9 @@ def offloaded_peaks(saves, gpu_memory, grad=True):
     slopes = {
         name: (peaks[1][name] - peaks[0][name]) / (LENGTHS[1] - LENGTHS[0]) for name in peaks[0]
     }
-    for name, found in slopes.items():
+    for name, growth in slopes.items():
         print(
-            f"offloaded, saves {saves}, gpu_memory {gpu_memory}, {name}: {found / KB:.2f} KB a "
+            f"offloaded, saves {saves}, gpu_memory {gpu_memory}, {name}: {growth / KB:.2f} KB a "
             "token"
         )
     return slopes
@@ -258,8 +258,8 @@ def test_several_layers_offloaded_grow_no_faster_than_one(gpu_memory, forward_ba
     for name, bar, a, b in zip(
         ("forward", "backward"), (forward_bar, backward_bar), short, long, strict=True
     ):
-        found = (b - a) / (LENGTHS[1] - LENGTHS[0])
+        growth = (b - a) / (LENGTHS[1] - LENGTHS[0])
         print(
-            f"four layers offloaded, gpu_memory {gpu_memory}, {name}: {found / KB:.2f} KB a token"
+            f"four layers offloaded, gpu_memory {gpu_memory}, {name}: {growth / KB:.2f} KB a token"
         )
-        assert found <= bar * KB
+        assert growth <= bar * KB

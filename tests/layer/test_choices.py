@@ -56,8 +56,8 @@ def tied(monkeypatch):
         last, following = real(x.detach(), k + 1).indices[..., k - 1 :].unbind(-1)
         first, second = (following, last) if is_streaming() else (last, following)
         best = x.gather(-1, last[..., None])
-        less = best - torch.finfo(x.dtype).eps * best.detach().abs()
-        x = x.scatter(-1, first[..., None], best).scatter(-1, second[..., None], less)
+        second_best = best - torch.finfo(x.dtype).eps * best.detach().abs()
+        x = x.scatter(-1, first[..., None], best).scatter(-1, second[..., None], second_best)
         return real(x, k, *args, **kwargs)
 
     monkeypatch.setattr(torch, "topk", topk)
@@ -113,37 +113,37 @@ def test_mutant_a_tie_decides(family, monkeypatch):
 def while_streaming(monkeypatch, model, ending, change):
     """While its layer streams, the forward of the first module whose path in the model, or whose
     class, ends so is `change` of it."""
-    found = next(
+    module_class = next(
         type(module)
         for path, module in model.named_modules()
         if path.endswith(f".{ending}") or type(module).__name__.lower().endswith(ending)
     )
-    real = found.forward
+    real = module_class.forward
 
-    def forward(self, *given, **named):
+    def forward(self, *args, **kwargs):
         return (
-            change(real, self, *given, **named) if is_streaming() else real(self, *given, **named)
+            change(real, self, *args, **kwargs) if is_streaming() else real(self, *args, **kwargs)
         )
 
-    monkeypatch.setattr(found, "forward", forward)
+    monkeypatch.setattr(module_class, "forward", forward)
 
 
 def scaled_attention(monkeypatch, model):
-    def scaled(real, self, *given, **named):
-        own, self.scaling = self.scaling, 2 * self.scaling
+    def scaled(real, self, *args, **kwargs):
+        scaling, self.scaling = self.scaling, 2 * self.scaling
         try:
-            return real(self, *given, **named)
+            return real(self, *args, **kwargs)
         finally:
-            self.scaling = own
+            self.scaling = scaling
 
     while_streaming(monkeypatch, model, "attention", scaled)
 
 
 def unrotated_attention(monkeypatch, model):
-    def unrotated(real, self, *given, position_embeddings, **named):
+    def unrotated(real, self, *args, position_embeddings, **kwargs):
         cos, sin = position_embeddings
         return real(
-            self, *given, position_embeddings=(torch.ones_like(cos), torch.zeros_like(sin)), **named
+            self, *args, position_embeddings=(torch.ones_like(cos), torch.zeros_like(sin)), **kwargs
         )
 
     while_streaming(monkeypatch, model, "attention", unrotated)
@@ -195,12 +195,12 @@ OTHERS = (
 @pytest.mark.fast(4)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("other", OTHERS)
-def test_what_computes_something_else_is_refused(other, family, precision, monkeypatch):
+@pytest.mark.parametrize("mutant", OTHERS)
+def test_what_computes_something_else_is_refused(mutant, family, precision, monkeypatch):
     """In half precision, and with a tie in every choice."""
     model = streambp.patch(mixture(family, precision), CHUNKS)
     tied(monkeypatch)
-    other(monkeypatch, model)
+    mutant(monkeypatch, model)
     with pytest.raises(StreamingMismatchError):
         step(model, precision)
 
@@ -211,10 +211,10 @@ def chosen_elsewhere(monkeypatch, precision):
     model = streambp.patch(mixture("deepseek_v3", precision), CHUNKS)
     real = torch.topk
 
-    def turned(x, *given, **named):
-        return real(x.roll(1, -1) if is_streaming() else x, *given, **named)
+    def rolled_topk(x, *args, **kwargs):
+        return real(x.roll(1, -1) if is_streaming() else x, *args, **kwargs)
 
-    monkeypatch.setattr(torch, "topk", turned)
+    monkeypatch.setattr(torch, "topk", rolled_topk)
     step(model, precision)
 
 
@@ -245,7 +245,7 @@ CHOOSE = {
 @pytest.mark.parametrize("name", CHOOSE)
 def test_later_runs_are_handed_the_choices_of_the_first(name, flat):
     rows, length = 2, 7
-    logits, others = torch.randn(2, rows, length, 6, generator=seeded())
+    logits, other_logits = torch.randn(2, rows, length, 6, generator=seeded())
     choices, choose = ReplayedChoices(), CHOOSE[name]
 
     def of(x, start, stop):
@@ -260,8 +260,8 @@ def test_later_runs_are_handed_the_choices_of_the_first(name, flat):
     first = of(logits, 0, length)
     assert torch.equal(first, choose(logits))
     assert choices.furthest() == 0
-    pieces = torch.cat([of(others, 0, 4), of(others, 4, length)], 1)
-    assert torch.equal(pieces, first)
+    replayed = torch.cat([of(other_logits, 0, 4), of(other_logits, 4, length)], 1)
+    assert torch.equal(replayed, first)
     assert choices.furthest() > 0.5
     assert choices.differing > 0
     assert torch.equal(of(logits, 0, length), first)
@@ -277,9 +277,9 @@ def test_values_are_those_of_the_choice():
     with choices.at(all_of_them, 1):
         indices = first.topk(3).indices
     with choices.at(all_of_them, 1):
-        found = second.topk(3)
-    assert torch.equal(found.values, second.gather(-1, indices))
-    (grad,) = torch.autograd.grad(found.values.sum(), second)
+        result = second.topk(3)
+    assert torch.equal(result.values, second.gather(-1, indices))
+    (grad,) = torch.autograd.grad(result.values.sum(), second)
     assert torch.equal(grad, torch.zeros_like(grad).scatter(-1, indices, 1.0))
     assert 0 < choices.furthest() < float("inf")
 

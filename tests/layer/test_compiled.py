@@ -95,10 +95,10 @@ def steps_of(model, backend, when, config=CONFIG, steps=2, names=TOKEN_WISE, **o
     for step in range(steps + (when == "between steps")):
         if when == "between steps" and step == 1:
             backend.compile(model, names, **options)
-        before = backend.runs
-        _, found = gradients(model, **batch)
-        errors.append(worst_error(found, expected))
-        runs = backend.runs - before
+        runs_before = backend.runs
+        _, computed = gradients(model, **batch)
+        errors.append(worst_error(computed, expected))
+        runs = backend.runs - runs_before
     return errors, runs, model
 
 
@@ -189,10 +189,10 @@ def test_a_submodule_that_torch_compile_wraps():
     for layer in model.model.layers:
         layer.mlp = torch.compile(layer.mlp, backend=counted)
     streambp.patch(model, CONFIG)
-    _, found = gradients(model, **make_batch("plain", LENGTH))
+    _, our_gradients = gradients(model, **make_batch("plain", LENGTH))
     assert (
         worst_error(
-            {name.replace("._orig_mod", ""): grad for name, grad in found.items()}, expected
+            {name.replace("._orig_mod", ""): grad for name, grad in our_gradients.items()}, expected
         )
         <= 1e-6
     )
@@ -211,10 +211,10 @@ def test_regional_compilation_by_accelerate(when):
         model = streambp.patch(regions.compile_regions(model, backend=counted), CONFIG)
     else:
         model = regions.compile_regions(streambp.patch(model, CONFIG), backend=counted)
-    _, found = gradients(model, **make_batch("plain", LENGTH))
+    _, our_gradients = gradients(model, **make_batch("plain", LENGTH))
     assert (
         worst_error(
-            {name.replace("._orig_mod", ""): grad for name, grad in found.items()}, expected
+            {name.replace("._orig_mod", ""): grad for name, grad in our_gradients.items()}, expected
         )
         <= 1e-6
     )
@@ -222,12 +222,12 @@ def test_regional_compilation_by_accelerate(when):
     assert (counted.runs > 0) == (when == "before patch")
     described = str(streambp.describe(model))
     assert "streams: 2 x" in described
-    which = (
+    compiled_parts = (
         "model.embed_tokens, model.norm, model.rotary_emb run compiled"
         if when == "before patch"
         else EAGER
     )
-    assert f"streamed layers stay eager under torch.compile; {which}" in described
+    assert f"streamed layers stay eager under torch.compile; {compiled_parts}" in described
 
 
 @pytest.mark.parametrize("when", WHEN[:2])

@@ -21,7 +21,7 @@ from streambp.model.fused_layers import fused_modules
 from streambp.verify import compare
 from tests import zoo
 from tests.families import build, make_batch
-from tests.liger_stand_in import own
+from tests.liger_stand_in import own_attributes
 from tests.oracle import gradients, lift_float32_casts, relative_l2
 from tests.seeds import seed_torch, seeded
 
@@ -72,10 +72,10 @@ def test_regions_are_exact_and_few_graphs_serve_all_lengths(family, backend, mon
     streambp.patch(model, CONFIG)
     for length, rows in ROWS:
         batch = make_batch("plain", length, rows=rows)
-        loss, found = gradients(model, **batch)
+        loss, our_gradients = gradients(model, **batch)
         expected_loss, expected = gradients(stock, **batch)
         assert abs(loss - expected_loss) <= 1e-6 * expected_loss
-        assert relative_l2(found, expected) <= BAR
+        assert relative_l2(our_gradients, expected) <= BAR
     graphs = compiler_of(model).graphs
     print(f"{family}, {backend}: {dict(graphs)} graphs, {compiler_of(model).seconds:.1f} s")
     roles = {"input_layernorm", "post_attention_layernorm", "mlp", "self_attn"}
@@ -93,16 +93,16 @@ def test_regions_are_exact_and_few_graphs_serve_all_lengths(family, backend, mon
 def test_every_kind_of_run_computes_with_regions():
     ran = []
     model, batch = small(), make_batch("plain")
-    before = own(model)
+    own_before = own_attributes(model)
     # as unpatched, or with kept graphs
     streambp.patch(model, streambp.StreamConfig(chunk_size=64, kernels="compiled"))
     for role, region in regions_of(model):
         region.compiled = counting(region.compiled, role, ran)
 
     def all_ran():
-        found = set(ran)
+        names = set(ran)
         ran.clear()
-        return found >= {"mlp", "input_layernorm", "post_attention_layernorm"}
+        return names >= {"mlp", "input_layernorm", "post_attention_layernorm"}
 
     for _ in range(3):
         gradients(model, **batch)
@@ -113,7 +113,7 @@ def test_every_kind_of_run_computes_with_regions():
         model.generate(batch["input_ids"][:1, :4], max_new_tokens=2, do_sample=False)
         assert all_ran()
     streambp.unpatch(model.train())
-    assert own(model) == before
+    assert own_attributes(model) == own_before
     gradients(model, **batch)
     assert not ran
 
@@ -141,8 +141,8 @@ def test_copies_and_pickles():
     assert relative_l2(gradients(sent, **batch)[1], expected) <= BAR
     streambp.unpatch(twin)
     assert not fused_modules(twin.model.layers[0])
-    found = gradients(twin, **batch)[1]
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    twin_gradients = gradients(twin, **batch)[1]
+    assert all(torch.equal(twin_gradients[name], gradient) for name, gradient in expected.items())
 
 
 @pytest.mark.parametrize("why", ["no compiler", "no Triton"])
@@ -156,7 +156,7 @@ def test_a_machine_that_cannot_compile_leaves_the_model_as_it_was_and_describe_s
         real = compiled_regions.no_compiler
         monkeypatch.setattr(compiled_regions, "no_compiler", lambda device: real("cuda"))
     model = small()
-    before = own(model)
+    own_before = own_attributes(model)
     streambp.patch(model, CONFIG)
     notes = [
         note for note in streambp.describe(model).notes if "leaves all modules as they are" in note
@@ -165,7 +165,7 @@ def test_a_machine_that_cannot_compile_leaves_the_model_as_it_was_and_describe_s
     assert "torch.compile needs" in notes[0]
     assert not fused_modules(model.model.layers[0])
     streambp.unpatch(model)
-    assert own(model) == before
+    assert own_attributes(model) == own_before
 
 
 class WithDropout(modeling_llama.LlamaMLP):
@@ -208,7 +208,7 @@ def directional(model, batch, seed, step=1e-6):
     Both draw alike."""
     generator = seeded(seed)
     parameters = dict(model.named_parameters())
-    along = {
+    direction = {
         name: torch.randn(p.shape, generator=generator, dtype=p.dtype)
         for name, p in parameters.items()
     }
@@ -216,16 +216,16 @@ def directional(model, batch, seed, step=1e-6):
     for sign in (1, -1):
         with torch.no_grad():
             for name, p in parameters.items():
-                p.add_(along[name], alpha=sign * step)
+                p.add_(direction[name], alpha=sign * step)
         seed_torch(seed)
         losses.append(model(**batch, use_cache=False).loss.item())
         with torch.no_grad():
             for name, p in parameters.items():
-                p.sub_(along[name], alpha=sign * step)
+                p.sub_(direction[name], alpha=sign * step)
     seed_torch(seed)
-    found = gradients(model, **batch)[1]
+    computed = gradients(model, **batch)[1]
     return (losses[0] - losses[1]) / (2 * step), sum(
-        (along[name] * g).sum().item() for name, g in found.items()
+        (direction[name] * g).sum().item() for name, g in computed.items()
     )
 
 
@@ -322,14 +322,20 @@ def marks_after_unpatching():
     model = small()
     noted = model.model.layers[0].input_layernorm.weight
     torch._dynamo.mark_static_address(noted)  # by the user
-    before = {name: set(vars(x)) for name, x in [*model.named_parameters(), *model.named_modules()]}
+    names_before = {
+        name: set(vars(x)) for name, x in [*model.named_parameters(), *model.named_modules()]
+    }
     streambp.patch(model, CONFIG)
     gradients(model, **make_batch("plain"))
-    some = any(set(vars(p)) - before[name] for name, p in model.named_parameters())
+    some = any(set(vars(p)) - names_before[name] for name, p in model.named_parameters())
     streambp.unpatch(model)
-    after = {name: set(vars(x)) for name, x in [*model.named_parameters(), *model.named_modules()]}
+    names_after = {
+        name: set(vars(x)) for name, x in [*model.named_parameters(), *model.named_modules()]
+    }
     return some, {
-        name: after[name] ^ before[name] for name in before if after[name] != before[name]
+        name: names_after[name] ^ names_before[name]
+        for name in names_before
+        if names_after[name] != names_before[name]
     }
 
 

@@ -26,8 +26,8 @@ from tests.versions import SUM_WITHOUT_DATA
 CHUNK = 8192
 
 
-def run(chunks, watch, saves=(), offloader=None):
-    """Forward and backward of a Qwen3-8B layer in so many chunks, watched by `watch`, once probes
+def run(chunks, mode, saves=(), offloader=None):
+    """Forward and backward of a Qwen3-8B layer in so many chunks, watched by `mode`, once probes
     and traces are done."""
     layer = qwen3_8b_layer()
     layer_state = LayerState(
@@ -43,9 +43,9 @@ def run(chunks, watch, saves=(), offloader=None):
         torch.autograd.grad(out, [x, *layer.parameters()], empty(1, chunks * CHUNK, 4096))
 
     step()
-    with watch:
+    with mode:
         step()
-    return watch
+    return mode
 
 
 def test_dispatches_of_a_layer_and_chunk():
@@ -53,15 +53,15 @@ def test_dispatches_of_a_layer_and_chunk():
     count = run(8, Dispatches())
     linears = count.of("layer/products.py", "accumulate.py:add_product") / 8
     bookkeeping = count.of("layer/") / 8 - count.of("layer/products.py") / 8
-    own = count.of("model") / 8
+    of_model = count.of("model") / 8
     attention = count.of("attention/") / 8
     print(
-        f"layer {own:.1f}, its Linears {linears:.1f}, attention {attention:.1f}, bookkeeping "
+        f"layer {of_model:.1f}, its Linears {linears:.1f}, attention {attention:.1f}, bookkeeping "
         f"{bookkeeping:.1f}"
     )
     assert bookkeeping <= 14.5  # 29.5 before
     assert linears <= 68  # a Linear's forward takes 4, its backward 6
-    assert own <= 311
+    assert of_model <= 311
 
 
 def test_sums_of_weight_gradients_are_made_by_the_products():
@@ -94,11 +94,11 @@ class NoWaits(TorchDispatchMode):
         "equal",
         "is_nonzero",
     )
-    seen = 0
+    operations = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().removeprefix("aten::").split(".")[0]
-        self.seen += 1
+        self.operations += 1
         assert name not in self.READS, f"{func} waits for the device"
         if name in ("_to_copy", "copy_"):
             source = (
@@ -138,9 +138,11 @@ WAITS = ((BOTH, "no offloading"), ((), None), (BOTH, 2**20), (PRODUCT, None))  #
     ),
 )
 def test_no_chunk_waits_for_the_device_or_sends_it_anything(saves, gpu_memory, monkeypatch):
-    monkeypatch.setattr("streambp.offload.manager.host_limit", lambda wanted, set_aside=0: 2**40)
+    monkeypatch.setattr(
+        "streambp.offload.manager.host_limit", lambda requested_bytes, set_aside=0: 2**40
+    )
     offloader = None if gpu_memory == "no offloading" else offloading(gpu_memory)
-    assert run(3, NoWaits(), saves, offloader).seen > 500
+    assert run(3, NoWaits(), saves, offloader).operations > 500
 
 
 @pytest.mark.parametrize(

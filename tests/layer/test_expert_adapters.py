@@ -123,9 +123,9 @@ def dtype_of(implementation):
     return torch.float32 if implementation == "grouped_mm" else torch.float64
 
 
-def assert_near(found, expected, bar):
-    assert abs(found[0] - expected[0]) <= bar * abs(expected[0])
-    assert worst_error(found[1], expected[1]) <= bar
+def assert_near(computed, expected, bar):
+    assert abs(computed[0] - expected[0]) <= bar * abs(expected[0])
+    assert worst_error(computed[1], expected[1]) <= bar
 
 
 def assert_left(model):
@@ -140,12 +140,12 @@ def check(family, implementation, settings="chunks", rank=4):
     ours = streamed(stock, **SETTINGS[settings])
     batch = batch_of()
     gradients(ours, **batch)
-    with WholeWeights(ours) as whole:
-        found = gradients(ours, **batch)
-    assert_near(found, gradients(stock, **batch), BARS[implementation])
+    with WholeWeights(ours) as full_weights:
+        computed = gradients(ours, **batch)
+    assert_near(computed, gradients(stock, **batch), BARS[implementation])
     assert ONCE in str(streambp.describe(ours))
     assert_left(ours)
-    return whole
+    return full_weights
 
 
 @pytest.fixture
@@ -183,8 +183,8 @@ def test_training_begins_with_zeros(implementation, exact):
     trained = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (ours, stock)]
     for step in range(3):
         batch = batch_of(25 + step)
-        found, expected = (gradients(model, **batch) for model in (ours, stock))
-        assert_near(found, expected, BARS[implementation])
+        computed, expected = (gradients(model, **batch) for model in (ours, stock))
+        assert_near(computed, expected, BARS[implementation])
         for optimizer in trained:
             optimizer.step()
             optimizer.zero_grad()
@@ -203,8 +203,8 @@ def test_ranks(rank):
 
 def test_one_sum_for_each_pass():
     """Forward and backward make one sum of each weight, whatever the chunks."""
-    whole = check("qwen3_moe", "grouped_mm")
-    assert whole.count == 2 * STACKS
+    full_weights = check("qwen3_moe", "grouped_mm")
+    assert full_weights.count == 2 * STACKS
 
 
 def both_active(model):
@@ -227,9 +227,9 @@ def test_two_active_adapters(implementation, exact):
     ours = streamed(stock)
     batch = batch_of()
     for _ in range(2):
-        found = gradients(ours, **batch)
-        assert_near(found, gradients(stock, **batch), BARS[implementation])
-    assert any("other" in name and "experts" in name for name in found[1])
+        computed = gradients(ours, **batch)
+        assert_near(computed, gradients(stock, **batch), BARS[implementation])
+    assert any("other" in name and "experts" in name for name in computed[1])
     assert ONCE in str(streambp.describe(ours))
 
 
@@ -240,10 +240,10 @@ def test_disabled_merged_and_unpatched(float64_oracle):
     batch = batch_of()
 
     def agree():
-        found = gradients(ours, **batch)
-        assert_near(found, gradients(stock, **batch), BARS["eager"])
+        our_result = gradients(ours, **batch)
+        assert_near(our_result, gradients(stock, **batch), BARS["eager"])
         assert_left(ours)
-        return found
+        return our_result
 
     first = agree()
     with ours.disable_adapter(), stock.disable_adapter(), torch.no_grad():
@@ -263,9 +263,9 @@ def test_disabled_merged_and_unpatched(float64_oracle):
             parameter.requires_grad_("lora_" in name)
     agree()
     streambp.unpatch(ours)
-    found, expected = gradients(ours, **batch), gradients(stock, **batch)
-    assert torch.equal(found[0], expected[0])
-    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+    our_result, expected = gradients(ours, **batch), gradients(stock, **batch)
+    assert torch.equal(our_result[0], expected[0])
+    assert all(torch.equal(our_result[1][name], value) for name, value in expected[1].items())
     assert_left(ours)
 
 
@@ -273,7 +273,7 @@ def test_an_error_in_a_step_leaves_the_model_usable(float64_oracle, monkeypatch)
     stock = adapted_experts("gpt_oss", torch.float64, "eager")
     ours = streamed(stock)
     batch = batch_of()
-    before = gradients(ours, **batch)
+    first_step = gradients(ours, **batch)
     real, calls = expert_adapters.ExpertProduct.backward, []
 
     def failing(ctx, grad):
@@ -287,23 +287,23 @@ def test_an_error_in_a_step_leaves_the_model_usable(float64_oracle, monkeypatch)
         with pytest.raises(ArithmeticError, match="seventh product"):
             gradients(ours, **batch)
     assert_left(ours)
-    after = gradients(ours, **batch)
-    assert torch.equal(after[0], before[0])
-    assert all(torch.equal(after[1][name], value) for name, value in before[1].items())
+    later_step = gradients(ours, **batch)
+    assert torch.equal(later_step[0], first_step[0])
+    assert all(torch.equal(later_step[1][name], value) for name, value in first_step[1].items())
 
 
 def test_float16_is_left_to_peft():
     stock = adapted_experts("mixtral", torch.float32, "eager")
-    found = []
+    results = []
     for kernels in ("auto", "own"):
         ours = streamed(stock, chunk_size=8, kernels=kernels)
         with torch.autocast("cpu", torch.float16):
-            found.append(gradients(ours, **batch_of()))
+            results.append(gradients(ours, **batch_of()))
         if kernels == "auto":
             text = str(streambp.describe(ours))
-    (loss, by_name), (own_loss, own) = found
+    (loss, by_name), (own_loss, own_gradients) = results
     assert torch.equal(loss, own_loss)
-    assert all(torch.equal(by_name[name], value) for name, value in own.items())
+    assert all(torch.equal(by_name[name], value) for name, value in own_gradients.items())
     note = next(line for line in text.splitlines() if BY_PEFT in line)
     assert "it is computed in float16" in note
 
@@ -414,11 +414,11 @@ def experts_alone(model):
     step differs from peft."""
     with contextlib.ExitStack() as stack:
         for layer in model.base_model.model.model.layers:
-            found = readings(layer)
-            for name in list(found):
-                if not isinstance(found[name], expert_adapters.ExpertReading):
-                    del found[name]
-            stack.enter_context(adapted(found))
+            by_name = readings(layer)
+            for name in list(by_name):
+                if not isinstance(by_name[name], expert_adapters.ExpertReading):
+                    del by_name[name]
+            stack.enter_context(adapted(by_name))
         yield
 
 
@@ -437,9 +437,9 @@ def ratio_in_bfloat16(family, implementation, draw):
     truth = gradients(wide, **batch)[1]
     expected = gradients(stock, **batch)
     with experts_alone(stock):
-        found = gradients(stock, **batch)
-    assert torch.equal(found[0], expected[0])
-    return relative_l2(found[1], truth) / relative_l2(expected[1], truth)
+        stock_result = gradients(stock, **batch)
+    assert torch.equal(stock_result[0], expected[0])
+    return relative_l2(stock_result[1], truth) / relative_l2(expected[1], truth)
 
 
 @pytest.fixture
@@ -455,8 +455,10 @@ def fixed_routes(monkeypatch):
         def forward(self, hidden_states, *args, real=router.forward, **kwargs):
             numbers = torch.arange(hidden_states.shape[-1]).sin()
             shape = (*hidden_states.shape[:-1], 1)
-            same = (numbers + torch.arange(shape[-2])[:, None].cos()).expand(hidden_states.shape)
-            return real(self, same.to(hidden_states.dtype), *args, **kwargs)
+            fixed_input = (numbers + torch.arange(shape[-2])[:, None].cos()).expand(
+                hidden_states.shape
+            )
+            return real(self, fixed_input.to(hidden_states.dtype), *args, **kwargs)
 
         monkeypatch.setattr(router, "forward", forward)
 
@@ -476,23 +478,27 @@ def test_traffic(implementation):
     """Beside products of matrices, a step with adapters of experts reads and writes at most 1.2
     times the bytes of a step with frozen experts, sums W + s B A included."""
     batch = batch_of(257)
-    found = {}
+    bytes_of = {}
     for name, experts in (("frozen", ()), ("adapted", EXPERTS)):
         stock = adapted_experts(
             "gpt_oss", torch.float32, implementation, experts=experts, linears=("q_proj", "o_proj")
         )
         ours = streamed(stock, chunk_size=32)
         gradients(ours, **batch)
-        with WholeWeights(ours) as whole:
+        with WholeWeights(ours) as full_weights:
             gradients(ours, **batch)
-        found[name] = whole.bytes
-    ratio = found["adapted"] / found["frozen"]
+        bytes_of[name] = full_weights.bytes
+    ratio = bytes_of["adapted"] / bytes_of["frozen"]
     print(f"{implementation}: {ratio:.3f}")
     assert ratio <= 1.2
 
 
 def without_scale(monkeypatch):
-    monkeypatch.setattr(expert_adapters.Product, "scaled", lambda self, left, right: (left, right))
+    monkeypatch.setattr(
+        expert_adapters.Product,
+        "scaled",
+        lambda self, left_factor, right_factor: (left_factor, right_factor),
+    )
 
 
 def without_adapter(monkeypatch):

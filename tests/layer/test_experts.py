@@ -36,19 +36,19 @@ def written_per_chunk(experts, length=256, chunk_size=128):
     ids = torch.randint(3, 50, (1, length))
     for _ in range(2):  # the first step probes
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        with WrittenBytes() as written:
+        with WrittenBytes() as counter:
             loss.backward()
-    return written.total / (length // chunk_size) / weights
+    return counter.total / (length // chunk_size) / weights
 
 
 @pytest.mark.full
 def test_more_experts_write_no_more_bytes():
     """A chunk writes the weights' gradient (1 x, in bf16) and adds it up in float32 (2 x); 128
     experts as much as 8."""
-    few, many = written_per_chunk(8), written_per_chunk(128)
+    of_8, of_128 = written_per_chunk(8), written_per_chunk(128)
     print(
-        f"bytes a chunk's backward writes, in units of the experts' weights: {few:.2f} with 8 "
-        f"experts, {many:.2f} with 128"
+        f"bytes a chunk's backward writes, in units of the experts' weights: {of_8:.2f} with 8 "
+        f"experts, {of_128:.2f} with 128"
     )
-    assert many <= few
-    assert many <= 5.5  # 4.97 with torch 2.13, 5.07 with 2.11
+    assert of_128 <= of_8
+    assert of_128 <= 5.5  # 4.97 with torch 2.13, 5.07 with 2.11

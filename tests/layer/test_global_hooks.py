@@ -23,20 +23,20 @@ from tests.model.test_contract import CONFIG, check_agree
 def watching(register):
     """The names of modules that were handed NaN or gave it, and how many calls were looked at."""
     # out of sight: what a list kept would make layers run whole
-    found, calls = ([], queue.SimpleQueue())
+    names, calls = ([], queue.SimpleQueue())
 
-    def look(module, *values):
+    def record_nan(module, *values):
         calls.put(module)
         tensors = [
             leaf
             for leaf in tree_leaves(values)
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
         ]
-        found.extend([type(module).__name__] if any(bool(x.isnan().any()) for x in tensors) else [])
+        names.extend([type(module).__name__] if any(bool(x.isnan().any()) for x in tensors) else [])
 
-    handle = register(look)
+    handle = register(record_nan)
     try:
-        yield found, calls
+        yield names, calls
     finally:
         handle.remove()
 
@@ -52,10 +52,10 @@ def test_a_monitor_sees_no_products_that_were_left_out(register, first, float64_
     batch = make_batch("plain")
     if first:
         check_agree(stock, ours, **batch)
-    with watching(register) as (found, calls):
+    with watching(register) as (names, calls):
         check_agree(stock, ours, **batch)
     assert not calls.empty()
-    assert not found
+    assert not names
     check_agree(stock, ours, **batch)
 
 
@@ -65,6 +65,6 @@ def test_without_a_monitor_products_are_left_out(monkeypatch):
 
     monkeypatch.setattr(products, "GLOBAL_HOOKS", ())
     ours = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5))
-    with watching(register_module_forward_hook) as (found, _):
+    with watching(register_module_forward_hook) as (names, _):
         ours(**make_batch("plain")).loss.backward()
-    assert "Linear" in found
+    assert "Linear" in names

@@ -19,10 +19,10 @@ from tests.families import make_batch
 def reducing(model):
     """Hooks as DeepSpeed hangs them on its leaves, on every expert block; what they find when they
     run."""
-    seen = []
+    reductions = []
 
     def reduce(module, grad_input, grad_output):
-        seen.append(
+        reductions.append(
             (
                 module,
                 {
@@ -36,35 +36,35 @@ def reducing(model):
     for layer in model.model.layers:
         layer.mlp._z3_leaf = True
         layer.mlp.register_full_backward_hook(reduce)
-    return seen
+    return reductions
 
 
 @pytest.mark.parametrize("dtype", [torch.float32])
 def test_an_inner_leaf_is_reduced_once_with_all_its_gradients(dtype):
     model = zoo.build("qwen3_moe", dtype)
-    seen = reducing(model)
+    reductions = reducing(model)
     streambp.patch(model, streambp.StreamConfig(chunk_size=5))
     for step in range(2):
         model.zero_grad()
         loss = model(**make_batch("plain", seed=step), use_cache=False).loss
-        assert not seen
+        assert not reductions
         loss.backward()
-        assert [id(module) for module, _ in seen] == [
+        assert [id(module) for module, _ in reductions] == [
             id(layer.mlp) for layer in reversed(model.model.layers)
         ]
-        for module, found in seen:
+        for module, gradients_of_leaf in reductions:
             for name, parameter in module.named_parameters():
-                assert torch.equal(found[name], parameter.grad), name
-        seen.clear()
+                assert torch.equal(gradients_of_leaf[name], parameter.grad), name
+        reductions.clear()
 
 
 def test_without_grad_nothing_is_reduced():
     model = zoo.build("qwen3_moe", torch.float32)
-    seen = reducing(model)
+    reductions = reducing(model)
     streambp.patch(model, streambp.StreamConfig(chunk_size=5))
     with torch.no_grad():
         model(**make_batch("plain"), use_cache=False)
-    assert not seen
+    assert not reductions
 
 
 def test_layers_get_their_hook_once_deepspeed_was_imported(monkeypatch):

@@ -65,17 +65,19 @@ ALL = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     ],
 )
 def test_gradients_with_saves(kind, names, saved, monkeypatch):
-    kept = set()
+    saved_names = set()
     real = products.tapped
     monkeypatch.setattr(
         "streambp.layer.saved.tapped",
-        lambda linears, wanted, *args: kept.update(wanted) or real(linears, wanted, *args),
+        lambda linears, linear_names, *args: (
+            saved_names.update(linear_names) or real(linears, linear_names, *args)
+        ),
     )
     batch = make_batch("left-padded")
     expected = gradients(model_of(kind, names), **batch)[1]
     ours = streambp.patch(model_of(kind, names), SAVED)
     assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
-    assert len(kept) == saved
+    assert len(saved_names) == saved
 
 
 @pytest.mark.parametrize("kind", [Rounded, Doubled])

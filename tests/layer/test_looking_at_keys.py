@@ -53,10 +53,12 @@ def test_every_kind_at_other_lengths(name, length):
 def test_the_tiny_model_is_sparse():
     """Else nothing here would say anything about picking."""
     batch = make_batch("plain")
-    few, all_keys = (gradients(zoo.build("deepseek_v32", index_topk=k), **batch) for k in (4, 64))
-    assert abs(few[0] - all_keys[0]) > 1e-4
-    assert few[1].keys() == all_keys[1].keys()
-    assert not any("indexer" in name for name in few[1])
+    few_keys, all_keys = (
+        gradients(zoo.build("deepseek_v32", index_topk=k), **batch) for k in (4, 64)
+    )
+    assert abs(few_keys[0] - all_keys[0]) > 1e-4
+    assert few_keys[1].keys() == all_keys[1].keys()
+    assert not any("indexer" in name for name in few_keys[1])
 
 
 @needs_indexers
@@ -85,9 +87,9 @@ def blocks_picked(batch, chunk_size=5, implementation="sdpa", **changes):
     stock.config._attn_implementation = implementation
     expected_loss, expected = gradients(stock, **batch)
     ours = patched(stock, chunk_size=chunk_size)
-    loss, found = gradients(ours, **batch)
+    loss, our_gradients = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
     return streambp.describe(ours).layers, loss
 
 
@@ -140,14 +142,14 @@ def test_blocks_after_padding_that_eager_attention_averages_over():
 def test_a_label_that_padding_predicts():
     """What may read nothing gives 0 by sdpa, whatever an indexer picks for it."""
     stock, batch = zoo.build("deepseek_v32"), make_batch("left-padded")
-    kept = batch["attention_mask"] == 1
+    is_token = batch["attention_mask"] == 1
     # the first token after padding, too
-    batch["labels"] = batch["input_ids"].masked_fill(~kept, -100)
+    batch["labels"] = batch["input_ids"].masked_fill(~is_token, -100)
     # a pad token's embedding would be zero
-    batch["input_ids"] = batch["input_ids"].masked_fill(~kept, 7)
+    batch["input_ids"] = batch["input_ids"].masked_fill(~is_token, 7)
     _, expected = gradients(stock, **batch)
-    _, found = gradients(patched(stock, chunk_size=5), **batch)
-    assert worst_error(found, expected) <= 1e-10
+    _, our_gradients = gradients(patched(stock, chunk_size=5), **batch)
+    assert worst_error(our_gradients, expected) <= 1e-10
 
 
 @pytest.mark.parametrize("name", [DEEPSEEK, pytest.param("inkling_text", marks=pytest.mark.full)])
@@ -159,8 +161,8 @@ def test_saving_and_offloading_change_no_bit(name):
         {"saves": ("kv",), "offload": "cpu"},
         {"offload": "cpu", "gpu_memory": 1},
     ):
-        _, found = gradients(patched(stock, chunk_size=5, **settings), **batch)
-        assert all(torch.equal(found[name], expected[name]) for name in expected), settings
+        _, our_gradients = gradients(patched(stock, chunk_size=5, **settings), **batch)
+        assert all(torch.equal(our_gradients[name], expected[name]) for name in expected), settings
 
 
 # its cache's states are of rounded sizes
@@ -175,11 +177,11 @@ def test_without_a_graph_and_generation(name):
     with torch.no_grad():
         losses = [model(**batch, use_cache=False).loss for model in (stock, ours)]
     assert abs(losses[0] - losses[1]) <= 1e-12
-    expected, found = (
+    expected, computed = (
         model.generate(batch["input_ids"], max_new_tokens=4, min_new_tokens=4, do_sample=False)
         for model in (stock, ours)
     )
-    assert torch.equal(expected, found)
+    assert torch.equal(expected, computed)
 
 
 def test_a_long_evaluation_of_a_model_that_cuts_it_itself():
@@ -188,15 +190,17 @@ def test_a_long_evaluation_of_a_model_that_cuts_it_itself():
     ours = patched(copy.deepcopy(stock), chunk_size=5)
     ids = make_batch("plain")["input_ids"]
     with torch.no_grad():
-        expected, found = (model(ids, use_cache=False).logits for model in (stock, ours))
-    assert torch.equal(expected, found)
+        expected, logits = (model(ids, use_cache=False).logits for model in (stock, ours))
+    assert torch.equal(expected, logits)
 
 
 def without_gradient(self, result, cache, real=state_carriers.StateCarrier.collect):
-    found = real(self, result, cache)
+    collected = real(self, result, cache)
     if cache is not None:
-        cache.after = {key: state.detach().requires_grad_() for key, state in cache.after.items()}
-    return found
+        cache.end_states = {
+            key: state.detach().requires_grad_() for key, state in cache.end_states.items()
+        }
+    return collected
 
 
 def counted_from_zero(self, chunk):
@@ -213,20 +217,26 @@ def of_the_blocks_alone(self, keys):
     )
 
 
-HAND = attention_carriers.OverCache.hand
+HAND = attention_carriers.OverCache.chunk_arguments
 
 
-def from_the_chunks_start(self, named, point):
-    distances = {name: named[name] - point.chunk.start for name in (DISTANCES,) if name in named}
-    return HAND(self, {**named, **distances}, point)
+def from_the_chunks_start(self, arguments, chunk_attention):
+    distances = {
+        name: arguments[name] - chunk_attention.chunk.start
+        for name in (DISTANCES,)
+        if name in arguments
+    }
+    return HAND(self, {**arguments, **distances}, chunk_attention)
 
 
 MUTANTS = {
     "an indexer's blocks of the chunk alone": (LayerKeys, "update_index", of_the_blocks_alone, "minimax_m3_vl_text"),
     "an indexer's keys of the chunk alone": (ChunkCache, "update_indexer", of_the_chunk_alone, "deepseek_v32"),
     "biases as in the first chunk": (ChunkCache, "get_query_offset", lambda self, *_: 0, "inkling_text"),
-    "a mask as of the first chunk": (OwnMask, "cut", counted_from_zero, "inkling_text"),
-    "distances as in the first chunk": (attention_carriers.OverCache, "hand", from_the_chunks_start, "inkling2_loop_text"),
+    "a mask as of the first chunk": (OwnMask, "chunk_mask", counted_from_zero, "inkling_text"),
+    "distances as in the first chunk": (
+        attention_carriers.OverCache, "chunk_arguments", from_the_chunks_start, "inkling2_loop_text"
+    ),
     "returned states without their gradient": (state_carriers.StateCarrier, "collect", without_gradient, "xlstm"),
 }  # fmt: skip
 

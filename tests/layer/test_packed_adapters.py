@@ -58,8 +58,8 @@ def step(model, **settings):
         forward, decode = operation._forward, decoded._decoded
         patch.setattr(operation, "_forward", lambda *args: (runs.append(1), forward(*args))[1])
         patch.setattr(decoded, "_decoded", lambda module: (decodings.append(1), decode(module))[1])
-        found = gradients(ours, **make_batch("plain"))
-    return *found, len(runs), len(decodings)
+        loss_and_gradients = gradients(ours, **make_batch("plain"))
+    return *loss_and_gradients, len(runs), len(decodings)
 
 
 @pytest.mark.parametrize("as_loaded", [True, False])
@@ -70,22 +70,22 @@ def test_gradients_are_pefts(dtype, as_loaded):
     assert (kind.__name__ == "Linear4bit") == as_loaded
     truth = gradients(model, **make_batch("plain"))[1]
     loss, expected, none, _ = step(model, kernels="own")
-    ours_loss, found, runs, decodings = step(model)
+    ours_loss, our_gradients, runs, decodings = step(model)
     assert not none
     assert runs
     assert decodings
     bar = 1e-5 if dtype == torch.float32 else 0.03
-    assert relative_l2(found, expected) <= bar
-    assert relative_l2(found, truth) <= bar
+    assert relative_l2(our_gradients, expected) <= bar
+    assert relative_l2(our_gradients, truth) <= bar
     assert abs(ours_loss - loss) <= bar * abs(loss)
 
 
 def test_weights_on_the_host_are_decoded_once_for_each_pass():
     model = quantised(torch.float32, True)
-    expected, found = step(model), step(model, weights="cpu")
-    assert found[2] == expected[2] > 0
-    assert found[3] == 2 * 2 * len(LINEARS) < expected[3]  # layers, forward and backward
-    assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
+    expected, result = step(model), step(model, weights="cpu")
+    assert result[2] == expected[2] > 0
+    assert result[3] == 2 * 2 * len(LINEARS) < expected[3]  # layers, forward and backward
+    assert all(torch.equal(result[1][name], gradient) for name, gradient in expected[1].items())
 
 
 def the_weight_of_another(monkeypatch):

@@ -69,22 +69,22 @@ def ignored(entry):
 @contextlib.contextmanager
 def decodings():
     """Yields a list with an entry for each weight that is decoded meanwhile."""
-    found = []
+    decoded = []
     value, read = packed_experts.PackedWeight.value, packed_experts.DecodedOnce.__call__
 
     def noted(self):
-        found.append(self.name)
+        decoded.append(self.name)
         return value(self)
 
     def noted_read(self):
         if self.decoded is None:
-            found.append(self.weights)
+            decoded.append(self.weights)
         return read(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_experts.PackedWeight, "value", noted)
         patch.setattr(packed_experts.DecodedOnce, "__call__", noted_read)
-        yield found
+        yield decoded
 
 
 def as_decoded(stock, packs=pack):
@@ -126,9 +126,9 @@ def packed_mixtral():
 
 
 def parametrizations(model):
-    found = [m for m in model.modules() if isinstance(m, parametrize.ParametrizationList)]
-    assert len(found) == WEIGHTS
-    return found
+    modules = [m for m in model.modules() if isinstance(m, parametrize.ParametrizationList)]
+    assert len(modules) == WEIGHTS
+    return modules
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_calls_that_do_not_stream(implementation, exact):
 
 def test_unpatch_restores_the_modules():
     ours = streamed(packed_mixtral())
-    replaced = [m for m in ours.modules() if "_activate_lora" in vars(m)]
-    assert len(replaced) == WEIGHTS
+    modules = [m for m in ours.modules() if "_activate_lora" in vars(m)]
+    assert len(modules) == WEIGHTS
     twin = copy.deepcopy(ours)
     assert all(
         vars(m)["_activate_lora"].module is m for m in twin.modules() if "_activate_lora" in vars(m)
@@ -218,7 +218,7 @@ def test_an_error_in_a_step_leaves_the_model_usable(float64_oracle, monkeypatch)
     stock = adapted_experts("gpt_oss", torch.float64, "eager")
     ours = streamed(in_4_bits(stock))
     batch = batch_of()
-    before = gradients(ours, **batch)
+    first_step = gradients(ours, **batch)
     real, reads = expert_adapters.folded_weight, []
 
     def failing(*args):
@@ -233,9 +233,9 @@ def test_an_error_in_a_step_leaves_the_model_usable(float64_oracle, monkeypatch)
             gradients(ours, **batch)
     assert_left(ours)
     assert not parametrize._cache_enabled
-    after = gradients(ours, **batch)
-    assert torch.equal(after[0], before[0])
-    assert all(torch.equal(after[1][name], value) for name, value in before[1].items())
+    later_step = gradients(ours, **batch)
+    assert torch.equal(later_step[0], first_step[0])
+    assert all(torch.equal(later_step[1][name], value) for name, value in first_step[1].items())
 
 
 def test_bfloat16_is_the_decoded_models(exact):
@@ -243,10 +243,10 @@ def test_bfloat16_is_the_decoded_models(exact):
     gradients with those of the same chunks on decoded weights."""
     stock = adapted_experts("gpt_oss", torch.bfloat16, "grouped_mm", rank=8)
     batch = batch_of()
-    found = gradients(streamed(in_4_bits(stock)), **batch)
+    computed = gradients(streamed(in_4_bits(stock)), **batch)
     expected = gradients(streamed(as_decoded(stock)), **batch)
-    assert torch.equal(found[0], expected[0])
-    assert relative_l2(found[1], expected[1]) == 0
+    assert torch.equal(computed[0], expected[0])
+    assert relative_l2(computed[1], expected[1]) == 0
 
 
 def test_mutant_decoded_in_each_chunk(monkeypatch):
@@ -256,10 +256,10 @@ def test_mutant_decoded_in_each_chunk(monkeypatch):
 
 
 def test_mutant_that_reads_torchs_cache(monkeypatch, exact):
-    other = SimpleNamespace(
+    namespace = SimpleNamespace(
         is_parametrized=parametrize.is_parametrized, _cache={}, _cache_enabled=0
     )
-    monkeypatch.setattr(packed_experts, "parametrize", other)
+    monkeypatch.setattr(packed_experts, "parametrize", namespace)
     with pytest.raises((AssertionError, RuntimeError, streambp.StreamBPError)):
         test_calls_that_do_not_stream("eager", exact)
 

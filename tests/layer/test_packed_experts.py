@@ -124,9 +124,9 @@ def check(family, implementation, settings="chunks", dtype=torch.float32, packs=
     ours = streambp.patch(stock, config)
     gradients(ours, **batch)
     calls.clear()
-    found = gradients(ours, **batch)
+    computed = gradients(ours, **batch)
     bar = 1e-10 if dtype == torch.float64 else 1e-4
-    assert worst_error(found[1], expected[1]) <= bar
+    assert worst_error(computed[1], expected[1]) <= bar
     assert "streams: 2 x" in str(streambp.describe(ours))
     assert not any(
         isinstance(vars(module).get("forward"), packed_experts.DecodedOnce)
@@ -170,7 +170,7 @@ def test_an_error_in_a_step_leaves_the_model_usable(monkeypatch):
     ours = streambp.patch(stock, streambp.StreamConfig(chunk_size=8, unpatched_runs=False))
     batch = batch_of()
     gradients(ours, **batch)
-    before = gradients(ours, **batch)
+    first_step = gradients(ours, **batch)
     real, reads = packed_experts.DecodedOnce.__call__, []
 
     def failing(self):
@@ -184,9 +184,9 @@ def test_an_error_in_a_step_leaves_the_model_usable(monkeypatch):
         with pytest.raises(ArithmeticError, match="fifth read"):
             gradients(ours, **batch)
     assert not parametrize._cache_enabled
-    after = gradients(ours, **batch)
-    assert torch.equal(after[0], before[0])
-    assert all(torch.equal(after[1][name], value) for name, value in before[1].items())
+    later_step = gradients(ours, **batch)
+    assert torch.equal(later_step[0], first_step[0])
+    assert all(torch.equal(later_step[1][name], value) for name, value in first_step[1].items())
 
 
 def test_a_forward_that_somebody_put_there_is_left():
@@ -205,8 +205,8 @@ def test_statistics_belong_to_the_layer():
     inner = SimpleNamespace(absmax=torch.ones(1))
     state = SimpleNamespace(absmax=torch.ones(3), state2=inner)
     packed_experts.packed_weights(layer)[0][0].quant_state = state
-    found = set(map(id, tensors_inside(layer)))
-    assert {id(state.absmax), id(inner.absmax)} <= found
+    tensor_ids = set(map(id, tensors_inside(layer)))
+    assert {id(state.absmax), id(inner.absmax)} <= tensor_ids
 
 
 def in_mxfp4():
@@ -220,10 +220,10 @@ def in_mxfp4():
 
 def test_mxfp4_without_a_backward_is_refused():
     model = in_mxfp4()
-    before = [set(vars(module)) for module in model.modules()]
+    names_before = [set(vars(module)) for module in model.modules()]
     with pytest.raises(UnsupportedModelError, match=r"Mxfp4Config\(dequantize=True\)"):
         streambp.patch(model)
-    assert before == [set(vars(module)) for module in model.modules()]
+    assert names_before == [set(vars(module)) for module in model.modules()]
 
 
 def test_mutant_that_takes_mxfp4(monkeypatch):
@@ -240,12 +240,12 @@ def test_mutant_decoded_in_every_call(monkeypatch):
 
 def test_mutant_that_keeps_the_first_weight(monkeypatch):
     """One decoded weight for all weights of a shape."""
-    kept = {}
+    cache = {}
 
     def stale(self):
-        if self.weights.original.shape not in kept:
-            kept[self.weights.original.shape] = type(self.weights).forward(self.weights)
-        return kept[self.weights.original.shape]
+        if self.weights.original.shape not in cache:
+            cache[self.weights.original.shape] = type(self.weights).forward(self.weights)
+        return cache[self.weights.original.shape]
 
     monkeypatch.setattr(packed_experts.DecodedOnce, "__call__", stale)
     with pytest.raises((AssertionError, streambp.StreamBPError)):

@@ -70,11 +70,11 @@ BUILD = {"hy_v4": lambda: zoo.build("hy_v4"), "glm5_next": glm5_next}
 def check(stock, batch, chunk_size, path="streams", **settings):
     expected_loss, expected = gradients(copy.deepcopy(stock), **batch)
     ours = patched(stock, chunk_size=chunk_size, **settings)
-    loss, found = gradients(ours, **batch)
+    loss, our_gradients = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
     assert {layer.path for layer in streambp.describe(ours).layers} == {path}
-    return found
+    return our_gradients
 
 
 POOLED = (("plain", 5), ("packed", 16))
@@ -144,7 +144,7 @@ def test_as_many_tokens_as_streams(streams, first):
 @pytest.mark.fast("offloaded-hy_v4")
 @pytest.mark.parametrize("name", BUILD)
 @pytest.mark.parametrize(
-    "every",
+    "all_settings",
     [
         [{"saves": ("kv",), "offload": "cpu"}, {"offload": "cpu", "gpu_memory": 1}],
         pytest.param(
@@ -154,12 +154,12 @@ def test_as_many_tokens_as_streams(streams, first):
     ],
     ids=["offloaded", "saved"],
 )
-def test_saving_and_offloading_change_no_bit(name, every):
+def test_saving_and_offloading_change_no_bit(name, all_settings):
     stock, batch = BUILD[name](), make_batch("left-padded")
     expected = check(stock, batch, 5)
-    for settings in every:
-        found = check(stock, batch, 5, **settings)
-        assert all(torch.equal(found[name], expected[name]) for name in expected), settings
+    for settings in all_settings:
+        our_gradients = check(stock, batch, 5, **settings)
+        assert all(torch.equal(our_gradients[name], expected[name]) for name in expected), settings
 
 
 @pytest.mark.full
@@ -171,8 +171,8 @@ def test_padding_under_eager_attention():
     _, expected = gradients(copy.deepcopy(stock), **batch)
     ours = patched(stock, chunk_size=5)
     assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
-    whole = {layer.reason for layer in streambp.describe(ours).layers if layer.path != "streams"}
-    assert whole == {"it attends by itself, with padding whose queries read a mean over all keys"}
+    reasons = {layer.reason for layer in streambp.describe(ours).layers if layer.path != "streams"}
+    assert reasons == {"it attends by itself, with padding whose queries read a mean over all keys"}
 
 
 class ChunkAlone(cache.LayerKeys):
@@ -183,7 +183,7 @@ class ChunkAlone(cache.LayerKeys):
 MUTANTS = {
     "streams taken for tokens": (arguments, "_token_shape", lambda hidden_states, *_: hidden_states.shape[-1:]),
     "keys of the chunks before not counted": (cache, "LayerKeys", ChunkAlone),
-    "padding as at the start": (cached.OwnMask, "cut", lambda self, chunk: self.mask[:, : chunk.stop - chunk.start]),
+    "padding as at the start": (cached.OwnMask, "chunk_mask", lambda self, chunk: self.mask[:, : chunk.stop - chunk.start]),
 }  # fmt: skip
 
 
@@ -200,6 +200,6 @@ def test_mutant_turns_a_test_red(mutant, monkeypatch):
     owner, attribute, wrong = MUTANTS[mutant]
     monkeypatch.setattr(owner, attribute, wrong)
     # it would see some of them first
-    monkeypatch.setattr(own_run.UnpatchedRun, "agrees", lambda self, whole: True)
+    monkeypatch.setattr(own_run.UnpatchedRun, "agrees", lambda self, unchunked: True)
     with pytest.raises(AssertionError):
         check(stock, batch, 5)

@@ -43,13 +43,16 @@ def step(model, saves, scale=1.0, **settings):
 
 
 def check(model, saves, **settings):
-    others = tuple(name for name in saves if name in ("kv", "attn_out"))
-    (expected, computed), (found, left) = step(model, others), step(model, saves, **settings)
-    assert found.keys() == expected.keys()
+    other_saves = tuple(name for name in saves if name in ("kv", "attn_out"))
+    (expected, computed), (our_gradients, computed_with_saves) = (
+        step(model, other_saves),
+        step(model, saves, **settings),
+    )
+    assert our_gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
-    assert left < computed
-    return left / computed
+        assert torch.equal(our_gradients[name], gradient), name
+    assert computed_with_saves < computed
+    return computed_with_saves / computed
 
 
 @pytest.mark.fast(2)
@@ -105,12 +108,12 @@ def test_everything_saved_leaves_only_the_gradients_products():
 
 def kept_after(model, saves):
     """What each layer keeps in the second step."""
-    kept = {}
+    saved_names = {}
     real = SavedForBackward.find_products
 
     def find_products(self):
         real(self)
-        kept[self.layer_state.index] = {
+        saved_names[self.layer_state.index] = {
             *self.products.names,
             *({"kv", "attn_out"} & set(self.saves)),
         }
@@ -118,7 +121,7 @@ def kept_after(model, saves):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavedForBackward, "find_products", find_products)
         step(model, saves)
-    return kept
+    return saved_names
 
 
 @pytest.mark.full
@@ -126,9 +129,9 @@ def test_the_last_layers_alone():
     model = build("qwen3", num_hidden_layers=4)
     saves = ("attn_out@1", "kv", "mlp.gate_proj@3", "mlp.gate_proj@2")
     check(model, saves)
-    kept = kept_after(model, saves)
+    saved_names = kept_after(model, saves)
     gate = {"mlp.gate_proj"}
-    assert [kept[index] for index in range(4)] == [
+    assert [saved_names[index] for index in range(4)] == [
         {"kv"},
         {"kv"} | gate,
         {"kv"} | gate,
@@ -144,9 +147,10 @@ def test_more_layers_than_there_are():
 
 
 def test_what_backward_does_not_read_is_not_kept():
-    kept = kept_after(build("qwen3"), ("*",))
+    saved_names = kept_after(build("qwen3"), ("*",))
     assert all(
-        "mlp.up_proj" in products and "mlp.down_proj" not in products for products in kept.values()
+        "mlp.up_proj" in products and "mlp.down_proj" not in products
+        for products in saved_names.values()
     )
 
 

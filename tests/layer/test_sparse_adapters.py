@@ -42,6 +42,6 @@ def test_gradients_are_exact(name, wrapped, float64_oracle):
     assert expected
     ours = copy.deepcopy(stock)
     streambp.patch(ours if wrapped else ours.base_model.model, streambp.StreamConfig(chunk_size=5))
-    found = gradients(ours, **make_batch("plain"))[1]
-    assert worst_error(found, expected) <= EXACT
+    our_gradients = gradients(ours, **make_batch("plain"))[1]
+    assert worst_error(our_gradients, expected) <= EXACT
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}

@@ -24,10 +24,10 @@ def check(stock, bar=1e-10, **settings):
     batch = make_batch("plain")
     _, expected = gradients(stock, **batch)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, **settings))
-    _, found = gradients(ours, **batch)
-    assert found.keys() == expected.keys()
-    assert worst_error(found, expected) <= bar
-    return found
+    _, our_gradients = gradients(ours, **batch)
+    assert our_gradients.keys() == expected.keys()
+    assert worst_error(our_gradients, expected) <= bar
+    return our_gradients
 
 
 SAVES = [(), ("attn_out", "kv"), ("mlp.*",), ("mlp.down_proj", "self_attn.q_proj")]
@@ -41,14 +41,14 @@ def test_sums_of_products(saves):
 
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize(
-    "alone", ["layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"]
+    "trained_name", ["layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"]
 )
-def test_a_weight_whose_input_wants_no_gradient(alone):
+def test_a_weight_whose_input_wants_no_gradient(trained_name):
     """Nothing before it is trained, so that it alone makes a graph."""
     stock = build("qwen3", torch.float64)
     for name, parameter in stock.named_parameters():
-        parameter.requires_grad_(name.endswith(alone))
-    assert check(stock).keys() == {f"model.{alone}"}
+        parameter.requires_grad_(name.endswith(trained_name))
+    assert check(stock).keys() == {f"model.{trained_name}"}
 
 
 @pytest.mark.usefixtures("float64_oracle")
@@ -93,9 +93,9 @@ def autocast_errors(seed):
     _, truth = gradients(stock, **batch)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=17))
     with torch.autocast("cpu", torch.bfloat16):
-        (_, plain), (_, found) = gradients(stock, **batch), gradients(ours, **batch)
-    assert all(gradient.dtype == torch.float32 for gradient in found.values())
-    return relative_l2(found, truth), relative_l2(plain, truth)
+        (_, plain), (_, our_gradients) = gradients(stock, **batch), gradients(ours, **batch)
+    assert all(gradient.dtype == torch.float32 for gradient in our_gradients.values())
+    return relative_l2(our_gradients, truth), relative_l2(plain, truth)
 
 
 class Casts(TorchDispatchMode):
@@ -103,7 +103,7 @@ class Casts(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.seen = collections.Counter()
+        self.counts = collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if (
@@ -111,7 +111,7 @@ class Casts(TorchDispatchMode):
             and args[0].dim() == 2
             and kwargs.get("dtype") == torch.bfloat16
         ):
-            self.seen[tuple(args[0].shape)] += 1
+            self.counts[tuple(args[0].shape)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -133,7 +133,7 @@ def test_autocast_casts_a_weight_once_for_all_chunks():
     expected += collections.Counter(
         tuple(m.weight.shape) for m in (attention.k_proj, attention.v_proj)
     )
-    assert {shape: casts.seen[shape] for shape in expected} == expected
+    assert {shape: casts.counts[shape] for shape in expected} == expected
 
 
 def linears(module):

@@ -25,36 +25,38 @@ pytestmark = pytest.mark.usefixtures("float64_oracle")
 
 @pytest.mark.sees_padding("no layer of a packed row reads the mask")
 @pytest.mark.parametrize(
-    ("name", "changed"),
+    ("name", "argument"),
     [
         ("lfm2", "attention_mask"),
         pytest.param("gptj", "position_ids", marks=versions.needs_positions_in_layers),
     ],
 )
-def test_arguments_changed_between_forward_and_backward_raise(name, changed):
+def test_arguments_changed_between_forward_and_backward_raise(name, argument):
     """As when the next batch is written into the same buffers; lfm2's layers with states read the
     padding mask."""
     ours = streambp.patch(zoo.build(name), CONFIG)
     batch = make_batch("left-padded") | {"position_ids": torch.arange(23).repeat(2, 1)}
     expected = gradients(ours, **batch)[1]
     loss = ours(**batch, use_cache=False).loss
-    before = batch[changed].clone()
-    batch[changed].copy_(before.flip(-1))
-    with pytest.raises(BackwardError, match=f"{changed} .* was changed in place"):
+    original = batch[argument].clone()
+    batch[argument].copy_(original.flip(-1))
+    with pytest.raises(BackwardError, match=f"{argument} .* was changed in place"):
         loss.backward()
-    batch[changed].copy_(before)
+    batch[argument].copy_(original)
     assert worst_error(gradients(ours, **batch)[1], expected) == 0
 
 
-@pytest.mark.parametrize("named", ["", "layers.0.mlp.down_proj"])
-def test_other_weights_for_a_forward_alone_raise(named):
+@pytest.mark.parametrize("part_of_name", ["", "layers.0.mlp.down_proj"])
+def test_other_weights_for_a_forward_alone_raise(part_of_name):
     """Recomputation would find the model's own."""
     _, ours = model_pair()
     batch = make_batch("plain")
-    others = {
-        n: (p.detach() * 1.5).requires_grad_() for n, p in ours.named_parameters() if named in n
+    other_weights = {
+        n: (p.detach() * 1.5).requires_grad_()
+        for n, p in ours.named_parameters()
+        if part_of_name in n
     }
-    loss = torch.func.functional_call(ours, others, (), {**batch, "use_cache": False}).loss
+    loss = torch.func.functional_call(ours, other_weights, (), {**batch, "use_cache": False}).loss
     with pytest.raises(BackwardError, match=r"mlp\.down_proj|another tensor in backward"):
         loss.backward()
 
@@ -98,8 +100,8 @@ def scaled_by_an_attribute(model, monkeypatch, **options):
 
 def with_gradient_of(scale, model, batch):
     scale.grad = None
-    found = gradients(model, **batch)[1]
-    return {**found, "scale": scale.grad}
+    by_name = gradients(model, **batch)[1]
+    return {**by_name, "scale": scale.grad}
 
 
 @pytest.mark.parametrize("config", [CONFIG, streambp.StreamConfig(chunk_size=64)])
@@ -140,26 +142,26 @@ def test_what_trains_in_a_hook_inside_a_frozen_layer(leaf, lora):
     model.model.layers[1].self_attn.q_proj.weight.requires_grad_(lora)
     steer = torch.nn.Linear(1, 32, bias=False, dtype=torch.float64)
     added = steer.weight[:, 0] if leaf == "tensor" else None
-    one = torch.ones(1, dtype=torch.float64)
-    hook = lambda m, args, out: out + (steer(one) if added is None else added)  # noqa: E731
+    scale = torch.ones(1, dtype=torch.float64)
+    hook = lambda m, args, out: out + (steer(scale) if added is None else added)  # noqa: E731
     model.model.layers[0].mlp.register_forward_hook(hook)
     batch = make_batch("left-padded")
 
     def trained():
         steer.weight.grad = None
         model(**batch, use_cache=False).loss.backward(retain_graph=True)
-        found = {
+        our_gradients = {
             "steer": steer.weight.grad,
             **{n: p.grad for n, p in model.named_parameters() if p.grad is not None},
         }
         model.zero_grad(set_to_none=True)
-        return found
+        return our_gradients
 
     expected = trained()
     assert len(expected) == 2 + lora
     streambp.patch(model, CONFIG)
-    found = trained()
-    assert worst_error(found, expected) <= 1e-10
+    our_gradients = trained()
+    assert worst_error(our_gradients, expected) <= 1e-10
     assert [layer.path for layer in streambp.describe(model).layers] == ["checkpoints", "streams"]
 
 

@@ -44,20 +44,20 @@ def numbers():
 
 def scaled(module):
     """By a global number."""
-    own = type(module).forward
-    module.forward = lambda x: own(module, x) * NUMBERS["scale"]
+    class_forward = type(module).forward
+    module.forward = lambda x: class_forward(module, x) * NUMBERS["scale"]
 
 
-def added_to_one(module, least=0):
+def added_to_one(module, min_tokens=0):
     """A global number is added to the second token of each chunk of at least so many; the last has
     three."""
-    own = type(module).forward
+    class_forward = type(module).forward
 
     def forward(x):
-        if x.shape[1] < least:
-            return own(module, x)
-        one = torch.nn.functional.one_hot(torch.tensor(1), x.shape[1]).to(x)
-        return own(module, x + one[None, :, None] * NUMBERS["added"])
+        if x.shape[1] < min_tokens:
+            return class_forward(module, x)
+        one_hot = torch.nn.functional.one_hot(torch.tensor(1), x.shape[1]).to(x)
+        return class_forward(module, x + one_hot[None, :, None] * NUMBERS["added"])
 
     module.forward = forward
 
@@ -129,8 +129,11 @@ def test_a_change_without_a_trace_raises(change, saves, steps):
     with pytest.raises(BackwardError, match="the same input has another output"):
         loss.backward()
     NUMBERS.update(scale=1.0, added=0.0)
-    found = gradients(model, **make_batch("plain"))[1]
-    assert worst_error(found, gradients(streambp.unpatch(model), **make_batch("plain"))[1]) <= EXACT
+    our_gradients = gradients(model, **make_batch("plain"))[1]
+    assert (
+        worst_error(our_gradients, gradients(streambp.unpatch(model), **make_batch("plain"))[1])
+        <= EXACT
+    )
 
 
 def test_it_may_be_switched_off(monkeypatch):
@@ -247,9 +250,9 @@ class InHalfPrecision(nn.Module):
 @pytest.fixture
 def precision():
     """As the program set it, afterwards."""
-    before = torch.get_float32_matmul_precision()
+    previous = torch.get_float32_matmul_precision()
     yield
-    torch.set_float32_matmul_precision(before)
+    torch.set_float32_matmul_precision(previous)
 
 
 @pytest.mark.usefixtures("precision")
@@ -300,12 +303,12 @@ VIEWS = (
 )
 
 
-@pytest.mark.parametrize(("saves", "most"), [((), 5), (("attn_out",), 5.5)])
-def test_launches_and_questions(saves, most, monkeypatch):
+@pytest.mark.parametrize(("saves", "max_launches"), [((), 5), (("attn_out",), 5.5)])
+def test_launches_and_questions(saves, max_launches, monkeypatch):
     """Few operations for each layer and chunk beside those at the end of the whole backward, which
     asks once: of a device, or of a CPU that gave other bits."""
-    asked, real = [], torch.Tensor.tolist
-    monkeypatch.setattr(witness, "answered_at_once", lambda then, now: False)
+    dtypes, real = [], torch.Tensor.tolist
+    monkeypatch.setattr(witness, "answered_at_once", lambda recorded, value: False)
     model = build("qwen3")
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=saves))
     batch = make_batch("plain", 8 * CHUNK)
@@ -313,19 +316,23 @@ def test_launches_and_questions(saves, most, monkeypatch):
     loss = model(**batch, use_cache=False).loss
     with Dispatches() as forward:
         loss = model(**batch, use_cache=False).loss
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: asked.append(self.dtype) or real(self))
+    monkeypatch.setattr(
+        torch.Tensor, "tolist", lambda self: dtypes.append(self.dtype) or real(self)
+    )
     with Dispatches() as backward:
         loss.backward()
-    assert asked.count(torch.bool) == 1
+    assert dtypes.count(torch.bool) == 1
     counts = forward.counts + backward.counts
-    seen = {
+    of_witness = {
         key: count
         for key, count in counts.items()
         if key[0].startswith("layer/witness.py") and not key[0].endswith(("answer", "_differ"))
     }
-    launches = sum(count for (_, name), count in seen.items() if name.split(".")[0] not in VIEWS)
+    launches = sum(
+        count for (_, name), count in of_witness.items() if name.split(".")[0] not in VIEWS
+    )
     print(f"{launches / 2 / 8:.2f} launches for each layer and chunk")
-    assert 2 <= launches / 2 / 8 <= most
+    assert 2 <= launches / 2 / 8 <= max_launches
 
 
 def test_a_cpu_that_gives_the_same_bits_is_asked_nothing_more(monkeypatch):
@@ -346,25 +353,25 @@ def one_input(change=None):
 
     change: comes between the first and the second Linear of the recomputation.
     """
-    made, real = [], witness.Witnesses()
+    combinations, real = [], witness.Witnesses()
     combined = real.combined
-    real.combined = lambda x: made.append(x) or combined(x)
-    seen = witness.Witness(
+    real.combined = lambda x: combinations.append(x) or combined(x)
+    compared = witness.Witness(
         real, lambda: functools.partial(witness.Compared, nn.Identity(), 0, False, 1e-8)
     )
     value = torch.randn(1, CHUNK, 4, dtype=torch.float64)
-    for again in (False, True):
+    for in_backward in (False, True):
         x = value.clone()
-        seen.begin(0, True, again)
+        compared.begin(0, True, in_backward)
         for name in "qkv":
-            seen.see(name, x)
-            if again and name == "q" and change is not None:
+            compared.see(name, x)
+            if in_backward and name == "q" and change is not None:
                 x = change(x)
     try:
-        seen.end()
+        compared.end()
     except BackwardError:
-        return len(made), True
-    return len(made), False
+        return len(combinations), True
+    return len(combinations), False
 
 
 IN_BETWEEN = {"in place": lambda x: x.add_(0.5), "another tensor": lambda x: x + 0.5}
@@ -388,13 +395,13 @@ def test_a_backward_that_raises_leaves_nothing_behind():
 
 @pytest.mark.parametrize("length", range(1, 40))
 def test_rows(length):
-    found = range(length)[witness.rows_of(length)]
-    assert len(found) == min(witness.ROWS, length)
-    assert found[-1] == length - 1
+    rows = range(length)[witness.rows_of(length)]
+    assert len(rows) == min(witness.ROWS, length)
+    assert rows[-1] == length - 1
 
 
 def nobody_asks(patch):
-    patch.setattr(witness.Witnesses, "ask", lambda self, found: None)
+    patch.setattr(witness.Witnesses, "ask", lambda self, pairs: None)
 
 
 def last_row_alone(patch):
@@ -417,9 +424,9 @@ def no_inputs_of_saved_products(patch):
 def nothing_of_attention(patch):
     real = prefix.PrefixChunkAttention.attend
 
-    def attend(self, given):
+    def attend(self, arguments):
         self.see = None
-        return real(self, given)
+        return real(self, arguments)
 
     patch.setattr(prefix.PrefixChunkAttention, "attend", attend)
 
@@ -433,7 +440,9 @@ def no_inputs_of_what_is_left_out(patch):
 
 
 def _but(see, name):
-    return lambda self, given, *rest: None if given == name else see(self, given, *rest)
+    return lambda self, tensor_name, *args: (
+        None if tensor_name == name else see(self, tensor_name, *args)
+    )
 
 
 def one_combination_for_all(patch):

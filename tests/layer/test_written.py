@@ -37,11 +37,11 @@ def telling(function):
 
 
 def of_two(function):
-    def other(self, x):
+    def unchanged(self, x):
         return x
 
     def wrapped(self, x):
-        return function(self, x) if self.training else other(self, x)
+        return function(self, x) if self.training else unchanged(self, x)
 
     return wrapped
 
@@ -51,7 +51,7 @@ def forward(self, x):
 
 
 @pytest.mark.parametrize(
-    ("decorated", "written"),
+    ("decorated", "is_found"),
     [
         (forward, True),
         (silent(forward), True),
@@ -61,9 +61,9 @@ def forward(self, x):
     ],
     ids=["plain", "silent", "telling", "nested", "of two"],
 )
-def test_the_function_below_decorators(decorated, written):
+def test_the_function_below_decorators(decorated, is_found):
     module = type("Module", (nn.Module,), {"forward": decorated})()
-    assert (written_forward(module) is forward) == written
+    assert (written_forward(module) is forward) == is_found
 
 
 @needs_states

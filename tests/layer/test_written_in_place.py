@@ -56,9 +56,9 @@ def test_the_layer_streams(make, float64_oracle):
     ours.load_state_dict(stock.state_dict())
     streambp.patch(ours, CONFIG)
     _, expected = gradients(stock, **make_batch("plain"))
-    _, found = gradients(ours, **make_batch("plain"))
-    assert found.keys() == expected.keys()
-    assert worst_error(found, expected) <= 1e-10
+    _, our_gradients = gradients(ours, **make_batch("plain"))
+    assert our_gradients.keys() == expected.keys()
+    assert worst_error(our_gradients, expected) <= 1e-10
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
 

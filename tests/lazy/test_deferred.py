@@ -21,7 +21,7 @@ def flat(logits, labels):
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.flatten())
 
 
-def written(logits, labels):
+def halved_in_place(logits, labels):
     logits.mul_(0.5)
     return flat(logits, labels)
 
@@ -82,7 +82,7 @@ BUILT = {
         z + torch.linspace(-1.0, 1.0, z.shape[1] * VOCABULARY).view(-1, VOCABULARY), y
     ),
     "a number is added": lambda z, y: flat(z + 1.0, y),
-    "written": written,
+    "written": halved_in_place,
     "a copy that is written": lambda z, y: (
         flat(z[:, :-1].contiguous().mul_(0.5), y[:, 1:]) * flat(z, y)
     ),
@@ -110,9 +110,9 @@ def test_loss_on_logits(family, name):
         if patched:
             streambp.patch(model, streambp.StreamConfig(chunk_size=5))
         runs.append(gradients(model, **make_batch("plain")))
-    (expected_loss, expected), (found_loss, found) = runs
+    (expected_loss, expected), (found_loss, our_gradients) = runs
     assert abs(found_loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
     capped = family == "gemma3" and "bias" in name  # no rule adds a bias to capped logits
     blockwise = name in BLOCKWISE and not capped
     assert streambp.describe(model).head.startswith(

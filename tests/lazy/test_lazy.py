@@ -38,7 +38,7 @@ def flat(logits, ids):
     return logits[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].flatten()
 
 
-def twice(logits, ids):
+def two_losses(logits, ids):
     rows, labels = flat(logits, ids)
     return F.cross_entropy(rows, labels) * F.cross_entropy(rows / 2.0, labels.roll(1))
 
@@ -104,7 +104,7 @@ def smoother(logits, ids):
 OTHERS = {
     f.__name__: f
     for f in (
-        twice, written_whole, two_positions, repeated, first_of, constant, masked_vocabulary, indexed, smoother,
+        two_losses, written_whole, two_positions, repeated, first_of, constant, masked_vocabulary, indexed, smoother,
     )
 } | {
     "smoothed": lambda z, y: F.cross_entropy(*flat(z, y), label_smoothing=0.2, ignore_index=int(y[0, 1])),
@@ -124,11 +124,11 @@ OTHERS = {
 }  # fmt: skip
 
 
-def step(model, loss, **more):
+def step(model, loss, **arguments):
     model.zero_grad()
-    found = loss(model(input_ids=IDS, use_cache=False, **more).logits, IDS.clone())
-    found.backward()
-    return found.detach(), {
+    value = loss(model(input_ids=IDS, use_cache=False, **arguments).logits, IDS.clone())
+    value.backward()
+    return value.detach(), {
         name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
     }
 
@@ -143,9 +143,9 @@ def check(
     """Values and all gradients against full logits; what `describe` says."""
     model = make(family)
     expected_loss, reference = step(model, loss)
-    found_loss, found = step(lazy(model), loss)
+    found_loss, our_gradients = step(lazy(model), loss)
     assert abs(found_loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, reference) <= EXACT
+    assert worst_error(our_gradients, reference) <= EXACT
     assert streambp.describe(model).head.startswith(expected)
     return model
 
@@ -313,7 +313,7 @@ def test_compiled_losses(loss):
     check(torch.compile(loss, backend="eager"), expected="")
 
 
-def refused(loss, says="lazy_logits=False"):
+def step_is_refused(loss, says="lazy_logits=False"):
     """Whether a step raises a StreamBPError that says what to do."""
     try:
         step(lazy(build("qwen3", torch.float64)), loss)
@@ -334,7 +334,7 @@ WRITES = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_that_others_would_see_are_refused(name):
-    assert refused(WRITES[name])
+    assert step_is_refused(WRITES[name])
 
 
 def changed_mask(z, y):
@@ -346,7 +346,7 @@ def changed_mask(z, y):
 
 
 def test_what_was_given_must_stay():
-    assert refused(changed_mask)
+    assert step_is_refused(changed_mask)
 
 
 def weights_changed(
@@ -403,15 +403,15 @@ def test_second_derivatives_are_refused():
 
 def left_behind():
     """A backward that reaches one of two models, then one that reaches the other."""
-    found = []
+    results = []
     for prepare in (lambda model: model, lazy):
         policy, reference = (prepare(build("qwen3", torch.float64, seed=seed)) for seed in (0, 1))
         z, r = (model(input_ids=IDS, use_cache=False).logits for model in (policy, reference))
         kl = (z.softmax(-1) * (z.log_softmax(-1) - r.log_softmax(-1))).sum(-1).mean()
-        found.append({"policy": torch.autograd.grad(kl, policy.lm_head.weight)[0]})
+        results.append({"policy": torch.autograd.grad(kl, policy.lm_head.weight)[0]})
         dpo(r, IDS).backward()
-        found[-1] |= {name: parameter.grad for name, parameter in reference.named_parameters()}
-    assert worst_error(found[1], found[0]) <= EXACT
+        results[-1] |= {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert worst_error(results[1], results[0]) <= EXACT
 
 
 def test_gradients_of_a_backward_stay_in_it():
@@ -461,10 +461,10 @@ class OutputBackwardHookManager:
     accumulation."""
 
     def __init__(self, steps):
-        self.seen = []
+        self.shapes = []
 
         def hook(gradient):
-            self.seen.append(gradient.shape)
+            self.shapes.append(gradient.shape)
             return gradient / steps
 
         self.hook = hook
@@ -474,7 +474,7 @@ def hooked_by_an_engine():
     """Once for all results; and for the gradient of the logits themselves, if there is one."""
     manager = OutputBackwardHookManager(4)
     check(lambda z, y: (z.register_hook(manager.hook), grpo(z, y))[1])
-    assert [len(shape) for shape in manager.seen] == [3, 1]
+    assert [len(shape) for shape in manager.shapes] == [3, 1]
     mixed = OutputBackwardHookManager(4)
     check(
         lambda z, y: (z.register_hook(mixed.hook), FusedSum.apply(z) + grpo(z, y))[1],
@@ -491,11 +491,11 @@ def run_engines():
     backward begins."""
     sink, ran = engine("_DDPSink", lambda x: x.clone())
     check(lambda z, y: grpo(sink.apply(z), y))
-    before, passed = engine("PreBackwardFunctionForModule", lambda x: x.detach())
+    pre_backward, passed = engine("PreBackwardFunctionForModule", lambda x: x.detach())
     heard = []
 
     def behind(z):
-        logits = before.apply(z)
+        logits = pre_backward.apply(z)
         if logits.grad_fn is not None:
             logits.grad_fn.module, logits.grad_fn.pre_backward_function = "model", heard.append
         return logits
@@ -531,10 +531,10 @@ def test_nothing_is_held_by_a_cycle(loss):
     gc.disable()
     try:
         logits = model(input_ids=IDS, use_cache=False).logits
-        found = weakref.ref(readings(logits.node)[0].head)
+        head_ref = weakref.ref(readings(logits.node)[0].head)
         loss(logits, IDS).backward()
         del logits
-        assert found() is None
+        assert head_ref() is None
     finally:
         gc.enable()
 
@@ -554,11 +554,11 @@ def test_a_references_distribution():
     model = build("qwen3", torch.float64)
     expected, gradients = step(model, loss)
     lazy(reference)
-    found, ours = step(lazy(model), loss)
-    assert abs(found - expected) <= 1e-12 * abs(expected)
+    value, ours = step(lazy(model), loss)
+    assert abs(value - expected) <= 1e-12 * abs(expected)
     assert worst_error(ours, gradients) <= EXACT
-    for one in (model, reference):
-        assert streambp.describe(one).head.startswith(BLOCKWISE)
+    for streamed_model in (model, reference):
+        assert streambp.describe(streamed_model).head.startswith(BLOCKWISE)
 
 
 def test_when_logits_are_real():
@@ -574,10 +574,10 @@ def test_when_logits_are_real():
         assert type(model(input_ids=IDS, use_cache=False).logits) is LazyLogits
         assert model.generate(IDS[:, :4], max_new_tokens=3, do_sample=False).shape == (2, 7)
     for setting in ({"eval_logits": True, "lazy_logits": True}, {"head": False}, {}):
-        other = streambp.patch(
+        other_model = streambp.patch(
             build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, **setting)
         ).eval()
-        assert type(other(input_ids=IDS, use_cache=False).logits) is torch.Tensor
+        assert type(other_model(input_ids=IDS, use_cache=False).logits) is torch.Tensor
 
 
 def test_evaluation_of_what_a_trainer_does_with_logits():
@@ -587,15 +587,15 @@ def test_evaluation_of_what_a_trainer_does_with_logits():
     model = build("qwen3", torch.float64).eval()
     with torch.no_grad():
         expected = model(input_ids=IDS, use_cache=False).logits
-        found = lazy(model)(input_ids=IDS, use_cache=False).logits.detach()
+        logits = lazy(model)(input_ids=IDS, use_cache=False).logits.detach()
         accelerator = Accelerator(cpu=True)
-        padded = accelerator.pad_across_processes(found, dim=1, pad_index=-100)
+        padded = accelerator.pad_across_processes(logits, dim=1, pad_index=-100)
         assert torch.equal(padded.argmax(-1), expected.argmax(-1))
         gathered = accelerator.gather_for_metrics(padded).cpu().numpy()
         torch.testing.assert_close(gathered, expected.numpy(), rtol=1e-12, atol=1e-12)
-        half = lazy(build("qwen3", torch.bfloat16))(input_ids=IDS, use_cache=False)
-        assert type(convert_to_fp32(half).logits) is LazyLogits
-        assert convert_to_fp32(half).logits.dtype == torch.float32
+        half_output = lazy(build("qwen3", torch.bfloat16))(input_ids=IDS, use_cache=False)
+        assert type(convert_to_fp32(half_output).logits) is LazyLogits
+        assert convert_to_fp32(half_output).logits.dtype == torch.float32
 
 
 def test_adapters_on_the_head():
@@ -625,6 +625,6 @@ def test_adapters_on_the_head():
     for targets, saved in ((["q_proj", "lm_head"], None), (["q_proj"], ["norm", "lm_head"])):
         model = make(targets, saved)
         expected, gradients = step(model, loss(model))
-        found, ours = step(lazy(model), loss(model))
-        assert abs(found - expected) <= 1e-12 * abs(expected)
+        value, ours = step(lazy(model), loss(model))
+        assert abs(value - expected) <= 1e-12 * abs(expected)
         assert worst_error(ours, gradients) <= EXACT

@@ -29,32 +29,32 @@ def metrics(logits, ids):
     return torch.stack([entropy, hits])
 
 
-def step(model, use=None, **more):
+def step(model, use=None, **arguments):
     """The loss (with a loss on the logits added, if `use` has a gradient), what `use` made, all
     gradients."""
     model.zero_grad()
-    output = model(input_ids=IDS, labels=IDS, use_cache=False, **more)
+    output = model(input_ids=IDS, labels=IDS, use_cache=False, **arguments)
     loss, logits = output[:2] if isinstance(output, tuple) else (output.loss, output.logits)
-    made = torch.zeros(()) if use is None else use(logits, IDS)
-    (loss + made if made.requires_grad else loss).backward()
+    added_loss = torch.zeros(()) if use is None else use(logits, IDS)
+    (loss + added_loss if added_loss.requires_grad else loss).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), made.detach(), gradients
+    return loss.detach(), added_loss.detach(), gradients
 
 
-def compare(use, **more):
+def compare(use, **arguments):
     """Loss, what `use` made, and all gradients against full logits."""
     model = build("qwen3", torch.float64)
-    expected = step(model, use, **more)
-    found = step(lazy(model), use, **more)
-    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+    expected = step(model, use, **arguments)
+    our_step = step(lazy(model), use, **arguments)
+    for ours, theirs in zip(our_step[:2], expected[:2], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
-    assert worst_error(found[2], expected[2]) <= EXACT
+    assert worst_error(our_step[2], expected[2]) <= EXACT
     return model
 
 
-@pytest.mark.parametrize("more", [{}, {"return_dict": False}])
+@pytest.mark.parametrize("arguments", [{}, {"return_dict": False}])
 @pytest.mark.parametrize(
-    ("use", "told"),
+    ("use", "head_text"),
     [
         (metrics, BESIDES + "no logits: computed blockwise for log_softmax + exp"),
         (dpo, BESIDES + "no logits: computed blockwise for gather, logsumexp"),
@@ -65,9 +65,9 @@ def compare(use, **more):
     ],
     ids=["metrics", "a loss", "no rule"],
 )
-def test_what_is_computed_of_logits_beside_the_loss(use, told, more):
-    model = compare(use, **more)
-    assert streambp.describe(model).head.startswith(told)
+def test_what_is_computed_of_logits_beside_the_loss(use, head_text, arguments):
+    model = compare(use, **arguments)
+    assert streambp.describe(model).head.startswith(head_text)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "phi", "mixtral"])
@@ -76,13 +76,13 @@ def test_heads_with_scale_softcap_and_bias_and_other_parts_of_the_loss(family):
     try:
         model = zoo.build(family, torch.float64).train()
         expected = step(model, dpo)
-        found = step(lazy(model), dpo)
+        our_step = step(lazy(model), dpo)
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(
-        torch.stack(found[:2]), torch.stack(expected[:2]), rtol=1e-12, atol=0
+        torch.stack(our_step[:2]), torch.stack(expected[:2]), rtol=1e-12, atol=0
     )
-    assert worst_error(found[2], expected[2]) <= EXACT
+    assert worst_error(our_step[2], expected[2]) <= EXACT
 
 
 def test_logits_that_nobody_uses_change_nothing():
@@ -94,9 +94,9 @@ def test_logits_that_nobody_uses_change_nothing():
         runs.append(step(model, use))
         if use is None:
             assert streambp.describe(model).head == "blockwise loss, no logits"
-    (loss, _, gradients), *others = runs
-    for found, _, ours in others:
-        assert torch.equal(found, loss)
+    (loss, _, gradients), *other_runs = runs
+    for our_loss, _, ours in other_runs:
+        assert torch.equal(our_loss, loss)
         assert all(torch.equal(ours[name], gradient) for name, gradient in gradients.items())
 
 
@@ -109,20 +109,22 @@ def test_hooks_that_would_not_see_the_losss_gradient_are_refused(hook):
         hook(output.logits)
 
 
-def hooked_late_by_an_engine(use, before=None):
+def hooked_late_by_an_engine(use, first_use=None):
     """An engine hooks logits of which a loss was made: it scales by a quarter what is made of them
     later, and no more."""
     model, manager = build("qwen3", torch.float64), OutputBackwardHookManager(4)
-    (*_, expected) = step(model, lambda z, y: (before(z, y) if before else 0.0) + use(z, y) / 4)
+    (*_, expected) = step(
+        model, lambda z, y: (first_use(z, y) if first_use else 0.0) + use(z, y) / 4
+    )
 
     def hooked(z, y):
-        made = before(z, y) if before else 0.0
+        first_value = first_use(z, y) if first_use else 0.0
         z.register_hook(manager.hook)
-        return made + use(z, y)
+        return first_value + use(z, y)
 
-    (*_, found) = step(lazy(model), hooked)
-    assert worst_error(found, expected) <= EXACT
-    assert [len(shape) for shape in manager.seen] == [1]
+    (*_, our_gradients) = step(lazy(model), hooked)
+    assert worst_error(our_gradients, expected) <= EXACT
+    assert [len(shape) for shape in manager.shapes] == [1]
     assert streambp.describe(model).head.startswith(BESIDES + "no logits")
 
 
@@ -147,11 +149,12 @@ def test_an_engines_hook_on_logits_whose_classes_come_first():
     returned = model(input_ids=IDS, use_cache=False).logits.transpose(1, 2)
     returned.register_hook(manager.hook)
     returned.log_softmax(1).square().mean().backward()
-    assert [len(shape) for shape in manager.seen] == [1]
-    found, expected = (
-        {name: p.grad for name, p in each.named_parameters()} for each in (model, plain)
+    assert [len(shape) for shape in manager.shapes] == [1]
+    our_gradients, expected = (
+        {name: p.grad for name, p in trained_model.named_parameters()}
+        for trained_model in (model, plain)
     )
-    assert worst_error(found, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= EXACT
 
 
 def test_when_logits_are_beside_the_loss():
@@ -162,11 +165,13 @@ def test_when_logits_are_beside_the_loss():
     assert scored.logits is None
     model.eval()
     with torch.no_grad():
-        found = model(input_ids=IDS, labels=IDS).logits
-        assert type(found) is LazyLogits
+        logits = model(input_ids=IDS, labels=IDS).logits
+        assert type(logits) is LazyLogits
         assert type(model(input_ids=IDS, labels=IDS, use_cache=True).logits) is torch.Tensor
         expected = build("qwen3", torch.float64).eval()(input_ids=IDS, labels=IDS).logits
-        torch.testing.assert_close(torch.as_tensor(found.numpy()), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            torch.as_tensor(logits.numpy()), expected, rtol=1e-12, atol=1e-12
+        )
     measured = streambp.patch(model, streambp.StreamConfig(eval_logits=True, lazy_logits=True))
     assert type(measured(input_ids=IDS, labels=IDS).logits) is torch.Tensor
     assert streambp.patch(model, streambp.StreamConfig())(input_ids=IDS, labels=IDS).logits is None

@@ -53,10 +53,10 @@ def copied_part(logits, ids):
 
 def counted(logits, ids):
     """True + True is True; 1.0 + 1.0 is 2.0."""
-    above = (logits > 0).float() + (logits > -1).float()
+    sign_count = (logits > 0).float() + (logits > -1).float()
     return (
         cross_entropy(logits, ids)
-        * above.sum(-1).mean().double()
+        * sign_count.sum(-1).mean().double()
         * (1 - (logits > 0).float()).mean()
     )
 
@@ -81,9 +81,9 @@ def rectified(logits, ids):
 
 
 def added_to_a_constant(logits, ids):
-    kept = logits.detach().clone()
-    kept += logits
-    return cross_entropy(kept, ids)
+    constant = logits.detach().clone()
+    constant += logits
+    return cross_entropy(constant, ids)
 
 
 def named_arguments(logits, ids):
@@ -165,10 +165,10 @@ def one_token(logits, ids):
 
 def part_hooked_beside_the_whole(logits, ids):
     """The hook is the part's alone."""
-    whole = cross_entropy(logits, ids)
+    full_loss = cross_entropy(logits, ids)
     part = logits[:, 2:]
     part.register_hook(lambda gradient: gradient * 0.5)
-    return whole + cross_entropy(part, ids[:, 2:])
+    return full_loss + cross_entropy(part, ids[:, 2:])
 
 
 def hooked_after_a_metric(logits, ids):
@@ -201,10 +201,13 @@ def gradients_of(loss, lazy, dtype=torch.float64):
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize("loss", PROGRAMS, ids=lambda loss: loss.__name__)
 def test_programs(loss):
-    (value, found), (expected_value, expected) = gradients_of(loss, True), gradients_of(loss, False)
+    (value, our_gradients), (expected_value, expected) = (
+        gradients_of(loss, True),
+        gradients_of(loss, False),
+    )
     assert abs(value - expected_value) <= 1e-12 * abs(expected_value)
-    assert found.keys() == expected.keys()
-    assert worst_error(found, expected) <= EXACT
+    assert our_gradients.keys() == expected.keys()
+    assert worst_error(our_gradients, expected) <= EXACT
 
 
 def test_writes_to_a_shared_part_are_refused():
@@ -317,7 +320,7 @@ REFUSED = {
 }
 
 
-def refused(program):
+def program_is_refused(program):
     try:
         gradients_of(program, True)
     except streambp.StreamBPError as error:
@@ -328,7 +331,7 @@ def refused(program):
 @pytest.mark.fast(3)
 @pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
 def test_what_would_be_lost_without_a_word_is_refused(program):
-    assert refused(program)
+    assert program_is_refused(program)
     assert gradients_of(program, False)[0].isfinite()
 
 
@@ -352,13 +355,13 @@ def test_results_are_written_where_they_are_asked_for():
     with torch.no_grad():
         x = model(input_ids=IDS, use_cache=False).logits
         real = x.clone().cpu() + 0.0
-        half, lse = (
+        half_logits, lse = (
             torch.full(x.shape, 7.0, dtype=torch.float64),
             torch.full(x.shape[:2], 7.0, dtype=torch.float64),
         )
-        torch.div(x, 2.0, out=half)
+        torch.div(x, 2.0, out=half_logits)
         torch.logsumexp(x, -1, out=lse)
-        assert torch.allclose(half, real.div(2.0), rtol=1e-12)
+        assert torch.allclose(half_logits, real.div(2.0), rtol=1e-12)
         assert torch.allclose(lse, real.logsumexp(-1), rtol=1e-12)
 
 
@@ -367,11 +370,11 @@ def test_detached_logits_as_a_leaf():
         build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True)
     )
     leaf = model(input_ids=IDS, use_cache=False).logits.detach()
-    taken = leaf.requires_grad_()
+    leaf_logits = leaf.requires_grad_()
     cross_entropy(leaf, IDS).backward()
-    real = taken.detach().clone().requires_grad_()
+    real = leaf_logits.detach().clone().requires_grad_()
     cross_entropy(real, IDS).backward()
-    assert torch.equal(taken.grad, real.grad)
+    assert torch.equal(leaf_logits.grad, real.grad)
     assert bool((real.grad != 0).any())
 
 
@@ -383,18 +386,18 @@ def test_losses_have_autocasts_dtype(loss):
     with torch.autocast("cpu", torch.bfloat16):
         rows = model(input_ids=IDS, use_cache=False).logits.view(-1, VOCABULARY)
         assert rows.dtype == torch.bfloat16
-        found = loss(rows, IDS.flatten())
-        assert found.dtype == loss(rows.detach().cumsum(-1), IDS.flatten()).dtype == torch.float32
+        value = loss(rows, IDS.flatten())
+        assert value.dtype == loss(rows.detach().cumsum(-1), IDS.flatten()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("more", [{"reduction": "average"}, {"label_smoothing": 1.5}])
-def test_arguments_that_torch_refuses_are_refused(more):
+@pytest.mark.parametrize("arguments", [{"reduction": "average"}, {"label_smoothing": 1.5}])
+def test_arguments_that_torch_refuses_are_refused(arguments):
     model = streambp.patch(
         build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True)
     )
     logits = model(input_ids=IDS, use_cache=False).logits
     with pytest.raises((ValueError, RuntimeError), match=r"average|label_smoothing"):
-        F.cross_entropy(logits.view(-1, VOCABULARY), IDS.flatten(), **more)
+        F.cross_entropy(logits.view(-1, VOCABULARY), IDS.flatten(), **arguments)
 
 
 def test_a_label_beyond_the_vocabulary_is_an_error():

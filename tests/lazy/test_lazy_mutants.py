@@ -24,7 +24,7 @@ from streambp.model import causal_lm
 from tests.head.losses_on_logits import FRAMEWORKS
 from tests.lazy import test_lazy, test_lazy_labels
 from tests.lazy import test_lazy_like_torch as like_torch
-from tests.lazy.test_lazy import BUILT, OTHERS, WRITES, check, refused
+from tests.lazy.test_lazy import BUILT, OTHERS, WRITES, check, step_is_refused
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
 
@@ -33,15 +33,15 @@ def without(field):
     """Gradients that are left, less one."""
 
     def leave(self, gradient, real=hub.LazyHead.leave):
-        given = isinstance(gradient, sweep.StatisticsGradient)
-        real(self, dataclasses.replace(gradient, **{field: None}) if given else gradient)
+        has_statistics = isinstance(gradient, sweep.StatisticsGradient)
+        real(self, dataclasses.replace(gradient, **{field: None}) if has_statistics else gradient)
 
     return leave
 
 
-def always_free(self, given, real=sweep.StatisticsTerm.add):
+def always_free(self, gradient, real=sweep.StatisticsTerm.add):
     self.labels.fill_(-1)
-    real(self, dataclasses.replace(given, unique=True))
+    real(self, dataclasses.replace(gradient, unique=True))
 
 
 def of_any_backward(self, gradient):
@@ -50,16 +50,16 @@ def of_any_backward(self, gradient):
 
 def first_ones(self, reading):
     count = reading.positions.numel()
-    found = self._statistics.get(reading.projection)
-    return None if found is None else (found[0][:count], found[1][:count])
+    statistics = self._statistics.get(reading.projection)
+    return None if statistics is None else (statistics[0][:count], statistics[1][:count])
 
 
 def shifted(node, change, unique=True, real=rows.over_tokens):
     return real(node, lambda x: change(x.roll(1, 0)), unique)
 
 
-def unseen(self, other, real=lazy_rows.LazyLogits.become):
-    real(self, other)
+def unseen(self, result, real=lazy_rows.LazyLogits.become):
+    real(self, result)
     self.memory.writes -= 1
 
 
@@ -90,7 +90,7 @@ def gradient_of(name):
 
 
 @functools.cache
-def other(name):
+def check_of(name):
     return lambda: check(OTHERS[name])
 
 
@@ -101,14 +101,14 @@ def builds(name):
 
 def is_refused(loss):
     def run():
-        assert refused(loss)
+        assert step_is_refused(loss)
 
     return run
 
 
 def lost(program):
     def run():
-        assert like_torch.refused(program)
+        assert like_torch.program_is_refused(program)
 
     return run
 
@@ -133,14 +133,14 @@ def left_in_one_place(monkeypatch):
 MUTANTS = {
     "a label's logit without its gradient": (hub.LazyHead, "leave", without("pick"), gradient_of("dpo")),
     "a logsumexp without its gradient": (hub.LazyHead, "leave", without("lse"), gradient_of("dpo")),
-    "a mean without its gradient": (hub.LazyHead, "leave", without("mean"), other("smoothed")),
+    "a mean without its gradient": (hub.LazyHead, "leave", without("mean"), check_of("smoothed")),
     "a second label of a token instead of the first": (
-        sweep.StatisticsTerm, "add", always_free, other("the same token twice"),
+        sweep.StatisticsTerm, "add", always_free, check_of("the same token twice"),
     ),
-    "a token that is taken twice counted once": (sweep.StatisticsTerm, "add", always_free, other("repeated")),
+    "a token that is taken twice counted once": (sweep.StatisticsTerm, "add", always_free, check_of("repeated")),
     "functions of rows without a gradient": (sweep.NodeTerm, "add_to", lambda *args: None, gradient_of("grpo")),
     "functions of the first block's rows alone": (sweep.NodeTerm, "add_to", first_block_alone, several_blocks),
-    "gradients through what was detached": (row_rules, "_graded", lambda x, graded: x.node, other("constant")),
+    "gradients through what was detached": (row_rules, "_graded", lambda x, graded: x.node, check_of("constant")),
     "a temperature that is forgotten": (
         lazy, "scale", None, gradient_of("grpo"),
     ),
@@ -148,7 +148,7 @@ MUTANTS = {
     "statistics of other tokens": (hub.LazyHead, "known_statistics", first_ones, gradient_of("dpo")),
     "smoothing left out": (
         loss_rules, "_smoothed", lambda rows, labels, smoothing, real=loss_rules._smoothed: real(rows, labels, 0.0),
-        other("smoothed"),
+        check_of("smoothed"),
     ),
     "a logarithm of probabilities taken for logits": (
         row_rules, "log_softmaxed", lambda node: None if not hasattr(node, "args") else (rows.readings(node)[0], 1.0),
@@ -161,7 +161,7 @@ MUTANTS = {
     ),
     "writes unseen by others": (lazy_rows.LazyLogits, "become", unseen, is_refused(WRITES["through a part"])),
     "writes through real tensors unseen": (
-        lazy_rows.SharedMemory, "watch", lambda self, tensor: None, is_refused(WRITES["through data"]),
+        lazy_rows.SharedMemory, "track_alias", lambda self, tensor: None, is_refused(WRITES["through data"]),
     ),
     "writes by a Function unseen": (
         lazy_rows.LazyLogits, "latest", lambda self, _: self.current(), lost(like_torch.written_by_a_function),
@@ -171,9 +171,11 @@ MUTANTS = {
     "hooks that a Function passes by": (lazy_rows, "TENSOR_HOOKS", (), lost(like_torch.hooked_before_a_function)),
     "a mask as it is later": (rows.Operand, "check", lambda self: None, is_refused(test_lazy.changed_mask)),
     "weights as they are later": (hub.LazyHead, "check", lambda self: None, is_refused_after_a_step),
-    "weights written by a pointer": (version_check.VersionCheck, "changed", lambda self: None, is_refused_before_backward),
+    "weights written by a pointer": (
+        version_check.VersionCheck, "changed_tensor", lambda self: None, is_refused_before_backward,
+    ),
     "what a Function does with the gradient": (
-        lazy_rows.LazyLogits, "known", lambda self: True, builds("autograd.Function that returns logits"),
+        lazy_rows.LazyLogits, "has_own_node", lambda self: True, builds("autograd.Function that returns logits"),
     ),
     "gradients of all values lost": (
         lazy_rows.GradientSink, "backward", staticmethod(lambda ctx, _: (None,) * len(ctx.needs_input_grad)),
@@ -182,7 +184,7 @@ MUTANTS = {
     "engines' nodes not run": (lazy_rows.LazyLogits, "heed", lambda self: None, test_lazy.run_engines),
     "a hub that keeps what reads it": (
         hub.LazyHead, "read",
-        lambda self, *given, real=hub.LazyHead.read: setattr(self, "kept", real(self, *given)) or self.kept,
+        lambda self, *args, real=hub.LazyHead.read: setattr(self, "kept", real(self, *args)) or self.kept,
         lambda: test_lazy.test_nothing_is_held_by_a_cycle(FRAMEWORKS["dpo_with_metrics"]),
     ),
     "engines' hooks that are not called": (lazy.LazyLogits, "hook", None, test_lazy.hooked_by_an_engine),
@@ -210,7 +212,7 @@ def test_mutant_turns_a_test_red(name, monkeypatch):
     elif mutant is None:
         for name in lazy.SCALING:
             monkeypatch.setitem(
-                lazy.ROW_RULES, name, lambda name, func, args, kwargs: args[0].changed()
+                lazy.ROW_RULES, name, lambda name, func, args, kwargs: args[0].copy_with()
             )
     else:
         monkeypatch.setattr(owner, attribute, mutant)

@@ -71,12 +71,12 @@ def test_results_have_the_dtypes_of_full_logits():
                 name: f(model(input_ids=ids, use_cache=False).logits) for name, f in take.items()
             }
             streambp.patch(model, streambp.StreamConfig(chunk_size=5, lazy_logits=True))
-            found = {
+            results = {
                 name: f(model(input_ids=ids, use_cache=False).logits) for name, f in take.items()
             }
             streambp.unpatch(model)
         for name in take:
-            assert (found[name].dtype, found[name].shape) == (
+            assert (results[name].dtype, results[name].shape) == (
                 expected[name].dtype,
                 expected[name].shape,
             ), name
@@ -88,7 +88,7 @@ def errors_under_autocast():
         model = build("qwen3", seed=seed, num_hidden_layers=2)
         ids = make_batch("plain", seed=seed)["input_ids"]
         truth = gradients_of(copy.deepcopy(model), FRAMEWORKS["grpo"], ids)
-        found = []
+        gradients_by_head = []
         for patched in (False, True):
             model.zero_grad()
             if patched:
@@ -96,10 +96,10 @@ def errors_under_autocast():
             with torch.autocast("cpu", torch.bfloat16):
                 loss = FRAMEWORKS["grpo"](model(input_ids=ids, use_cache=False).logits.float(), ids)
             (loss * (2.0**12 if patched else 1.0)).backward()
-            found.append(
+            gradients_by_head.append(
                 {n: p.grad / (2.0**12 if patched else 1.0) for n, p in model.named_parameters()}
             )
-        yield relative_l2(found[1], truth), relative_l2(found[0], truth)
+        yield relative_l2(gradients_by_head[1], truth), relative_l2(gradients_by_head[0], truth)
 
 
 @pytest.mark.full

@@ -134,9 +134,9 @@ def hooked_slice(z, y):
     return cross_entropy(part, y[:, 3:]) + cross_entropy(z, y)
 
 
-def focal(look):
+def focal(detach):
     def loss(z, y):
-        p = look(z).softmax(-1).gather(-1, y[..., None])[..., 0]
+        p = detach(z).softmax(-1).gather(-1, y[..., None])[..., 0]
         return (
             (1 - p)
             * F.cross_entropy(z.view(-1, VOCABULARY), y.flatten(), reduction="none").view(p.shape)
@@ -195,11 +195,11 @@ def runs_of(loss, prepare=lambda model: None):
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name):
     torch._dynamo.reset()
-    (expected_loss, expected), (loss, found) = (
+    (expected_loss, expected), (loss, our_gradients) = (
         gradients(m, **make_batch("plain")) for m in runs_of(RIGHT[name])
     )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
 
 
 RAISES = {
@@ -289,17 +289,17 @@ def test_logits_that_are_built_take_a_fused_loss():
 @pytest.mark.parametrize("where", ["model.norm", "lm_head"])
 def test_backward_hooks_on_the_modules_around_a_stand_in(where):
     """torch puts an autograd.Function of its own around such a module."""
-    seen = []
+    hook_calls = []
 
     def hook(model):
-        model.get_submodule(where).register_full_backward_hook(lambda *_: seen.append(where))
+        model.get_submodule(where).register_full_backward_hook(lambda *_: hook_calls.append(where))
 
     stock, ours = runs_of(cross_entropy, hook)
     _, expected = gradients(stock, **make_batch("plain"))
-    assert len(seen) == 1
-    _, found = gradients(ours, **make_batch("plain"))
-    assert worst_error(found, expected) <= 1e-10
-    assert len(seen) == 2
+    assert len(hook_calls) == 1
+    _, our_gradients = gradients(ours, **make_batch("plain"))
+    assert worst_error(our_gradients, expected) <= 1e-10
+    assert len(hook_calls) == 2
 
 
 @pytest.mark.parametrize("where", ["model.norm", "lm_head"])
@@ -307,26 +307,26 @@ def test_backward_hooks_on_the_modules_around_a_stand_in(where):
     "change", [lambda x: x * 1.5 + 0.1, lambda x: x * 1.5], ids=["no rule", "rules"]
 )
 def test_forward_hooks_that_change_what_a_module_returns_run_once(where, change):
-    found = []
+    runs = []
     for model in runs_of(cross_entropy):
         model.get_submodule(where).register_forward_hook(
-            lambda module, given, output: change(output)
+            lambda module, args, output: change(output)
         )
-        found.append(gradients(model, **make_batch("plain")))
-    (expected_loss, expected), (loss, ours) = found
+        runs.append(gradients(model, **make_batch("plain")))
+    (expected_loss, expected), (loss, ours) = runs
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(ours, expected) <= 1e-10
 
 
 def used_after_an_update():
     """What a forward hook has kept of a call, used when the weights are others."""
-    kept = []
+    outputs = []
     *_, model = runs_of(cross_entropy)
-    model.model.norm.register_forward_hook(lambda module, given, output: kept.append(output))
+    model.model.norm.register_forward_hook(lambda module, args, output: outputs.append(output))
     model(**make_batch("plain"), use_cache=False)
     with torch.no_grad():
         model.model.norm.weight.add_(1.0)
-    return kept[-1].abs().mean()
+    return outputs[-1].abs().mean()
 
 
 def test_what_a_hook_kept_is_refused_after_an_update():
@@ -351,10 +351,18 @@ class Equal(torch.autograd.Function):
             a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
             for a in ctx.args
         ]
-        wanted = [leaf for leaf, need in zip(leaves, ctx.needs_input_grad[2:], strict=True) if need]
+        needed_leaves = [
+            leaf for leaf, need in zip(leaves, ctx.needs_input_grad[2:], strict=True) if need
+        ]
         with torch.enable_grad():
-            given = iter(torch.autograd.grad(ctx.function(*leaves, **ctx.kwargs), wanted, upstream))
-        return None, None, *(next(given) if need else None for need in ctx.needs_input_grad[2:])
+            leaf_gradients = iter(
+                torch.autograd.grad(ctx.function(*leaves, **ctx.kwargs), needed_leaves, upstream)
+            )
+        return (
+            None,
+            None,
+            *(next(leaf_gradients) if need else None for need in ctx.needs_input_grad[2:]),
+        )
 
 
 PLACES = {
@@ -370,19 +378,19 @@ def of_rules(z, y):
     return F.cross_entropy(scores[:, :-1].contiguous().view(-1, VOCABULARY), y[:, 1:].flatten())
 
 
-def in_the_place_of(monkeypatch, place, name, package=None):
-    own = getattr(place, name)
+def in_the_place_of(monkeypatch, owner, name, package=None):
+    original = getattr(owner, name)
 
-    def replaced(*args, **kwargs):
+    def replacement(*args, **kwargs):
         # Of the head alone: streamed layers and hidden states compute as ever.
         head = any(isinstance(a, torch.Tensor) and VOCABULARY in a.shape for a in args)
-        return Equal.apply(own, kwargs, *args) if head else own(*args, **kwargs)
+        return Equal.apply(original, kwargs, *args) if head else original(*args, **kwargs)
 
     if package is not None:
-        space = {"__name__": f"{package}.runtime.linear", "Equal": Equal, "own": own}
+        space = {"__name__": f"{package}.runtime.linear", "Equal": Equal, "own": original}
         exec("def replaced(*args, **kwargs):\n    return Equal.apply(own, kwargs, *args)", space)
-        replaced = space["replaced"]
-    monkeypatch.setattr(place, name, replaced)
+        replacement = space["replaced"]
+    monkeypatch.setattr(owner, name, replacement)
 
 
 def check_unknown_functions(name, monkeypatch, package=None, loss=of_rules):
@@ -390,10 +398,10 @@ def check_unknown_functions(name, monkeypatch, package=None, loss=of_rules):
     *_, ours = runs_of(loss)
     with monkeypatch.context() as within:
         in_the_place_of(within, *PLACES[name], package)
-        found_loss, found = gradients(ours, **make_batch("plain"))
+        found_loss, our_gradients = gradients(ours, **make_batch("plain"))
         head = streambp.describe(ours).head
     assert abs(found_loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
     return head
 
 
@@ -404,10 +412,10 @@ def test_equal_functions_in_the_place_of_those_with_a_rule(name, monkeypatch):
 
 def test_deepspeeds_linear_keeps_the_loss_blockwise(monkeypatch):
     """It stands there for good in a process that has made a ZeRO-3 engine."""
-    found = check_unknown_functions("F.linear", monkeypatch, "deepspeed", cross_entropy)
-    assert found == "blockwise loss, no logits"
-    found = check_unknown_functions("F.linear", monkeypatch, "somebody", cross_entropy)
-    assert found.startswith("builds the logits")
+    head_text = check_unknown_functions("F.linear", monkeypatch, "deepspeed", cross_entropy)
+    assert head_text == "blockwise loss, no logits"
+    head_text = check_unknown_functions("F.linear", monkeypatch, "somebody", cross_entropy)
+    assert head_text.startswith("builds the logits")
 
 
 @pytest.mark.parametrize("name", ["F.linear", "Tensor.__truediv__"])
@@ -420,7 +428,7 @@ def test_mutant_a_gradient_that_ends_at_its_place(name, monkeypatch):
 
 
 def test_mutant_a_function_that_rules_pass_by(monkeypatch):
-    monkeypatch.setattr(deferred.LazyHidden, "known", lambda self: True)
+    monkeypatch.setattr(deferred.LazyHidden, "has_own_node", lambda self: True)
     with pytest.raises(AssertionError):
         test_right("autograd.Function with another gradient")
 

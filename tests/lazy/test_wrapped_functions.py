@@ -81,30 +81,30 @@ def use(name, f, z):
             else f(z, ONE_HOT > 0, 0.5)
         )
     z = z * 0.1 + 2.0 if name in POSITIVE else z > 0 if name in OF_BOOLS else z
-    given = ARGUMENTS.get(name)
-    if given is None and name in dispatch.DIM:
-        given = (-1,)
-    if given is None and (
+    arguments = ARGUMENTS.get(name)
+    if arguments is None and name in dispatch.DIM:
+        arguments = (-1,)
+    if arguments is None and (
         name.strip("_").lstrip("r") in BINARY
         or name in BINARY
         or name in ("__truediv__", "__rtruediv__")
     ):
-        given = (torch.full((), 0.7, dtype=torch.float64) if name in TENSORS else 0.7,)
-    made = f(z, *(given or ()))
-    return total(z if name == "register_hook" else made)
+        arguments = (torch.full((), 0.7, dtype=torch.float64) if name in TENSORS else 0.7,)
+    result = f(z, *(arguments or ()))
+    return total(z if name == "register_hook" else result)
 
 
-def total(made):
-    if isinstance(made, Tensor):
-        return made.double().square().mean() if made.numel() else 0.0
-    return sum(total(part) for part in list(made)[:3])
+def total(result):
+    if isinstance(result, Tensor):
+        return result.double().square().mean() if result.numel() else 0.0
+    return sum(total(part) for part in list(result)[:3])
 
 
-def places_of(name):
+def owners_of(name):
     if name in IN_OTHER_PLACES:
         return IN_OTHER_PLACES[name]
-    places = (Tensor,) if name.startswith("__") else (F, torch, Tensor)
-    return [place for place in places if callable(getattr(place, name, None))]
+    owners = (Tensor,) if name.startswith("__") else (F, torch, Tensor)
+    return [owner for owner in owners if callable(getattr(owner, name, None))]
 
 
 # No `__getitem__`: once set on a class, it leaves a slot of C that takes tensors of no dimension
@@ -113,7 +113,7 @@ NAMES = sorted(
     {*deferred.LazyHidden.rules, *dispatch.ROW_RULES, *dispatch.LazyLogits.rules}
     - {"__iter__", "__div__", "__rdiv__", "__getitem__"}
 )
-CASES = [(place, name) for name in NAMES for place in places_of(name)]
+CASES = [(owner, name) for name in NAMES for owner in owners_of(name)]
 FAST = (
     "cross_entropy",
     "log_softmax",
@@ -134,45 +134,47 @@ class Wrapper:
     through them as well.
     """
 
-    def __init__(self, place, name, by_functools):
-        self.place, self.name, self.calls = place, name, 0
-        own = self.own = getattr(place, name)
+    def __init__(self, owner, name, by_functools):
+        self.owner, self.name, self.calls = owner, name, 0
+        original = self.original = getattr(owner, name)
 
         def around(*args, **kwargs):
-            made = own(*args, **kwargs)
-            if not self.counts(args, made):
-                return made
+            result = original(*args, **kwargs)
+            if not self.counts(args, result):
+                return result
             self.calls += 1
             return (
-                torch_own.mul(made, 1.5)
-                if isinstance(made, Tensor) and made.is_floating_point()
-                else made
+                torch_own.mul(result, 1.5)
+                if isinstance(result, Tensor) and result.is_floating_point()
+                else result
             )
 
-        self.around = functools.wraps(own)(around) if by_functools else around
+        self.around = functools.wraps(original)(around) if by_functools else around
 
-    def counts(self, args, made):
-        given = args[1] if self.name == "linear" else next(x for x in args if isinstance(x, Tensor))
+    def counts(self, args, result):
+        tensor = (
+            args[1] if self.name == "linear" else next(x for x in args if isinstance(x, Tensor))
+        )
         if self.name == "linear":
-            return given.shape[0] == VOCABULARY
-        return VOCABULARY in given.shape and (self.place is not Tensor or given.dim() == 3)
+            return tensor.shape[0] == VOCABULARY
+        return VOCABULARY in tensor.shape and (self.owner is not Tensor or tensor.dim() == 3)
 
     def __enter__(self):
-        self.inherited = self.name not in vars(self.place)
-        setattr(self.place, self.name, self.around)
+        self.inherited = self.name not in vars(self.owner)
+        setattr(self.owner, self.name, self.around)
         return self
 
     def __exit__(self, *exc):
         if self.inherited:
             delattr(Tensor, self.name)  # it stands in the base class
         else:
-            setattr(self.place, self.name, self.own)
+            setattr(self.owner, self.name, self.original)
 
 
-def step(model, place, name, labelled):
+def step(model, owner, name, labelled):
     """The loss and all gradients of a program that uses the function on logits."""
-    f = lambda *args, **kwargs: getattr(place, name)(*args, **kwargs)  # noqa: E731 - as it stands when it runs
-    if place is torch and name == "where":
+    f = lambda *args, **kwargs: getattr(owner, name)(*args, **kwargs)  # noqa: E731 - as it stands when it runs
+    if owner is torch and name == "where":
         f = torch.where
     model.zero_grad()
     if labelled:
@@ -187,7 +189,7 @@ def step(model, place, name, labelled):
     }
 
 
-def compare(place, name, labelled, moment, by_functools=False):
+def compare(owner, name, labelled, moment, by_functools=False):
     """What `describe` says of the head, after a comparison with the unpatched model."""
     config = streambp.StreamConfig(chunk_size=5, lazy_logits=not labelled)
     stock, ours = MODELS["stock"], MODELS["ours"]
@@ -195,16 +197,16 @@ def compare(place, name, labelled, moment, by_functools=False):
         streambp.patch(ours, config)
     if moment == "between steps":
         step(ours, F, "cross_entropy", labelled)
-    with Wrapper(place, name, by_functools) as wrapper:
-        expected_loss, expected = step(stock, place, name, labelled)
+    with Wrapper(owner, name, by_functools) as wrapper:
+        expected_loss, expected = step(stock, owner, name, labelled)
         expected_calls, wrapper.calls = wrapper.calls, 0
         if moment == "before patch":
             streambp.patch(ours, config)
-        loss, found = step(ours, place, name, labelled)
-        assert wrapper.calls == expected_calls > 0, (name, place, wrapper.calls, expected_calls)
-    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss), (name, place)
-    assert found.keys() == expected.keys(), (name, place)
-    assert not found or worst_error(found, expected) <= EXACT, (name, place)
+        loss, our_gradients = step(ours, owner, name, labelled)
+        assert wrapper.calls == expected_calls > 0, (name, owner, wrapper.calls, expected_calls)
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss), (name, owner)
+    assert our_gradients.keys() == expected.keys(), (name, owner)
+    assert not our_gradients or worst_error(our_gradients, expected) <= EXACT, (name, owner)
     return streambp.describe(ours).head
 
 
@@ -237,8 +239,8 @@ def models():
 def test_a_wrapper_runs_as_often_as_with_real_logits(labelled, moment, names):
     cases = [case for case in CASES if names == "all" or case[1] in FAST]
     blockwise = set()
-    for number, (place, name) in enumerate(cases):
-        head = compare(place, name, labelled, moment, by_functools=number % 2 == 0)
+    for number, (owner, name) in enumerate(cases):
+        head = compare(owner, name, labelled, moment, by_functools=number % 2 == 0)
         if "builds the logits" not in head:
             blockwise.add(name)
     assert len(cases) > 100 or names == "some"
@@ -251,8 +253,8 @@ def held_elsewhere(logits, labels, *_, **__):
     return cross_entropy(logits.reshape(-1, VOCABULARY), labels.flatten())
 
 
-def with_z_loss(own):
-    return lambda x, y, **kwargs: own(x, y, **kwargs) + 0.1 * x.logsumexp(-1).pow(2).mean()
+def with_z_loss(function):
+    return lambda x, y, **kwargs: function(x, y, **kwargs) + 0.1 * x.logsumexp(-1).pow(2).mean()
 
 
 @pytest.mark.parametrize(
@@ -266,15 +268,15 @@ def test_a_z_loss_and_a_module_that_holds_torchs_own_function(monkeypatch, loss,
     """What a module imported by name is torch's own function, whatever stands in
     `torch.nn.functional` by now."""
     monkeypatch.setattr(F, "cross_entropy", with_z_loss(F.cross_entropy))
-    found = []
+    runs = []
     for model in (
         MODELS["stock"],
         streambp.patch(MODELS["ours"], streambp.StreamConfig(chunk_size=5)),
     ):
         if loss is not None:
             model.loss_function = loss
-        found.append(gradients(model, **BATCH))
-    (expected_loss, expected), (ours, of_ours) = found
+        runs.append(gradients(model, **BATCH))
+    (expected_loss, expected), (ours, of_ours) = runs
     assert abs(ours - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(of_ours, expected) <= EXACT
     assert streambp.describe(MODELS["ours"]).head.startswith(head)
@@ -286,7 +288,7 @@ def test_a_function_that_was_wrapped_before_streambp_was_imported(monkeypatch):
 
 
 def test_one_function_in_the_place_of_two_methods_is_refused(monkeypatch):
-    monkeypatch.setattr(Tensor, "exp", lambda x, own=torch._C.TensorBase.exp: own(x))
+    monkeypatch.setattr(Tensor, "exp", lambda x, original=torch._C.TensorBase.exp: original(x))
     monkeypatch.setattr(Tensor, "sin", Tensor.exp)
     streambp.patch(MODELS["ours"], streambp.StreamConfig(chunk_size=5, lazy_logits=True))
     with pytest.raises(
@@ -296,14 +298,14 @@ def test_one_function_in_the_place_of_two_methods_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "labelled"), [(F, "cross_entropy", True), (Tensor, "log_softmax", False)]
+    ("owner", "name", "labelled"), [(F, "cross_entropy", True), (Tensor, "log_softmax", False)]
 )
 def test_mutant_the_function_that_stands_under_the_name_is_called(
-    monkeypatch, place, name, labelled
+    monkeypatch, owner, name, labelled
 ):
     monkeypatch.setattr(base, "asked_of", lambda func: func)
     with pytest.raises(AssertionError):
-        compare(place, name, labelled, "after patch")
+        compare(owner, name, labelled, "after patch")
 
 
 def test_a_custom_operator_has_no_rule_of_torchs():

@@ -67,12 +67,12 @@ def test_dpo(dpo, loss_type, divergence):
         scores(m, batch["input_ids"], batch["attention_mask"], labels)
         for m in (trainer.model, trainer.ref_model)
     ]
-    found = dpo_loss(
+    loss = dpo_loss(
         values[0], values[1].detach(), labels[:, 1:] != -100, beta=0.3, loss_type=loss_type, f_divergence=divergence,
         alpha=trainer.f_alpha_divergence_coef, tau=trainer.args.discopop_tau,
         label_smoothing=0.1 if loss_type in SMOOTHED else 0.0,
     )  # fmt: skip
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +127,10 @@ def test_grpo(grpo, loss_type, delta, level):
     trainer.args.steps_per_generation = 1
     trainer.args.use_bias_correction_kl = weighted_kl = delta is None
     expected = trainer._compute_loss(trainer.model, dict(batch))
-    found = grpo_loss(
+    loss = grpo_loss(
         values, batch["advantages"], batch["completion_mask"].bool(), old_log_probs=batch["old_per_token_logps"],
         ref_log_probs=batch["ref_per_token_logps"], loss_type=loss_type, beta=0.05, weighted_kl=weighted_kl,
         epsilon_low=0.2, epsilon_high=0.28, delta=delta, level=level, max_completion_length=7, num_items=15,
         temperatures=(trainer.args.sapo_temperature_pos, trainer.args.sapo_temperature_neg),
     )  # fmt: skip
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)

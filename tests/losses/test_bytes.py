@@ -69,9 +69,9 @@ def step(objective, length, rows=2):
 @pytest.mark.full
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_slope_a_token(name):
-    found = slope(lambda length: step(OBJECTIVES[name], length // 2).peak)
-    print(f"{name}: head and objective beyond their input: {found / KB:.3f} KB a token")
-    assert found <= 8.5 * KB
+    growth = slope(lambda length: step(OBJECTIVES[name], length // 2).peak)
+    print(f"{name}: head and objective beyond their input: {growth / KB:.3f} KB a token")
+    assert growth <= 8.5 * KB
 
 
 ON_LOGITS = {
@@ -100,23 +100,23 @@ def step_on_logits(loss, length, rows=2):
 @pytest.mark.parametrize("name", ON_LOGITS)
 def test_slope_a_token_on_logits(name):
     short, long = 2048, 4096
-    (few, request), (many, _) = (
+    (short_step, request), (long_step, _) = (
         step_on_logits(ON_LOGITS[name], length) for length in (short, long)
     )
-    found = (many.peak - few.peak) / (2 * (long - short))
-    print(f"{name}, on logits: head and objective beyond their input: {found / KB:.3f} KB a token")
-    assert found <= 8.5 * KB
-    assert many.largest == VOCABULARY * WIDTH * 4
+    growth = (long_step.peak - short_step.peak) / (2 * (long - short))
+    print(f"{name}, on logits: head and objective beyond their input: {growth / KB:.3f} KB a token")
+    assert growth <= 8.5 * KB
+    assert long_step.largest == VOCABULARY * WIDTH * 4
     assert request.outcome.computed
     assert request.outcome.built_for is None
 
 
 def test_slope_a_token_of_built_logits():
     """What it is measured against: 297 KB of bf16 for the logits alone."""
-    few, many = (
+    short_step, long_step = (
         step_on_logits(lambda z, ids: z.cumsum(-1).mean(), length)[0] for length in (128, 256)
     )
-    assert (many.peak - few.peak) / 256 > 2 * VOCABULARY
+    assert (long_step.peak - short_step.peak) / 256 > 2 * VOCABULARY
 
 
 @pytest.mark.full
@@ -138,9 +138,9 @@ def test_trls_head_needs_more():
                 values[0].sum().backward()
         return count.peak
 
-    found = slope(measure)
-    print(f"TRL's head beyond its input: {found / KB:.3f} KB a token")
-    assert found > 8.5 * KB
+    growth = slope(measure)
+    print(f"TRL's head beyond its input: {growth / KB:.3f} KB a token")
+    assert growth > 8.5 * KB
 
 
 @pytest.mark.parametrize("name", ["dpo", "grpo"])

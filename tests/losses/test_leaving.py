@@ -21,12 +21,12 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "objectives.py"
 def test_a_warning_names_the_example(name):
     with pytest.warns(
         FutureWarning, match=rf"Copy examples/objectives\.py, which has {name}:"
-    ) as said:
-        found = getattr(losses, name)
-    assert [warning.filename for warning in said] == [__file__]  # who has to change a line
-    if callable(found):
-        assert inspect.getsourcefile(found) == str(EXAMPLE)
-    assert found
+    ) as warned:
+        value = getattr(losses, name)
+    assert [warning.filename for warning in warned] == [__file__]  # who has to change a line
+    if callable(value):
+        assert inspect.getsourcefile(value) == str(EXAMPLE)
+    assert value
 
 
 def test_what_stays_warns_of_nothing():

@@ -58,13 +58,13 @@ class Head:
     def full(self, labels):
         """The same fields from logits."""
         log_p = nn.functional.linear(self.norm(self.hidden), self.weight).log_softmax(-1)
-        kept = labels != -100
-        chosen = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        is_labelled = labels != -100
+        label_log_probs = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
         return {
-            "log_probs": chosen * kept,
-            "entropy": entropy * kept,
-            "mean_log_probs": log_p.mean(-1) * kept,
+            "log_probs": label_log_probs * is_labelled,
+            "entropy": entropy * is_labelled,
+            "mean_log_probs": log_p.mean(-1) * is_labelled,
         }
 
 
@@ -151,11 +151,11 @@ def fields(values):
 def test_values_and_gradients(name, kind):
     head, labels, objective = Head(), make_labels(kind), OBJECTIVES[name]
     expected = objective(head.full(labels), labels)
-    found = objective(fields(head.blockwise(labels)), labels)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    wanted = torch.autograd.grad(expected * 0.25, head.leaves)
-    half = torch.autograd.grad(found * 0.25, head.leaves)
-    for a, b in zip(half, wanted, strict=True):
+    value = objective(fields(head.blockwise(labels)), labels)
+    torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+    expected_gradients = torch.autograd.grad(expected * 0.25, head.leaves)
+    gradients = torch.autograd.grad(value * 0.25, head.leaves)
+    for a, b in zip(gradients, expected_gradients, strict=True):
         assert (a - b).norm() <= 1e-9 * max(1e-12, b.norm())
 
 
@@ -166,11 +166,11 @@ def test_gradients_accumulate_over_two_batches(name):
     kinds = [make_labels("dense"), make_labels("sparse")]
     for labels in kinds:
         objective(fields(head.blockwise(labels)), labels).backward()
-    found = [leaf.grad for leaf in head.leaves]
+    accumulated = [leaf.grad for leaf in head.leaves]
     expected = torch.autograd.grad(
         sum(objective(head.full(labels), labels) for labels in kinds), head.leaves
     )
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(accumulated, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
@@ -239,12 +239,12 @@ def test_gae_by_hand():
     rewards = torch.tensor([[0.0, 0.0, 1.0], [0.5, 0.0, 0.0]], dtype=torch.float64)
     values = torch.tensor([[0.2, 0.4, 0.6], [0.1, 9.0, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True], [True, False, False]])
-    found, returns = gae(rewards, values, mask, gamma=0.9, lam=0.5)
+    estimates, returns = gae(rewards, values, mask, gamma=0.9, lam=0.5)
     a2 = 1.0 - 0.6
     a1 = (0.9 * 0.6 - 0.4) + 0.45 * a2
     a0 = (0.9 * 0.4 - 0.2) + 0.45 * a1
     expected = torch.tensor([[a0, a1, a2], [0.4, 0.0, 0.0]], dtype=torch.float64)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(estimates, expected)
     torch.testing.assert_close(returns, (expected + values).masked_fill(~mask, 0.0))
 
 
@@ -254,14 +254,18 @@ def test_gae_passes_over_what_the_policy_did_not_write():
     draw = lambda *shape: torch.randn(*shape, generator=seeded(4), dtype=torch.float64)  # noqa: E731
     rewards, values = draw(2, 7), draw(2, 7) * 0.5
     mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 1, 1, 0, 0]])
-    found = gae(rewards, values, mask, gamma=0.9, lam=0.8)
-    for row, kept in enumerate(mask.bool()):
-        alone = gae(
-            rewards[row, kept][None], values[row, kept][None], torch.ones(1, 4), gamma=0.9, lam=0.8
+    estimates = gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    for row, is_token in enumerate(mask.bool()):
+        of_tokens_alone = gae(
+            rewards[row, is_token][None],
+            values[row, is_token][None],
+            torch.ones(1, 4),
+            gamma=0.9,
+            lam=0.8,
         )
-        for all_tokens, expected in zip(found, alone, strict=True):
-            torch.testing.assert_close(all_tokens[row, kept], expected[0])
-            assert not all_tokens[row, ~kept].any()
+        for all_tokens, expected in zip(estimates, of_tokens_alone, strict=True):
+            torch.testing.assert_close(all_tokens[row, is_token], expected[0])
+            assert not all_tokens[row, ~is_token].any()
 
 
 def test_ppo_clips_by_hand():
@@ -274,7 +278,7 @@ def test_ppo_clips_by_hand():
     log_probs = ratio.log().requires_grad_()
     values = torch.tensor([[0.1, 0.5, -0.5, 0.0]], dtype=torch.float64, requires_grad=True)
     target = torch.tensor([[1.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
-    found = ppo_loss(
+    result = ppo_loss(
         log_probs,
         old,
         a,
@@ -289,29 +293,29 @@ def test_ppo_clips_by_hand():
     # policy: -1.2 (clipped), 1.5, -0.5, 0.8 (clipped); value: 0.81, max(0.25, 0.64), max(2.25,
     # 1.44), 0, halved
     torch.testing.assert_close(
-        found.policy, torch.tensor((-1.2 + 1.5 - 0.5 + 0.8) / 4, dtype=torch.float64)
+        result.policy, torch.tensor((-1.2 + 1.5 - 0.5 + 0.8) / 4, dtype=torch.float64)
     )
     torch.testing.assert_close(
-        found.value, torch.tensor((0.81 + 0.64 + 2.25) / 8, dtype=torch.float64)
+        result.value, torch.tensor((0.81 + 0.64 + 2.25) / 8, dtype=torch.float64)
     )
-    torch.testing.assert_close(found.loss, found.policy + 2.0 * found.value)
-    found.loss.backward()
+    torch.testing.assert_close(result.loss, result.policy + 2.0 * result.value)
+    result.loss.backward()
     torch.testing.assert_close(
         log_probs.grad, torch.tensor([[0.0, 1.5, -0.5, 0.0]], dtype=torch.float64) / 4
     )
     torch.testing.assert_close(
         values.grad, torch.tensor([[-0.9, 0.0, -1.5, 0.0]], dtype=torch.float64) / 4 * 2
     )
-    assert found.policy_clipped == 0.5
-    assert found.value_clipped == 0.25
+    assert result.policy_clipped == 0.5
+    assert result.value_clipped == 0.25
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-5, 1.0])
 def test_whiten_adds_its_eps_to_the_variance(spread):
     values = 3.0 + spread * torch.randn(2, 5, generator=seeded(3), dtype=torch.float64)
     mask = torch.ones(2, 5, dtype=torch.bool)
-    wanted = (values - values.mean()) / (values.var(correction=0) + EPS).sqrt()
-    torch.testing.assert_close(whiten(values, mask), wanted, rtol=1e-9, atol=1e-9)
+    expected = (values - values.mean()) / (values.var(correction=0) + EPS).sqrt()
+    torch.testing.assert_close(whiten(values, mask), expected, rtol=1e-9, atol=1e-9)
     assert "1e-8" in whiten.__doc__
     assert EPS == 1e-8
 
@@ -319,15 +323,15 @@ def test_whiten_adds_its_eps_to_the_variance(spread):
 def test_whiten():
     values = torch.randn(3, 7, dtype=torch.float64) * 4 + 2
     mask = torch.rand(3, 7) < 0.7
-    found = whiten(values, mask)[mask]
+    whitened = whiten(values, mask)[mask]
     torch.testing.assert_close(
-        found.mean(), torch.zeros((), dtype=torch.float64), atol=1e-12, rtol=0
+        whitened.mean(), torch.zeros((), dtype=torch.float64), atol=1e-12, rtol=0
     )
     torch.testing.assert_close(
-        found.var(unbiased=False), torch.ones((), dtype=torch.float64), rtol=1e-6, atol=0
+        whitened.var(unbiased=False), torch.ones((), dtype=torch.float64), rtol=1e-6, atol=0
     )
-    kept = whiten(values, mask, shift_mean=False)[mask]
-    torch.testing.assert_close(kept.mean(), values[mask].mean())
+    unshifted = whiten(values, mask, shift_mean=False)[mask]
+    torch.testing.assert_close(unshifted.mean(), values[mask].mean())
 
 
 @pytest.mark.parametrize(

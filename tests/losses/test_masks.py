@@ -38,9 +38,9 @@ def sft_of(loss_type):
 
 
 def dpo_of(loss_type, divergence="reverse_kl"):
-    def loss(label_smoothing, **given):
+    def loss(label_smoothing, **arguments):
         smoothing = {"label_smoothing": label_smoothing} if loss_type in objectives.SMOOTHED else {}
-        return dpo_loss(**given, **smoothing, loss_type=loss_type, f_divergence=divergence)
+        return dpo_loss(**arguments, **smoothing, loss_type=loss_type, f_divergence=divergence)
 
     return loss
 
@@ -123,9 +123,9 @@ def check(name):
     mask = masks()
     expected, gradients = result(name, mask)
     for spoiled, outside in itertools.product(TOKENS[kind_of(name)], OUTSIDE):
-        value, found = result(name, mask, spoiled, outside)
+        value, gradient = result(name, mask, spoiled, outside)
         assert torch.equal(value, expected), (spoiled, outside)
-        for ours, theirs in zip(found, gradients, strict=True):
+        for ours, theirs in zip(gradient, gradients, strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or torch.equal(ours, theirs), (spoiled, outside)
 
@@ -134,15 +134,15 @@ def test_advantages_of_a_row_without_tokens():
     """One advantage a completion, NaN for a completion that is masked out."""
     mask = masks()
     advantages = torch.randn(ROWS, generator=seeded(5), dtype=torch.float64)
-    found = []
+    results = []
     for value in (0.0, math.nan):
         advantages[3] = value
         log_probs = torch.randn(
             ROWS, LENGTH, generator=seeded(6), dtype=torch.float64
         ).requires_grad_()
         loss = grpo_loss(log_probs, advantages, mask)
-        found.append((loss, *torch.autograd.grad(loss, log_probs)))
-    assert all(map(torch.equal, *found))
+        results.append((loss, *torch.autograd.grad(loss, log_probs)))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo grpo", "sft dft", "whiten"])

@@ -25,7 +25,7 @@ STEPS = 2
 WAYS = {"unpatched, then patched": (False, True), "patched, then unpatched": (True, False)}
 
 
-def made(patched, folder=None):
+def make_model(patched, folder=None):
     """A model with new adapters, or with those of a folder."""
     model = build("qwen3", torch.float64)
     if folder is None:
@@ -56,10 +56,10 @@ def weights_of(model):
 def through_a_folder(ways, folder, calls):
     """The adapters after steps of a model, and of another one that has loaded what it saved."""
     first, second = ways
-    model = made(first)
+    model = make_model(first)
     steps_of(model, 0, calls)
     model.save_pretrained(folder)
-    model = made(second, folder)
+    model = make_model(second, folder)
     steps_of(model, STEPS, calls)
     return weights_of(model)
 
@@ -67,8 +67,8 @@ def through_a_folder(ways, folder, calls):
 @pytest.mark.parametrize("way", WAYS)
 def test_training_goes_on_from_a_saved_adapter(way, tmp_path, calls, float64_oracle):
     expected = through_a_folder((False, False), tmp_path / "stock", calls)
-    found = through_a_folder(WAYS[way], tmp_path / "ours", calls)
-    assert worst_error(found, expected) <= BAR
+    grads = through_a_folder(WAYS[way], tmp_path / "ours", calls)
+    assert worst_error(grads, expected) <= BAR
 
 
 @pytest.mark.full
@@ -79,9 +79,9 @@ def test_mutant(tmp_path, calls, float64_oracle, monkeypatch):
         test_training_goes_on_from_a_saved_adapter("patched, then unpatched", tmp_path, calls, None)
 
 
-def both(calls):
+def train_both(calls):
     """A model unpatched, and patched, after the same steps."""
-    models = made(False), made(True)
+    models = make_model(False), make_model(True)
     for model in models:
         steps_of(model, 0, calls)
     return models
@@ -89,19 +89,19 @@ def both(calls):
 
 def test_a_merged_model(calls, float64_oracle):
     """It has the same weights, and trains all of them without adapters."""
-    models = [model.merge_and_unload().requires_grad_(True) for model in both(calls)]
+    models = [model.merge_and_unload().requires_grad_(True) for model in train_both(calls)]
     stock, ours = models
     assert worst_error(weights_of(ours), weights_of(stock)) <= BAR
     calls.clear()
-    expected, found = (gradients(model, **make_batch("plain"))[1] for model in models)
-    assert worst_error(found, expected) <= BAR
+    expected, grads = (gradients(model, **make_batch("plain"))[1] for model in models)
+    assert worst_error(grads, expected) <= BAR
     assert not calls
     assert "with adapters" not in str(streambp.describe(ours))
 
 
 def test_adapters_that_are_switched_off_for_a_while(calls, float64_oracle):
     """As a reference model in DPO and GRPO; training goes on as before."""
-    models = both(calls)
+    models = train_both(calls)
     batch = make_batch("left-padded")
     calls.clear()
     losses = []
@@ -114,9 +114,9 @@ def test_adapters_that_are_switched_off_for_a_while(calls, float64_oracle):
         steps_of(model, STEPS, calls)
     stock, ours = models
     assert worst_error(weights_of(ours), weights_of(stock)) <= BAR
-    other = copy.deepcopy(ours)
-    streambp.unpatch(other)
+    twin = copy.deepcopy(ours)
+    streambp.unpatch(twin)
     calls.clear()
-    found, expected = (gradients(model, **batch)[1] for model in (other, stock))
-    assert worst_error(found, expected) <= BAR
+    grads, expected = (gradients(model, **batch)[1] for model in (twin, stock))
+    assert worst_error(grads, expected) <= BAR
     assert not calls

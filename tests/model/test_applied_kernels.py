@@ -17,7 +17,7 @@ from streambp.errors import StreamBPError
 from streambp.model import fused_layers
 from streambp.verify import compare
 from tests.families import build, make_batch
-from tests.liger_stand_in import NORM, bind, own, stand_in, written
+from tests.liger_stand_in import NORM, bind, own_attributes, stand_in, write_module
 from tests.oracle import gradients, relative_l2
 
 BAR = 1e-6  # of the whole gradient, in float32
@@ -31,7 +31,7 @@ def liger(monkeypatch):
 def test_kernels_of_other_packages_are_named(liger):
     """As transformers' `use_kernels` binds them."""
     stock, batch = build("qwen3"), make_batch("plain")
-    hub = written("liger_kernels_cuda_1a2b.layers", NORM)
+    hub = write_module("liger_kernels_cuda_1a2b.layers", NORM)
     for module in stock.modules():
         if type(module).__name__.endswith("RMSNorm"):
             bind(module, hub.forward, offset=0.0, in_place=True)
@@ -73,15 +73,15 @@ def test_a_trainer_that_applies_them_to_a_patched_model(kernels, liger, monkeypa
         assert fused_layers.fused_modules(model.model.layers[0]).keys() == {"liger_kernel"}
         trained.append({name: p.detach() for name, p in model.named_parameters()})
     begun = dict(build("qwen3").named_parameters())
-    moved = [{name: p - begun[name] for name, p in found.items()} for found in trained]
+    changes = [{name: p - begun[name] for name, p in weights.items()} for weights in trained]
     # of two steps, the second from parameters that float32 has rounded
-    assert relative_l2(moved[1], moved[0]) <= 1e-5
+    assert relative_l2(changes[1], changes[0]) <= 1e-5
 
 
 class TestVerify:
     def test_compares_with_the_unpatched_model_with_the_same_kernels(self, liger, monkeypatch):
         model = build("qwen3")
-        before = own(model)
+        attributes_before = own_attributes(model)
         with_kernels = []
         real = compare._run
         monkeypatch.setattr(
@@ -93,10 +93,10 @@ class TestVerify:
         assert result.exact, str(result)
         assert with_kernels == [True, True]
         assert any("Liger's kernels compute" in note for note in result.notes)
-        assert own(model) == before
+        assert own_attributes(model) == attributes_before
 
     def test_sees_what_streaming_gets_wrong(self, liger, monkeypatch):
-        monkeypatch.setattr(trials, "_refillable", lambda found, *_: found)
+        monkeypatch.setattr(trials, "_refillable", lambda products, *_: products)
         assert not compare.verify(build("qwen3"), seq_len=97, kernels="liger").exact
 
     def test_says_that_no_truth_can_be_had(self, liger):

@@ -45,7 +45,7 @@ def patched(stock, **settings):
     return streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, **settings))
 
 
-def found(model):
+def grads_of(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -89,7 +89,7 @@ def compare(name, program, **settings):
     ours, ids = patched(stock, **settings), make_batch("plain", length=2 * HALF + 1)["input_ids"]
     for model in (stock, ours):
         program(model, ids, use_cache=True)
-    assert worst_error(found(ours), found(stock)) <= EXACT
+    assert worst_error(grads_of(ours), grads_of(stock)) <= EXACT
     assert "asked for a cache (use_cache=True) ran unpatched" in str(streambp.describe(ours))
     return ours
 
@@ -119,7 +119,7 @@ def test_a_cache_that_the_config_alone_asks_for_streams_and_raises_when_it_is_us
     stock = streambp.unpatch(copy.deepcopy(ours))
     stock.zero_grad()
     stock(input_ids=ids, labels=ids).loss.backward()
-    assert worst_error(found(ours), found(stock)) <= EXACT
+    assert worst_error(grads_of(ours), grads_of(stock)) <= EXACT
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
     assert "asked for a cache" not in str(streambp.describe(ours))
 

@@ -23,7 +23,7 @@ from streambp.model import chosen_kernels, fused_layers
 from streambp.verify import compare
 from tests import opaque_kernels
 from tests.families import build, make_batch
-from tests.liger_stand_in import FAMILIES, HYBRID, MIXTURE, PATCHES, built, own, stand_in
+from tests.liger_stand_in import FAMILIES, HYBRID, MIXTURE, PATCHES, built, own_attributes, stand_in
 from tests.oracle import gradients, relative_l2
 from tests.tiers import thinned
 from tests.versions import needs_states
@@ -49,16 +49,16 @@ def liger(monkeypatch):
 @pytest.fixture
 def calls(monkeypatch):
     """How often each kernel ran."""
-    found = {"Norm": 0, "Gate": 0, "Rotation": 0}
-    for name in found:
+    counts = {"Norm": 0, "Gate": 0, "Rotation": 0}
+    for name in counts:
         kernel = getattr(opaque_kernels, name)
 
         def forward(*args, name=name, real=kernel.forward):
-            found[name] += 1
+            counts[name] += 1
             return real(*args)
 
         monkeypatch.setattr(kernel, "forward", staticmethod(forward))
-    return found
+    return counts
 
 
 THIN = {
@@ -84,12 +84,12 @@ def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(
     streambp.patch(ours, config)
     assert dict(vars(modeling)) == names
     for _ in range(3 if saves == "auto" else 1):
-        loss, found = gradients(ours, **batch)
-    turns = family != HYBRID  # whose attention turns a part of the features
-    liger(stock, {"rms_norm", "swiglu", *(["rope"] if turns else [])})
+        loss, grads = gradients(ours, **batch)
+    rotates_halves = family != HYBRID  # whose attention turns a part of the features
+    liger(stock, {"rms_norm", "swiglu", *(["rope"] if rotates_halves else [])})
     expected_loss, expected = gradients(stock, **batch)
     assert abs(loss - expected_loss) <= 1e-6 * expected_loss
-    assert relative_l2(found, expected) <= BAR
+    assert relative_l2(grads, expected) <= BAR
     described = streambp.describe(ours)
     assert {layer.path for layer in described.layers} == {"streams"}
     notes = " ".join(note for note in described.notes if "Liger's kernels compute" in note)
@@ -103,11 +103,11 @@ def test_an_accelerator_without_a_driver_of_tritons_has_the_models_kernels(monke
     stand_in(monkeypatch)
     monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device("cpu"))
     model = build("qwen3")
-    before = own(model)
+    attributes_before = own_attributes(model)
     streambp.patch(model, AUTO)
     assert any("Triton has no driver here" in note for note in streambp.describe(model).notes)
     streambp.unpatch(model)
-    assert own(model) == before
+    assert own_attributes(model) == attributes_before
 
 
 @pytest.mark.parametrize(("adapted", "kernels"), [(False, "auto"), (True, "auto"), (True, "liger")])
@@ -129,7 +129,7 @@ def test_experts_keep_their_own_forward(adapted, kernels, liger):
 
 def test_every_kind_of_run_computes_with_the_kernels(liger, calls):
     model, batch = build("qwen3"), make_batch("plain")
-    before = own(model)
+    attributes_before = own_attributes(model)
     streambp.patch(model, streambp.StreamConfig(chunk_size=64))  # as unpatched, or with kept graphs
 
     def all_ran():
@@ -147,16 +147,16 @@ def test_every_kind_of_run_computes_with_the_kernels(liger, calls):
         assert all_ran()
     assert any(ROTATION in note for note in streambp.describe(model).notes)
     streambp.unpatch(model.train())
-    assert own(model) == before
+    assert own_attributes(model) == attributes_before
     gradients(model, **batch)
     assert not any(calls.values())
 
 
-def same_bits(model, config, other, batch):
-    expected = gradients(streambp.patch(copy.deepcopy(model), other), **batch)
-    found = gradients(streambp.patch(copy.deepcopy(model), config), **batch)
-    return found[0] == expected[0] and all(
-        torch.equal(found[1][name], grad) for name, grad in expected[1].items()
+def same_bits(model, config, other_config, batch):
+    expected = gradients(streambp.patch(copy.deepcopy(model), other_config), **batch)
+    result = gradients(streambp.patch(copy.deepcopy(model), config), **batch)
+    return result[0] == expected[0] and all(
+        torch.equal(result[1][name], grad) for name, grad in expected[1].items()
     )
 
 
@@ -183,7 +183,9 @@ def test_float64_is_computed_bit_for_bit_as_without(liger, calls):
 def test_without_an_accelerator_nothing_is_looked_for(monkeypatch):
     stand_in(monkeypatch)
     monkeypatch.setattr(chosen_kernels, "accelerator", lambda: None)
-    monkeypatch.setattr(chosen_kernels, "put_on", lambda *_: pytest.fail("Liger was asked for"))
+    monkeypatch.setattr(
+        chosen_kernels, "install_kernels", lambda *_: pytest.fail("Liger was asked for")
+    )
     model = build("qwen3")
     theirs = copy.deepcopy(model)
     notes = [
@@ -198,7 +200,7 @@ def test_without_an_accelerator_nothing_is_looked_for(monkeypatch):
 @pytest.mark.parametrize("why", ["not installed", "not known", "float64", "fails", "no driver"])
 def test_what_cannot_be_leaves_the_model_as_it_was_and_describe_says_why(why, liger, monkeypatch):
     table = getattr(sys.modules[PATCHES], LIGERS_TABLE)
-    said = {
+    reason = {
         "not installed": "liger_kernel is not installed. Install it: pip install 'streambp-hf[liger]'.",
         "not known": "Liger does not know 'qwen3'.",
         "float64": "Liger computes in float32 or less, and model.embed_tokens.weight is in float64.",
@@ -215,13 +217,13 @@ def test_what_cannot_be_leaves_the_model_as_it_was_and_describe_says_why(why, li
     if why == "fails":
         table["qwen3"] = fails
     model = build("qwen3", torch.float64 if why == "float64" else torch.float32)
-    before = own(model)
+    attributes_before = own_attributes(model)
     streambp.patch(model, AUTO)
     assert (
-        f"kernels='auto' leaves all modules as they are: {said}" in streambp.describe(model).notes
+        f"kernels='auto' leaves all modules as they are: {reason}" in streambp.describe(model).notes
     )
     streambp.unpatch(model)
-    assert own(model) == before
+    assert own_attributes(model) == attributes_before
 
 
 def has_no_driver(causal):
@@ -252,10 +254,10 @@ def test_modules_that_others_have_taken_stay_theirs(liger, calls):
 def test_kernels_of_others_stay_alone(liger, calls):
     model = build("qwen3")
     liger(model, {"rms_norm"})
-    before = own(model)
+    attributes_before = own_attributes(model)
     streambp.patch(model, AUTO)
     streambp.unpatch(model)
-    assert own(model) == before
+    assert own_attributes(model) == attributes_before
 
 
 def neighbours(q, k, cos, sin, unsqueeze_dim=1):
@@ -264,10 +266,10 @@ def neighbours(q, k, cos, sin, unsqueeze_dim=1):
         x[..., : x.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(1) for x in (cos, sin)
     )
 
-    def turned(x):
+    def rotate(x):
         return x * cos + torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2) * sin
 
-    return turned(q), turned(k)
+    return rotate(q), rotate(k)
 
 
 class TestTheRotation:
@@ -283,8 +285,8 @@ class TestTheRotation:
         )
         assert calls["Rotation"] == 0 < calls["Norm"]
         monkeypatch.setattr(chosen_kernels, "turns_halves", lambda rotation: True)
-        found = gradients(streambp.patch(twin, AUTO), **make_batch("plain"))[1]
-        assert relative_l2(found, expected) > 1e-3  # the mutant
+        grads = gradients(streambp.patch(twin, AUTO), **make_batch("plain"))[1]
+        assert relative_l2(grads, expected) > 1e-3  # the mutant
         assert calls["Rotation"] > 0
 
     def test_one_that_is_replaced_later_counts(self, liger, calls, monkeypatch):
@@ -293,10 +295,10 @@ class TestTheRotation:
         streambp.patch(model, AUTO)
         gradients(model, **batch)
         monkeypatch.setattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", neighbours)
-        before = calls["Rotation"]
+        count_before = calls["Rotation"]
         expected = gradients(theirs, **batch)[1]
         assert relative_l2(gradients(streambp.patch(model, AUTO), **batch)[1], expected) <= BAR
-        assert calls["Rotation"] == before
+        assert calls["Rotation"] == count_before
 
     def test_products_that_saves_names_are_not_written_over(self, liger, calls):
         model = build("llama")
@@ -306,20 +308,22 @@ class TestTheRotation:
         assert calls["Rotation"] == 0 < calls["Norm"]
 
     def test_calls_that_ligers_does_not_take(self):
-        def other(*args, **kwargs):
+        def own_rotation(*args, **kwargs):
             return "own"
 
-        space = {"__name__": "modeling", "apply_rotary_pos_emb": other, "else": 1}
-        found = fused_layers.WithRotation(space, lambda *_: "fused", "cpu")
+        space = {"__name__": "modeling", "apply_rotary_pos_emb": own_rotation, "else": 1}
+        rotation = fused_layers.WithRotation(space, lambda *_: "fused", "cpu")
         q, part = torch.zeros(1, 2, 3, 8), torch.zeros(1, 3, 4)
         angles = torch.zeros(1, 3, 8)
-        assert found.turned(q, q, angles, angles) == "fused"
-        assert found.turned(q, q, part, part) == "own"  # of a part of the features
-        assert found.turned(q, q, angles, angles, 2) == "own"  # heads behind tokens
-        assert found.turned(q, q, angles[None], angles[None]) == "own"  # several positions a token
-        assert found["else"] == 1
+        assert rotation.apply_rotary(q, q, angles, angles) == "fused"
+        assert rotation.apply_rotary(q, q, part, part) == "own"  # of a part of the features
+        assert rotation.apply_rotary(q, q, angles, angles, 2) == "own"  # heads behind tokens
+        assert (
+            rotation.apply_rotary(q, q, angles[None], angles[None]) == "own"
+        )  # several positions a token
+        assert rotation["else"] == 1
         space["apply_rotary_pos_emb"] = lambda *_: "theirs"
-        assert found.turned(q, q, angles, angles) == "theirs"
+        assert rotation.apply_rotary(q, q, angles, angles) == "theirs"
 
 
 def test_copies_and_pickles(liger):
@@ -333,8 +337,8 @@ def test_copies_and_pickles(liger):
     assert ROTATION in fused_layers.fused_modules(twin.model.layers[0])["liger_kernel"]
     assert relative_l2(gradients(twin, **batch)[1], expected) <= BAR
     streambp.unpatch(twin)
-    found = gradients(twin, **batch)[1]
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    grads = gradients(twin, **batch)[1]
+    assert all(torch.equal(grads[name], gradient) for name, gradient in expected.items())
 
 
 def test_verify_compares_both_with_the_kernels(liger, calls, monkeypatch):
@@ -357,8 +361,8 @@ def test_modules_compiled_after_patch(liger, calls):
     expected = gradients(copy.deepcopy(model), **batch)[1]
     streambp.patch(model, AUTO)
     for layer in model.model.layers:
-        chosen = layer.mlp.forward.__func__
-        chosen.fused = torch.compiler.disable(chosen.fused)
+        kernel_forward = layer.mlp.forward.__func__
+        kernel_forward.fused = torch.compiler.disable(kernel_forward.fused)
         layer.mlp.compile(backend="eager")
     assert relative_l2(gradients(model, **batch)[1], expected) <= BAR
     assert calls["Gate"] > 0

@@ -31,29 +31,29 @@ def model_pair(family="qwen3", config=CONFIG, **overrides):
 
 
 def check_agree(stock, ours, **batch):
-    (expected_loss, expected), (loss, found) = gradients(stock, **batch), gradients(ours, **batch)
+    (expected_loss, expected), (loss, grads) = gradients(stock, **batch), gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(grads, expected) <= 1e-10
 
 
 def test_scaled_upstream():
     stock, ours = model_pair()
     batch = make_batch("plain")
     _, expected = gradients(stock, scale=0.25, **batch)
-    _, found = gradients(ours, scale=0.25, **batch)
-    assert worst_error(found, expected) <= 1e-10
+    _, grads = gradients(ours, scale=0.25, **batch)
+    assert worst_error(grads, expected) <= 1e-10
 
 
 def test_gradients_that_were_there_before_are_added_to():
     _, ours = model_pair()
     batch = make_batch("plain")
-    _, once = gradients(ours, **batch)
-    before = {name: torch.randn_like(p) for name, p in ours.named_parameters()}
+    _, grads = gradients(ours, **batch)
+    grads_before = {name: torch.randn_like(p) for name, p in ours.named_parameters()}
     for name, p in ours.named_parameters():
-        p.grad = before[name].clone()
+        p.grad = grads_before[name].clone()
     ours(**batch, use_cache=False).loss.backward()
     for name, p in ours.named_parameters():
-        torch.testing.assert_close(p.grad, before[name] + once[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(p.grad, grads_before[name] + grads[name], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("valid", [1, 2, 3])
@@ -68,12 +68,12 @@ def test_sparse_labels(valid):
 def test_no_valid_label_gives_zero():
     _, ours = model_pair()
     batch = make_batch("plain")
-    loss, found = gradients(
+    loss, grads = gradients(
         ours, input_ids=batch["input_ids"], labels=torch.full_like(batch["labels"], -100)
     )
     assert loss == 0
-    assert found.keys() == {name for name, _ in ours.named_parameters()}
-    assert all((g == 0).all() for g in found.values())
+    assert grads.keys() == {name for name, _ in ours.named_parameters()}
+    assert all((g == 0).all() for g in grads.values())
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 6])
@@ -106,16 +106,16 @@ def test_shift_labels():
 
 def test_deep_copy_runs_its_own_weights():
     _, ours = model_pair()
-    other = copy.deepcopy(ours)
+    twin = copy.deepcopy(ours)
     with torch.no_grad():
-        for p in other.parameters():
+        for p in twin.parameters():
             p.mul_(1.5)
-    expected = streambp.unpatch(copy.deepcopy(other))
+    expected = streambp.unpatch(copy.deepcopy(twin))
     batch = make_batch("plain")
-    _, before = gradients(ours, **batch)
-    check_agree(expected, other, **batch)
-    _, after = gradients(ours, **batch)
-    assert all(torch.equal(before[n], after[n]) for n in before)
+    _, grads_before = gradients(ours, **batch)
+    check_agree(expected, twin, **batch)
+    _, grads_after = gradients(ours, **batch)
+    assert all(torch.equal(grads_before[n], grads_after[n]) for n in grads_before)
 
 
 def test_pickled_model_streams():
@@ -127,14 +127,16 @@ def test_pickled_model_streams():
 
 def test_two_models_patched_differently():
     stock, ours = model_pair()
-    other_stock, other = model_pair("gemma3", streambp.StreamConfig(chunk_size=3, saves=("kv",)))
+    other_stock, other_model = model_pair(
+        "gemma3", streambp.StreamConfig(chunk_size=3, saves=("kv",))
+    )
     batch = make_batch("right-padded")
-    first, second = ours(**batch, use_cache=False).loss, other(**batch, use_cache=False).loss
+    first, second = ours(**batch, use_cache=False).loss, other_model(**batch, use_cache=False).loss
     first.backward()
     second.backward()
-    for reference, model in ((stock, ours), (other_stock, other)):
-        found = {n: p.grad for n, p in model.named_parameters()}
-        assert worst_error(found, gradients(reference, **batch)[1]) <= 1e-10
+    for reference, model in ((stock, ours), (other_stock, other_model)):
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        assert worst_error(grads, gradients(reference, **batch)[1]) <= 1e-10
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -144,9 +146,9 @@ def test_two_forwards_before_one_backward(first):
     losses = [ours(**b, use_cache=False).loss for b in batches]
     losses[first].backward()
     losses[1 - first].backward()
-    found = {n: p.grad for n, p in ours.named_parameters()}
+    grads = {n: p.grad for n, p in ours.named_parameters()}
     parts = [gradients(stock, **b)[1] for b in batches]
-    assert worst_error(found, {n: parts[0][n] + parts[1][n] for n in found}) <= 1e-10
+    assert worst_error(grads, {n: parts[0][n] + parts[1][n] for n in grads}) <= 1e-10
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -230,10 +232,10 @@ def test_a_layer_called_by_itself(implementation):
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
     x = torch.randn(2, 11, 32, dtype=torch.float64, generator=seeded(3))
     angles = stock.model.rotary_emb(x, torch.arange(11)[None])
-    expected, found = (
+    expected, output = (
         model.model.layers[0](x, position_embeddings=angles) for model in (stock, ours)
     )
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     check_agree(stock, ours, **make_batch("plain"))
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
@@ -262,7 +264,7 @@ def test_captured_gradients_keep_their_values():
     for model in model_pair(
         config=streambp.StreamConfig(chunk_size=5, head=False), num_hidden_layers=4
     ):
-        kept, hidden = [], []
+        hook_grads, hidden = [], []
         handles = [
             layer.register_forward_hook(lambda m, a, out, hidden=hidden: hidden.append(out))
             for layer in model.model.layers
@@ -274,14 +276,14 @@ def test_captured_gradients_keep_their_values():
             inputs_embeds=embeddings, labels=make_batch("plain")["labels"], use_cache=False
         ).loss
         hidden[0].retain_grad()
-        hidden[1].register_hook(kept.append)
-        hidden[2].register_hook(lambda g, kept=kept: kept.append(g[:, :3]))
+        hidden[1].register_hook(hook_grads.append)
+        hidden[2].register_hook(lambda g, hook_grads=hook_grads: hook_grads.append(g[:, :3]))
         captured = torch.autograd.grad(loss, [hidden[2], hidden[1], embeddings], retain_graph=False)
-        results.append([*captured, *kept])
+        results.append([*captured, *hook_grads])
         for handle in handles:
             handle.remove()
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
+    for expected, tensor in zip(*results, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-10, atol=1e-14)
 
 
 def test_gradient_buffers_are_reused():
@@ -300,9 +302,9 @@ def test_gradient_buffers_are_reused():
 
 def test_unpatch_restores_everything():
     stock, ours = model_pair()
-    before = {n: set(m.__dict__) for n, m in stock.named_modules()}
+    attributes_before = {n: set(m.__dict__) for n, m in stock.named_modules()}
     streambp.unpatch(ours)
-    assert {n: set(m.__dict__) for n, m in ours.named_modules()} == before
+    assert {n: set(m.__dict__) for n, m in ours.named_modules()} == attributes_before
     batch = make_batch("plain")
     assert all(
         torch.equal(a, b)
@@ -360,11 +362,11 @@ def test_gradient_checkpointing_switched_on_by_a_trainer():
 def test_output_hidden_states():
     stock, ours = model_pair()
     batch = make_batch("left-padded")
-    found = ours(**batch, use_cache=False, output_hidden_states=True)
+    output = ours(**batch, use_cache=False, output_hidden_states=True)
     expected = stock(**batch, use_cache=False, output_hidden_states=True)
-    for a, b in zip(found.hidden_states, expected.hidden_states, strict=True):
+    for a, b in zip(output.hidden_states, expected.hidden_states, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(output.loss, expected.loss)
 
 
 def test_log_probs_of_the_labels():
@@ -383,32 +385,34 @@ def test_log_probs_of_the_labels():
     weights = torch.randn(expected.shape, dtype=expected.dtype, generator=seeded(0))
     (output.log_probs.exp() * weights).sum().backward()
     (expected.exp() * weights).sum().backward()
-    found, reference = ({n: p.grad for n, p in m.named_parameters()} for m in (ours, stock))
-    assert worst_error(found, reference) <= 1e-10
+    grads, reference = ({n: p.grad for n, p in m.named_parameters()} for m in (ours, stock))
+    assert worst_error(grads, reference) <= 1e-10
     assert output.logits is None
 
 
 def test_inside_accelerates_device_hooks():
     hooks = pytest.importorskip("accelerate.hooks", reason="device_map needs accelerate")
     stock, ours = build("qwen3", torch.float64), build("qwen3", torch.float64)
-    seen = []
+    modules = []
 
     class Hook(hooks.AlignDevicesHook):
         def pre_forward(self, module, *args, **kwargs):
-            seen.append(module)
+            modules.append(module)
             return super().pre_forward(module, *args, **kwargs)
 
     for layer in ours.model.layers:
         hooks.add_hook_to_module(layer, Hook(execution_device="cpu", io_same_device=True))
-    before = {name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()}
+    attributes_before = {
+        name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()
+    }
     # whose trials would call the layers, too
     streambp.patch(ours, dataclasses.replace(CONFIG, rows="as_given"))
     check_agree(stock, ours, **make_batch("plain"))
-    assert len(seen) == len(ours.model.layers)
+    assert len(modules) == len(ours.model.layers)
     streambp.unpatch(ours)
     assert {
         name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()
-    } == before
+    } == attributes_before
 
 
 def test_an_engines_inner_hooks_are_silent_and_users_hooks_run_per_chunk():

@@ -64,9 +64,13 @@ def idefics():
         alpha_initializer="ones",
         dropout=0.0,
     )
-    seen = torch.ones(2, LENGTH, 1, dtype=torch.long)
-    seen[:, :5] = 0  # before the image
-    batch = {**tokens(), "pixel_values": torch.randn(2, 1, 3, 8, 8), "image_attention_mask": seen}
+    image_mask = torch.ones(2, LENGTH, 1, dtype=torch.long)
+    image_mask[:, :5] = 0  # before the image
+    batch = {
+        **tokens(),
+        "pixel_values": torch.randn(2, 1, 3, 8, 8),
+        "image_attention_mask": image_mask,
+    }
     return IdeficsForVisionText2Text(config), batch, 4
 
 
@@ -82,12 +86,14 @@ def mllama():
     batch = tokens(52)
     batch["input_ids"][:, 3] = 52
     batch["labels"][:, 3] = -100
-    seen = torch.ones(2, LENGTH, 2, 1, dtype=torch.long)  # two images, the second from token 12 on
-    seen[:, :3] = 0
-    seen[:, :12, 1] = 0
+    image_mask = torch.ones(
+        2, LENGTH, 2, 1, dtype=torch.long
+    )  # two images, the second from token 12 on
+    image_mask[:, :3] = 0
+    image_mask[:, :12, 1] = 0
     batch |= {
         "pixel_values": torch.randn(2, 2, 1, 3, 8, 8), "aspect_ratio_ids": torch.ones(2, 2, dtype=torch.long),
-        "aspect_ratio_mask": torch.ones(2, 2, 1), "cross_attention_mask": seen,
+        "aspect_ratio_mask": torch.ones(2, 2, 1), "cross_attention_mask": image_mask,
     }  # fmt: skip
     model = MllamaForConditionalGeneration(config)
     for name, parameter in model.named_parameters():
@@ -169,9 +175,9 @@ def test_exact_and_every_layer_streams(make):
     expected_loss, expected = gradients_of(stock, batch)
     for chunk_size in (5, 7, 10):  # of 23 tokens; mllama's two images have 10 keys
         streambp.patch(ours, streambp.StreamConfig(chunk_size=chunk_size))
-        loss, found = gradients_of(ours, batch)
+        loss, grads = gradients_of(ours, batch)
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(found, expected) <= 1e-10
+        assert worst_error(grads, expected) <= 1e-10
         described = streambp.describe(ours)
         assert [layer.path for layer in described.layers] == ["streams"] * count
         if make is musicgen_melody:

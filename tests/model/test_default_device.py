@@ -46,7 +46,7 @@ MODELS = {
 def test_steps_are_the_same_with_another_default_device(name, settings, mode):
     """meta stands for the GPU that a program has made its default: what ends up there has no
     values."""
-    found, batch = [], make_batch(mode)
+    runs, batch = [], make_batch(mode)
     for default in ("cpu", "meta"):
         gradients.counts_when_alone.cache_clear()
         model = MODELS[name]()
@@ -60,13 +60,13 @@ def test_steps_are_the_same_with_another_default_device(name, settings, mode):
                 model.zero_grad(set_to_none=True)
                 loss = model(**batch, use_cache=False).loss
                 loss.backward()
-        found.append(
+        runs.append(
             (
                 loss.detach(),
                 {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
             )
         )
-    assert_same(*found)
+    assert_same(*runs)
 
 
 def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):

@@ -14,7 +14,7 @@ from torch import nn
 import streambp
 from streambp.layer import call
 from streambp.model import describe as describing
-from streambp.reporting import told
+from streambp.reporting import report_safely
 from tests import zoo
 from tests.families import build, make_batch
 from tests.model.test_contract import check_agree
@@ -74,9 +74,9 @@ def test_layers_that_came_and_went_after_patch(change, expected, float64_oracle)
     assert rows(ours) == expected
     check_agree(stock, ours, **make_batch("plain"))
     assert rows(ours) == expected
-    told = str(streambp.describe(ours))
-    assert "taken out of the model after streambp.patch" in told
-    assert ("patch the model again" in told) == (change is replaced_by_a_layer)
+    text = str(streambp.describe(ours))
+    assert "taken out of the model after streambp.patch" in text
+    assert ("patch the model again" in text) == (change is replaced_by_a_layer)
     if change is replaced_by_a_layer:
         assert rows(streambp.patch(ours, CONFIG)) == [
             (f"model.layers.{index}", STREAMS) for index in range(3)
@@ -89,15 +89,15 @@ def test_layers_that_peft_repeats(float64_oracle):
     lora = peft.LoraConfig(
         r=2, target_modules=["q_proj"], layer_replication=[[0, 2], [1, 3]], init_lora_weights=False
     )
-    found = []
+    models = []
     for patch in (False, True):
         model = build("llama", torch.float64, num_hidden_layers=3)
         model = streambp.patch(model, CONFIG) if patch else model
         seed_torch(0)
-        found.append(peft.get_peft_model(model, lora))
+        models.append(peft.get_peft_model(model, lora))
     expected = [(f"base_model.model.model.layers.{index}", STREAMS) for index in range(4)]
-    assert [row for row in rows(found[1]) if row[1] != REMOVED] == expected
-    check_agree(*found, **make_batch("plain"))
+    assert [row for row in rows(models[1]) if row[1] != REMOVED] == expected
+    check_agree(*models, **make_batch("plain"))
 
 
 def test_layers_inside_checkpoint_wrappers_are_no_others():
@@ -142,20 +142,20 @@ def test_what_a_wrapper_was_patched_with_is_told_and_taken_off_by_the_model_insi
 )
 def test_a_part_that_cannot_be_told_says_why(broken, monkeypatch):
     model = streambp.patch(build("qwen3"), CONFIG)
-    whole = str(streambp.describe(model))
+    full_text = str(streambp.describe(model))
 
     def fails(*_):
         raise KeyError("a hook of\nanother library")
 
     monkeypatch.setattr(describing, broken, fails)
-    told = str(streambp.describe(model))
-    assert r"could not be told (KeyError: 'a hook of\nanother library')" in told
-    assert len(set(whole.splitlines()) & set(told.splitlines())) >= 4
+    text = str(streambp.describe(model))
+    assert r"could not be told (KeyError: 'a hook of\nanother library')" in text
+    assert len(set(full_text.splitlines()) & set(text.splitlines())) >= 4
 
 
 def test_without_told_a_part_that_fails_ends_the_report(monkeypatch):
     """The mutant of reports."""
-    monkeypatch.setattr(describing, "told", lambda part, *args, otherwise: part(*args))
+    monkeypatch.setattr(describing, "report_safely", lambda part, *args, otherwise: part(*args))
     with pytest.raises(KeyError):
         test_a_part_that_cannot_be_told_says_why("_layers", monkeypatch)
 
@@ -170,7 +170,9 @@ def test_a_report_of_an_error_that_cannot_be_shown():
     def fails():
         raise HostileError
 
-    assert told(fails, otherwise=str) == "HostileError: a HostileError that cannot be shown"
+    assert (
+        report_safely(fails, otherwise=str) == "HostileError: a HostileError that cannot be shown"
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,15 +190,15 @@ def test_why_a_chunk_is_longer_than_asked_for(family, mode, why):
     )
     batch = make_batch("plain", length=26)
     if mode == "prefix":
-        seen = torch.ones(26, 26).tril()
-        seen[3:12, 3:12] = 1
+        mask = torch.ones(26, 26).tril()
+        mask[3:12, 3:12] = 1
         batch["attention_mask"] = torch.where(
-            seen[None, None] > 0, 0.0, torch.finfo(torch.float32).min
+            mask[None, None] > 0, 0.0, torch.finfo(torch.float32).min
         ).expand(2, 1, -1, -1)
     model(**batch, use_cache=False).loss.backward()
-    told = str(streambp.describe(model))
-    assert f"tokens: {why}" in told
-    assert sum(other in told for other in (call.LONG_MASK, call.LONG_STATES.format(2))) == 1
+    text = str(streambp.describe(model))
+    assert f"tokens: {why}" in text
+    assert sum(reason in text for reason in (call.LONG_MASK, call.LONG_STATES.format(2))) == 1
 
 
 def test_layers_that_another_module_calls():

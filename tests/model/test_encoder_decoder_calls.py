@@ -20,7 +20,7 @@ from tests.seeds import seed_torch
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
-def made(name):
+def make_model(name):
     model = MAKE[name]().train()
     model.set_attn_implementation("eager" if name == "t5gemma" else "sdpa")
     return model
@@ -30,8 +30,8 @@ def gradients(model, step):
     model.zero_grad(set_to_none=True)
     loss = step(model)
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
 
 
 def check(stock, step):
@@ -39,16 +39,16 @@ def check(stock, step):
     loss, expected = gradients(stock, step)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=CHUNK))
     for _ in range(2):
-        ours_loss, found = gradients(ours, step)
+        ours_loss, grads = gradients(ours, step)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(grads, expected) <= EXACT
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
     return ours
 
 
 def frozen(name, trained):
     """A model whose decoder is frozen, but for parameters with `trained` in their name."""
-    model = made(name)
+    model = make_model(name)
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_("decoder" not in parameter_name or trained in parameter_name)
     return model
@@ -86,8 +86,8 @@ def test_the_encoder_is_frozen_later(name):
             for parameter in model.get_encoder().parameters():
                 parameter.requires_grad_(trained)
         _, expected = gradients(stock, lambda model: model(**batch).loss)
-        _, found = gradients(ours, lambda model: model(**batch).loss)
-        assert worst_error(found, expected) <= EXACT
+        _, grads = gradients(ours, lambda model: model(**batch).loss)
+        assert worst_error(grads, expected) <= EXACT
 
 
 def inputs_of_the_encoder(batch):
@@ -99,11 +99,11 @@ def inputs_of_the_encoder(batch):
 def test_one_encoder_forward_for_several_decoder_forwards(name):
     seed_torch(2)
     batch = batch_of(name, 19)
-    given = inputs_of_the_encoder(batch)
-    masks = {key: value for key, value in given.items() if key == "attention_mask"}
+    encoder_inputs = inputs_of_the_encoder(batch)
+    masks = {key: value for key, value in encoder_inputs.items() if key == "attention_mask"}
 
     def step(model):
-        encoded = model.get_encoder()(**given)
+        encoded = model.get_encoder()(**encoder_inputs)
         loss = 0.0
         for shift in (0, 7, 11):
             ids = (batch["labels"].clamp(min=0) + shift) % 60
@@ -111,19 +111,21 @@ def test_one_encoder_forward_for_several_decoder_forwards(name):
             loss = loss + (shift + 1) * logits.square().mean()
         return loss
 
-    check(made(name), step)
+    check(make_model(name), step)
 
 
 @pytest.mark.fast("bart")
 @pytest.mark.parametrize("name", ["bart", "whisper", "t5gemma"])
 def test_embeddings_as_inputs_of_the_decoder(name):
     seed_torch(3)
-    given = inputs_of_the_encoder(batch_of(name, 19))
-    stock = made(name)
+    encoder_inputs = inputs_of_the_encoder(batch_of(name, 19))
+    stock = make_model(name)
     stock.register_parameter("embedded", torch.nn.Parameter(torch.randn(3, LENGTH, 32)))
     check(
         stock,
-        lambda model: model(**given, decoder_inputs_embeds=model.embedded).logits.square().mean(),
+        lambda model: (
+            model(**encoder_inputs, decoder_inputs_embeds=model.embedded).logits.square().mean()
+        ),
     )
 
 
@@ -132,18 +134,20 @@ def test_embeddings_as_inputs_of_the_decoder(name):
 def test_generate_of_a_patched_model(name):
     seed_torch(4)
     batch = batch_of(name, 19)
-    stock = made(name)
+    stock = make_model(name)
     ours = check(stock, lambda model: model(**batch).loss)
     tokens = []
     for model in (stock.eval(), ours.eval()):
         with torch.no_grad():
-            given = inputs_of_the_encoder(batch)
+            encoder_inputs = inputs_of_the_encoder(batch)
             try:
-                found = model.generate(**given, max_new_tokens=9, min_new_tokens=5, num_beams=3)
+                sequences = model.generate(
+                    **encoder_inputs, max_new_tokens=9, min_new_tokens=5, num_beams=3
+                )
             except RuntimeError:
                 if model is ours:
                     raise
                 pytest.skip("this transformers' model cannot generate with beams, unpatched either")
-            tokens.append(found)
+            tokens.append(sequences)
     assert tokens[0].shape[1] >= 5
     assert torch.equal(*tokens)

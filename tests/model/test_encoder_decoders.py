@@ -148,8 +148,8 @@ def gradients(model, batch):
     model.zero_grad(set_to_none=True)
     loss = model(**batch).loss
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
 
 
 def check(name, source=19, implementation="sdpa", **settings):
@@ -160,9 +160,9 @@ def check(name, source=19, implementation="sdpa", **settings):
     loss, expected = gradients(stock, batch)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(**settings))
     for _ in range(2):
-        ours_loss, found = gradients(ours, batch)
+        ours_loss, grads = gradients(ours, batch)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(grads, expected) <= EXACT
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * 2
     return described
@@ -198,8 +198,8 @@ def test_one_mask_for_a_decoder_and_its_encoder():
 
 def causal_by_its_modules(self, *args, real=Bidirectional.take_mask):
     """A mask that only sdpa may leave out makes eager attention run whole."""
-    named = args[1]
-    mask = named["attention_mask"]
+    arguments = args[1]
+    mask = arguments["attention_mask"]
     return "its mask is causal" if isinstance(mask, masks.LazyMask) else real(self, *args)
 
 
@@ -227,9 +227,9 @@ def test_an_encoder_row_of_padding_alone(implementation):
     gradients(ours, batch)
     batch["attention_mask"][2] = 0
     expected_loss, expected = gradients(stock, batch)
-    loss, found = gradients(ours, batch)
+    loss, grads = gradients(ours, batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= EXACT
+    assert worst_error(grads, expected) <= EXACT
 
 
 def test_the_mutant_that_attends_by_sdpa_is_noticed(monkeypatch):
@@ -248,10 +248,10 @@ def test_a_decoder_that_is_causal_without_a_cache_alone_is_refused():
         streambp.patch(FSMTModel(config))
 
 
-def add_to_the_encoder_once(self, chunk, gradients, again=False, real=BackwardPass.add):
+def add_to_the_encoder_once(self, chunk, gradients, accumulate=False, real=BackwardPass.add):
     """No gradient for the encoder from later chunks."""
-    first, *others = gradients
-    real(self, chunk, [first, *(g if chunk.start == 0 else None for g in others)], again)
+    first, *other_grads = gradients
+    real(self, chunk, [first, *(g if chunk.start == 0 else None for g in other_grads)], accumulate)
 
 
 MUTANTS = {
@@ -276,8 +276,8 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", list(MUTANTS))
 def test_mutants(mutant, monkeypatch):
-    module, attribute, changed, name, implementation = MUTANTS[mutant]
+    module, attribute, replacement, name, implementation = MUTANTS[mutant]
     seed_torch(2)
-    monkeypatch.setattr(module, attribute, changed)
+    monkeypatch.setattr(module, attribute, replacement)
     with pytest.raises((AssertionError, StreamingMismatchError)):
         check(name, implementation=implementation, chunk_size=CHUNK)

@@ -65,11 +65,12 @@ UNDEFINED = {("gemma3n_text", "left-padded"): "the unpatched model's gradients a
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
-def errors(name, modes=MODES, chunk_sizes=CHUNK_SIZES, once=False, **changes):
+def errors(name, modes=MODES, chunk_sizes=CHUNK_SIZES, one_chunk_size=False, **changes):
     """The worst error of the gradients and of the loss over modes and chunk sizes; and the last
     patched model.
 
-    once: each mode with one chunk size, in turn, and a model is patched once for each of them.
+    one_chunk_size: each mode with one chunk size, in turn, and a model is patched once for each of
+        them.
     """
     stock = zoo.build(name, **changes)
     ours = copy.deepcopy(stock)  # now: recurrent_gemma keeps states of its last call
@@ -77,18 +78,18 @@ def errors(name, modes=MODES, chunk_sizes=CHUNK_SIZES, once=False, **changes):
     batches = {mode: make_batch(mode) for mode in modes if (name, mode) not in UNDEFINED}
     expected = {mode: gradients(stock, **batch) for mode, batch in batches.items()}
     for number, chunk_size in enumerate(chunk_sizes):
-        for mode in list(batches)[number :: len(chunk_sizes)] if once else batches:
+        for mode in list(batches)[number :: len(chunk_sizes)] if one_chunk_size else batches:
             # Unpatched, states go on from one document to the next.
-            if not once or mode == list(batches)[number]:
+            if not one_chunk_size or mode == list(batches)[number]:
                 settings = {"chunk_size": chunk_size, "documents": "as_given"}
                 if (name, mode) in READ_BY_PADDING:
                     settings["rows"] = "as_given"
                 streambp.patch(ours, streambp.StreamConfig(**settings))
-            loss, found = gradients(ours, **batches[mode])
+            loss, grads = gradients(ours, **batches[mode])
             worst_loss = max(
                 worst_loss, float(abs(loss - expected[mode][0]) / abs(expected[mode][0]))
             )
-            worst_gradient = max(worst_gradient, worst_error(found, expected[mode][1]))
+            worst_gradient = max(worst_gradient, worst_error(grads, expected[mode][1]))
     return worst_gradient, worst_loss, ours
 
 
@@ -105,16 +106,23 @@ def check(name, **changes):
         )
     assert worst_loss <= 1e-12
     assert worst_gradient <= 1e-10
-    whole = {layer.reason for layer in streambp.describe(ours).layers if layer.path != "streams"}
+    unchunked_reasons = {
+        layer.reason for layer in streambp.describe(ours).layers if layer.path != "streams"
+    }
     if not STATES_IN_CHUNKS:  # layers with states are exact there, but whole
-        known = ("it mixes tokens outside of its attention", "its forward does not work on chunks")
-        whole = {
-            reason for reason in whole if name in WHOLE or not any(told in reason for told in known)
+        expected_reasons = (
+            "it mixes tokens outside of its attention",
+            "its forward does not work on chunks",
+        )
+        unchunked_reasons = {
+            reason
+            for reason in unchunked_reasons
+            if name in WHOLE or not any(text in reason for text in expected_reasons)
         }
     if name in INDEXED and not INDEXERS_IN_CHUNKS:
-        whole = set()
-    assert len(whole) == (name in WHOLE)
-    assert all(WHOLE[name] in reason for reason in whole)
+        unchunked_reasons = set()
+    assert len(unchunked_reasons) == (name in WHOLE)
+    assert all(WHOLE[name] in reason for reason in unchunked_reasons)
     return ours
 
 
@@ -151,12 +159,12 @@ def test_a_step_that_leaves_the_cache_to_the_config(name):
         )
         return
     ours(**batch).loss.backward()
-    found = {
+    grads = {
         key: parameter.grad
         for key, parameter in ours.named_parameters()
         if parameter.grad is not None
     }
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(grads, expected) <= 1e-10
 
 
 class Sharing(torch.nn.Module):
@@ -235,9 +243,9 @@ def test_few_tokens(name, length):
     batch = make_batch("plain", length=length)
     expected_loss, expected = gradients(stock, **batch)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=2))
-    loss, found = gradients(ours, **batch)
+    loss, grads = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(grads, expected) <= 1e-10
     batch = make_batch("plain")
     assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= 1e-10
 
@@ -252,9 +260,9 @@ def test_convolution_inside_a_layer_is_found():
         batch = make_batch("plain")
         expected_loss, expected = gradients(stock, **batch)
         ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
-        loss, found = gradients(ours, **batch)
+        loss, grads = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(grads, expected) <= 1e-10
     assert "mixes tokens" in str(streambp.describe(ours))
 
 
@@ -282,13 +290,13 @@ def test_experts_that_no_token_hits_have_no_gradient():
     stock = zoo.build("mixtral", num_local_experts=8, num_experts=8, num_experts_per_tok=1)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=1))
     batch = make_batch("plain", length=2, rows=1)
-    (_, expected), (_, found) = gradients(stock, **batch), gradients(ours, **batch)
-    assert worst_error(found, expected) <= 1e-10
+    (_, expected), (_, grads) = gradients(stock, **batch), gradients(ours, **batch)
+    assert worst_error(grads, expected) <= 1e-10
     name = next(n for n in expected if n.endswith("experts.gate_up_proj"))
     hit = expected[name].flatten(1).norm(dim=1) > 0
     assert len(hit) == 8
     assert 0 < hit.sum() <= 2
-    assert torch.equal(found[name].flatten(1).norm(dim=1) > 0, hit)
+    assert torch.equal(grads[name].flatten(1).norm(dim=1) > 0, hit)
 
 
 CACHED = {
@@ -311,20 +319,20 @@ def test_attention_over_what_a_cache_returns(setting):
         assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
         assert "[T, T] mask" in str(streambp.describe(ours))
         for mode in MODES:
-            (expected_loss, expected), (loss, found) = (
+            (expected_loss, expected), (loss, grads) = (
                 gradients(model, **make_batch(mode)) for model in (stock, ours)
             )
             assert abs(loss - expected_loss) <= 1e-12
-            assert worst_error(found, expected) <= 1e-10
+            assert worst_error(grads, expected) <= 1e-10
 
 
 def test_cached_attention_needs_a_mask_that_is_causal_at_chunk_ends():
     mask = torch.ones(2, 1, 7, 7).tril().log()
-    for given in (mask, mask == 0, mask != 0):  # MPT's say what is not read
-        assert cached.own_mask(given, 7).barriers == ()
-        assert torch.equal(cached.own_mask(given, 7).read(0, 7, 0, 7), mask == 0)
+    for any_mask in (mask, mask == 0, mask != 0):  # MPT's say what is not read
+        assert cached.own_mask(any_mask, 7).barriers == ()
+        assert torch.equal(cached.own_mask(any_mask, 7).read(0, 7, 0, 7), mask == 0)
         assert "does not show" in cached.own_mask(
-            torch.full_like(given, fill_value=True, dtype=torch.bool), 7
+            torch.full_like(any_mask, fill_value=True, dtype=torch.bool), 7
         )
     mask[1, :, 1, 3] = 0
     assert cached.own_mask(mask, 7).barriers == (Barrier(2, 3),)
@@ -344,16 +352,16 @@ def test_llama4_beyond_its_position_step():
     batch = make_batch("plain", length=8192 + 700, rows=1)
     expected_loss, expected = gradients(stock, **batch)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=3000))
-    loss, found = gradients(ours, **batch)
+    loss, grads = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(grads, expected) <= 1e-10
 
 
 @pytest.mark.full
 def test_llama4_counts_positions_from_the_start_of_the_sequence():
     """The same at a size that is cheap: the step moves every 4 tokens."""
     worst, _, ours = errors(
-        "llama4_text", modes=["left-padded", "packed"], once=True, floor_scale=4
+        "llama4_text", modes=["left-padded", "packed"], one_chunk_size=True, floor_scale=4
     )
     assert worst <= 1e-10
     assert any(not layer.self_attn.use_rope for layer in ours.model.layers)

@@ -27,7 +27,7 @@ from streambp.model import chosen_kernels, fused_layers
 from streambp.offload import manager_of
 from tests.families import build, make_batch
 from tests.head.interpreter import interpreted, needs_triton
-from tests.liger_stand_in import FAMILIES, HYBRID, PATCHES, built, own, stand_in
+from tests.liger_stand_in import FAMILIES, HYBRID, PATCHES, built, own_attributes, stand_in
 from tests.offload.test_auto import Injected
 from tests.oracle import gradients, relative_l2
 from tests.seeds import seed_torch
@@ -53,7 +53,7 @@ def liger(monkeypatch):
     return stand_in(monkeypatch)
 
 
-def refused(family, kernels, saves):
+def is_refused(family, kernels, saves):
     """Llama's rotation writes over the products that are to be saved; norms come between in the
     others."""
     return family == "llama" and saves == ("*",) and "rope" in APPLIED.get(kernels, ())
@@ -76,9 +76,9 @@ def error(liger, family, kernels, saves, offload):
     if offload == "auto":
         manager_of(ours)._given_engine = Injected()  # on a link that carries everything
     for _ in range(3 if "auto" in (saves, offload) else 1):
-        loss, found = gradients(ours, **batch)
+        loss, grads = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-6 * expected_loss
-    return relative_l2(found, expected), ours
+    return relative_l2(grads, expected), ours
 
 
 THIN = {
@@ -99,7 +99,7 @@ THIN = {
 def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(
     family, kernels, saves, offload, liger
 ):
-    if refused(family, kernels, saves):
+    if is_refused(family, kernels, saves):
         with pytest.raises(
             UnsupportedModelError,
             match=r"outputs of self_attn\.q_proj and self_attn\.k_proj are changed",
@@ -131,7 +131,7 @@ MUTANTS = {
     ),
     "kernels not put on": (
         chosen_kernels,
-        "put_on",
+        "install_kernels",
         lambda model: fused_layers.InstalledKernels(),
         ("qwen3", "liger", (), "none"),
     ),
@@ -162,20 +162,25 @@ def names_of(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_left_after_unpatch_and_no_other_model_changes(family, liger):
-    model, other, batch = built(family), built(family), make_batch("plain")
-    before, names, expected = own(model), names_of(family), gradients(model, **batch)[1]
-    expected_other = gradients(other, **batch)[1]
+    model, other_model, batch = built(family), built(family), make_batch("plain")
+    attributes_before, names, expected = (
+        own_attributes(model),
+        names_of(family),
+        gradients(model, **batch)[1],
+    )
+    expected_other = gradients(other_model, **batch)[1]
     streambp.patch(model, LIGER)
     assert any("Liger" in note for note in streambp.describe(model).notes)
     assert names_of(family) == names
     assert all(
-        torch.equal(g, expected_other[name]) for name, g in gradients(other, **batch)[1].items()
+        torch.equal(g, expected_other[name])
+        for name, g in gradients(other_model, **batch)[1].items()
     )
     gradients(model, **batch)
     streambp.unpatch(model)
-    assert own(model) == before
-    found = gradients(model, **batch)[1]
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert own_attributes(model) == attributes_before
+    grads = gradients(model, **batch)[1]
+    assert all(torch.equal(grads[name], gradient) for name, gradient in expected.items())
 
 
 def test_names_that_are_not_put_back_are_seen(liger, monkeypatch):
@@ -204,8 +209,8 @@ def test_a_copy_is_taken_apart_by_itself(liger):
     assert fused_layers.fused_modules(twin.model.layers[0])
     streambp.unpatch(twin)
     assert not fused_layers.fused_modules(twin.model.layers[0])
-    found = gradients(twin, **batch)[1]
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    grads = gradients(twin, **batch)[1]
+    assert all(torch.equal(grads[name], gradient) for name, gradient in expected.items())
 
 
 def test_patching_anew_and_what_others_have_set_since(liger):
@@ -247,12 +252,12 @@ def in_float32(self, x):
 class TestWhatLigerComputesOtherwise:
     """It stays the model's own, and `describe` says so."""
 
-    def check(self, model, left, compares=True):
+    def check(self, model, class_names, compares=True):
         stock, batch = copy.deepcopy(model), make_batch("plain")
         expected = gradients(stock, **batch)[1]
         streambp.patch(model, LIGER)
         if compares:
-            note = f"Liger's kernels compute otherwise than {left}, which stay as they are"
+            note = f"Liger's kernels compute otherwise than {class_names}, which stay as they are"
             assert note in streambp.describe(model).notes
         return relative_l2(gradients(model, **batch)[1], expected)
 
@@ -281,12 +286,12 @@ class TestWhatLigerComputesOtherwise:
     def test_nothing_is_alike(self, liger, monkeypatch):
         model = build("llama", hidden_act="gelu")
         monkeypatch.setattr(type(model.model.norm), "forward", in_float32)
-        before = own(model)
+        attributes_before = own_attributes(model)
         with pytest.raises(
             ConfigError, match=r"it computes otherwise than LlamaMLP, LlamaRMSNorm\. Leave"
         ):
             streambp.patch(model, LIGER)
-        assert own(model) == before
+        assert own_attributes(model) == attributes_before
 
 
 class RoutedMLP(nn.Module):
@@ -304,7 +309,7 @@ def fails(model, **_):
 
 
 @pytest.mark.parametrize(
-    ("change", "dtype", "said"),
+    ("change", "dtype", "message"),
     [
         (
             lambda table: table.pop("qwen3"),
@@ -328,13 +333,13 @@ def fails(model, **_):
         ),
     ],
 )
-def test_what_cannot_be_is_refused_and_leaves_the_model_as_it_was(change, dtype, said, liger):
+def test_what_cannot_be_is_refused_and_leaves_the_model_as_it_was(change, dtype, message, liger):
     change(getattr(sys.modules[PATCHES], LIGERS_TABLE))
     model = build("qwen3", dtype)
-    before = own(model)
-    with pytest.raises(ConfigError, match=said):
+    attributes_before = own_attributes(model)
+    with pytest.raises(ConfigError, match=message):
         streambp.patch(model, LIGER)
-    assert own(model) == before
+    assert own_attributes(model) == attributes_before
 
 
 def test_without_liger(monkeypatch):
@@ -355,12 +360,12 @@ def test_ligers_own_functions_are_taken_off(family, monkeypatch):
     """What it sets, without running its kernels, which need a GPU."""
     pytest.importorskip(PATCHES, reason="liger-kernel is not installed")
     model = built(family)
-    before, names = own(model), names_of(family)
+    attributes_before, names = own_attributes(model), names_of(family)
     streambp.patch(model, LIGER)
     assert isinstance(model, PreTrainedModel)
     for layer in model.model.layers:
         assert {"input_layernorm", "mlp"} <= set(fused_layers.fused_modules(layer)["liger_kernel"])
-    assert not model._streambp.fused.left
+    assert not model._streambp.fused.skipped_classes
     assert names_of(family) == names
     monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(chosen_kernels, "without_driver", lambda kind: None)
@@ -371,7 +376,7 @@ def test_ligers_own_functions_are_taken_off(family, monkeypatch):
         assert ("the rotation of queries and keys" in names_in) == (family != HYBRID)
     assert names_of(family) == names
     streambp.unpatch(model)
-    assert own(model) == before
+    assert own_attributes(model) == attributes_before
 
 
 @pytest.mark.full

@@ -47,7 +47,7 @@ FACTORS = (
 def covering(factors):
     """Rows in which each two values of two factors stand together, the one that adds most after the
     other."""
-    wanted = {
+    uncovered_pairs = {
         ((i, a), (j, b))
         for i, j in itertools.combinations(range(len(factors)), 2)
         for a in factors[i]
@@ -58,9 +58,9 @@ def covering(factors):
         for row in itertools.product(*factors)
     }
     rows = []
-    while wanted:
-        rows.append(max(pairs, key=lambda row: len(pairs[row] & wanted)))
-        wanted -= pairs[rows[-1]]
+    while uncovered_pairs:
+        rows.append(max(pairs, key=lambda row: len(pairs[row] & uncovered_pairs)))
+        uncovered_pairs -= pairs[rows[-1]]
     return rows
 
 
@@ -84,17 +84,17 @@ def kernels(monkeypatch):
     package = sys.modules[PATCHES]
     apply, table = package._apply_liger_kernel_to_instance, getattr(package, LIGERS_TABLE)
 
-    def known(model, **wanted):
+    def apply_gated(model, **options):
         gated = all(
             hasattr(m, "gate_proj") for m in model.modules() if type(m).__name__.endswith("MLP")
         )
         apply(
             model=model,
             swiglu=gated,
-            **{name: value for name, value in wanted.items() if name != "swiglu"},
+            **{name: value for name, value in options.items() if name != "swiglu"},
         )
 
-    table.update((KINDS.get(name, name), known) for name in FACTORS[0])
+    table.update((KINDS.get(name, name), apply_gated) for name in FACTORS[0])
     monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(chosen_kernels, "without_driver", lambda kind: None)
     torch._dynamo.reset()
@@ -146,10 +146,10 @@ def test_covering_design(family, by, saves, offload, training, dtype, monkeypatc
     with_kernels(stock, config)
     if dtype == "float32":
         for _ in range(2):  # the second with what the first has measured
-            loss, found = gradients(ours, **batch)
+            loss, grads = gradients(ours, **batch)
         expected_loss, expected = gradients(stock, **batch)
         assert abs(loss - expected_loss) <= 1e-6 * expected_loss
-        off = relative_l2(found, expected)
+        off = relative_l2(grads, expected)
         print(f"{off:.1e}")
         assert off <= BAR
     else:
@@ -162,7 +162,7 @@ def errors(truth, stock, ours, family, training, batch):
     other."""
     for seed in itertools.count():
         weights = built(family, training, seed).state_dict()
-        found = []
+        runs = []
         for model in (truth, stock, ours):
             model.load_state_dict(weights)
             with (
@@ -170,5 +170,5 @@ def errors(truth, stock, ours, family, training, batch):
                 if model is truth
                 else torch.autocast("cpu", torch.bfloat16)
             ):
-                found.append(gradients(model, **batch)[1])
-        yield relative_l2(found[2], found[0]), relative_l2(found[1], found[0])
+                runs.append(gradients(model, **batch)[1])
+        yield relative_l2(runs[2], runs[0]), relative_l2(runs[1], runs[0])

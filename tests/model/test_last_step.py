@@ -89,11 +89,11 @@ def fields(model, callback=None):
     return logs
 
 
-def numbers(**others):
+def numbers(**extra):
     """Those of the batch that most tests here train on."""
     return {
         "stream_tokens": 2 * LENGTH, "stream_chunks": 5, "stream_chunk_size": 5, "stream_kept_gib": 0.0,
-        "stream_whole_layers": 0, "stream_unpatched": 0.0, "stream_let_go": 0.0, **others,
+        "stream_whole_layers": 0, "stream_unpatched": 0.0, "stream_let_go": 0.0, **extra,
     }  # fmt: skip
 
 
@@ -126,21 +126,23 @@ LINES = {  # by what the sentence says of a step: what lines must say, and may n
 
 def contradictions(described):
     """Lines of a description that do not go with its sentence."""
-    first, *rest = described.strip("\n").splitlines()
+    first, *other_lines = described.strip("\n").splitlines()
     way = next(way for way in LINES if way in first)
     words, excluded = LINES[way]
-    text = "\n".join(rest).replace("\n" + " " * 12, "; ")
+    text = "\n".join(other_lines).replace("\n" + " " * 12, "; ")
     lines = {line.partition(" ")[0]: line.partition(" ")[2].strip() for line in text.splitlines()}
     excluded = tuple(
         word for word in excluded if not (word == "checkpoints" and "layers ran whole" in first)
     )
-    found = [name for name, word in words.items() if word not in lines[name]]
-    found += [line for line in lines.values() if any(word in line for word in excluded)]
-    alone = "layer inputs alone" in first
-    found += (
-        ["saves"] if way == "streamed" and alone != lines["saves"].startswith("nothing") else []
+    wrong_lines = [name for name, word in words.items() if word not in lines[name]]
+    wrong_lines += [line for line in lines.values() if any(word in line for word in excluded)]
+    inputs_alone = "layer inputs alone" in first
+    wrong_lines += (
+        ["saves"]
+        if way == "streamed" and inputs_alone != lines["saves"].startswith("nothing")
+        else []
     )
-    found += ["let go"] if ("let go" in first) != ("let go" in lines["saves"]) else []
+    wrong_lines += ["let go"] if ("let go" in first) != ("let go" in lines["saves"]) else []
     chunks, size = (
         re.search(r"chunks of (\d[\d,]*)\b", first),
         lines["chunk_size"].partition(" (")[0],
@@ -148,14 +150,14 @@ def contradictions(described):
     cut_otherwise = (
         size != chunks[1] if chunks is not None else size.isdigit() and way == "ran whole"
     )
-    return found + (["chunk_size"] if cut_otherwise else [])
+    return wrong_lines + (["chunk_size"] if cut_otherwise else [])
 
 
 def check(model, described, added):
     assert contradictions(described) == []
     assert str(streambp.describe(model)) == described.strip("\n")
-    told = streambp.last_step(model) or NOT_TRIED
-    assert described.strip("\n").startswith(f"last step: {told}\n")
+    record = streambp.last_step(model) or NOT_TRIED
+    assert described.strip("\n").startswith(f"last step: {record}\n")
     assert fields(model) == pytest.approx(added, abs=1e-3)
 
 
@@ -366,7 +368,7 @@ def test_one_layer_that_runs_whole(machine, lines, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "before", "after"),
+    ("text", "old_words", "new_words"),
     [
         (UNPATCHED, "ran unpatched: 2 x", "streams: 2 x"),
         (
@@ -386,14 +388,14 @@ def test_one_layer_that_runs_whole(machine, lines, monkeypatch):
         ),
     ],
 )
-def test_lines_that_contradict_are_seen(text, before, after):
+def test_lines_that_contradict_are_seen(text, old_words, new_words):
     assert contradictions(text) == []
-    assert before in text
-    assert contradictions(text.replace(before, after)) != []
+    assert old_words in text
+    assert contradictions(text.replace(old_words, new_words)) != []
 
 
 def test_rows_that_begin_alike(machine, lines, monkeypatch):
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, min_prefix=8))
     model = patched(chunk_size=7, rows="packed")
     step(model, **batches.make_batch("plain"))
     shared = {
@@ -433,16 +435,16 @@ head        blockwise loss, no logits
 TRAINED = numbers(stream_tokens=42)
 
 
-def check_trained(made, reports, lines, epochs=3):
+def check_trained(trainer, reports, lines, epochs=3):
     """The text, the line, and the fields in each of the logs of training, in none of the others."""
     assert contradictions(LAUNCHED) == []
-    assert str(streambp.describe(made.model)) == LAUNCHED.strip("\n")
+    assert str(streambp.describe(trainer.model)) == LAUNCHED.strip("\n")
     assert lines() == [
         "Qwen3ForCausalLM: step 1: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved "
         f"kv{HEAD}"
     ]
     expected = {name: value for name, value in TRAINED.items() if name != "stream_kept_gib"}
-    for entries in (made.state.log_history, reports.logs):
+    for entries in (trainer.state.log_history, reports.logs):
         added = [
             {name: entry[name] for name in entry if name.startswith("stream_")} for entry in entries
         ]
@@ -462,11 +464,11 @@ def launched(monkeypatch):
 
 def test_under_launch(launched, lines, tmp_path, capsys):
     reports = Reports()
-    made = launched(
+    trainer = launched(
         model_of(), arguments(tmp_path / "out"), train_dataset=rows(), callbacks=[reports]
     )
-    made.train()
-    check_trained(made, reports, lines)
+    trainer.train()
+    check_trained(trainer, reports, lines)
     assert (
         "\n".join(f"streambp:   {line}" for line in LAUNCHED.strip("\n").splitlines())
         in capsys.readouterr().err
@@ -480,12 +482,12 @@ def test_a_trainer_of_transformers(lines, tmp_path):
     model = streambp.patch(
         model_of(), streambp.StreamConfig(chunk_size=5, saves=("kv",), rows="as_given")
     )
-    given = {"train_dataset": rows(), "args": arguments(tmp_path / "out")}
-    made = Trainer(model, **given, callbacks=[reports])
-    StreamCallback.add_to(made)
-    made.train()
-    check_trained(made, reports, lines)
-    Trainer(model_of(), **given, callbacks=[plain]).train()
+    options = {"train_dataset": rows(), "args": arguments(tmp_path / "out")}
+    trainer = Trainer(model, **options, callbacks=[reports])
+    StreamCallback.add_to(trainer)
+    trainer.train()
+    check_trained(trainer, reports, lines)
+    Trainer(model_of(), **options, callbacks=[plain]).train()
     ours = [
         {name: entry[name] for name in entry if not name.startswith("stream_")}
         for entry in reports.logs
@@ -500,11 +502,11 @@ class Tracker(Reports):
     """Stands for wandb, trackio and TensorBoard, which a Trainer calls before a user's
     callbacks."""
 
-    made = queue.SimpleQueue()
+    instances = queue.SimpleQueue()
 
     def __init__(self):
         super().__init__()
-        self.made.put(self)
+        self.instances.put(self)
 
 
 @pytest.mark.parametrize("patched_before", [True, False])
@@ -520,17 +522,17 @@ def test_trackers_hear_of_a_patched_models_steps(patched_before, passed, tmp_pat
     callbacks = [] if passed == "nothing" else [StreamCallback()]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        made = Trainer(
+        trainer = Trainer(
             model, arguments(tmp_path / "out"), train_dataset=rows(), callbacks=callbacks
         )
     streambp.patch(model, streambp.StreamConfig(chunk_size=5))
-    made.train()
-    heard = [entry for entry in Tracker.made.get(timeout=1).logs if "loss" in entry]
+    trainer.train()
+    heard = [entry for entry in Tracker.instances.get(timeout=1).logs if "loss" in entry]
     hears = patched_before or passed == "an instance"
     assert [entry.get("stream_chunk_size") for entry in heard] == [5.0 if hears else None] * STEPS
-    once = sum(isinstance(one, trainer_logs.DefaultStreamCallback) for one in
-               made.callback_handler.callbacks)  # fmt: skip
-    assert once == hears
+    count = sum(isinstance(callback, trainer_logs.DefaultStreamCallback) for callback in
+               trainer.callback_handler.callbacks)  # fmt: skip
+    assert count == hears
 
 
 def test_real_tensorboard_files_have_the_fields(tmp_path):
@@ -538,9 +540,9 @@ def test_real_tensorboard_files_have_the_fields(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     model = streambp.patch(model_of(), streambp.StreamConfig(chunk_size=5))
-    given = arguments(tmp_path / "out")
-    given.report_to = ["tensorboard"]
-    Trainer(model, given, train_dataset=rows()).train()
+    training_args = arguments(tmp_path / "out")
+    training_args.report_to = ["tensorboard"]
+    Trainer(model, training_args, train_dataset=rows()).train()
     (file,) = tmp_path.rglob("events.out.tfevents.*")
     events = EventAccumulator(str(file))
     events.Reload()
@@ -549,11 +551,11 @@ def test_real_tensorboard_files_have_the_fields(tmp_path):
 
 
 def test_one_that_a_user_passes_is_moved():
-    passed, other = StreamCallback(), Reports()
-    trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[other, passed]))
+    passed, reports = StreamCallback(), Reports()
+    trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[reports, passed]))
     for _ in range(2):
         StreamCallback.add_to(trainer)
-        assert trainer.callback_handler.callbacks == [passed, other]
+        assert trainer.callback_handler.callbacks == [passed, reports]
 
 
 def trained_by_trl(tmp_path, reports, **settings):
@@ -561,33 +563,33 @@ def trained_by_trl(tmp_path, reports, **settings):
     from streambp.integrations.trl import StreamSFTConfig, StreamSFTTrainer
     from tests.integrations.test_trl import texts, tokenizer
 
-    given = StreamSFTConfig(
+    training_args = StreamSFTConfig(
         output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, optim="sgd", report_to=[], use_cpu=True,
         logging_steps=1, disable_tqdm=True, bf16=False, save_strategy="no", max_length=5, stream_chunk_size="5",
         stream_rows="as_given", **settings,
     )  # fmt: skip
-    made = StreamSFTTrainer(
+    trainer = StreamSFTTrainer(
         model=model_of(),
-        args=given,
+        args=training_args,
         train_dataset=texts(),
         processing_class=tokenizer(),
         callbacks=[reports],
     )
-    made.train()
-    return made
+    trainer.train()
+    return trainer
 
 
 def test_trls_trainer(machine, lines, tmp_path):
-    made = trained_by_trl(tmp_path, reports := Reports(), stream_saves=["kv"])
+    trainer = trained_by_trl(tmp_path, reports := Reports(), stream_saves=["kv"])
     one_chunk = (("42 tokens", "10 tokens"), ("5 chunks of 5 a row", "one chunk"))
     expected = LAUNCHED.strip("\n")
-    for before, now in one_chunk:
-        expected = expected.replace(before, now)
-    assert str(streambp.describe(made.model)) == expected
+    for old_words, new_words in one_chunk:
+        expected = expected.replace(old_words, new_words)
+    assert str(streambp.describe(trainer.model)) == expected
     assert lines() == [
         f"Qwen3ForCausalLM: step 1: 10 tokens (2 rows) in one chunk, streamed: saved kv{HEAD}"
     ]
-    for entry in (*made.state.log_history[:2], *reports.logs[:2]):
+    for entry in (*trainer.state.log_history[:2], *reports.logs[:2]):
         assert {"loss", "entropy"} < entry.keys()
         added = {name: entry[name] for name in entry if name.startswith("stream_")}
         assert added == {
@@ -620,21 +622,21 @@ def test_the_default_under_launch(machine, launched, lines, tmp_path, monkeypatc
     module = SimpleNamespace(Trainer=type("Trainer", (Trainer,), {}))
     Hook().change_trainer(module)
     reports = Reports()
-    made = module.Trainer(
+    trainer = module.Trainer(
         model_of(), arguments(tmp_path / "out"), train_dataset=rows(), callbacks=[reports]
     )
-    made.train()
+    trainer.train()
     assert contradictions(BY_DEFAULT) == []
-    assert str(streambp.describe(made.model)) == BY_DEFAULT.strip("\n")
-    told = (
+    assert str(streambp.describe(trainer.model)) == BY_DEFAULT.strip("\n")
+    line = (
         "Qwen3ForCausalLM: step {}: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved {}"
     )
     names = ", ".join(SAVED_BY_DEFAULT)
     assert lines() == [
-        told.format(1, f"layer inputs alone{HEAD}"),
-        told.format(2, f"42.7 KiB of 8.0 GiB free ({names}){HEAD}"),
+        line.format(1, f"layer inputs alone{HEAD}"),
+        line.format(2, f"42.7 KiB of 8.0 GiB free ({names}){HEAD}"),
     ]
-    for entries in (made.state.log_history, reports.logs):
+    for entries in (trainer.state.log_history, reports.logs):
         added = [
             {name: entry[name] for name in entry if name.startswith("stream_")}
             for entry in entries[:3]
@@ -645,15 +647,15 @@ def test_the_default_under_launch(machine, launched, lines, tmp_path, monkeypatc
 
 
 def test_the_default_of_trls_trainer(machine, lines, tmp_path):
-    made = trained_by_trl(tmp_path, Reports())
-    text, record = str(streambp.describe(made.model)), streambp.last_step(made.model)
+    trainer = trained_by_trl(tmp_path, Reports())
+    text, record = str(streambp.describe(trainer.model)), streambp.last_step(trainer.model)
     assert contradictions(text) == []
     assert text.startswith(
         "last step: 10 tokens (2 rows) in one chunk, kept its graph: backward recomputed nothing, "
         "the "
     )
     assert lines()[1:] == [f"Qwen3ForCausalLM: step 2: {record}{HEAD}"]
-    assert made.state.log_history[1]["stream_kept_gib"] * GIB == record.saved_bytes > 0
+    assert trainer.state.log_history[1]["stream_kept_gib"] * GIB == record.saved_bytes > 0
 
 
 def test_what_is_not_known_is_not_told():
@@ -662,12 +664,10 @@ def test_what_is_not_known_is_not_told():
     assert fields(build("llama")) == {}
     model = patched()
     step(model)
-    for given in ({"eval_loss": 1.0}, {"train_loss": 1.0}, None, ()):
-        before = copy.deepcopy(given)
-        StreamCallback().on_log(
-            None, SimpleNamespace(log_history=[]), None, logs=given, model=model
-        )
-        assert given == before
+    for logs in ({"eval_loss": 1.0}, {"train_loss": 1.0}, None, ()):
+        logs_before = copy.deepcopy(logs)
+        StreamCallback().on_log(None, SimpleNamespace(log_history=[]), None, logs=logs, model=model)
+        assert logs == logs_before
     StreamCallback().on_log(None, None, None, logs={"loss": 1.0}, model=model)
 
 
@@ -690,10 +690,10 @@ def test_copies_have_made_no_step():
     model = patched()
     step(model)
     assert streambp.last_step(model).number == 1
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert streambp.last_step(other) is None
-        step(other)
-        assert streambp.last_step(other).number == 1
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert streambp.last_step(twin) is None
+        step(twin)
+        assert streambp.last_step(twin).number == 1
     step(model)
     assert streambp.last_step(model).number == 2
 

@@ -35,7 +35,7 @@ FORMS = {
 PER_ROW = "of each row"
 
 
-def kept(labels, form):
+def positions_kept(labels, form):
     if isinstance(form, int):
         return labels[:, -form:]
     if form.dim() == 1:
@@ -71,14 +71,17 @@ def test_exact(family, form, float64_oracle, attended_chunks):
     stock = zoo.build(family, **FAMILIES[family])
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
     batch = make_batch("right-padded")
-    labels = {"labels": kept(batch.pop("labels").clamp(min=3), FORMS[form])}
+    labels = {"labels": positions_kept(batch.pop("labels").clamp(min=3), FORMS[form])}
     batch["logits_to_keep"] = FORMS[form]
-    for given in ({}, labels if form != "last one" else {}):  # one position has no next token
-        (expected_loss, expected), (loss, found) = (
-            gradients_of(model, batch, given) for model in (stock, ours)
+    for extra_inputs in (
+        {},
+        labels if form != "last one" else {},
+    ):  # one position has no next token
+        (expected_loss, expected), (loss, grads) = (
+            gradients_of(model, batch, extra_inputs) for model in (stock, ours)
         )
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(found, expected) <= 1e-10
+        assert worst_error(grads, expected) <= 1e-10
     assert attended_chunks
     description = streambp.describe(ours)
     assert {layer.path for layer in description.layers} == {"streams"}

@@ -8,14 +8,14 @@ from __future__ import annotations
 import pytest
 
 from scripts import many_steps
-from scripts.many_steps import MODES, Point, run, slope, told
+from scripts.many_steps import MODES, Point, run, slope, summary_line
 
 OBJECTS, CALLS = 0.5, 0.5  # a step: an object that each step leaves is 1
 
 
 def check(mode, steps):
     points = run(mode, steps)
-    print(told(mode, points))
+    print(summary_line(mode, points))
     assert abs(slope(points, "objects")) < OBJECTS
     assert slope(points, "calls") / points[-1].calls * steps < CALLS
 
@@ -29,10 +29,10 @@ def test_objects_and_calls_of_a_step_stay(mode):
 
 
 def test_a_leak_is_found(monkeypatch):
-    kept, real = [], many_steps.trained
+    leak, real = [], many_steps.trained
 
     def leaking(*args):
-        kept.append([])
+        leak.append([])
         real(*args)
 
     monkeypatch.setattr(many_steps, "trained", leaking)

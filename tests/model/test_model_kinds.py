@@ -53,9 +53,9 @@ def check(stock, run, chunk_size=5, tolerance=1e-10):
     seed_torch(0)
     expected_loss, expected = gradients_of(stock.double().train(), run)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size))
-    loss, found = gradients_of(ours, run)
+    loss, grads = gradients_of(ours, run)
     assert abs(loss - expected_loss) <= tolerance * abs(expected_loss)
-    assert worst_error(found, expected) <= tolerance
+    assert worst_error(grads, expected) <= tolerance
     assert any(layer.path == "streams" for layer in streambp.describe(ours).layers)
     return ours
 
@@ -236,11 +236,11 @@ def test_forward_replaced_by_another_library(patched_first, float64_everywhere):
     if not patched_first:
         streambp.patch(ours, streambp.StreamConfig(chunk_size=5))
     batch = make_batch("plain")
-    (expected_loss, expected), (loss, found) = (
+    (expected_loss, expected), (loss, grads) = (
         gradients_of(model, lambda m: m(**batch, use_cache=False).loss) for model in (stock, ours)
     )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(grads, expected) <= 1e-10
     assert patched_first == ("replaced the model's forward" in str(streambp.describe(ours)))
     streambp.unpatch(ours)
     assert ours.__dict__["forward"].__func__ is fused_loss_forward
@@ -346,7 +346,7 @@ def test_quantised_base_with_lora(quantise):
     def errors():
         """Errors of eight models at a time: those of single ones scatter by a fifth."""
         for first in itertools.count(step=8):
-            squares = torch.tensor([squared_errors(first + one) for one in range(8)])
+            squares = torch.tensor([squared_errors(first + seed) for seed in range(8)])
             yield squares.mean(0).sqrt().tolist()
 
     assert_as_precise(errors())
@@ -359,8 +359,8 @@ def test_describe_tells_of_calls_with_a_cache(float64_oracle):
     stock = peft.get_peft_model(zoo.build("qwen3"), prefix).double()
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
     assert "given a cache" not in str(streambp.describe(ours))
-    (_, expected), (_, found) = (gradients(model, **make_batch("plain")) for model in (stock, ours))
-    assert worst_error(found, expected) <= 1e-10
+    (_, expected), (_, grads) = (gradients(model, **make_batch("plain")) for model in (stock, ours))
+    assert worst_error(grads, expected) <= 1e-10
     assert "calls in training that were given a cache (prefix tuning) ran unpatched" in str(
         streambp.describe(ours)
     )

@@ -43,8 +43,8 @@ def step(model, **batch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(**batch).loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return [str(w.message) for w in caught if "documents" in str(w.message)], found
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return [str(w.message) for w in caught if "documents" in str(w.message)], grads
 
 
 def model_and_ours(family="qwen3", **settings):
@@ -57,11 +57,11 @@ def model_and_ours(family="qwen3", **settings):
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_a_call_that_the_unpatched_model_attends_across(kind):
     (stock, ours), batch = model_and_ours(), batch_with(kind)
-    told, found = step(ours, **batch)
-    assert len(told) == 1
-    assert ACROSS in told[0]
-    assert worst_error(found, step(stock, **batch)[1]) >= 1e-3
-    assert worst_error(found, gradients(stock, **batch)[1]) <= 1e-10
+    messages, grads = step(ours, **batch)
+    assert len(messages) == 1
+    assert ACROSS in messages[0]
+    assert worst_error(grads, step(stock, **batch)[1]) >= 1e-3
+    assert worst_error(grads, gradients(stock, **batch)[1]) <= 1e-10
     assert step(ours, **batch)[0] == [], "once"
     number = {"restart": 4, "skip": 4, "stride": 46}[kind]
     note = (
@@ -77,9 +77,9 @@ def test_a_mask_of_ones_rules_packing_out(kind):
     """As the warning says."""
     (stock, ours), batch = model_and_ours(), batch_with(kind)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    told, found = step(ours, **batch)
-    assert told == []
-    assert worst_error(found, step(stock, **batch)[1]) <= 1e-10
+    messages, grads = step(ours, **batch)
+    assert messages == []
+    assert worst_error(grads, step(stock, **batch)[1]) <= 1e-10
 
 
 @pytest.mark.parametrize("settings", [{"use_cache": False}, {"config": False}], ids=str)
@@ -88,9 +88,9 @@ def test_nothing_is_said_where_the_unpatched_model_does_the_same(settings):
     if "config" in settings:
         stock.config.use_cache = ours.config.use_cache = False
         settings = {}
-    told, found = step(ours, **batch, **settings)
-    assert told == []
-    assert worst_error(found, step(stock, **batch, **settings)[1]) <= 1e-10
+    messages, grads = step(ours, **batch, **settings)
+    assert messages == []
+    assert worst_error(grads, step(stock, **batch, **settings)[1]) <= 1e-10
 
 
 def test_ends_of_documents_count_with_any_attention():
@@ -98,7 +98,7 @@ def test_ends_of_documents_count_with_any_attention():
     whatever the implementation."""
     stock, ours = model_and_ours()
     batch = packed_batch([[0, 9, 23]], ids=False)
-    alone = gradients(
+    document_grads = gradients(
         stock, **{name: batch[name] for name in ("input_ids", "labels", "position_ids")}
     )[1]
     ends = {name: value for name, value in batch.items() if name != "position_ids"}
@@ -109,7 +109,7 @@ def test_ends_of_documents_count_with_any_attention():
         "cu_seq_lens_q are given: attention kept the 2 documents of the last call's rows apart"
         in str(streambp.describe(ours))
     )
-    assert worst_error(gradients(ours, **batch)[1], alone) <= 1e-10
+    assert worst_error(gradients(ours, **batch)[1], document_grads) <= 1e-10
 
 
 def test_documents_are_named():

@@ -30,19 +30,19 @@ EAGER = ("gemma2", "vaultgemma", "mimo_v2_flash")
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
-def padded(only=None, pads=(PADS, 2), length=LENGTH):
+def padded(labelled=None, pads=(PADS, 2), length=LENGTH):
     """A left-padded batch; only "after padding": its first real token alone is labelled, "others":
     all but that."""
     batch = make_batch("plain", length=length)
-    kept = torch.ones_like(batch["input_ids"])
-    after = torch.zeros_like(kept)
+    mask = torch.ones_like(batch["input_ids"])
+    first_tokens = torch.zeros_like(mask)
     for row, count in enumerate(pads):
-        kept[row, :count] = 0
-        after[row, count] = 1
-    batch["labels"][kept == 0] = -100
-    if only is not None:
-        batch["labels"][(after == 1) == (only == "others")] = -100
-    batch["attention_mask"] = kept
+        mask[row, :count] = 0
+        first_tokens[row, count] = 1
+    batch["labels"][mask == 0] = -100
+    if labelled is not None:
+        batch["labels"][(first_tokens == 1) == (labelled == "others")] = -100
+    batch["attention_mask"] = mask
     return {**batch, "num_items_in_batch": 1}  # a sum: labels' gradients add up
 
 
@@ -52,17 +52,17 @@ def patched(stock, chunk_size=5, **settings):
     )
 
 
-def difference(found, expected):
+def difference(grads, expected):
     """Of the whole gradient, relative."""
-    assert found.keys() == expected.keys()
+    assert grads.keys() == expected.keys()
     total = torch.stack([g.norm() for g in expected.values()]).norm()
-    return float(torch.stack([(found[n] - g).norm() for n, g in expected.items()]).norm() / total)
+    return float(torch.stack([(grads[n] - g).norm() for n, g in expected.items()]).norm() / total)
 
 
 def with_attention(model, attention):
-    other = copy.deepcopy(model)
-    other.config._attn_implementation = attention
-    return other
+    twin = copy.deepcopy(model)
+    twin.config._attn_implementation = attention
+    return twin
 
 
 def paths(model):
@@ -85,17 +85,19 @@ def test_one_label_is_all_that_eager_attention_predicts_otherwise(name):
         worst_error(gradients(ours, **padded("others"))[1], gradients(stock, **padded("others"))[1])
         <= 1e-10
     )
-    expected, found = (gradients(model, **padded("after padding"))[1] for model in (stock, ours))
-    assert difference(found, expected) > 0.01
-    whole = gradients(ours, **padded())[1]
-    parts = [gradients(ours, **padded(only))[1] for only in ("others", "after padding")]
+    expected, grads = (gradients(model, **padded("after padding"))[1] for model in (stock, ours))
+    assert difference(grads, expected) > 0.01
+    full_grads = gradients(ours, **padded())[1]
+    parts = [gradients(ours, **padded(labelled))[1] for labelled in ("others", "after padding")]
     assert (
-        difference({name: parts[0].get(name, 0) + parts[1].get(name, 0) for name in whole}, whole)
+        difference(
+            {name: parts[0].get(name, 0) + parts[1].get(name, 0) for name in full_grads}, full_grads
+        )
         <= 1e-12
     )
     if name in ("llama", "qwen3_moe", "cohere2"):  # sdpa knows all of their attention
         expected = gradients(with_attention(stock, "sdpa"), **padded("after padding"))[1]
-        assert worst_error(found, expected) <= 1e-10
+        assert worst_error(grads, expected) <= 1e-10
 
 
 def cached(name):
@@ -120,12 +122,12 @@ def test_layers_that_attend_by_themselves_whatever_came_first(name, first):
         "left-padded": padded("others"),
         "long padding": padded("others", (14, 16)),
     }
-    for batch in [first, *(other for other in batches if other != first)]:
-        (expected_loss, expected), (loss, found) = (
+    for batch in [first, *(batch_name for batch_name in batches if batch_name != first)]:
+        (expected_loss, expected), (loss, grads) = (
             gradients(model, **batches[batch]) for model in (stock, ours)
         )
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(found, expected) <= 1e-10
+        assert worst_error(grads, expected) <= 1e-10
         assert paths(ours) == {"streams"}
 
 
@@ -147,9 +149,9 @@ def test_what_padding_predicts_does_not_depend_on_chunks(name):
 
 def check_chunk_sizes(name):
     stock = cached(name)
-    found = [gradients(patched(stock, size), **padded())[1] for size in (3, 5, 16)]
-    assert difference(found[0], found[2]) <= 1e-12
-    assert difference(found[1], found[2]) <= 1e-12
+    runs = [gradients(patched(stock, size), **padded())[1] for size in (3, 5, 16)]
+    assert difference(runs[0], runs[2]) <= 1e-12
+    assert difference(runs[1], runs[2]) <= 1e-12
 
 
 def test_empty_queries_of_layers_that_attend_by_themselves_give_zero():
@@ -159,20 +161,20 @@ def test_empty_queries_of_layers_that_attend_by_themselves_give_zero():
 
 def check_zero():
     stock = zoo.build("gptj")
-    kept = padded()
+    inputs = padded()
     model = copy.deepcopy(stock)
     for layer in model.transformer.h:
         torch.nn.init.zeros_(layer.attn.out_proj.weight)
     streambp.patch(model, streambp.StreamConfig(chunk_size=5))
     hidden = model.transformer(
-        kept["input_ids"], attention_mask=kept["attention_mask"], use_cache=False
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False
     ).last_hidden_state
     ours = patched(stock)
-    found = ours.transformer(
-        kept["input_ids"], attention_mask=kept["attention_mask"], use_cache=False
+    output = ours.transformer(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False
     ).last_hidden_state
-    assert torch.equal(found[0, :PADS], hidden[0, :PADS])
-    assert not torch.equal(found[0, PADS:], hidden[0, PADS:])
+    assert torch.equal(output[0, :PADS], hidden[0, :PADS])
+    assert not torch.equal(output[0, PADS:], hidden[0, PADS:])
 
 
 FIRST = {"one token": 1, "two tokens": 2, "five tokens": 5}
@@ -203,8 +205,8 @@ def test_the_first_batch_decides_nothing(name, first):
                 **make_batch("plain"), position_ids=torch.arange(LENGTH - 3)[None], use_cache=False
             )
     for mode in ("plain", "left-padded"):
-        expected, found = (gradients(model, **make_batch(mode))[1] for model in (stock, ours))
-        assert worst_error(found, expected) <= 1e-10
+        expected, grads = (gradients(model, **make_batch(mode))[1] for model in (stock, ours))
+        assert worst_error(grads, expected) <= 1e-10
         assert paths(ours) == {"streams"}
 
 
@@ -221,8 +223,8 @@ def test_padding_does_not_hide_a_convolution(pads):
         first["input_ids"][first["attention_mask"] == 0] = 0
         ours = patched(stock)
         for batch in (first, make_batch("plain")):
-            expected, found = (gradients(model, **batch)[1] for model in (stock, ours))
-            assert worst_error(found, expected) <= 1e-10
+            expected, grads = (gradients(model, **batch)[1] for model in (stock, ours))
+            assert worst_error(grads, expected) <= 1e-10
         assert paths(ours) == {"checkpoints"}
 
 
@@ -248,8 +250,8 @@ def test_a_verdict_is_of_one_kind_of_call():
             (torch.tensor(0.2), "checkpoints"),
         ):
             batch = make_batch("plain") if mix is None else {**make_batch("plain"), "mix": mix}
-            expected, found = (gradients(model, **batch)[1] for model in (stock, ours))
-            assert worst_error(found, expected) <= 1e-10
+            expected, grads = (gradients(model, **batch)[1] for model in (stock, ours))
+            assert worst_error(grads, expected) <= 1e-10
             assert paths(ours) == {path}
 
 
@@ -271,9 +273,9 @@ def test_the_probe_leaves_the_random_numbers_alone():
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
 def test_probed_tokens_are_as_large_as_the_layers_own(scale):
     hidden_states = torch.randn(2, LENGTH, 64) * scale
-    found = rehearsal.random_like(hidden_states)
-    assert found.shape == (2, rehearsal.TOKENS, 64)
-    assert 0.8 < found.std() / (scale * 0.67 if scale else 1.0) < 1.2
+    tokens = rehearsal.random_like(hidden_states)
+    assert tokens.shape == (2, rehearsal.TOKENS, 64)
+    assert 0.8 < tokens.std() / (scale * 0.67 if scale else 1.0) < 1.2
 
 
 def test_warning_names_the_label_once():
@@ -310,10 +312,10 @@ def test_verify_does_not_blame_streaming_for_padding(name):
 @pytest.mark.parametrize("name", EXACT)
 def test_every_family_streams_the_same_layers_whatever_came_first(name):
     stock = zoo.build(name)
-    found = []
+    layer_lists = []
     for first in ("plain", "left-padded"):
         ours = patched(stock)
         for mode in (first, "left-padded"):
             ours(**make_batch(mode), use_cache=False)
-        found.append([(layer.path, layer.reason) for layer in streambp.describe(ours).layers])
-    assert found[0] == found[1]
+        layer_lists.append([(layer.path, layer.reason) for layer in streambp.describe(ours).layers])
+    assert layer_lists[0] == layer_lists[1]

@@ -23,37 +23,37 @@ MOST = 48
 LONG = 97
 
 
-def warned(model, length=LONG, **more):
+def warned(model, length=LONG, **kwargs):
     """The warnings of positions that a step gives."""
     ids = torch.randint(0, VOCABULARY, (1, length))
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
-        model(input_ids=ids, labels=ids, use_cache=False, **more).loss.backward()
-    return [str(one.message) for one in found if BEYOND in str(one.message)]
+        model(input_ids=ids, labels=ids, use_cache=False, **kwargs).loss.backward()
+    return [str(record.message) for record in records if BEYOND in str(record.message)]
 
 
-def made(name="llama", most=MOST, **changes):
+def make_model(name="llama", max_positions=MOST, **changes):
     model = zoo.build(name, torch.float32, device="cpu")
-    for field, value in {"max_position_embeddings": most, **changes}.items():
+    for field, value in {"max_position_embeddings": max_positions, **changes}.items():
         setattr(model.config.get_text_config(), field, value)
     return streambp.patch(model.train(), streambp.StreamConfig(chunk_size=16))
 
 
 def test_the_first_step_beyond_warns_once():
-    model = made()
+    model = make_model()
     assert not warned(model, MOST)
-    (said,) = warned(model)
-    assert f"Rows of {LONG} tokens exceed the model's {MOST} positions" in said
+    (message,) = warned(model)
+    assert f"Rows of {LONG} tokens exceed the model's {MOST} positions" in message
     assert not warned(model)
     config = zoo.tiny_config("llama")
     config.max_position_embeddings = MOST
-    exec(re.search(r"this config: (.*)", said)[1], {"config": config})
+    exec(re.search(r"this config: (.*)", message)[1], {"config": config})
     assert positions.beyond_positions(config, LONG) is None
 
 
 def check_other_steps():
-    assert not warned(made(), LONG, position_ids=torch.arange(LONG)[None] % MOST)
-    evaluated = made().eval()
+    assert not warned(make_model(), LONG, position_ids=torch.arange(LONG)[None] % MOST)
+    evaluated = make_model().eval()
     assert not warned(evaluated)
     assert warned(evaluated.train())
 
@@ -86,15 +86,15 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
 )
 def test_scaled_angles_reach_further(angles, silent):
     assert (
-        warned(made(rope_parameters=angles)) == []
+        warned(make_model(rope_parameters=angles)) == []
         if silent
-        else warned(made(rope_parameters=angles))
+        else warned(make_model(rope_parameters=angles))
     )
 
 
 @pytest.mark.parametrize("name", ["bloom", pytest.param("mamba", marks=needs_mambas_states)])
 def test_models_without_rotary_embeddings_do_not_warn(name):
-    assert not warned(made(name))
+    assert not warned(make_model(name))
 
 
 TOWER = {
@@ -112,8 +112,8 @@ def test_a_multimodal_model_is_told_of_its_text_part():
     model = AutoModelForCausalLM.from_config(config).train()
     text_alone = torch.zeros(1, LONG, dtype=torch.long)  # which older releases ask for
     streambp.patch(model, streambp.StreamConfig(chunk_size=16))
-    (said,) = warned(model, token_type_ids=text_alone)
-    assert 'config.get_text_config().rope_parameters["full_attention"].update(' in said
+    (message,) = warned(model, token_type_ids=text_alone)
+    assert 'config.get_text_config().rope_parameters["full_attention"].update(' in message
 
 
 def test_adapters_hide_nothing():
@@ -122,5 +122,5 @@ def test_adapters_hide_nothing():
     model.config.max_position_embeddings = MOST
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
     streambp.patch(model.train(), streambp.StreamConfig(chunk_size=16))
-    (said,) = warned(model)
-    assert "config.rope_parameters.update(" in said
+    (message,) = warned(model)
+    assert "config.rope_parameters.update(" in message

@@ -34,7 +34,7 @@ FIRST = {
 def snapshot(model):
     """All that stands in modules and their tables, by identity and in its order, and in wrappers of
     the patch."""
-    found = []
+    rows = []
     for name, module in model.named_modules():
         for key, value in module.__dict__.items():
             inside = (
@@ -44,17 +44,17 @@ def snapshot(model):
                 if isinstance(value, list)
                 else ()
             )
-            found.append((name, key, id(value), [*map(id, inside)] if isinstance(value, list) else [
+            rows.append((name, key, id(value), [*map(id, inside)] if isinstance(value, list) else [
                 (k, id(v)) for k, v in inside]))  # fmt: skip
     state = model.__dict__.get("_streambp")
     for wrapper in () if state is None else state.wrappers:
-        found.append(
+        rows.append(
             (type(wrapper).__name__, [(key, id(value)) for key, value in vars(wrapper).items()])
         )
-    return found
+    return rows
 
 
-def nothing(model, monkeypatch):
+def unchanged(model, monkeypatch):
     """The config is enough."""
 
 
@@ -70,7 +70,7 @@ def interrupt(target, name):
     return prepare
 
 
-def foreign(model, monkeypatch):
+def third_party_attention(model, monkeypatch):
     """Another library's attention under the model's name."""
     space = {"__name__": "another.library"}
     exec("def attend(module, query, key, value, mask, **kwargs):\n    return query, None", space)
@@ -85,11 +85,11 @@ def without_layers(model, monkeypatch):
 
 
 CASES = {
-    "no config": (nothing, StreamBPError, "chunk_size=5"),
-    "no such Linear": (nothing, ConfigError, streambp.StreamConfig(saves=("mlp.nobody",))),
-    "more layers than there are": (nothing, ConfigError, streambp.StreamConfig(saves=("attn_out@99",))),
-    "liger": (nothing, (MissingLibraryError, ConfigError), streambp.StreamConfig(kernels="liger")),
-    "foreign attention": (foreign, UnsupportedModelError, STREAMED),
+    "no config": (unchanged, StreamBPError, "chunk_size=5"),
+    "no such Linear": (unchanged, ConfigError, streambp.StreamConfig(saves=("mlp.nobody",))),
+    "more layers than there are": (unchanged, ConfigError, streambp.StreamConfig(saves=("attn_out@99",))),
+    "liger": (unchanged, (MissingLibraryError, ConfigError), streambp.StreamConfig(kernels="liger")),
+    "foreign attention": (third_party_attention, UnsupportedModelError, STREAMED),
     "no layers": (without_layers, UnsupportedModelError, STREAMED),
     "stopped in kernels": (interrupt(patching, "choose_kernels"), KeyboardInterrupt, STREAMED),
     "stopped in a layer": (interrupt(LayerForward, "install"), KeyboardInterrupt, STREAMED),
@@ -118,12 +118,12 @@ def check(case, first, monkeypatch):
         streambp.patch(model, FIRST[first])
     expected = step(model, batch)
     described = None if first is None else str(streambp.describe(model))
-    before = snapshot(model)
+    snapshot_before = snapshot(model)
     with monkeypatch.context() as within:
         prepare(model, within)
         with pytest.raises(error):
             streambp.patch(model, config)
-    assert snapshot(model) == before
+    assert snapshot(model) == snapshot_before
     assert (None if first is None else str(streambp.describe(model))) == described
     loss, gradients = step(model, batch)
     assert loss == expected[0]
@@ -165,7 +165,7 @@ def test_mutant_tables_stay_as_they_are(case, monkeypatch):
 
 def test_a_part_of_a_patched_model_is_left_alone(monkeypatch):
     model = streambp.patch(build("llama", torch.float64), STREAMED)
-    before = snapshot(model)
+    snapshot_before = snapshot(model)
     with pytest.raises(StreamBPError, match="part of a model that is patched"):
         streambp.patch(model.model, STREAMED)
-    assert snapshot(model) == before
+    assert snapshot(model) == snapshot_before

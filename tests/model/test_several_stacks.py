@@ -47,15 +47,15 @@ class Two(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def room(monkeypatch):
+def headroom(monkeypatch):
     monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
 
 
-def patched(plain, apart=False, **settings):
+def patched(plain, separately=False, **settings):
     """A copy of `plain`, patched as one model or each language model apart, on a device with plenty
     of memory."""
     model = copy.deepcopy(plain)
-    for part in (model.first, model.second) if apart else (model,):
+    for part in (model.first, model.second) if separately else (model,):
         streambp.patch(part, streambp.StreamConfig(**settings))
         for wrapper in part._streambp.wrappers:
             policy = getattr(getattr(wrapper, "layer_state", None), "saves_policy", None)
@@ -80,15 +80,15 @@ def loss_of(model, batch):
 def loss_outside(model, batch):
     """The loss as a program computes it, from logits."""
     labels = batch["labels"][:, 1:].flatten()
-    given = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**given, use_cache=False).logits[:, :-1]
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache=False).logits[:, :-1]
     return cross_entropy(logits.flatten(0, 1), labels)
 
 
 def hidden(model, batch):
     """A sum over the backbone's output, padding left out."""
-    given = {name: value for name, value in batch.items() if name != "labels"}
-    states = model.model(**given, use_cache=False).last_hidden_state
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    states = model.model(**inputs, use_cache=False).last_hidden_state
     weights = torch.randn(states.shape, generator=seeded(2), dtype=states.dtype)
     return (states * weights * batch["attention_mask"][..., None]).sum() / 100
 
@@ -111,12 +111,12 @@ def gradients(model, forward, value, backward):
     losses = model(functools.partial(FORWARDS[forward], VALUES[value]))
     for loss in BACKWARDS[backward](losses):
         loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return sum(loss.detach() for loss in losses), found
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return sum(loss.detach() for loss in losses), grads
 
 
 @pytest.mark.parametrize(
-    "apart",
+    "separately",
     [False, pytest.param(True, marks=pytest.mark.full)],
     ids=["one patch", "patched apart"],
 )
@@ -127,25 +127,25 @@ def gradients(model, forward, value, backward):
         for name in SETTINGS
     ],
 )
-def test_gradients_are_the_unpatched_models(settings, apart, float64_oracle):
+def test_gradients_are_the_unpatched_models(settings, separately, float64_oracle):
     """In the first step and in a later one, whatever the order of backwards."""
     plain = Two()
-    model = patched(plain, apart, **SETTINGS[settings])
+    model = patched(plain, separately, **SETTINGS[settings])
     for value in VALUES:
         for number, forward in enumerate(FORWARDS):
             for backward in ("together", ("reversed", "in order")[number % 2]):
                 expected = gradients(plain, forward, value, backward)
-                found = gradients(model, forward, value, backward)
-                torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=0.0)
-                assert worst_error(found[1], expected[1]) <= EXACT, (value, forward, backward)
+                result = gradients(model, forward, value, backward)
+                torch.testing.assert_close(result[0], expected[0], rtol=1e-11, atol=0.0)
+                assert worst_error(result[1], expected[1]) <= EXACT, (value, forward, backward)
 
 
 def notes_after(settings, forward, value=loss_of):
     """Records before and after the backward of the step that follows a step of both models."""
     model = patched(Two(torch.float32), **SETTINGS[settings])
     records = []
-    for each in (FORWARDS["two"], FORWARDS[forward]):
-        losses = model(functools.partial(each, value))
+    for function in (FORWARDS["two"], FORWARDS[forward]):
+        losses = model(functools.partial(function, value))
         records.append(streambp.last_step(model))
         sum(losses).backward()
     assert (records[0].number, records[0].tokens, records[0].way) == (1, BOTH, "streamed")
@@ -157,18 +157,18 @@ BOTH = 2 * LENGTH + 3 * SHORT
 
 @pytest.mark.parametrize("settings", ["unpatched", "chunks"])
 def test_a_step_is_told_with_the_tokens_of_both_backbones(settings):
-    before, after = notes_after(settings, "two")
-    for record in (before, after):
+    record_before, record_after = notes_after(settings, "two")
+    for record in (record_before, record_after):
         assert (record.number, record.tokens, record.rows) == (2, BOTH, 3)
     way = ("ran unpatched", 1) if settings == "unpatched" else ("streamed", 0)
-    assert (after.way, after.unpatched_steps) == way
+    assert (record_after.way, record_after.unpatched_steps) == way
 
 
 @pytest.mark.parametrize("settings", ["unpatched", "chunks"])
 def test_one_backbone_twice_is_two_micro_batches(settings):
-    before, after = notes_after(settings, "one twice")
-    assert (before.number, after.number, after.tokens) == (3, 3, 3 * SHORT)
-    assert after.unpatched_steps == (2 if settings == "unpatched" else 0)
+    record_before, record_after = notes_after(settings, "one twice")
+    assert (record_before.number, record_after.number, record_after.tokens) == (3, 3, 3 * SHORT)
+    assert record_after.unpatched_steps == (2 if settings == "unpatched" else 0)
 
 
 @pytest.mark.parametrize("part", ["first", "second"])
@@ -189,15 +189,15 @@ def test_a_model_whose_run_does_not_fit_streams_in_the_same_step(part):
     assert (record.number, record.tokens, record.rows) == (2, BOTH, 3)
     assert record.way != "ran unpatched"
     sum(losses).backward()
-    after = streambp.last_step(model)
-    assert (after.number, after.tokens, after.unpatched_steps) == (2, BOTH, 0)
+    record_after = streambp.last_step(model)
+    assert (record_after.number, record_after.tokens, record_after.unpatched_steps) == (2, BOTH, 0)
 
 
-def loses_shapes(self, backbone, given, shared, unpatched=False, real=Steps.forward_done):
+def loses_shapes(self, backbone, tokens, shared, unpatched=False, real=Steps.forward_done):
     """As it was: an unpatched forward is followed by its own repetition."""
     if self.last is not None and self.last.unpatched and not self.last.in_backward:
         self.last.shapes.clear()
-    real(self, backbone, given, shared, unpatched)
+    real(self, backbone, tokens, shared, unpatched)
 
 
 MUTANTS = {

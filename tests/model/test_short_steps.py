@@ -65,27 +65,27 @@ def calls_of(step):
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    before = sys.getprofile()
+    profiler = sys.getprofile()
     sys.setprofile(called)
     try:
         step()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(profiler)
     return calls
 
 
 def of_a_layer(way):
     """(dispatches, calls) of a layer, forward and backward."""
-    found = []
+    counts = []
     for layers in (FEW, MANY):
         step, model = stepper(way, layers)
         with Dispatches() as count:
             step()
-        found.append((sum(count.counts.values()), calls_of(step)))
+        counts.append((sum(count.counts.values()), calls_of(step)))
         if way in (KEPT, PLAIN_RUN):
-            said = str(streambp.last_step(model))
-            assert ("kept its graph" if way == KEPT else "ran unpatched") in said
-    return tuple((more - less) / (MANY - FEW) for less, more in zip(*found, strict=True))
+            text = str(streambp.last_step(model))
+            assert ("kept its graph" if way == KEPT else "ran unpatched") in text
+    return tuple((of_many - of_few) / (MANY - FEW) for of_few, of_many in zip(*counts, strict=True))
 
 
 @functools.cache
@@ -93,9 +93,9 @@ def rows_of_a_process():
     """(dispatches, calls) of a layer for each way, in a process of its own: what other tests leave
     in a process changes the number of calls."""
     command = [sys.executable, "-m", "tests.model.test_short_steps"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def test_a_layer_that_runs_unpatched_asks_torch_for_nothing_more():
@@ -126,7 +126,7 @@ def test_mutant_that_recomputes_turns_a_test_red(monkeypatch):
     real = StreamedLayer.backward
 
     def backward(ctx, *grads):
-        ctx.call.kept.give_up(at_work=False)
+        ctx.call.saved.drop_saves(is_running=False)
         return real(ctx, *grads)
 
     monkeypatch.setattr(StreamedLayer, "backward", staticmethod(backward))

@@ -66,11 +66,11 @@ def check(family, modes=MODES):
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
     for mode in modes:
         batch = make_batch(mode)
-        (expected_loss, expected), (loss, found) = (
+        (expected_loss, expected), (loss, grads) = (
             gradients(model, **batch) for model in (stock, ours)
         )
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(found, expected) <= 1e-10
+        assert worst_error(grads, expected) <= 1e-10
     return streambp.describe(ours).layers
 
 

@@ -27,9 +27,9 @@ CONFIG = streambp.StreamConfig(chunk_size=5)
 def compare(stock, config=CONFIG, mode="plain", bar=1e-10, **batch):
     ours = streambp.patch(copy.deepcopy(stock), config)
     batch = {**make_batch(mode), **batch}
-    expected, found = gradients(stock, **batch)[1], gradients(ours, **batch)[1]
-    assert worst_error(found, expected) <= bar
-    return found
+    expected, grads = gradients(stock, **batch)[1], gradients(ours, **batch)[1]
+    assert worst_error(grads, expected) <= bar
+    return grads
 
 
 @pytest.mark.parametrize("patch_first", [True, False])
@@ -54,10 +54,10 @@ def test_lora(patch_first, saves, float64_oracle):
             streambp.patch(model, config)
         models.append(model)
     batch = make_batch("right-padded")
-    (_, expected), (_, found) = (gradients(m, **batch) for m in models)
+    (_, expected), (_, grads) = (gradients(m, **batch) for m in models)
     assert expected
-    assert all("lora" in name for name in found)
-    assert worst_error(found, expected) <= 1e-10
+    assert all("lora" in name for name in grads)
+    assert worst_error(grads, expected) <= 1e-10
 
 
 @pytest.mark.fast(2)
@@ -78,8 +78,8 @@ def test_frozen_parts(frozen, float64_oracle):
     stock = build("qwen3", torch.float64, num_hidden_layers=3)
     for name, p in stock.named_parameters():
         p.requires_grad_(not any(part in name for part in frozen))
-    found = compare(stock)
-    assert not any(part in name for part in frozen for name in found)
+    grads = compare(stock)
+    assert not any(part in name for part in frozen for name in grads)
 
 
 def test_input_embeddings_get_their_gradient(float64_oracle):
@@ -126,9 +126,9 @@ def test_dropout_by_finite_differences(family, float64_oracle):
 def test_backward_leaves_the_random_stream_alone():
     model = streambp.patch(build("phi3", resid_pdrop=0.2, attention_dropout=0.1), CONFIG)
     loss = model(**make_batch("plain"), use_cache=False).loss
-    before = torch.get_rng_state()
+    state_before = torch.get_rng_state()
     loss.backward()
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(state_before, torch.get_rng_state())
 
 
 @pytest.mark.full
@@ -150,9 +150,9 @@ def autocast_errors(saves):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(**batch, use_cache=False).loss
             loss.backward()
-            found = {n: p.grad.clone() for n, p in model.named_parameters()}
+            grads = {n: p.grad.clone() for n, p in model.named_parameters()}
             model.zero_grad()
-            return found
+            return grads
 
         stock = step(model)
         ours = step(streambp.patch(model, streambp.StreamConfig(chunk_size=11, saves=saves)))
@@ -172,16 +172,16 @@ def test_autocast_leaves_float64_alone(settings, float64_oracle):
 
 def test_autocast_covers_the_recomputation():
     model = streambp.patch(build("qwen3"), CONFIG)
-    seen = set()  # a list would have an entry for each chunk, and the layer would run whole
+    dtypes = set()  # a list would have an entry for each chunk, and the layer would run whole
     for name, module in model.model.layers[0].named_modules():
         if name.endswith("up_proj"):
-            module.register_forward_hook(lambda m, args, out: seen.add(out.dtype))
+            module.register_forward_hook(lambda m, args, out: dtypes.add(out.dtype))
     for _ in range(2):  # the first step tries the layers
-        seen.clear()
+        dtypes.clear()
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**make_batch("plain"), use_cache=False).loss
         loss.backward()
-        assert seen == {torch.bfloat16}
+        assert dtypes == {torch.bfloat16}
     assert streambp.describe(model).layers[0].path == "streams"
 
 
@@ -197,7 +197,7 @@ def scaled_errors(seed):
     ids = torch.randint(3, 4096, (2, 96), generator=seeded(seed))
     batch = {"input_ids": ids, "labels": ids}
     _, truth = gradients(model, **batch)
-    found = []
+    runs = []
     for patched in (False, True):
         if patched:
             streambp.patch(model, streambp.StreamConfig(chunk_size=37))
@@ -207,12 +207,12 @@ def scaled_errors(seed):
             loss = model(**batch, use_cache=False).loss
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        found.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        runs.append({n: p.grad.clone() for n, p in model.named_parameters()})
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 65536.0
         model.zero_grad()
-    return relative_l2(found[1], truth), relative_l2(found[0], truth)
+    return relative_l2(runs[1], truth), relative_l2(runs[0], truth)
 
 
 @pytest.mark.sees_padding("logits of padding are compared")
@@ -225,14 +225,14 @@ def test_no_grad_streams(training, labels, attended_chunks, float64_oracle):
     if not labels:
         del batch["labels"]
     with torch.no_grad():
-        expected, found = stock(**batch, use_cache=False), ours(**batch, use_cache=False)
+        expected, output = stock(**batch, use_cache=False), ours(**batch, use_cache=False)
     assert 5 in attended_chunks
     assert 23 not in attended_chunks
     if labels:
-        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=0)
-        assert found.logits is None
+        torch.testing.assert_close(output.loss, expected.loss, rtol=1e-12, atol=0)
+        assert output.logits is None
     else:
-        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(output.logits, expected.logits, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.full
@@ -262,9 +262,9 @@ def test_accelerates_mixed_precision_around_the_model(tmp_path):
             for parameter in blank.parameters():
                 parameter.zero_()
         assert blank(**batch).loss.item() == pytest.approx(math.log(VOCABULARY))
-        again = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=3))
-        torch.testing.assert_close(again(**batch).loss, expected, rtol=1e-3, atol=0)
-        assert again(**batch).logits is None
+        twin = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=3))
+        torch.testing.assert_close(twin(**batch).loss, expected, rtol=1e-3, atol=0)
+        assert twin(**batch).logits is None
         bare = streambp.unpatch(copy.deepcopy(model))
         torch.testing.assert_close(bare(**batch, use_cache=False).loss, expected, rtol=1e-3, atol=0)
         assert bare(**batch, use_cache=False).logits is not None
@@ -277,9 +277,9 @@ def test_eval_logits():
     )
     batch = make_batch("plain")
     with torch.no_grad():
-        expected, found = stock(**batch, use_cache=False), ours(**batch, use_cache=False)
-    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.loss, expected.loss)
+        expected, output = stock(**batch, use_cache=False), ours(**batch, use_cache=False)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output.loss, expected.loss)
 
 
 def test_generation_is_as_unpatched(attended_chunks):
@@ -308,15 +308,15 @@ def test_continuous_batching_is_as_unpatched(training, attended_chunks):
     ]
     settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = ContinuousBatchingConfig(block_size=16, num_blocks=16, max_batch_tokens=64)
-    expected, found = (
+    expected, sequences = (
         [
             answer.generated_tokens
             for answer in model.generate_batch(prompts, settings, sizes).values()
         ]
         for model in (stock, ours)
     )
-    assert found == expected
-    assert [len(tokens) for tokens in found] == [6, 6, 6]
+    assert sequences == expected
+    assert [len(tokens) for tokens in sequences] == [6, 6, 6]
     assert not attended_chunks
     assert ours.config._attn_implementation == stock.config._attn_implementation
 
@@ -328,22 +328,22 @@ def test_a_cache_is_returned_in_eval_mode_as_unpatched(use_cache, attended_chunk
     stock = build("qwen3", torch.float64).eval()
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
     batch = make_batch("plain")
-    given = {} if use_cache is None else {"use_cache": use_cache}
+    options = {} if use_cache is None else {"use_cache": use_cache}
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
-            expected, found = (model(batch["input_ids"], **given) for model in (stock, ours))
+            expected, output = (model(batch["input_ids"], **options) for model in (stock, ours))
         assert (
-            (found.past_key_values is None)
+            (output.past_key_values is None)
             == (expected.past_key_values is None)
             == (use_cache is False)
         )
-        torch.testing.assert_close(found.logits, expected.logits)
+        torch.testing.assert_close(output.logits, expected.logits)
     assert bool(attended_chunks) == (use_cache is False)
     assert ("pass use_cache=False" in str(streambp.describe(ours))) == (use_cache is None)
     if use_cache is None:
         following = batch["input_ids"][:, :1]
         torch.testing.assert_close(
-            ours(following, past_key_values=found.past_key_values).logits,
+            ours(following, past_key_values=output.past_key_values).logits,
             stock(following, past_key_values=expected.past_key_values).logits,
         )
         assert ours(**batch).past_key_values is None
@@ -378,14 +378,14 @@ def test_trainer_with_resume(tmp_path, attended_chunks):
     stock = build("qwen3")
     expected = train(copy.deepcopy(stock), tmp_path / "stock")
     assert not attended_chunks
-    found = train(streambp.patch(copy.deepcopy(stock), CONFIG), tmp_path / "ours")
+    logs = train(streambp.patch(copy.deepcopy(stock), CONFIG), tmp_path / "ours")
     assert attended_chunks
-    for a, b in zip(expected, found, strict=True):
+    for a, b in zip(expected, logs, strict=True):
         for key in {"loss", "eval_loss", "grad_norm"} & a.keys():
             assert a[key] == pytest.approx(b[key], rel=1e-3)
     model = streambp.patch(copy.deepcopy(stock), CONFIG)
     resumed = train(model, tmp_path / "ours", resume=str(tmp_path / "ours" / "checkpoint-3"))
-    assert resumed[-1]["eval_loss"] == pytest.approx(found[-1]["eval_loss"], rel=1e-4)
+    assert resumed[-1]["eval_loss"] == pytest.approx(logs[-1]["eval_loss"], rel=1e-4)
 
 
 @pytest.mark.full
@@ -393,6 +393,6 @@ def test_trainer_with_torch_compile(tmp_path, attended_chunks):
     stock = build("qwen3")
     expected = train(copy.deepcopy(stock), tmp_path / "stock")
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    found = train(streambp.patch(copy.deepcopy(stock), CONFIG), tmp_path / "ours", **compiled)
+    logs = train(streambp.patch(copy.deepcopy(stock), CONFIG), tmp_path / "ours", **compiled)
     assert attended_chunks
-    assert found[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], rel=1e-3)
+    assert logs[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], rel=1e-3)

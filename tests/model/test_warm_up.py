@@ -42,25 +42,25 @@ pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 @pytest.fixture
-def tried(monkeypatch):
+def trial_counts(monkeypatch):
     """The first looks that are made, by name."""
-    found = Counter()
-    looks = [
+    counts = Counter()
+    trial_functions = [
         (probe, "_judged"),
         (probe, "_judged_at_length"),
         (trials, "_writes"),
         (trials, "few_tokens"),
         (Trials, "_try"),
     ]
-    for home, name in (*looks, (own_run, "own_run"), (probe, "own_run")):
+    for home, name in (*trial_functions, (own_run, "own_run"), (probe, "own_run")):
         real = getattr(home, name)
 
         def count(*args, real=real, name=name, **kwargs):
-            found[name] += 1
+            counts[name] += 1
             return real(*args, **kwargs)
 
         monkeypatch.setattr(home, name, count)
-    return found
+    return counts
 
 
 class Statistics:
@@ -105,7 +105,7 @@ def from_logits(model, batch):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
 
 
-def given(batch, loss_of):
+def warm_up_inputs(batch, loss_of):
     return (
         {**batch, "use_cache": False}
         if loss_of is labelled
@@ -121,31 +121,36 @@ def lora(model):
     )
 
 
-def same(model):
+def identity(model):
     return model
 
 
 CASES = {
-    "chunks": ("llama", same, labelled, CHUNKS),
-    "default": ("llama", same, labelled, streambp.StreamConfig()),
-    "streamed in one chunk": ("llama", same, labelled, streambp.StreamConfig(unpatched_runs=False)),
+    "chunks": ("llama", identity, labelled, CHUNKS),
+    "default": ("llama", identity, labelled, streambp.StreamConfig()),
+    "streamed in one chunk": (
+        "llama",
+        identity,
+        labelled,
+        streambp.StreamConfig(unpatched_runs=False),
+    ),
     "lazy": (
         "llama",
-        same,
+        identity,
         from_logits,
         streambp.StreamConfig(chunk_size=5, saves=(), lazy_logits=True),
     ),
-    "logits": ("llama", same, from_logits, CHUNKS),
+    "logits": ("llama", identity, from_logits, CHUNKS),
     "LoRA": ("llama", lora, labelled, CHUNKS),
     "saves": (
         "llama",
-        same,
+        identity,
         labelled,
         streambp.StreamConfig(chunk_size=5, saves=("attn_out", "kv", "mlp.*")),
     ),
-    "experts": ("qwen3_moe", same, labelled, CHUNKS),
-    "states": ("falcon_h1", same, labelled, CHUNKS),
-    "whole": ("mixing", same, labelled, CHUNKS),
+    "experts": ("qwen3_moe", identity, labelled, CHUNKS),
+    "states": ("falcon_h1", identity, labelled, CHUNKS),
+    "whole": ("mixing", identity, labelled, CHUNKS),
 }
 
 
@@ -170,75 +175,75 @@ def a_step(model, batch, loss_of):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def statistics(case, tried):
+def statistics(case, trial_counts):
     """Steps with statistics after a warm-up, on the unpatched model and on ours."""
     family, wrap, loss_of, config = CASES[case]
     stock, ours = (wrap(build(family)) for _ in range(2))
     batch = make_batch("plain")
-    streambp.warm_up(streambp.patch(ours, config), **given(batch, loss_of))
-    assert tried
-    tried.clear()
+    streambp.warm_up(streambp.patch(ours, config), **warm_up_inputs(batch, loss_of))
+    assert trial_counts
+    trial_counts.clear()
     # where the step runs as unpatched
     everywhere = config.chunk_size == "auto" and config.unpatched_runs
-    found = [Statistics(model, everywhere) for model in (stock, ours)]
+    collectors = [Statistics(model, everywhere) for model in (stock, ours)]
     for seed in (1, 2):
         batch = make_batch("plain", seed=seed)
         expected, gradients = (a_step(model, batch, loss_of) for model in (stock, ours))
         assert worst_error(gradients, expected) <= EXACT
-        compare(*(statistics.sums for statistics in found), twice=case == "whole")
-    assert not +tried
+        compare(*(statistics.sums for statistics in collectors), runs_twice=case == "whole")
+    assert not +trial_counts
 
 
-def compare(expected, found, twice=False):
+def compare(expected, actual, runs_twice=False):
     """twice: torch's checkpoint runs forward with a graph, and once more."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for key, value in expected.items():
         times = (
-            found[key[0], "tokens"] / expected[key[0], "tokens"]
+            actual[key[0], "tokens"] / expected[key[0], "tokens"]
             if key[1] in ("tokens", "inputs")
             else 1
         )
-        assert times in ((1, 2) if twice else (1,))
-        value, here = (torch.as_tensor(x) for x in (value, found[key]))
-        torch.testing.assert_close(here / times, value * 1.0, rtol=1e-9, atol=1e-14)
+        assert times in ((1, 2) if runs_twice else (1,))
+        value, our_value = (torch.as_tensor(x) for x in (value, actual[key]))
+        torch.testing.assert_close(our_value / times, value * 1.0, rtol=1e-9, atol=1e-14)
 
 
 @pytest.mark.sees_padding("hooks count the tokens that pass")
 @pytest.mark.fast("chunks", "default", "lazy", "LoRA", "states", "whole")
 @pytest.mark.parametrize("case", CASES)
-def test_statistics_are_those_of_the_unpatched_model(case, tried, monkeypatch):
+def test_statistics_are_those_of_the_unpatched_model(case, trial_counts, monkeypatch):
     monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25 if case == "default" else 0.0)
-    statistics(case, tried)
+    statistics(case, trial_counts)
 
 
 @pytest.mark.parametrize("forget", [LayerTests, streambp])
-def test_without_it_they_keep_the_trials(forget, tried, monkeypatch):
+def test_without_it_they_keep_the_trials(forget, trial_counts, monkeypatch):
     """Mutants: what is known is not taken over, and no warm-up at all."""
     if forget is LayerTests:
         monkeypatch.setattr(LayerTests, "reuse_result", lambda *_: None)
     else:
-        monkeypatch.setattr(streambp, "warm_up", lambda *_, **__: tried.update(["it"]))
+        monkeypatch.setattr(streambp, "warm_up", lambda *_, **__: trial_counts.update(["it"]))
     with pytest.raises(AssertionError):
-        statistics("chunks", tried)
+        statistics("chunks", trial_counts)
 
 
-def test_without_gradients(tried):
+def test_without_gradients(trial_counts):
     """Evaluation is a kind of call of its own."""
     stock, ours = build("llama").eval(), streambp.patch(build("llama"), CHUNKS).eval()
     with torch.no_grad():
         streambp.warm_up(ours, **make_batch("plain"), use_cache=False)
-        tried.clear()
-        found = [Statistics(model, everywhere=True) for model in (stock, ours)]
+        trial_counts.clear()
+        collectors = [Statistics(model, everywhere=True) for model in (stock, ours)]
         for model in (stock, ours):
             labelled(model, make_batch("plain"))
-    compare(*(statistics.sums for statistics in found))
-    assert not +tried
+    compare(*(statistics.sums for statistics in collectors))
+    assert not +trial_counts
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sharing_of_prefixes(ranks, tried, monkeypatch):
+def test_sharing_of_prefixes(ranks, trial_counts, monkeypatch):
     """Several ranks make the trial of sharing even if there are hooks."""
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, min_prefix=8))
     monkeypatch.setattr(calls, "must_agree", lambda module: ranks > 1)
     monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine] * ranks)
     config = streambp.StreamConfig(chunk_size=1000, saves=(), rows="packed")
@@ -248,13 +253,13 @@ def test_sharing_of_prefixes(ranks, tried, monkeypatch):
         batches.make_batch("plain"),
     )
     streambp.warm_up(ours, **batch)
-    assert tried["_try"]
-    tried.clear()
-    found = [Statistics(stock), Statistics(ours)]
+    assert trial_counts["_try"]
+    trial_counts.clear()
+    collectors = [Statistics(stock), Statistics(ours)]
     expected, gradients = (a_step(model, batch, labelled) for model in (stock, ours))
     assert worst_error(gradients, expected) <= EXACT
-    compare(*(statistics.sums for statistics in found))
-    assert not +tried
+    compare(*(statistics.sums for statistics in collectors))
+    assert not +trial_counts
 
 
 class Counting(nn.Module):
@@ -263,23 +268,23 @@ class Counting(nn.Module):
     def __init__(self, inner):
         super().__init__()
         self.inner, self.steps = inner, 0
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("token_count", torch.zeros(()))
 
     def forward(self, x):
         self.steps += 1
-        self.seen += x.shape[1]
+        self.token_count += x.shape[1]
         noise = torch.rand(()).item() + random.random() + np.random.rand()
         return self.inner(x) * (1 + 1e-3 * noise)
 
 
-@pytest.mark.parametrize("before", ["no gradients", "gradients"])
-def test_nothing_stays(before):
+@pytest.mark.parametrize("grads_before", ["no gradients", "gradients"])
+def test_nothing_stays(grads_before):
     model = build("llama")
     model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)
     steps = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: steps.append(1))
-        if before == "gradients":
+        if grads_before == "gradients":
             parameter.grad = torch.randn_like(parameter)
     streambp.patch(model, CHUNKS)
     grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -356,11 +361,11 @@ def test_a_value_of_the_first_batch_is_not_that_of_a_warm_up():
         model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
         return model
 
-    stock, other = scaled(), make_batch("plain", seed=9)
+    stock, other_batch = scaled(), make_batch("plain", seed=9)
     expected = [a_step(stock, make_batch("plain", seed=seed), labelled) for seed in (1, 2)]
     ours = streambp.patch(scaled(), CHUNKS)
     for _ in range(3):
-        streambp.warm_up(ours, **other, use_cache=False)
+        streambp.warm_up(ours, **other_batch, use_cache=False)
     for seed, gradients in zip((1, 2), expected, strict=True):
         assert (
             worst_error(a_step(ours, make_batch("plain", seed=seed), labelled), gradients) <= EXACT
@@ -386,20 +391,22 @@ def test_a_hook_that_changes_something_is_told_and_tried(grad):
         ):
             labelled(ours, batch)
     # the second time it runs
-    expected, found = (a_step(model, batch, labelled) for model in (stock, ours))
-    assert worst_error(found, expected) <= EXACT
+    expected, grads = (a_step(model, batch, labelled) for model in (stock, ours))
+    assert worst_error(grads, expected) <= EXACT
 
 
 def test_a_hook_that_keeps_its_graph_is_told_and_runs_whole():
     stock, ours = build("llama"), streambp.patch(build("llama"), CHUNKS)
-    batch, kept = make_batch("plain"), []
+    batch, outputs = make_batch("plain"), []
     streambp.warm_up(ours, **batch, use_cache=False)
     for model in (stock, ours):
-        model.model.layers[1].mlp.register_forward_hook(lambda _, __, output: kept.append(output))
+        model.model.layers[1].mlp.register_forward_hook(
+            lambda _, __, output: outputs.append(output)
+        )
 
     def loss(model, batch):
-        kept.clear()
-        return labelled(model, batch) + kept[-1].pow(2).mean()
+        outputs.clear()
+        return labelled(model, batch) + outputs[-1].pow(2).mean()
 
     expected = a_step(stock, batch, loss)
     with pytest.raises(StreamBPError, match="stores values of single chunks"):
@@ -413,20 +420,20 @@ def test_hooks_that_see_trials_are_named_once():
     with pytest.warns(
         UserWarning,
         match=r"forward \(test_warm_up.py:\d+\) on LlamaDecoderLayer 0: .*streambp.warm_up",
-    ) as told:
+    ) as records:
         a_step(model, make_batch("plain"), labelled)
-    assert sum("streambp.warm_up" in str(w.message) for w in told) == 1
+    assert sum("streambp.warm_up" in str(w.message) for w in records) == 1
     assert statistics.sums
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         a_step(model, make_batch("plain", seed=2), labelled)
 
 
-@pytest.mark.parametrize("warm", [True, False])
-def test_who_is_not_warned(warm):
+@pytest.mark.parametrize("has_warm_up", [True, False])
+def test_who_is_not_warned(has_warm_up):
     """Hooks of transformers, hooks around layers, and who has warmed up."""
     model = streambp.patch(build("llama"), CHUNKS)
-    if warm:
+    if has_warm_up:
         streambp.warm_up(model, **make_batch("plain"), use_cache=False)
         Statistics(model)
     model.enable_input_require_grads()

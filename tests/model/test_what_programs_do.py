@@ -19,16 +19,18 @@ pytestmark = pytest.mark.usefixtures("float64_oracle")
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.when}: {program.what}")
+@pytest.mark.parametrize(
+    "program", PROGRAMS, ids=lambda program: f"{program.when}: {program.action}"
+)
 def test_the_outcome_is_what_the_docs_say(program):
-    found, _ = outcome(program)
-    assert not found.startswith(WRONG)
-    assert found == exactness_table.documented()[program.when, program.what]
+    result, _ = outcome(program)
+    assert not result.startswith(WRONG)
+    assert result == exactness_table.documented()[program.when, program.action]
 
 
 def test_the_docs_have_no_other_rows():
     assert set(exactness_table.documented()) == {
-        (program.when, program.what) for program in PROGRAMS
+        (program.when, program.action) for program in PROGRAMS
     }
 
 
@@ -45,5 +47,5 @@ def test_mutants_are_found(mutant, words, monkeypatch):
         monkeypatch.setattr(LayerState, "witness", lambda *_: None)
     else:
         monkeypatch.setattr(Repeatable, "_mismatch_named", lambda _: contextlib.nullcontext())
-    (program,) = (each for each in PROGRAMS if words in each.what)
+    (program,) = (candidate for candidate in PROGRAMS if words in candidate.action)
     assert outcome(program)[0].startswith(WRONG)

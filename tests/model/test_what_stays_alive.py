@@ -50,9 +50,9 @@ class Engine(nn.Module):
 class Two(nn.Module):
     """A policy and another model, as TRL's PPO wraps them."""
 
-    def __init__(self, module, other):
+    def __init__(self, module, second):
         super().__init__()
-        self.module, self.other = module, other
+        self.module, self.second = module, second
 
 
 def with_adapters(model):
@@ -83,42 +83,42 @@ def streams(model):
 
 
 def check(around, config, how):
-    before = layers_alive()
+    count_before = layers_alive()
     wrapper, inner = AROUND[around](build("llama", torch.float64))
     stock = copy.deepcopy(inner)
     batch = make_batch("plain")
     _, expected = gradients(stock, **batch)
-    layers = layers_alive() - before
+    layers = layers_alive() - count_before
     streambp.patch(wrapper, CONFIGS[config])
-    _, found = gradients(inner, **batch)
-    assert worst_error(found, expected) <= 1e-10
+    _, grads = gradients(inner, **batch)
+    assert worst_error(grads, expected) <= 1e-10
     inner.zero_grad()
     # A copy of the inner model is that model, patched as it is.
-    made = COPIES[how](inner)
+    twin = COPIES[how](inner)
     assert not any(
         isinstance(o, Engine) and o is not wrapper and o not in wrapper.modules()
         for o in gc.get_objects()
     )
-    assert layers_alive() - before - layers == 2
-    assert installed.is_patched(made)
-    _, found = gradients(made, **batch)
-    assert worst_error(found, expected) <= 1e-10
-    assert streams(made)
-    streambp.unpatch(made)
-    assert not installed.is_patched(made)
-    _, found = gradients(made, **batch)
-    assert worst_error(found, expected) <= 1e-10
+    assert layers_alive() - count_before - layers == 2
+    assert installed.is_patched(twin)
+    _, grads = gradients(twin, **batch)
+    assert worst_error(grads, expected) <= 1e-10
+    assert streams(twin)
+    streambp.unpatch(twin)
+    assert not installed.is_patched(twin)
+    _, grads = gradients(twin, **batch)
+    assert worst_error(grads, expected) <= 1e-10
     # Nothing but the program keeps what was given to `patch`.
-    given = [
+    wrapper_refs = [
         weakref.ref(module) for module in wrapper.modules() if module not in set(inner.modules())
     ]
-    del wrapper, made, stock
+    del wrapper, twin, stock
     gc.collect()
-    assert not any(ref() is not None for ref in given)
-    _, found = gradients(inner, **batch)
-    assert worst_error(found, expected) <= 1e-10
+    assert not any(ref() is not None for ref in wrapper_refs)
+    _, grads = gradients(inner, **batch)
+    assert worst_error(grads, expected) <= 1e-10
     assert streams(inner)
-    assert layers_alive() - before == 2
+    assert layers_alive() - count_before == 2
     streambp.patch(inner, CONFIGS["chunks"])
     streambp.unpatch(inner)
     assert not installed.is_patched(inner)
@@ -139,15 +139,15 @@ def test_each_setting(around, config, how):
 
 
 def test_two_models_are_copied_together():
-    both = Two(build("llama", torch.float64), build("qwen3", torch.float64))
-    streambp.patch(both, CONFIGS["chunks"])
-    made = copy.deepcopy(both)
-    del both
+    pair = Two(build("llama", torch.float64), build("qwen3", torch.float64))
+    streambp.patch(pair, CONFIGS["chunks"])
+    twin = copy.deepcopy(pair)
+    del pair
     gc.collect()
-    assert streams(made)
-    assert len(streambp.describe(made).layers) == 4
-    streambp.unpatch(made)
-    assert not installed.is_patched(made)
+    assert streams(twin)
+    assert len(streambp.describe(twin).layers) == 4
+    streambp.unpatch(twin)
+    assert not installed.is_patched(twin)
 
 
 class Strong:

@@ -46,10 +46,10 @@ class Scaled(Timed):
 
     def __init__(self, layer):
         super().__init__(layer)
-        self.before, self.scale = nn.Identity(), nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.identity, self.scale = nn.Identity(), nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def forward(self, hidden_states, *args, **kwargs):
-        return self.layer(self.before(hidden_states), *args, **kwargs) * self.scale
+        return self.layer(self.identity(hidden_states), *args, **kwargs) * self.scale
 
 
 class Checkpointed(Timed):
@@ -66,10 +66,10 @@ WRAPPERS = {
 }
 
 
-def wrap(model, wrapper, which=lambda index: True):
+def wrap(model, wrapper, is_wrapped=lambda index: True):
     layers = model.model.layers
     for index, layer in enumerate(layers):
-        if which(index):
+        if is_wrapped(index):
             layers[index] = wrapper(layer)
     return model
 
@@ -84,16 +84,16 @@ def as_accelerate(model):
     return model
 
 
-@pytest.mark.parametrize("which", ["all", "the first", "all but the first"])
+@pytest.mark.parametrize("choice", ["all", "the first", "all but the first"])
 @pytest.mark.parametrize("name", [*WRAPPERS, "offload_wrapper"])
-def test_a_model_whose_layers_are_wrapped_is_refused(name, which):
-    chosen = {
+def test_a_model_whose_layers_are_wrapped_is_refused(name, choice):
+    is_wrapped = {
         "all": lambda i: True,
         "the first": lambda i: i == 0,
         "all but the first": lambda i: i > 0,
-    }[which]
-    model = wrap(build("qwen3"), {**WRAPPERS, "offload_wrapper": offload_wrapper}[name], chosen)
-    outer = type(model.model.layers[1 if which == "all but the first" else 0]).__name__
+    }[choice]
+    model = wrap(build("qwen3"), {**WRAPPERS, "offload_wrapper": offload_wrapper}[name], is_wrapped)
+    outer = type(model.model.layers[1 if choice == "all but the first" else 0]).__name__
     with pytest.raises(
         UnsupportedModelError,
         match=rf"{outer} around some or all of its Qwen3DecoderLayer.*after streambp.patch",
@@ -130,19 +130,21 @@ def test_layers_of_a_model_that_transformers_does_not_checkpoint_itself(monkeypa
 
 @pytest.mark.parametrize("name", [*WRAPPERS, "as accelerate"])
 def test_wrapped_after_patch_it_is_exact(name, float64_oracle):
-    put = (
+    wrap_layers = (
         as_accelerate
         if name == "as accelerate"
         else functools.partial(wrap, wrapper=WRAPPERS[name])
     )
     stock = build("qwen3", torch.float64)
-    expected = gradients(put(copy.deepcopy(stock)), **make_batch("left-padded"))[1]
-    model = put(streambp.patch(stock, streambp.StreamConfig(chunk_size=5)))
-    found = gradients(model, **make_batch("left-padded"))[1]
-    assert worst_error(found, expected) <= 1e-10
+    expected = gradients(wrap_layers(copy.deepcopy(stock)), **make_batch("left-padded"))[1]
+    model = wrap_layers(streambp.patch(stock, streambp.StreamConfig(chunk_size=5)))
+    grads = gradients(model, **make_batch("left-padded"))[1]
+    assert worst_error(grads, expected) <= 1e-10
     assert all(layer.path == "streams" for layer in streambp.describe(model).layers)
-    again = streambp.unpatch(model)
-    assert worst_error(gradients(again, **make_batch("left-padded"))[1], expected) <= 1e-10
+    unpatched_model = streambp.unpatch(model)
+    assert (
+        worst_error(gradients(unpatched_model, **make_batch("left-padded"))[1], expected) <= 1e-10
+    )
 
 
 def test_without_the_look_a_first_step_breaks(monkeypatch):

@@ -55,11 +55,11 @@ def step(model, mode="plain", **batch):
     }
 
 
-def assert_same(found, expected):
-    assert torch.equal(found[0], expected[0])
-    assert found[1].keys() == expected[1].keys()
+def assert_same(actual, expected):
+    assert torch.equal(actual[0], expected[0])
+    assert actual[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
-        assert torch.equal(found[1][name], gradient), name
+        assert torch.equal(actual[1][name], gradient), name
 
 
 def forward(model, seed):

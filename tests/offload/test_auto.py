@@ -78,23 +78,23 @@ class Choice:
         policy = SavesPolicy(
             1, lambda device: None, lambda device: (Figures(), 0.0), False, True, link
         )
-        policy.known.costs[0] = LayerCost(
+        policy.figures.costs[0] = LayerCost(
             torch.device("cpu"), cost, 0.0, measured.tokens, measured.length, 1
         )
         policy._begin_on_host(link, *[measured.length] * 3)
-        self.chosen = policy.latest
-        self.saves, self.measured = tuple(self.chosen.layers), measured
-        self.bytes = self.chosen.leaving
+        self.latest = policy.latest
+        self.saves, self.measured = tuple(self.latest.layers), measured
+        self.bytes = self.latest.leaving
         self.copying = self.bytes / measured.link
 
 
 @pytest.mark.parametrize(
-    ("length", "worth"), [(8192, False), (12800, False), (13600, True), (131072, True)]
+    ("length", "is_saved"), [(8192, False), (12800, False), (13600, True), (131072, True)]
 )
-def test_attention_is_saved_from_13k_tokens_on(length, worth):
+def test_attention_is_saved_from_13k_tokens_on(length, is_saved):
     choice = Choice(qwen3_8b(length), h200(length, seconds=1e9), math.inf)
-    assert ("attn_out" in choice.saves) == worth
-    assert ("attending again is faster" in offloaded(choice.chosen)) != worth
+    assert ("attn_out" in choice.saves) == is_saved
+    assert ("attending again is faster" in offloaded(choice.latest)) != is_saved
 
 
 def test_saves_come_in_order_until_the_link_is_full():
@@ -103,10 +103,10 @@ def test_saves_come_in_order_until_the_link_is_full():
     sizes |= {name: product.bytes for name, product in cost.products.items()}
     order = ["attn_out", "kv", "mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj"]
     for count in range(len(order) + 1):
-        room = sum(sizes[name] for name in ["x", *order[:count]])
-        choice = Choice(cost, h200(65536, seconds=(room + 1) / 46e9), math.inf)
+        link_bytes = sum(sizes[name] for name in ["x", *order[:count]])
+        choice = Choice(cost, h200(65536, seconds=(link_bytes + 1) / 46e9), math.inf)
         assert choice.saves[:count] == tuple(order[:count])
-        assert choice.bytes <= room
+        assert choice.bytes <= link_bytes
         assert all(sizes[name] <= sizes[order[count]] for name in choice.saves[count:])
         assert choice.copying <= choice.measured.seconds
 
@@ -115,20 +115,20 @@ def test_nothing_is_saved_that_the_host_has_no_room_for():
     cost = qwen3_8b(65536)
     choice = Choice(cost, h200(65536, seconds=1e9), cost.x + cost.attn_out + 1)
     assert choice.saves == ("attn_out",)
-    assert choice.chosen.left_out["kv"] == "the host has no room"
+    assert choice.latest.left_out["kv"] == "the host has no room"
 
 
 def test_a_link_that_inputs_fill_carries_nothing_else():
     choice = Choice(qwen3_8b(65536), h200(65536, link=1e9), math.inf)
     assert choice.saves == ()
     assert choice.bytes == qwen3_8b(65536).x
-    assert "layer inputs alone" in offloaded(choice.chosen)
+    assert "layer inputs alone" in offloaded(choice.latest)
 
 
-def seen(work, times, x=()):
+def observed_layer(work, times, x=()):
     """What a layer was seen to do whose chunks attend for so many FLOPs and take so many
     seconds."""
-    engine = SimpleNamespace(clock=None, seconds=lambda before, after: after - before)
+    engine = SimpleNamespace(clock=None, seconds=lambda start, stop: stop - start)
     costs = [
         Cost(x=size, attention_flops=flops)
         for flops, size in itertools.zip_longest(work, x, fillvalue=0)
@@ -140,9 +140,9 @@ def seen(work, times, x=()):
 def test_attention_rate_is_the_slope_of_the_chunks_times():
     work = [1e12, 3e12, 5e12, 7e12, 1e12]  # the last chunk is a short one
     layers = [[0.5 + w / 4e14 for w in work], [0.25 + w / 4e14 for w in work]]
-    assert attention_rate([seen(work, times) for times in layers]) == pytest.approx(4e14)
-    assert attention_rate([seen([1e12], [0.5])]) == math.inf
-    assert attention_rate([seen(work, [0.5] * len(work))]) == math.inf
+    assert attention_rate([observed_layer(work, times) for times in layers]) == pytest.approx(4e14)
+    assert attention_rate([observed_layer([1e12], [0.5])]) == math.inf
+    assert attention_rate([observed_layer(work, [0.5] * len(work))]) == math.inf
 
 
 def test_attention_rate_of_chunks_of_different_lengths():
@@ -150,7 +150,9 @@ def test_attention_rate_of_chunks_of_different_lengths():
     to."""
     tokens, work = (8192, 1000, 8000, 3000, 10), (2e12, 1e12, 9e12, 6e12, 1e9)
     times = [20e-6 * size + flops / 4e14 for size, flops in zip(tokens, work, strict=True)]
-    assert attention_rate([seen(work, times, [2 * size for size in tokens])]) == pytest.approx(4e14)
+    assert attention_rate(
+        [observed_layer(work, times, [2 * size for size in tokens])]
+    ) == pytest.approx(4e14)
 
 
 class Injected(Engine):
@@ -158,23 +160,23 @@ class Injected(Engine):
 
     def __init__(self, link=1e12, step=1.0, memory=None):
         super().__init__(torch.device("cpu"))
-        self.link, self.step, self.given = link, step, memory
-        self.moved, self.now = 0, 0.0
+        self.link, self.step, self.device_memory = link, step, memory
+        self.sent_bytes, self.time = 0, 0.0
 
     def copy(self, queue, target, source):
         super().copy(queue, target, source)
-        self.moved += source.nbytes if queue == OUT else 0
+        self.sent_bytes += source.nbytes if queue == OUT else 0
 
     def spent(self):
-        return {**super().spent(), OUT: self.moved / self.link}
+        return {**super().spent(), OUT: self.sent_bytes / self.link}
 
     def clock(self, queue=COMPUTE):
-        self.now += self.step
+        self.time += self.step
         self.step *= 1.1  # later chunks attend to more
-        return self.now
+        return self.time
 
     def memory(self):
-        return self.given
+        return self.device_memory
 
 
 def auto(engine, model=None, offload="auto", **settings):
@@ -191,11 +193,11 @@ def test_the_first_step_measures_and_the_second_saves():
     model = auto(Injected())
     assert "the first step measures" in str(streambp.describe(model))
     assert_same(step(model), step(model_with()))
-    found = step(model)
+    result = step(model)
     saves = streambp.describe(model).saves
     assert {"attn_out", "kv", "mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj"} <= set(saves)
     assert "mlp.down_proj" not in saves  # its product is never computed again
-    assert_same(found, step(model_with(saves)))
+    assert_same(result, step(model_with(saves)))
     printed = str(streambp.describe(model))
     for part in ("auto chose kv, ", "GB/s to the host", "behind the compute", "FLOPs in backward"):
         assert part in printed
@@ -216,8 +218,8 @@ def test_each_length_is_measured_once():
     model = auto(Injected())
     for length in (LENGTH, LENGTH, 3 * LENGTH, 3 * LENGTH, LENGTH):
         batch = make_batch("plain", length=length)
-        found = step(model, **batch)
-        assert_same(found, step(model_with(streambp.describe(model).saves), **batch))
+        result = step(model, **batch)
+        assert_same(result, step(model_with(streambp.describe(model).saves), **batch))
     assert len(measured(model)) == 2
 
 
@@ -226,9 +228,9 @@ def test_layers_stay_on_what_the_device_had_free():
     for free in (0, 10 * layer_bytes()):
         model = auto(Injected(link=10.0, memory=DeviceMemory(10, 1000, 1000 + free)))
         expected = step(model)
-        assert manager_of(model).kept == 0
+        assert manager_of(model).resident_bytes == 0
         loss = model(**make_batch("plain"), use_cache=False).loss
-        assert (manager_of(model).kept > 0) == (free > 0)
+        assert (manager_of(model).resident_bytes > 0) == (free > 0)
         assert manager_of(model).gpu_memory <= prefix_bytes() + 0.9 * free
         loss.backward()
         assert_same(step(model), expected)
@@ -257,9 +259,9 @@ def test_copies_measure_for_themselves():
     model = auto(Injected())
     step(model)
     step(model)
-    other = copy.deepcopy(model)
-    assert measured(other) == {}
-    assert_same(step(other), step(model_with()))
+    model_copy = copy.deepcopy(model)
+    assert measured(model_copy) == {}
+    assert_same(step(model_copy), step(model_with()))
 
 
 def test_saves_auto_in_a_list():

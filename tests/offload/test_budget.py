@@ -39,12 +39,12 @@ def test_last_layers_stay_while_the_device_has_room(layers):
     model = offloaded(gpu_memory=prefix_bytes() + int(layers * layer_bytes()))
     for _ in range(2):
         loss = forward(model, 1)
-        kept = [layer().kept for layer in manager_of(model)._current().stores]
+        layer_sizes = [layer().resident_bytes for layer in manager_of(model)._current().stores]
         stay = min(int(layers), 2)  # the first layer's size is not known before it has run
-        assert [bool(k) for k in kept] == [index >= 3 - stay for index in range(3)]
-        assert manager_of(model).kept <= layers * layer_bytes()
+        assert [bool(k) for k in layer_sizes] == [index >= 3 - stay for index in range(3)]
+        assert manager_of(model).resident_bytes <= layers * layer_bytes()
         loss.backward()
-        assert manager_of(model).kept == 0
+        assert manager_of(model).resident_bytes == 0
         assert_same(step(model), expected)
     assert "on the device" in str(streambp.describe(model))
 
@@ -63,25 +63,25 @@ def test_products_are_moved_or_stay(gpu_memory):
 def test_a_second_micro_batch_finds_the_device_full():
     model = offloaded(gpu_memory=prefix_bytes() + 2 * layer_bytes())
     first, second = forward(model, 1), forward(model, 2)
-    assert manager_of(model).kept <= 2 * layer_bytes()
-    moved = manager_of(model).transfers.bytes[engines.OUT]
+    assert manager_of(model).resident_bytes <= 2 * layer_bytes()
+    sent_bytes = manager_of(model).transfers.bytes[engines.OUT]
     del first, second
     gc.collect()
-    assert manager_of(model).kept == 0
+    assert manager_of(model).resident_bytes == 0
     forward(model, 1)
-    assert manager_of(model).transfers.bytes[engines.OUT] - moved < moved / 2
+    assert manager_of(model).transfers.bytes[engines.OUT] - sent_bytes < sent_bytes / 2
 
 
 def test_inputs_that_stay_must_not_change():
     model = offloaded(gpu_memory="1GiB")
-    changed = []
+    inputs = []
     hook = model.model.layers[2].register_forward_pre_hook(
-        lambda module, args: changed.append(args[0])
+        lambda module, args: inputs.append(args[0])
     )
     loss = forward(model, 1)
     hook.remove()
     with torch.no_grad():
-        changed[-1].add_(1.0)
+        inputs[-1].add_(1.0)
     with pytest.raises(streambp.StreamBPError, match="changed in place"):
         loss.backward()
 
@@ -94,16 +94,16 @@ def test_inputs_on_the_host_may_change(chunk_size):
     model = streambp.patch(build("qwen3", num_hidden_layers=3), settings)
     expected = step(model)
     model.zero_grad()
-    changed = []
+    inputs = []
     hooks = [
-        layer.register_forward_pre_hook(lambda _, args: changed.append(args[0]))
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
         for layer in model.model.layers
     ]
     loss = model(**make_batch("plain"), use_cache=False).loss
     for hook in hooks:
         hook.remove()
     with torch.no_grad():
-        for hidden_states in changed:
+        for hidden_states in inputs:
             hidden_states.mul_(3.0)
     loss.backward()
     assert_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
@@ -150,11 +150,11 @@ def test_streamed_prefixes_and_hidden_states_that_are_not_contiguous(float64_ora
     """Gemma 3n's keys and values are shared between layers; see test_offload.py for what its
     strides do."""
     batch = make_batch("plain", length=40)
-    (_, expected), (_, found) = (
+    (_, expected), (_, actual) = (
         step(make(("kv",), zoo.build("gemma3n_text", torch.float64), **settings), **batch)
         for make, settings in ((model_with, {}), (offloaded, {"gpu_memory": 1}))
     )
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(actual, expected) <= 1e-10
 
 
 @pytest.mark.fast("0.4-recompute")
@@ -185,10 +185,10 @@ def test_streamed_prefixes_under_autocast_and_frozen_attention():
         return model
 
     with torch.autocast("cpu", torch.bfloat16):
-        expected, found = (
+        expected, actual = (
             step(frozen(**settings)) for settings in ({}, {"offload": "cpu", "gpu_memory": 1})
         )
-    assert_same(found, expected)
+    assert_same(actual, expected)
 
 
 def test_evaluation_streams_its_prefix(monkeypatch):
@@ -206,20 +206,20 @@ def test_host_bytes_of_a_streamed_prefix_are_the_formulas(saves):
     again by the next."""
     model = offloaded(saves, gpu_memory=1, rows="as_given")
     step(model)
-    used = []
+    reservations = []
     real = manager.HostTensors.reserve
 
     def reserve(self, size):
         real(self, size)
-        used.append((self._holding.stack, size))
+        reservations.append((self._holding.stack, size))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager.HostTensors, "reserve", reserve)
         step(model)
     tokens = 2 * (LENGTH // 5) * 5
-    assert len({id(stack) for stack, _ in used}) == 1
-    assert max(size for _, size in used) == prefix_bytes(tokens) // (2 if saves else 1)
-    assert used[0][0].size == max(size for _, size in used)
+    assert len({id(stack) for stack, _ in reservations}) == 1
+    assert max(size for _, size in reservations) == prefix_bytes(tokens) // (2 if saves else 1)
+    assert reservations[0][0].size == max(size for _, size in reservations)
 
 
 def test_a_forward_brings_nothing_back_that_only_backward_reads():

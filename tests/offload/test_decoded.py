@@ -27,17 +27,17 @@ LINEARS = ("gate_proj", "up_proj", "down_proj")
 @pytest.fixture
 def decodings(monkeypatch):
     """The modules that decode, in order; one entry each time."""
-    seen, real = [], decoded._decoded
+    modules, real = [], decoded._decoded
 
     def noted(module):
-        seen.append(module)
+        modules.append(module)
         return real(module)
 
     monkeypatch.setattr(decoded, "_decoded", noted)
-    return seen
+    return modules
 
 
-def both(dtype):
+def model_pair(dtype):
     models = []
     for weights in ("cpu", "device"):
         with warnings.catch_warnings():
@@ -49,32 +49,34 @@ def both(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_once_for_each_pass_and_the_same_bits(dtype, decodings):
-    model, resident = both(dtype)
+    model, resident = model_pair(dtype)
     step(model, 1)  # tries layers, with the Linears' own forwards
     decodings.clear()
-    found = step(model, 2)
+    result = step(model, 2)
     layers = len(weights_of(model).ranges.layer_states)
     assert len(decodings) == 2 * 2 * layers * len(LINEARS)  # micro-batches, forward and backward
-    assert_same(found, step(resident, 2))  # which decodes in each call
+    assert_same(result, step(resident, 2))  # which decodes in each call
     assert not any("forward" in vars(module) for module in decodings)
 
 
 def test_calls_that_do_not_stream_go_to_the_linears_own_forward(decodings):
-    model, resident = both(torch.float32)
+    model, resident = model_pair(torch.float32)
     ids = make_batch("plain")["input_ids"][:, :9]
     with torch.no_grad():
-        found, expected = (one(input_ids=ids, use_cache=True).logits for one in (model, resident))
-    assert torch.equal(found, expected)
+        logits, expected = (
+            tested_model(input_ids=ids, use_cache=True).logits for tested_model in (model, resident)
+        )
+    assert torch.equal(logits, expected)
     assert not decodings
 
 
 def test_another_dtype_goes_to_the_linears_own_forward(decodings):
     """Under autocast, which would cast the product's factors anew."""
-    model, resident = both(torch.float32)
+    model, resident = model_pair(torch.float32)
 
-    def run(one):
+    def run(tested_model):
         with torch.autocast("cpu", torch.bfloat16):
-            return step(one, 1)
+            return step(tested_model, 1)
 
     for _ in range(2):
         assert_same(run(model), run(resident))
@@ -82,7 +84,7 @@ def test_another_dtype_goes_to_the_linears_own_forward(decodings):
 
 
 def test_a_forward_that_somebody_put_there_is_left():
-    model, _ = both(torch.float32)
+    model, _ = model_pair(torch.float32)
     layer = model.get_base_model().model.layers[0]
     assert {type(module).__name__ for module in packed_linears(layer)} == {"Linear4bit"}
     assert len(packed_linears(layer)) == len(LINEARS)

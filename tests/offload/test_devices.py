@@ -49,19 +49,19 @@ def two_devices(monkeypatch):
         return torch.device("cuda", (index + 1) % 2)
 
     def limit_prefix(self, offloader, real=LayerCall.limit_prefix):
-        here, self.device = self.device, elsewhere(self.layer_state.index)
+        real_device, self.device = self.device, elsewhere(self.layer_state.index)
         real(self, offloader)
-        self.device = here
+        self.device = real_device
 
     def open_layer(self, index, device, real=OffloadManager.open):
         return real(self, index, elsewhere(index))
 
-    def watch(self, seen, real=LinkBudget.watch):
-        seen.device = elsewhere(next(layers))
-        return real(self, seen)
+    def time_chunks(self, observed_costs, real=LinkBudget.time_chunks):
+        observed_costs.device = elsewhere(next(layers))
+        return real(self, observed_costs)
 
     layers = itertools.count()  # of the measured forward
-    monkeypatch.setattr(LinkBudget, "watch", watch)
+    monkeypatch.setattr(LinkBudget, "time_chunks", time_chunks)
     monkeypatch.setattr(LayerCall, "limit_prefix", limit_prefix)
     monkeypatch.setattr(OffloadManager, "open", open_layer)
 
@@ -80,8 +80,8 @@ def test_each_device_has_an_engine(two_devices, gpu_memory):
     run(model, SCHEDULES["1F1B"])
     break_off(model)
     manager_of(model).abort()
-    found = run(model, SCHEDULES["1F1B"])
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    gradients = run(model, SCHEDULES["1F1B"])
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
     assert list(manager_of(model).transfers.engines) == [
         torch.device("cuda", 1),
         torch.device("cuda", 0),
@@ -112,17 +112,17 @@ def test_host_memory_of_one_device_is_not_written_by_another(two_devices, waits,
     monkeypatch.setattr(TraceEngine, "wait", without([]))
     assert not races()
     monkeypatch.setattr(TraceEngine, "wait", without(waits))
-    assert any(f"cuda:0 {race}" in found for found in races())
+    assert any(f"cuda:0 {race}" in message for message in races())
 
 
 @pytest.mark.full
 def test_auto_keeps_to_the_fullest_device(two_devices, monkeypatch):
     def measured(*memories):
         """Two devices with these (allocated, peak, limit)."""
-        found = [Injected(memory=DeviceMemory(*memory)) for memory in memories]
-        found[0].beside = lambda device: found[1]
+        two_engines = [Injected(memory=DeviceMemory(*memory)) for memory in memories]
+        two_engines[0].engine_for = lambda device: two_engines[1]
         model = model_with("auto", offload="auto")
-        manager_of(model)._given_engine = found[0]
+        manager_of(model)._given_engine = two_engines[0]
         assert_same(step(model), step(model_with()))
         assert manager_of(model).prefix_memory == min((m[2] - m[0]) // 2 for m in memories)
         step(model)
@@ -146,10 +146,15 @@ def test_stalls_and_copies_of_all_devices_are_added_up():
         def spent(self):
             return {name: number * self.fixed for number, name in enumerate(engines.SPENT, 1)}
 
-    both = transfers.Transfers()
-    both.engines[torch.device("cuda", 0)] = Fixed(1.0)
-    both.engines[torch.device("cuda", 1)] = Fixed(3.0)
-    assert both.spent() == {OUT: 4.0, engines.BACK: 8.0, "stall_out": 12.0, "stall_back": 16.0}
+    two_transfers = transfers.Transfers()
+    two_transfers.engines[torch.device("cuda", 0)] = Fixed(1.0)
+    two_transfers.engines[torch.device("cuda", 1)] = Fixed(3.0)
+    assert two_transfers.spent() == {
+        OUT: 4.0,
+        engines.BACK: 8.0,
+        "stall_out": 12.0,
+        "stall_back": 16.0,
+    }
 
 
 class FakeCard:
@@ -161,15 +166,15 @@ class FakeCard:
 
 @pytest.fixture
 def card(monkeypatch):
-    found = FakeCard()
+    fake = FakeCard()
     monkeypatch.setattr(
         torch.cuda,
         "mem_get_info",
-        lambda d: (found.total - found.others - found.reserved, found.total),
+        lambda d: (fake.total - fake.others - fake.reserved, fake.total),
     )
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda d: found.fraction)
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda d: counts_of(found))
-    return found
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda d: fake.fraction)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda d: counts_of(fake))
+    return fake
 
 
 def counts_of(card):
@@ -193,15 +198,15 @@ def test_counting_makes_no_list_of_all_counts(card, monkeypatch):
     for name in ("memory_stats", "memory_allocated", "memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, refuse)
     card.allocated, card.reserved = 16 * GIB, 17 * GIB
-    here = torch.device("cuda", 0)
-    assert free_memory.FreeMemory()(here) == pytest.approx((0.95 * 140 - 16) * GIB, abs=2)
+    gpu = torch.device("cuda", 0)
+    assert free_memory.FreeMemory()(gpu) == pytest.approx((0.95 * 140 - 16) * GIB, abs=2)
     # as before CUDA is used
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda d: {})
-    assert device.counted_bytes(here, "allocated") == 0
+    assert device.counted_bytes(gpu, "allocated") == 0
 
 
 @pytest.mark.parametrize(
-    ("others", "reserved", "fraction", "expected"),
+    ("others_bytes", "reserved", "fraction", "expected"),
     [
         (0, 0, 1.0, 140),
         (0, 30, 1.0, 140),
@@ -211,22 +216,22 @@ def test_counting_makes_no_list_of_all_counts(card, monkeypatch):
     ],
 )
 def test_the_limit_is_the_processs_fraction_and_what_others_leave(
-    card, others, reserved, fraction, expected
+    card, others_bytes, reserved, fraction, expected
 ):
-    card.others, card.reserved, card.fraction = others * GIB, reserved * GIB, fraction
+    card.others, card.reserved, card.fraction = others_bytes * GIB, reserved * GIB, fraction
     assert device.memory_limit(torch.device("cuda", 0)) == pytest.approx(expected * GIB, abs=1)
 
 
 def test_both_budgets_keep_to_the_limit(card, monkeypatch):
     monkeypatch.setattr(torch, "Stream", lambda device: None)
     card.fraction, card.allocated, card.reserved, card.peak = 79 / 140, 16 * GIB, 17 * GIB, 20 * GIB
-    here = torch.device("cuda", 0)
-    assert free_memory.free_memory(here) == pytest.approx((0.95 * 79 - 16) * GIB, abs=2)
-    memory = engines.AcceleratorEngine(here).memory()
+    gpu = torch.device("cuda", 0)
+    assert free_memory.free_memory(gpu) == pytest.approx((0.95 * 79 - 16) * GIB, abs=2)
+    memory = engines.AcceleratorEngine(gpu).memory()
     assert (memory.allocated, memory.peak) == (16 * GIB, 20 * GIB)
     assert memory.limit == pytest.approx(79 * GIB, abs=1)
     card.others = 100 * GIB
-    assert free_memory.free_memory(here) == pytest.approx((0.95 * 40 - 16) * GIB, abs=2)
+    assert free_memory.free_memory(gpu) == pytest.approx((0.95 * 40 - 16) * GIB, abs=2)
     assert free_memory.free_memory(torch.device("cpu")) is None
 
 
@@ -234,17 +239,17 @@ def test_a_smaller_fraction_makes_smaller_chunks(card):
     """Something like the Qwen3-8B shape at 196,608 tokens; the limit is asked for again at each
     forward's first layer."""
     phase = Phase("backward 0", Law(17.2 * GIB, 0.22 * 2**20, 200 * 2**10))
-    known = Figures(
+    figures = Figures(
         StepNeed(Method("streambp", (), "none", False, True, (phase,), (), Law(), ())),
         {},
         lambda tokens, chunk: 1 / chunk,
     )
-    rule = SavesPolicy(1, FreeMemory(), lambda device: (known, 0.0), True, True).chunk
+    rule = SavesPolicy(1, FreeMemory(), lambda device: (figures, 0.0), True, True).chunk
     card.allocated = card.reserved = int(15.3 * GIB)
-    here = torch.device("cuda", 0)
-    assert rule(0, 1, 196608, here) == 32768
+    gpu = torch.device("cuda", 0)
+    assert rule(0, 1, 196608, gpu) == 32768
     card.fraction = 79 / 140
-    assert rule(1, 1, 196608, here) == 32768
-    assert rule(0, 1, 196608, here) == 1024
+    assert rule(1, 1, 196608, gpu) == 32768
+    assert rule(0, 1, 196608, gpu) == 1024
     card.fraction, card.others = 1.0, 61 * GIB
-    assert rule(0, 1, 196608, here) == 1024
+    assert rule(0, 1, 196608, gpu) == 1024

@@ -34,7 +34,7 @@ from tests.tiers import thinned
 def test_exception_in_a_step(when):
     model = offloaded()
     expected = step(model)
-    before = manager_of(model).host_bytes
+    bytes_before = manager_of(model).host_bytes
     # Two layers of five chunks: the second layer's third, in forward or in backward.
     with (
         broken_activation(8 if when == "forward" else 13),
@@ -43,7 +43,7 @@ def test_exception_in_a_step(when):
         step(model)
     gc.collect()
     assert_same(step(model), expected)
-    assert manager_of(model).host_bytes <= 2 * before
+    assert manager_of(model).host_bytes <= 2 * bytes_before
 
 
 @pytest.mark.full
@@ -59,7 +59,7 @@ def test_backward_twice_is_an_error():
 def test_second_load_is_an_error():
     offloader = manager.OffloadManager(None, "keep", 1)
     store = offloader.open(0, torch.device("cpu"))
-    store.put("x", 0, torch.randn(3))
+    store.save("x", 0, torch.randn(3))
     store.seal([[("x", 0)]])
     store.take("x", 0)
     with pytest.raises(streambp.StreamBPError, match="second time"):
@@ -116,8 +116,8 @@ def test_host_limit_of_a_job_in_its_own_control_group(tmp_path):
     membership.write_text("0::/slurm/job_1/step_0\n")
     step = tmp_path / "slurm" / "job_1" / "step_0"
     step.mkdir(parents=True)
-    for group, most in ((step, "max"), (step.parent, "50000"), (step.parent.parent, "90000")):
-        (group / "memory.max").write_text(f"{most}\n")
+    for group, limit in ((step, "max"), (step.parent, "50000"), (step.parent.parent, "90000")):
+        (group / "memory.max").write_text(f"{limit}\n")
         (group / "memory.current").write_text("30000\n")
     assert host_limit(None, meminfo, tmp_path, membership=membership) == int(0.9 * 20000)
     (step.parent / "memory.stat").write_text("anon 15000\ninactive_file 15000\nactive_file 0\n")
@@ -135,12 +135,12 @@ def test_host_limit_of_control_groups_of_version_1(tmp_path, path):
     )
     job = tmp_path / "memory" / "slurm" / "job_1"
     job.mkdir(parents=True)
-    for group, most in (
+    for group, limit in (
         (job, 50000),
         (job.parent, 9223372036854771712),
         (job.parent.parent, 90000),
     ):
-        (group / "memory.limit_in_bytes").write_text(f"{most}\n")
+        (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
         (group / "memory.usage_in_bytes").write_text("30000\n")
         (group / "memory.stat").write_text("cache 9\ninactive_file 1\ntotal_inactive_file 5000\n")
     free = 25000 if path == "/slurm/job_1" else 65000
@@ -165,12 +165,12 @@ def test_host_memory_that_the_system_does_not_give(refusal, on_host_full, grante
     to do."""
     expected = step(model_with())
     model = offloaded(on_host_full=on_host_full)
-    real, left = engines.Engine.host_buffer, [granted]
+    real, buffers_left = engines.Engine.host_buffer, [granted]
 
     def host_buffer(self, size):
-        if not left[0]:
+        if not buffers_left[0]:
             raise refusal
-        left[0] -= 1
+        buffers_left[0] -= 1
         return real(self, size)
 
     monkeypatch.setattr(engines.Engine, "host_buffer", host_buffer)
@@ -183,7 +183,7 @@ def test_host_memory_that_the_system_does_not_give(refusal, on_host_full, grante
     else:
         assert_same(step(model), expected)
         assert manager_of(model).stats()["left"] > 0
-    left[0] = -1  # as much as there is
+    buffers_left[0] = -1  # as much as there is
     assert_same(step(model), expected)
 
 
@@ -218,17 +218,17 @@ def test_abort_frees_what_a_failed_step_holds(gpu_memory):
     model = offloaded(gpu_memory=gpu_memory)
     expected = step(model)
     allocated = manager_of(model).host_bytes
-    held = failed_step(model)
+    failure = failed_step(model)
     manager_of(model).abort()
     assert_same(step(model), expected)
     assert manager_of(model).host_bytes == allocated
-    again = forward(model, 1)
+    second_loss = forward(model, 1)
     manager_of(model).abort()
     with pytest.raises(streambp.StreamBPError, match="were freed"):
-        again.backward()
+        second_loss.backward()
     assert_same(step(model), expected)
     assert manager_of(model).host_bytes == allocated
-    del held
+    del failure
 
 
 @pytest.mark.full
@@ -236,10 +236,10 @@ def test_without_abort_a_failed_step_holds_its_host_memory_while_its_exception_l
     model = offloaded()
     expected = step(model)
     allocated = manager_of(model).host_bytes
-    held = failed_step(model)
+    failure = failed_step(model)
     assert_same(step(model), expected)
     assert manager_of(model).host_bytes > allocated
-    del held
+    del failure
     gc.collect()
     assert_same(step(model), expected)
 
@@ -249,8 +249,8 @@ def test_abort_leaves_no_race_behind():
     model = offloaded(gpu_memory=1)
     manager_of(model)._given_engine = engine = TraceEngine()
     for _ in range(2):
-        held = failed_step(model)
+        failure = failed_step(model)
         manager_of(model).abort()
         run(model, "F0 F1 B0 B1")
-        del held
+        del failure
     assert engine.checked > 1000

@@ -47,21 +47,21 @@ ROOMS = (0.0, 3e4, 1e5, 2.5e5, PLENTY)
 
 
 class Device:
-    """Memory as these tests say it is: `room` bytes beside a step without saves, less what is taken
+    """Memory as these tests say it is: `headroom` bytes beside a step without saves, less what is taken
     meanwhile."""
 
-    def __init__(self, room=PLENTY):
-        self.room, self.tokens, self.taken = room, 2 * LENGTH, 0.0
+    def __init__(self, headroom=PLENTY):
+        self.headroom, self.tokens, self.taken_bytes = headroom, 2 * LENGTH, 0.0
 
     def free(self, device):
-        return self.room + TOKEN * self.tokens - self.taken
+        return self.headroom + TOKEN * self.tokens - self.taken_bytes
 
 
 @pytest.fixture
 def patched(monkeypatch):
     """Makes a streamed model whose saves are chosen for the memory that a `Device` says."""
 
-    def make(model=None, room=PLENTY, chunk_size=5):
+    def make(model=None, headroom=PLENTY, chunk_size=5):
         monkeypatch.setattr(auto, "bound", lambda *_: LAW)
         model = (
             build("qwen3", num_hidden_layers=3, attention_dropout=0.3)
@@ -69,7 +69,7 @@ def patched(monkeypatch):
             else copy.deepcopy(model)
         )
         model = streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size, saves="auto"))
-        device = Device(room)
+        device = Device(headroom)
         chooser_of(model).free = device.free
         return model, device
 
@@ -106,7 +106,7 @@ def without_saves():
 @contextlib.contextmanager
 def kept_by_layer():
     """Collects what each layer keeps, as its forward ends."""
-    found = {}
+    saves_by_layer = {}
     real = SavedForBackward.seal
 
     def seal(self, size):
@@ -121,12 +121,12 @@ def kept_by_layer():
             if "kv" in self.saves
             else 0
         )
-        found[self.layer_state.index] = (self.saves, optional + kv)
+        saves_by_layer[self.layer_state.index] = (self.saves, optional + kv)
         real(self, size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavedForBackward, "seal", seal)
-        yield found
+        yield saves_by_layer
 
 
 @contextlib.contextmanager
@@ -134,10 +134,10 @@ def after_the_first_layer(act):
     """Acts as the second layer of a forward asks what to save."""
     real = SavesPolicy.saves
 
-    def saves(self, kept, *args):
-        if kept.layer_state.index == 1:
+    def saves(self, saved, *args):
+        if saved.layer_state.index == 1:
             act()
-        return real(self, kept, *args)
+        return real(self, saved, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavesPolicy, "saves", saves)
@@ -146,39 +146,45 @@ def after_the_first_layer(act):
 
 def planned(model):
     return sum(
-        candidate.bytes for chosen in chooser_of(model)._batch.plan.values() for candidate in chosen
+        candidate.bytes
+        for candidates in chooser_of(model)._batch.plan.values()
+        for candidate in candidates
     )
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize("room", ROOMS)
-def test_it_takes_what_it_planned_and_changes_no_value(patched, room):
+@pytest.mark.parametrize("headroom", ROOMS)
+def test_it_takes_what_it_planned_and_changes_no_value(patched, headroom):
     expected = without_saves()
-    model, _ = patched(room=room)
+    model, _ = patched(headroom=headroom)
     assert_same(seeded(model), expected)  # the first step saves nothing
-    with kept_by_layer() as kept:
+    with kept_by_layer() as saves_by_layer:
         assert_same(seeded(model), expected)
-    taken = sum(size for _, size in kept.values())
-    assert taken == pytest.approx(planned(model))
-    assert taken <= room
-    assert (taken > 0) == (room > 1e4)
-    if room == PLENTY:
-        assert all({"attn_out", "kv", "mlp.gate_proj"} <= set(saves) for saves, _ in kept.values())
-        assert not any("mlp.down_proj" in saves for saves, _ in kept.values())  # nobody reads it
-        assert_same(seeded(plain(saves=kept[0][0])), expected)
-    if room == 1e5:
-        same_by_hand(kept, expected)
+    saved_bytes = sum(size for _, size in saves_by_layer.values())
+    assert saved_bytes == pytest.approx(planned(model))
+    assert saved_bytes <= headroom
+    assert (saved_bytes > 0) == (headroom > 1e4)
+    if headroom == PLENTY:
+        assert all(
+            {"attn_out", "kv", "mlp.gate_proj"} <= set(saves)
+            for saves, _ in saves_by_layer.values()
+        )
+        # nobody reads it
+        assert not any("mlp.down_proj" in saves for saves, _ in saves_by_layer.values())
+        assert_same(seeded(plain(saves=saves_by_layer[0][0])), expected)
+    if headroom == 1e5:
+        same_by_hand(saves_by_layer, expected)
 
 
-def same_by_hand(chosen, expected):
+def same_by_hand(automatic, expected):
     """The same saves for the last layers by name: the same bytes and gradients."""
-    counts = collections.Counter(name for saves, _ in chosen.values() for name in saves)
+    counts = collections.Counter(name for saves, _ in automatic.values() for name in saves)
     model = plain(saves=tuple(f"{name}@{count}" for name, count in counts.items()))
     assert len(set(counts.values())) > 1
-    with kept_by_layer() as kept:
+    with kept_by_layer() as manual:
         assert_same(seeded(model), expected)
-    assert {index: (set(saves), size) for index, (saves, size) in kept.items()} == {
-        index: (set(saves), size) for index, (saves, size) in chosen.items()
+    assert {index: (set(saves), size) for index, (saves, size) in manual.items()} == {
+        index: (set(saves), size) for index, (saves, size) in automatic.items()
     }
 
 
@@ -189,14 +195,14 @@ def test_a_call_in_one_chunk_keeps_no_keys(patched):
     expected = seeded(
         streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=LENGTH, saves=()))
     )
-    model, _ = patched(model, room=6e4, chunk_size=LENGTH)
+    model, _ = patched(model, headroom=6e4, chunk_size=LENGTH)
     seeded(model)
-    with kept_by_layer() as kept:
+    with kept_by_layer() as saves_by_layer:
         assert_same(seeded(model), expected)
-    names = {name for saves, _ in kept.values() for name in saves}
+    names = {name for saves, _ in saves_by_layer.values() for name in saves}
     assert "mlp.gate_proj" in names
     assert "kv" not in names
-    assert 0 < sum(size for _, size in kept.values()) == pytest.approx(planned(model))
+    assert 0 < sum(size for _, size in saves_by_layer.values()) == pytest.approx(planned(model))
 
 
 @pytest.mark.fast(2)
@@ -205,16 +211,16 @@ def test_other_layers(patched, family):
     stock = zoo.build(family, dtype=torch.float32)
     expected = seeded(plain(stock))
     model, device = patched(stock)
-    for room in (PLENTY, 1e5, 2e4):
-        device.room = room
+    for headroom in (PLENTY, 1e5, 2e4):
+        device.headroom = headroom
         assert_same(seeded(model), expected)
-    with kept_by_layer() as kept:
+    with kept_by_layer() as saves_by_layer:
         assert_same(seeded(model), expected)
-    assert 0 < sum(size for _, size in kept.values()) <= 2e4
+    assert 0 < sum(size for _, size in saves_by_layer.values()) <= 2e4
 
 
 def spared(candidates):
-    return sum(candidate.bytes * candidate.worth for candidate in candidates)
+    return sum(candidate.bytes * candidate.flops_per_byte for candidate in candidates)
 
 
 def chosen_of_three(length, share):
@@ -227,83 +233,96 @@ def chosen_of_three(length, share):
     cost = Cost(
         length * 8192, length * 8320, length * 4096, 4.0 * 4096 * length / 2 * length, products
     )
-    one = LayerCost(torch.device("cpu"), cost, 0.0, length, length, 1)
+    layer_cost = LayerCost(torch.device("cpu"), cost, 0.0, length, length, 1)
     chooser = SavesPolicy(3, lambda device: None, lambda device: (Figures(), 0.0), False, True)
-    chooser.known = Figures(LAW, dict.fromkeys(range(3), one))
+    chooser.figures = Figures(LAW, dict.fromkeys(range(3), layer_cost))
     all_there_is = [
-        candidate for index in range(3) for candidate in one.candidates(index, length, length)
+        candidate
+        for index in range(3)
+        for candidate in layer_cost.candidates(index, length, length)
     ]
-    room = share * sum(candidate.bytes for candidate in all_there_is)
-    plan = chooser._fill([[math.inf, room]], range(3), one.device, length, length, False)
-    return [candidate for chosen in plan.values() for candidate in chosen], all_there_is, room
+    headroom = share * sum(candidate.bytes for candidate in all_there_is)
+    plan = chooser._fill([[math.inf, headroom]], range(3), layer_cost.device, length, length, False)
+    return (
+        [candidate for candidates in plan.values() for candidate in candidates],
+        all_there_is,
+        headroom,
+    )
 
 
 @pytest.mark.parametrize("length", [4096, 65536])
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
 def test_no_other_choice_spares_much_more(length, share):
     """Of all that fit the best is better by less than one tensor is worth."""
-    chosen, all_there_is, room = chosen_of_three(length, share)
+    choice, all_there_is, headroom = chosen_of_three(length, share)
     affordable = [
         some
         for count in range(len(all_there_is) + 1)
         for some in itertools.combinations(all_there_is, count)
-        if sum(candidate.bytes for candidate in some) <= room
+        if sum(candidate.bytes for candidate in some) <= headroom
     ]
-    assert sum(candidate.bytes for candidate in chosen) <= room
-    assert spared(chosen) > max(map(spared, affordable)) - max(
+    assert sum(candidate.bytes for candidate in choice) <= headroom
+    assert spared(choice) > max(map(spared, affordable)) - max(
         spared([candidate]) for candidate in all_there_is
     )
 
 
 def test_another_order_is_seen(monkeypatch):
-    monkeypatch.setattr(policy, "sorted", lambda found, **_: list(found)[::-1], raising=False)
+    monkeypatch.setattr(
+        policy, "sorted", lambda candidates, **_: list(candidates)[::-1], raising=False
+    )
     with pytest.raises(AssertionError):
         test_no_other_choice_spares_much_more(65536, 0.3)
 
 
 def test_last_layers_come_first(patched):
-    model, _ = patched(room=6e4)
+    model, _ = patched(headroom=6e4)
     seeded(model)
-    with kept_by_layer() as kept:
+    with kept_by_layer() as saves_by_layer:
         seeded(model)
-    sizes = [kept[index][1] for index in range(3)]
+    sizes = [saves_by_layer[index][1] for index in range(3)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
 
 
 def test_what_others_take_between_layers_is_given_up(patched):
     expected = without_saves()
-    model, device = patched(room=2e5)
+    model, device = patched(headroom=2e5)
     seeded(model)
-    with kept_by_layer() as before:
+    with kept_by_layer() as saves_before:
         seeded(model)
     # with what the layer has saved, and its input
-    gone = 1.5e5 + before[0][1] + 4 * 2 * LENGTH * model.config.hidden_size
-    with kept_by_layer() as after, after_the_first_layer(lambda: setattr(device, "taken", gone)):
+    taken_bytes = 1.5e5 + saves_before[0][1] + 4 * 2 * LENGTH * model.config.hidden_size
+    with (
+        kept_by_layer() as saves_after,
+        after_the_first_layer(lambda: setattr(device, "taken_bytes", taken_bytes)),
+    ):
         assert_same(seeded(model), expected)
-    assert after[0] == before[0]
-    assert sum(size for _, size in after.values()) <= 2e5 - 1.5e5 + before[0][1]
-    assert sum(size for _, size in after.values()) < sum(size for _, size in before.values())
+    assert saves_after[0] == saves_before[0]
+    assert sum(size for _, size in saves_after.values()) <= 2e5 - 1.5e5 + saves_before[0][1]
+    assert sum(size for _, size in saves_after.values()) < sum(
+        size for _, size in saves_before.values()
+    )
 
 
 def test_memory_that_shrinks_between_steps(patched):
     expected = without_saves()
     model, device = patched()
     seeded(model)
-    for room in (PLENTY, 2e5, 1e5, -1e6, 1e5):
-        device.room = room
-        with kept_by_layer() as kept:
+    for headroom in (PLENTY, 2e5, 1e5, -1e6, 1e5):
+        device.headroom = headroom
+        with kept_by_layer() as saves_by_layer:
             assert_same(seeded(model), expected)
-        assert sum(size for _, size in kept.values()) <= max(0.0, room)
+        assert sum(size for _, size in saves_by_layer.values()) <= max(0.0, headroom)
 
 
 def fails_once(monkeypatch, at, stage=Stage.FORWARD):
     """The `at`-th computation of a chunk runs out of memory when it is done."""
     real, calls = LayerCall.compute, []
 
-    def compute(self, hidden_chunk, chunk, now, *args, **kwargs):
-        result = real(self, hidden_chunk, chunk, now, *args, **kwargs)
-        if now is stage and kwargs.get("prefix") is None and not args:
+    def compute(self, hidden_chunk, chunk, current_stage, *args, **kwargs):
+        result = real(self, hidden_chunk, chunk, current_stage, *args, **kwargs)
+        if current_stage is stage and kwargs.get("prefix") is None and not args:
             calls.append(chunk.index)
             if len(calls) == at:
                 raise torch.OutOfMemoryError("no memory left, says a test")
@@ -323,14 +342,14 @@ def test_a_forward_chunk_that_runs_out_is_computed_again(patched, monkeypatch, a
         calls = fails_once(patch, at)
         assert_same(seeded(model), expected)
     assert len(calls) == 16
-    with kept_by_layer() as kept:
+    with kept_by_layer() as saves_by_layer:
         assert_same(seeded(model), expected)
-    assert sum(size for _, size in kept.values()) > 0  # half of before
+    assert sum(size for _, size in saves_by_layer.values()) > 0  # half of before
 
 
 def test_without_saves_it_raises(patched, monkeypatch):
     expected = without_saves()
-    model, _ = patched(room=0.0)
+    model, _ = patched(headroom=0.0)
     seeded(model)
     with monkeypatch.context() as patch:
         fails_once(patch, 4)
@@ -342,7 +361,7 @@ def test_without_saves_it_raises(patched, monkeypatch):
 def test_around_the_layers_it_raises_with_advice_too(patched, monkeypatch):
     """Where transformers shifts the labels, outside of its backbone."""
     expected = without_saves()
-    model, _ = patched(room=0.0)
+    model, _ = patched(headroom=0.0)
     seeded(model)
 
     def full(*args, **kwargs):
@@ -365,24 +384,29 @@ def test_a_backward_chunk_that_runs_out_is_computed_again(patched, monkeypatch, 
     model, _ = patched()
     if stage is Stage.REFILL:  # where keys are kept there is none
         real = LayerCost.candidates
-        only = lambda *args: (found for found in real(*args) if found.name == "attn_out")  # noqa: E731
-        monkeypatch.setattr(LayerCost, "candidates", only)
+        attention_only = lambda *args: (  # noqa: E731
+            candidate for candidate in real(*args) if candidate.name == "attn_out"
+        )
+        monkeypatch.setattr(LayerCost, "candidates", attention_only)
     seeded(model)
-    with kept_by_layer() as before:
+    with kept_by_layer() as saves_before:
         seeded(model)
     with monkeypatch.context() as patch:
         calls = fails_once(patch, at, stage)
         assert_same(seeded(model), expected)
     assert len(calls) > at
-    with kept_by_layer() as after:
+    with kept_by_layer() as saves_after:
         assert_same(seeded(model), expected)
-    sizes = [sum(size for _, size in kept.values()) for kept in (before, after)]
+    sizes = [
+        sum(size for _, size in saves_by_layer.values())
+        for saves_by_layer in (saves_before, saves_after)
+    ]
     assert 0 < sizes[1] <= sizes[0] / 2
 
 
 @pytest.mark.full
 def test_many_lengths_leave_nothing_behind(patched):
-    model, device = patched(room=1e5)
+    model, device = patched(headroom=1e5)
     reference, lengths = plain(), random.Random(seed_of(5))
     for _ in range(12):
         length = lengths.randint(2, 40)
@@ -392,14 +416,14 @@ def test_many_lengths_leave_nothing_behind(patched):
         assert planned(model) <= 1e5
     gc.collect()
     assert not chooser_of(model)._waiting
-    assert len(chooser_of(model).known.costs) == 3
+    assert len(chooser_of(model).figures.costs) == 3
     assert not chooser_of(model)._seen
 
 
 @pytest.mark.full
 def test_micro_batches_in_any_order(patched):
     losses = []
-    for model in (plain(), patched(room=1e5)[0]):
+    for model in (plain(), patched(headroom=1e5)[0]):
         seeded(model)
         model.zero_grad(set_to_none=True)
         seed_torch()
@@ -418,27 +442,29 @@ def test_what_other_processes_take_of_a_machine(monkeypatch):
     """Of its free memory a step takes a half at most, and what is free is looked up again within a
     step."""
     machine = [2 * PLENTY]
-    monkeypatch.setattr(free_memory, "host_limit", lambda wanted: machine[0])
+    monkeypatch.setattr(free_memory, "host_limit", lambda requested_bytes: machine[0])
     monkeypatch.setattr(free_memory, "HOST_MEMORY_CACHE_SECONDS", -1.0)
     expected = without_saves()
     model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3)
     chooser = chooser_of(streambp.patch(model, streambp.StreamConfig(chunk_size=5)))
     for _ in range(2):
         assert_same(seeded(model), expected)
-    needed = chooser.known.need(2 * LENGTH, 10)
-    assert chooser.latest.room == PLENTY - needed
+    needed_bytes = chooser.figures.need(2 * LENGTH, 10)
+    assert chooser.latest.headroom == PLENTY - needed_bytes
     assert sum(chooser.latest.layers.values()) > 3
     with after_the_first_layer(lambda: machine.__setitem__(0, 0.0)):
         assert_same(seeded(model), expected)
-    assert chooser.latest.let_go
-    machine[0] = 2 * needed + 4e4
+    assert chooser.latest.drop_reason
+    machine[0] = 2 * needed_bytes + 4e4
     assert_same(seeded(model), expected)
     assert 0 < sum(chooser.latest.bytes.values()) <= 2e4
 
 
 def test_a_machine_that_does_not_tell_its_free_memory(monkeypatch):
     monkeypatch.setattr(
-        free_memory, "host_limit", lambda wanted: host_limit(None, Path("missing"), Path("missing"))
+        free_memory,
+        "host_limit",
+        lambda requested_bytes: host_limit(None, Path("missing"), Path("missing")),
     )
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))
     for _ in range(2):
@@ -448,7 +474,9 @@ def test_a_machine_that_does_not_tell_its_free_memory(monkeypatch):
 
 def test_free_memory_is_not_looked_up_for_each_chunk(monkeypatch):
     looked = []
-    monkeypatch.setattr(free_memory, "host_limit", lambda wanted: looked.append(wanted) or PLENTY)
+    monkeypatch.setattr(
+        free_memory, "host_limit", lambda requested_bytes: looked.append(requested_bytes) or PLENTY
+    )
     monkeypatch.setattr(free_memory, "HOST_MEMORY_CACHE_SECONDS", 1e9)
     free = free_memory.FreeMemory()
     assert [free(torch.device("cpu")) for _ in range(50)] == [PLENTY / 2] * 50
@@ -456,13 +484,13 @@ def test_free_memory_is_not_looked_up_for_each_chunk(monkeypatch):
 
 
 def test_describe_tells(patched):
-    model, _ = patched(room=1e5)
+    model, _ = patched(headroom=1e5)
     assert streambp.describe(model).saves == ("not tried yet (auto)",)
     seeded(model)
     seeded(model)
-    *told, room = streambp.describe(model).saves
-    assert told[0] == "kv of 3 layers (17.2 KiB)"
-    assert room.startswith("auto: a step without saves leaves 97.7 KiB free; at least ")
+    *lines, headroom = streambp.describe(model).saves
+    assert lines[0] == "kv of 3 layers (17.2 KiB)"
+    assert headroom.startswith("auto: a step without saves leaves 97.7 KiB free; at least ")
 
 
 def test_a_model_that_cannot_be_counted_saves_nothing(monkeypatch):
@@ -480,7 +508,7 @@ def test_a_model_that_cannot_be_counted_saves_nothing(monkeypatch):
 def test_copies_have_seen_nothing(patched):
     model, _ = patched()
     seeded(model)
-    assert chooser_of(copy.deepcopy(model)).known.costs == {}
+    assert chooser_of(copy.deepcopy(model)).figures.costs == {}
 
 
 def test_the_first_step_saves_what_was_counted(monkeypatch):
@@ -495,20 +523,20 @@ def test_the_first_step_saves_what_was_counted(monkeypatch):
     chooser.begins(torch.device("cpu"))
     counted = {
         index: set(cost.candidates(index, 2 * LENGTH, LENGTH))
-        for index, cost in chooser.known.costs.items()
+        for index, cost in chooser.figures.costs.items()
     }
-    with kept_by_layer() as kept:
+    with kept_by_layer() as saves_by_layer:
         assert_same(seeded(model), expected)
-    taken = sum(size for _, size in kept.values())
-    assert 0 < taken == pytest.approx(planned(model))
-    assert taken <= 1.5e5
-    seen = {
+    saved_bytes = sum(size for _, size in saves_by_layer.values())
+    assert 0 < saved_bytes == pytest.approx(planned(model))
+    assert saved_bytes <= 1.5e5
+    measured = {
         index: set(cost.candidates(index, 2 * LENGTH, LENGTH))
         for index, cost in chooser.learn().items()
     }
     sizes = [
-        {(c.index, c.name, c.bytes) for found in each.values() for c in found}
-        for each in (counted, seen)
+        {(c.index, c.name, c.bytes) for candidates in by_layer.values() for c in candidates}
+        for by_layer in (counted, measured)
     ]
     assert sizes[0] == sizes[1]
     assert len(sizes[0]) == 4 * 8
@@ -532,15 +560,15 @@ def other_numbers(patch):
 
 
 def nothing_let_go(patch):
-    patch.setattr(SavesPolicy, "let_go", lambda self, kept: False)
+    patch.setattr(SavesPolicy, "drop_saves", lambda self, saved: False)
 
 
 def inputs_let_go(patch):
-    real = SavedForBackward.give_up
+    real = SavedForBackward.drop_saves
     patch.setattr(
         SavedForBackward,
-        "give_up",
-        lambda self, at_work: (real(self, at_work), self.store.tensors.clear()),
+        "drop_saves",
+        lambda self, is_running: (real(self, is_running), self.store.tensors.clear()),
     )
 
 
@@ -560,7 +588,9 @@ def test_mutant_turns_a_test_red(patched, monkeypatch, mutant):
 def test_a_choice_that_ignores_the_room_is_seen(patched, monkeypatch):
     real = SavesPolicy._fill
     monkeypatch.setattr(
-        SavesPolicy, "_fill", lambda self, rooms, *args: real(self, [[math.inf, PLENTY]], *args)
+        SavesPolicy,
+        "_fill",
+        lambda self, headroom_by_layer, *args: real(self, [[math.inf, PLENTY]], *args),
     )
     with pytest.raises(AssertionError):
         test_it_takes_what_it_planned_and_changes_no_value(patched, 1e5)

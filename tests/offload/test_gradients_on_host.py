@@ -33,7 +33,7 @@ def full(family="qwen3", dtype=torch.float32, weights="cpu", **settings):
     return patched(model.to(dtype).train(), weights, **settings)
 
 
-def both(family="qwen3", dtype=torch.float32, **settings):
+def model_pair(family="qwen3", dtype=torch.float32, **settings):
     model = full(family, dtype, **settings)
     invert(model)
     return model, full(family, dtype, "device", **settings)
@@ -51,7 +51,7 @@ def of_layers(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_give_the_same_bits(family, dtype):
-    model, resident = both(family, dtype)
+    model, resident = model_pair(family, dtype)
     for _ in range(2):
         assert_same(step(model), step(resident))
     weights = weights_of(model)
@@ -66,8 +66,8 @@ def test_against_the_unpatched_model(float64_oracle):
     loss, expected = gradients(build("qwen3").double().train(), **batch)
     model = patched(build("qwen3").double().train())
     invert(model)
-    found, ours = gradients(model, **batch)
-    assert abs(float(found - loss)) < 1e-12
+    streamed_loss, ours = gradients(model, **batch)
+    assert abs(float(streamed_loss - loss)) < 1e-12
     assert ours.keys() == expected.keys()
     assert worst_error(ours, expected) < 1e-11
 
@@ -75,35 +75,41 @@ def test_against_the_unpatched_model(float64_oracle):
 def test_gradients_lie_in_their_layers_buffers():
     """Where autograd leaves them without a copy; a second micro-batch takes one buffer more, for
     all layers in turn."""
-    model, resident = both()
+    model, resident = model_pair()
     assert_same(step(model, 1), step(resident, 1))
-    found = weights_of(model)
-    spans = [(b.memory.data_ptr(), b.memory.data_ptr() + b.memory.numel()) for b in found._buffers]
-    assert len(spans) == len(found.ranges.layers)
+    weights = weights_of(model)
+    spans = [
+        (b.memory.data_ptr(), b.memory.data_ptr() + b.memory.numel()) for b in weights._buffers
+    ]
+    assert len(spans) == len(weights.ranges.layers)
     assert all(
         any(start <= p.grad.data_ptr() < stop for start, stop in spans) for p in of_layers(model)
     )
     assert (
-        found.ranges.beside == sum(b.memory.numel() for b in found._buffers) == found.ranges.bytes
+        weights.ranges.gradient_bytes
+        == sum(b.memory.numel() for b in weights._buffers)
+        == weights.ranges.bytes
     )
     assert_same(step(model, 3), step(resident, 3))
-    assert found.ranges.beside == found.ranges.bytes + max(b.memory.numel() for b in found._buffers)
+    assert weights.ranges.gradient_bytes == weights.ranges.bytes + max(
+        b.memory.numel() for b in weights._buffers
+    )
 
 
 def test_gradients_that_somebody_keeps_are_not_written_over():
-    model, resident = both()
-    kept = []
-    for one in (model, resident):
-        one.zero_grad(set_to_none=True)
-        one(**make_batch("plain", seed=1), use_cache=False).loss.backward()
-        kept.append([p.grad for p in one.parameters()])
-        one.zero_grad(set_to_none=True)
-        one(**make_batch("plain", seed=2), use_cache=False).loss.backward()
-    assert all(map(torch.equal, *kept))
-    for one in (model, resident):
-        one.zero_grad(set_to_none=False)
-    found = [step_without_zeroing(one) for one in (model, resident)]
-    assert_same(*found)
+    model, resident = model_pair()
+    gradient_lists = []
+    for tested_model in (model, resident):
+        tested_model.zero_grad(set_to_none=True)
+        tested_model(**make_batch("plain", seed=1), use_cache=False).loss.backward()
+        gradient_lists.append([p.grad for p in tested_model.parameters()])
+        tested_model.zero_grad(set_to_none=True)
+        tested_model(**make_batch("plain", seed=2), use_cache=False).loss.backward()
+    assert all(map(torch.equal, *gradient_lists))
+    for tested_model in (model, resident):
+        tested_model.zero_grad(set_to_none=False)
+    results = [step_without_zeroing(tested_model) for tested_model in (model, resident)]
+    assert_same(*results)
 
 
 def step_without_zeroing(model):
@@ -175,9 +181,9 @@ def test_an_optimizer_in_backward_is_one_after_it(name):
     model, make = full(), OPTIMIZERS[name]
     expected = after_backward(full(weights="device"), make)
     assert_same(in_backward(model, make), expected)
-    found = weights_of(model)
-    assert found.ranges.beside <= 2 * max(
-        layer.memory.numel() for layer in found.ranges.layers.values()
+    weights = weights_of(model)
+    assert weights.ranges.gradient_bytes <= 2 * max(
+        layer.memory.numel() for layer in weights.ranges.layers.values()
     )
     resident = full(weights="device")
     assert_same(in_backward(resident, make), expected)
@@ -235,21 +241,21 @@ def test_host_memory_counts_gradients():
 
 @pytest.mark.full
 def test_some_layers_train_and_others_are_frozen():
-    found = []
+    results = []
     for weights in ("cpu", "device"):
         model = build("qwen3", num_hidden_layers=4)
         model.model.layers[:2].requires_grad_(False)
         patched(model.train(), weights)
         if weights == "cpu":
             invert(model)
-        found.append([step(model), step(model)])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([step(model), step(model)])
+    for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
 
 
 @pytest.mark.full
 def test_an_error_in_backward_leaves_the_model_usable():
-    model, resident = both()
+    model, resident = model_pair()
     expected = step(resident)
     assert_same(step(model), expected)
     parameter = weights_of(model).ranges.layer_states[1].layer.mlp.up_proj.weight
@@ -270,7 +276,11 @@ def test_an_error_in_backward_leaves_the_model_usable():
 
 def test_mutant_a_buffer_that_is_used_again_too_early(monkeypatch):
     mutant(
-        monkeypatch, HostWeights, "leave", "all(storage() is None for storage in one.given)", "True"
+        monkeypatch,
+        HostWeights,
+        "leave",
+        "all(storage() is None for storage in candidate.gradient_storages)",
+        "True",
     )
     with pytest.raises(AssertionError):
         test_gradients_that_somebody_keeps_are_not_written_over()
@@ -282,8 +292,8 @@ def test_mutant_a_buffer_that_is_never_free(monkeypatch):
         monkeypatch,
         HostWeights,
         "leave",
-        "all(storage() is None for storage in one.given)",
-        "not one.given",
+        "all(storage() is None for storage in candidate.gradient_storages)",
+        "not candidate.gradient_storages",
     )
     with pytest.raises(AssertionError):
         test_gradients_lie_in_their_layers_buffers()
@@ -300,17 +310,17 @@ def test_mutant_a_step_that_is_taken_for_a_layers(monkeypatch):
 
 def test_what_sees_a_storage_sees_it_go():
     gradient = view_of(torch.empty(64, dtype=torch.uint8), 0, torch.empty(4))
-    seen = weakref.ref(gradient.untyped_storage())
+    storage_ref = weakref.ref(gradient.untyped_storage())
     alias = gradient[1:]
     del gradient
-    assert seen() is not None
+    assert storage_ref() is not None
     del alias
-    assert seen() is None
+    assert storage_ref() is None
 
 
 def test_weights_go_into_their_layer_as_they_are():
     weight = torch.nn.Parameter(torch.randn(3))
-    (given,) = Arriving.apply([], weight)
-    assert given.data_ptr() == weight.data_ptr()
-    given.sum().backward()
+    (layer_input,) = Arriving.apply([], weight)
+    assert layer_input.data_ptr() == weight.data_ptr()
+    layer_input.sum().backward()
     assert torch.equal(weight.grad, torch.ones(3))

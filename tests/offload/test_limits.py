@@ -37,26 +37,33 @@ class Device(LiveBytes):
     """Memory of so many bytes, within: an operation that makes more alive raises
     torch.OutOfMemoryError.
 
-    shrinks_at: the operation from which on the limit is `then`. fails_at: the first operation from
-    that number on that makes anything alive raises, once. error: raised instead.
+    shrinks_at: the operation from which on the limit is `later_limit`. fails_at: the first operation
+    from that number on that makes anything alive raises, once. error: raised instead.
     """
 
-    def __init__(self, limit=PLENTY, shrinks_at=None, then=PLENTY, fails_at=math.inf, error=None):
+    def __init__(
+        self, limit=PLENTY, shrinks_at=None, later_limit=PLENTY, fails_at=math.inf, error=None
+    ):
         super().__init__()
         self.error = (
             torch.OutOfMemoryError("no memory left, says a test") if error is None else error
         )
-        self.limit, self.shrinks_at, self.then, self.fails_at = limit, shrinks_at, then, fails_at
+        self.limit, self.shrinks_at, self.later_limit, self.fails_at = (
+            limit,
+            shrinks_at,
+            later_limit,
+            fails_at,
+        )
         self.operations, self.failed = 0, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operations += 1
         if self.operations == self.shrinks_at:
-            self.limit = self.then
-        before = self.live
+            self.limit = self.later_limit
+        live_before = self.live
         result = super().__torch_dispatch__(func, types, args, kwargs)
         fails = self.operations >= self.fails_at and not self.failed
-        if self.live > before + SMALL and (fails or self.live > self.limit):
+        if self.live > live_before + SMALL and (fails or self.live > self.limit):
             self.failed = True
             # one that is kept would keep the frames it came through
             raise type(self.error)(*self.error.args)
@@ -72,18 +79,18 @@ class Need(costs.Need):
     def by_layer(self, tokens, chunk, present):
         return ((math.inf, self.bytes),)
 
-    def at_work(self, chunk):
+    def chunk_bytes(self, chunk):
         return 0.0
 
 
-class KnownNeed:
+class FixedNeed:
     """What a policy knows of a model's steps is what they need; what layers may save they show."""
 
     def __init__(self, need):
-        self.known = costs.Figures(need)
+        self.figures = costs.Figures(need)
 
     def __call__(self, device):
-        return self.known, 0.0
+        return self.figures, 0.0
 
 
 class Pair:
@@ -102,16 +109,16 @@ class Pair:
             if hasattr(w, "layer_state")
         )
         self.need = Need()
-        self.chooser.states = KnownNeed(self.need)
+        self.chooser.states = FixedNeed(self.need)
         self.device = None
         self.chooser.free = lambda device: self.device.limit - self.device.live
 
     def reference(self, **batch):
         """Loss and gradients without saves, and what they take."""
         device = Device()
-        found = stepped(self.plain, device, **batch)
+        result = stepped(self.plain, device, **batch)
         self.need.bytes = device.peak
-        return found, device
+        return result, device
 
     def step(self, device, **batch):
         self.device = device
@@ -123,7 +130,7 @@ class Pair:
         self.chooser._batch.shortage = None
         runs = self.model._streambp.unpatched
         if runs is not None:
-            runs.most = math.inf
+            runs.max_tokens = math.inf
 
     def warmed(self, **batch):
         for _ in range(2):
@@ -148,10 +155,10 @@ def through(pair, make, count):
     """Steps of `make(at)`, at `count` places of the step's operations; the places where one
     raised."""
     expected, _ = pair.reference()
-    pair.step(whole := Device())
+    pair.step(full_device := Device())
     raised = []
     for number in range(count):
-        at = 1 + (2 * number + 1) * whole.operations // (2 * count)
+        at = 1 + (2 * number + 1) * full_device.operations // (2 * count)
         pair.forget()
         device = make(at)
         try:
@@ -165,29 +172,32 @@ MANY = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("chunk_size", "places"),
+    ("chunk_size", "positions"),
     [(5, 3), pytest.param(5, 16, marks=MANY), pytest.param(LENGTH, 16, marks=MANY)],
 )
-def test_a_limit_that_shrinks_within_a_step(chunk_size, places):
+def test_a_limit_that_shrinks_within_a_step(chunk_size, positions):
     pair = Pair(chunk_size).warmed()
     saved = Device()
     pair.step(saved)
     assert saved.peak > pair.need.bytes  # it saves something
     assert (
-        through(pair, lambda at: Device(shrinks_at=at, then=pair.need.bytes + NOTED), places) == []
+        through(
+            pair, lambda at: Device(shrinks_at=at, later_limit=pair.need.bytes + NOTED), positions
+        )
+        == []
     )
 
 
 @pytest.mark.parametrize(
-    ("chunk_size", "places"),
+    ("chunk_size", "positions"),
     [(5, 3), pytest.param(5, 24, marks=MANY), pytest.param(LENGTH, 24, marks=MANY)],
 )
-def test_errors_at_any_operation(chunk_size, places):
+def test_errors_at_any_operation(chunk_size, positions):
     pair, begun = Pair(chunk_size).warmed(), []
     pair.model.model.rotary_emb.register_forward_hook(
         lambda *_: begun.append(pair.device.operations)
     )
-    raised = through(pair, lambda at: Device(fails_at=at), places)
+    raised = through(pair, lambda at: Device(fails_at=at), positions)
     assert all(at <= begun[0] for at in raised)  # before the first layer, where nothing is saved
 
 
@@ -208,8 +218,8 @@ def test_errors_where_a_chunk_reads_what_another_left(family):
 def test_a_limit_that_shrinks_between_steps():
     pair = Pair(5).warmed()
     expected, _ = pair.reference()
-    for room in (PLENTY, 60_000, 30_000, 10_000, 0, 30_000):
-        device = Device(limit=pair.need.bytes + room)
+    for headroom in (PLENTY, 60_000, 30_000, 10_000, 0, 30_000):
+        device = Device(limit=pair.need.bytes + headroom)
         assert_same(pair.step(device), expected)
         assert device.peak <= device.limit
         assert not device.failed
@@ -219,22 +229,22 @@ def test_a_limit_that_shrinks_between_steps():
 @pytest.mark.parametrize("steps", [pytest.param(50, marks=pytest.mark.full), 4])
 def test_random_lengths_and_limits_do_not_grow(steps):
     pair, draw = Pair(5).warmed(), random.Random(seed_of(7))
-    known = {}
+    references = {}
     for length in (2, 7, LENGTH, 2 * LENGTH - 1):
         batch = make_batch("plain", length=length)
-        known[length] = batch, *pair.reference(**batch)
+        references[length] = batch, *pair.reference(**batch)
     for _ in range(steps):
-        batch, expected, whole = known[draw.choice(list(known))]
-        pair.need.bytes = whole.peak
-        limit = whole.peak + draw.choice((0, 5_000, 40_000, PLENTY))
-        device = Device(limit, draw.randint(1, whole.operations), whole.peak)
+        batch, expected, reference_device = references[draw.choice(list(references))]
+        pair.need.bytes = reference_device.peak
+        limit = reference_device.peak + draw.choice((0, 5_000, 40_000, PLENTY))
+        device = Device(limit, draw.randint(1, reference_device.operations), reference_device.peak)
         assert_same(pair.step(device, **batch), expected)
         gc.collect()
         assert device.live <= sum(p.grad.nbytes for p in pair.model.parameters()) + SMALL
     del device
     pair.device = None
-    assert not [kept for kept in pair.chooser._waiting if kept.saves]
-    assert len(pair.chooser.known.costs) == 2
+    assert not [saved for saved in pair.chooser._waiting if saved.saves]
+    assert len(pair.chooser.figures.costs) == 2
 
 
 ROOMS = (200_000, 70_000, 40_000)  # bytes: for Linears and attention, for fewer and fewer of them
@@ -252,35 +262,35 @@ def exact_or_without_memory(pair, expected, device, batch):
     """Whether a step on this device came to its end, with the right gradients; it may raise for
     want of memory alone."""
     try:
-        _, found = pair.step(device, **batch)
+        _, gradients_found = pair.step(device, **batch)
     except torch.OutOfMemoryError:
         return False
-    assert found.keys() == expected.keys()
-    assert worst_error(found, expected) <= 1e-10
+    assert gradients_found.keys() == expected.keys()
+    assert worst_error(gradients_found, expected) <= 1e-10
     return True
 
 
-def scan(chunk_size, length=LENGTH, rooms=ROOMS, every=1):
+def scan(chunk_size, length=LENGTH, headrooms=ROOMS, stride=1):
     """One operation after the other lacks memory, then memory shrinks there, in a step that has
     been without memory at a random operation before it; and how many steps came to an end."""
     batch, ended, draw = make_batch("plain", length=length), 0, random.Random(seed_of(5))
     pair, expected = exact_pair(chunk_size, batch)
-    for room in rooms:
-        limit, least = pair.need.bytes + room, pair.need.bytes + NOTED
+    for headroom in headrooms:
+        limit, small_limit = pair.need.bytes + headroom, pair.need.bytes + NOTED
         pair.forget()
-        pair.step(whole := Device(limit), **batch)
-        for at in range(1 + draw.randrange(every), whole.operations + 1, every):
+        pair.step(full_device := Device(limit), **batch)
+        for at in range(1 + draw.randrange(stride), full_device.operations + 1, stride):
             pair.forget()
             ended += exact_or_without_memory(pair, expected, Device(limit, fails_at=at), batch)
-            before = Device(limit, fails_at=draw.randint(1, whole.operations))
-            ended += exact_or_without_memory(pair, expected, before, batch)
-            ended += exact_or_without_memory(pair, expected, Device(limit, at, least), batch)
+            failing_device = Device(limit, fails_at=draw.randint(1, full_device.operations))
+            ended += exact_or_without_memory(pair, expected, failing_device, batch)
+            ended += exact_or_without_memory(pair, expected, Device(limit, at, small_limit), batch)
     return ended
 
 
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize(
-    ("chunk_size", "length", "rooms", "every"),
+    ("chunk_size", "length", "headrooms", "stride"),
     [
         pytest.param(5, LENGTH, ROOMS, 7, marks=MANY),
         pytest.param(LENGTH, LENGTH, ROOMS, 1, marks=MANY),
@@ -290,8 +300,8 @@ def scan(chunk_size, length=LENGTH, rooms=ROOMS, every=1):
         (LENGTH, LENGTH, ROOMS[:1], 100),
     ],
 )
-def test_each_operation_in_turn(chunk_size, length, rooms, every):
-    assert scan(chunk_size, length, rooms, every)
+def test_each_operation_in_turn(chunk_size, length, headrooms, stride):
+    assert scan(chunk_size, length, headrooms, stride)
 
 
 @pytest.mark.usefixtures("float64_oracle")
@@ -303,12 +313,12 @@ def test_each_activation_in_turn(chunk_size):
     pair, expected = exact_pair(chunk_size, batch)
     chunks, layers = -(-LENGTH // chunk_size), 2
     failed = 0
-    for room in ROOMS[:2]:
+    for headroom in ROOMS[:2]:
         for call in range(1, 2 * chunks * layers + 1):  # in forward and in backward
             pair.forget()
             with broken_activation(call, torch.OutOfMemoryError):
                 failed += not exact_or_without_memory(
-                    pair, expected, Device(pair.need.bytes + room), batch
+                    pair, expected, Device(pair.need.bytes + headroom), batch
                 )
             assert exact_or_without_memory(pair, expected, Device(), batch)
     # before the first layer has saved something, and when all is let go of
@@ -339,7 +349,7 @@ def test_keys_that_are_written_over_are_found(monkeypatch):
 
 
 def added_again(patch):
-    patch.setattr(GradientSum, "begin", lambda self, again=False: None)
+    patch.setattr(GradientSum, "begin", lambda self, is_retry=False: None)
 
 
 def keys_added_again(patch):
@@ -347,7 +357,7 @@ def keys_added_again(patch):
 
 
 def nothing_let_go(patch):
-    patch.setattr(SavesPolicy, "let_go", lambda self, kept=None: False)
+    patch.setattr(SavesPolicy, "drop_saves", lambda self, saved=None: False)
 
 
 @pytest.mark.full

@@ -31,19 +31,19 @@ def costs(layers=4):
     return {index: LayerCost(CPU, cost, 0.0, TOKENS, TOKENS, 1) for index in range(layers)}
 
 
-def predicted(left=0.0, host=math.inf, forward=100.0, shape=SHAPE):
+def predicted(free_bytes=0.0, host=math.inf, forward=100.0, shape=SHAPE):
     pace = Pace(forward, 2 * forward, 3 * forward, 1e5, 1e5, LINK)
-    return predicted_move(costs(), shape, left, host, pace)
+    return predicted_move(costs(), shape, free_bytes, host, pace)
 
 
 def test_more_room_is_never_slower_and_never_lies():
     slowest = predicted(host=2560).seconds
     for host in (2560, 4000, 8000, math.inf):
-        for left in (0.0, 1300.0, 2600.0, 9000.0):
-            step = predicted(left, host)
+        for free_bytes in (0.0, 1300.0, 2600.0, 9000.0):
+            step = predicted(free_bytes, host)
             assert step.fits
             assert step.leaving <= host
-            assert step.places.on_device <= step.room <= left
+            assert step.placement.on_device <= step.headroom <= free_bytes
             assert step.seconds <= slowest
     assert predicted(9000.0).seconds < slowest
 
@@ -61,9 +61,15 @@ def test_copies_that_take_longer_than_backward_are_waited_for():
 
 def test_one_chunk_saves_no_keys():
     step = predicted(9000.0, shape=Shape(TOKENS, TOKENS, TOKENS))
-    names = {one.name for found in step.places.saved.values() for one in found}
+    names = {
+        candidate.name for candidates in step.placement.saved.values() for candidate in candidates
+    }
     assert "kv" not in names
-    assert "kv" in {one.name for found in predicted(9000.0).places.saved.values() for one in found}
+    assert "kv" in {
+        candidate.name
+        for candidates in predicted(9000.0).placement.saved.values()
+        for candidate in candidates
+    }
 
 
 def a_host(price):
@@ -84,7 +90,7 @@ def test_the_price_is_paid_once_and_at_most_as_much_is_lost(gain):
         host.began(step if pays else None)
         if pays:
             break
-        assert host.missing == pytest.approx(price - lost - gain)
+        assert host.unpaid_seconds == pytest.approx(price - lost - gain)
         lost += gain
     assert lost <= price
     assert lost + gain >= price - 1e-9
@@ -103,12 +109,12 @@ def test_a_small_gain_moves_nothing():
 
 def test_counting_begins_once_it_may_pay():
     host = a_host(1.0)
-    asked = []
+    decisions = []
     for _ in range(4):
         host.reset()
-        asked.append(host.is_worth_counting(moving.COUNTING / 3, 100.0))
+        decisions.append(host.is_worth_counting(moving.COUNTING / 3, 100.0))
         host.began(None)
-    assert asked == [False, False, True, True]
+    assert decisions == [False, False, True, True]
     assert not host.is_worth_counting(0.01, 100.0)
     assert a_host(1.0).is_worth_counting(0.01, math.inf)
 
@@ -121,10 +127,10 @@ def test_pinned_memory_is_free():
     store = manager.open(0, CPU)
     assert manager.is_used
     assert manager.pinned == 0
-    room = manager.host_room()
+    headroom = manager.host_room()
     store._holding.retire()
     assert manager.pinned == 4096
-    assert manager.host_room() == room + 4096
+    assert manager.host_room() == headroom + 4096
     assert manager.arena.largest_idle("prefix") == 0
     assert manager.arena.largest_idle(MICRO_BATCH) == 4096
 

@@ -37,7 +37,7 @@ def few_chunk_sizes(monkeypatch):
     monkeypatch.setattr(policy, "CHUNK_TOKENS", (ROWS * ON_HOST, ROWS * ON_DEVICE))
 
 
-def told(rate=0.0, **settings):
+def full_device_model(rate=0.0, **settings):
     """A model without room on its device for a step that moves nothing, after a first step."""
     model = build("qwen3", attention_dropout=rate)
     config = {"unpatched_runs": False, "rows": "as_given", **settings}
@@ -45,7 +45,7 @@ def told(rate=0.0, **settings):
     step(model)
     chooser = chooser_of(model)
     chooser.learn()
-    figures, need = chooser.known, Need()
+    figures, need = chooser.figures, Need()
     figures.need, figures.seconds, figures.products = Need(), lambda *_: 1.0, 1e9
     figures.need.bytes = 2 * ROOM
     on_host = HostFigures(need, lambda *_: (0.3, 0.7, 1.0), 1e9, 1.0, 1e9)
@@ -65,18 +65,18 @@ def moves(model):
 def little_room(model):
     """Have inputs leave, too: the device has no room beside a step that moves."""
     chooser = chooser_of(model)
-    chooser.known.on_host().need.bytes = ROOM
+    chooser.figures.on_host().need.bytes = ROOM
     return model
 
 
 def test_a_step_without_room_moves_and_is_exact():
     plain = build("qwen3")
-    model = little_room(told())
-    _, found = gradients(model, **make_batch("plain"))
+    model = little_room(full_device_model())
+    _, actual = gradients(model, **make_batch("plain"))
     assert moves(model)
     assert streambp.last_step(model).host.out > 0
     assert chooser_of(model).moving.shape.chunk == ROWS * ON_HOST
-    assert worst_error(found, gradients(plain, **make_batch("plain"))[1]) <= 1e-5
+    assert worst_error(actual, gradients(plain, **make_batch("plain"))[1]) <= 1e-5
 
 
 def both_forwards(model):
@@ -92,7 +92,7 @@ def both_forwards(model):
 
 @pytest.mark.parametrize("unpatched_runs", [False, True])
 def test_a_forward_without_gradients_draws_as_the_one_with(unpatched_runs):
-    model = little_room(told(0.3, unpatched_runs=unpatched_runs))
+    model = little_room(full_device_model(0.3, unpatched_runs=unpatched_runs))
     for _ in range(2):
         first, second = both_forwards(model)
         assert torch.equal(first, second)
@@ -100,7 +100,7 @@ def test_a_forward_without_gradients_draws_as_the_one_with(unpatched_runs):
 
 
 def test_without_draws_the_forward_with_gradients_moves():
-    model = little_room(told())
+    model = little_room(full_device_model())
     first, second = both_forwards(model)
     assert moves(model)
     torch.testing.assert_close(first, second)
@@ -108,20 +108,20 @@ def test_without_draws_the_forward_with_gradients_moves():
 
 def in_a_checkpoint(rate, reentrant):
     """A step whose whole model is a checkpoint moves nothing, neither in forward nor in backward."""
-    model = little_room(told(rate))
+    model = little_room(full_device_model(rate))
     batch = make_batch("plain")
     hidden = model.get_input_embeddings()(batch["input_ids"])
-    seen = []
+    moves_seen = []
 
     def run(x):
         return model(inputs_embeds=x, labels=batch["labels"]).loss
 
-    model.model.layers[-1].register_forward_hook(lambda *_: seen.append(moves(model)))
+    model.model.layers[-1].register_forward_hook(lambda *_: moves_seen.append(moves(model)))
     seed_torch(4)
     loss = checkpoint(run, hidden, use_reentrant=reentrant)
     loss.backward()
-    assert len(seen) > 1
-    assert not any(seen)
+    assert len(moves_seen) > 1
+    assert not any(moves_seen)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -132,25 +132,25 @@ def test_a_programs_checkpoint_draws_twice_alike(rate, reentrant):
 
 def test_where_nothing_leaves_nothing_moves():
     """The device has room, and what similar steps lacked on it is no reason to move."""
-    model = told()
+    model = full_device_model()
     step(model)
     assert not moves(model)
 
 
 def test_memory_that_steps_on_the_device_lacked_is_left_free_by_those_that_move():
-    model = told()
+    model = full_device_model()
     chooser = chooser_of(model)
-    chooser.known.on_host().need.bytes = 0.5 * ROOM
-    lack = Shortage((ROWS * LENGTH, ROWS * ON_HOST), 0.0, 0.0, {}, margin=0.5 * ROOM)
-    chooser.margins[lack.key] = lack
+    chooser.figures.on_host().need.bytes = 0.5 * ROOM
+    shortage = Shortage((ROWS * LENGTH, ROWS * ON_HOST), 0.0, 0.0, {}, margin=0.5 * ROOM)
+    chooser.margins[shortage.key] = shortage
     step(model)
     assert moves(model)  # only because of the margin
-    assert chooser.moving.left == 0
+    assert chooser.moving.free_bytes == 0
 
 
 def test_a_copy_made_during_a_forward_has_no_forward():
     """A count copies the model in a step; the batch would stay on the device with the copy."""
-    model = told(chunk_size=5, offload="none")
+    model = full_device_model(chunk_size=5, offload="none")
     copies = []
     hook = model.model.layers[0].register_forward_pre_hook(
         lambda *_: copies.append(copy.deepcopy(model))
@@ -158,49 +158,51 @@ def test_a_copy_made_during_a_forward_has_no_forward():
     assert_same(step(model), step(model))
     hook.remove()
     assert copies
-    for one in copies:
-        assert one._streambp.running == ForwardContext()
+    for model_copy in copies:
+        assert model_copy._streambp.running == ForwardContext()
 
 
-def host_limit(wanted, set_aside=0, part=0.9):
-    return int(part * 1000) - set_aside if wanted is None else wanted
+def host_limit(requested_bytes, set_aside=0, part=0.9):
+    return int(part * 1000) - set_aside if requested_bytes is None else requested_bytes
 
 
 @pytest.mark.parametrize(
-    ("host_memory", "on_demand", "room"),
+    ("host_memory", "on_demand", "headroom"),
     [(None, True, 490), (None, False, 890), (700, True, 700), (5000, True, 890)],
 )
-def test_the_default_pins_half_of_the_host(host_memory, on_demand, room, monkeypatch):
+def test_the_default_pins_half_of_the_host(host_memory, on_demand, headroom, monkeypatch):
     monkeypatch.setattr(managers, "host_limit", host_limit)
     manager = OffloadManager(host_memory, "keep", 4, on_demand=on_demand)
     manager.set_aside = 10
-    assert manager.host_room() == room
+    assert manager.host_room() == headroom
     arena, _ = manager.start(torch.device("cpu"))
-    assert arena.limit == room
+    assert arena.limit == headroom
 
 
 def test_a_host_of_unknown_memory_is_not_used(monkeypatch):
-    monkeypatch.setattr(managers, "host_limit", lambda wanted, set_aside=0, part=0.9: NO_LIMIT)
+    monkeypatch.setattr(
+        managers, "host_limit", lambda requested_bytes, set_aside=0, part=0.9: NO_LIMIT
+    )
     assert OffloadManager(None, "keep", 4, on_demand=True).host_room() == 0
     assert OffloadManager(2000, "keep", 4, on_demand=True).host_room() == 2000
     assert OffloadManager(None, "keep", 4).host_room() == NO_LIMIT
 
 
 def test_half_of_the_host_is_described():
-    model = little_room(told())
+    model = little_room(full_device_model())
     step(model)
-    said = streambp.describe(model).offload
-    assert "at most half of the host memory available" in said
-    assert "would not fit" in said
+    description = streambp.describe(model).offload
+    assert "at most half of the host memory available" in description
+    assert "would not fit" in description
     assert math.isinf(chooser_of(model).host.gain)
 
 
 def test_host_memory_that_is_not_available_is_described(monkeypatch):
     monkeypatch.setattr(managers, "host_limit", lambda *_, **__: 2**30)
-    model = little_room(told(host_memory="4GiB"))
+    model = little_room(full_device_model(host_memory="4GiB"))
     step(model)
-    said = streambp.describe(model).offload
-    assert "at most 4.0 GiB of host memory, of which 1.0 GiB are available" in said
+    description = streambp.describe(model).offload
+    assert "at most 4.0 GiB of host memory, of which 1.0 GiB are available" in description
 
 
 def looks_at_draws_alone(patch):

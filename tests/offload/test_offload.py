@@ -64,12 +64,12 @@ def test_hidden_states_that_are_not_contiguous(float64_oracle):
     """Gemma 3n's are views with other strides than what comes back from the host. The values are
     the same, but BLAS chooses its product by strides, and not the same on every CPU: equal but for
     rounding."""
-    (loss, expected), (found_loss, found) = (
+    (loss, expected), (actual_loss, actual) = (
         step(make(("kv",), zoo.build("gemma3n_text", torch.float64)))
         for make in (model_with, offloaded)
     )
-    assert torch.equal(found_loss, loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert torch.equal(actual_loss, loss)
+    assert worst_error(actual, expected) <= 1e-10
 
 
 FAST = ("1F1B", "last first", "evaluation in between")  # the other two are parts of these
@@ -81,18 +81,18 @@ FAST = ("1F1B", "last first", "evaluation in between")  # the other two are part
     sampled(lambda schedule, saves: saves == BOTH and schedule in FAST, SCHEDULES, SAVES),
 )
 def test_schedules(schedule, saves):
-    expected, found = (
+    expected, actual = (
         run(model_with(saves), SCHEDULES[schedule]),
         run(offloaded(saves), SCHEDULES[schedule]),
     )
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
 
 
 def test_host_bytes_are_the_formulas_to_the_byte():
     model = offloaded()
     expected = expected_host_bytes(model)
     loss = forward(model, 1)
-    assert manager_of(model)._current().stack.used == expected
+    assert manager_of(model)._current().stack.used_bytes == expected
     assert manager_of(model).transfers.bytes[engines.OUT] <= expected
     loss.backward()
     forward(model, 1).backward()
@@ -141,14 +141,14 @@ def test_two_models_keep_apart():
 def test_copies_and_pickles_start_empty():
     model = offloaded()
     expected = step(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert manager_of(other) is not manager_of(model)
-        assert manager_of(other).host_bytes == 0
+    for model_copy in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert manager_of(model_copy) is not manager_of(model)
+        assert manager_of(model_copy).host_bytes == 0
         layer_states = [
-            w.layer_state for w in other._streambp.wrappers if hasattr(w, "layer_state")
+            w.layer_state for w in model_copy._streambp.wrappers if hasattr(w, "layer_state")
         ]
-        assert all(layer_state.offloader is manager_of(other) for layer_state in layer_states)
-        assert_same(step(other), expected)
+        assert all(layer_state.offloader is manager_of(model_copy) for layer_state in layer_states)
+        assert_same(step(model_copy), expected)
 
 
 @pytest.mark.parametrize(
@@ -236,4 +236,4 @@ def test_arena_hands_out_aligned_ranges_that_do_not_overlap():
     assert not pool.grow(stack, 1000)
     pool.give_back(stack)
     assert pool.take() is stack
-    assert stack.used == 0
+    assert stack.used_bytes == 0

@@ -50,10 +50,10 @@ class Copies:
     """
 
     def __init__(self):
-        self.reads = self.late = self.copied = self.most = self.at_once = 0
+        self.reads = self.late_reads = self.copied = self.max_arriving = self.at_once = 0
 
     @property
-    def left(self):
+    def unread_copies(self):
         """Tensors on the device that nobody has read."""
         return self.copied - self.reads
 
@@ -70,11 +70,11 @@ def copies_of_a_step(model, mode="plain", count=2):
     def counting_load(store, name, chunk):
         copies.copied += is_away(store, name, chunk)
         load(store, name, chunk)
-        copies.most = max(copies.most, len(store._holding.arriving))
+        copies.max_arriving = max(copies.max_arriving, len(store._holding.arriving))
         copies.at_once = max(copies.at_once, store._ahead)
 
     def counting_peek(store, name, chunk):
-        copies.late += is_away(store, name, chunk)
+        copies.late_reads += is_away(store, name, chunk)
         copies.reads += store._entry(name, chunk).source is None
         return peek(store, name, chunk)
 
@@ -95,22 +95,22 @@ def some(family, saves):
 def test_one_read_at_most_is_late_and_nothing_is_left(family, saves):
     copies = copies_of_a_step(offloaded(saves, zoo.build(family, torch.float32)))
     assert copies.reads >= 10
-    assert copies.late <= 1  # the first one: what the last layer's backward begins with
-    assert copies.left == 0
-    assert copies.most < 2 * copies.at_once
+    assert copies.late_reads <= 1  # the first one: what the last layer's backward begins with
+    assert copies.unread_copies == 0
+    assert copies.max_arriving < 2 * copies.at_once
 
 
 @pytest.mark.parametrize("mode", ["left-padded", "packed"])
 def test_of_other_batches(mode):
     copies = copies_of_a_step(offloaded(("attn_out", "kv", "*")), mode)
-    assert (copies.late, copies.left) == (1, 0)
+    assert (copies.late_reads, copies.unread_copies) == (1, 0)
 
 
 def test_a_first_backward_reads_a_chunk_more_to_try_each_layer():
     model = offloaded(("attn_out", "*"))
     copies = copies_of_a_step(model, count=1)
-    assert copies.late <= 1 + len(model.model.layers)
-    assert copies.left == 0
+    assert copies.late_reads <= 1 + len(model.model.layers)
+    assert copies.unread_copies == 0
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,12 @@ def test_a_first_backward_reads_a_chunk_more_to_try_each_layer():
 def test_with_tiles_nothing_is_left(saves):
     """Tiles are read a block ahead, and all of a tiny model's are one block; what chunks read does
     not wait for them."""
-    tiled, whole = (
+    tiled, untiled = (
         copies_of_a_step(offloaded(saves, **settings)) for settings in ({"gpu_memory": 1}, {})
     )
-    assert tiled.left == whole.left == 0
+    assert tiled.unread_copies == untiled.unread_copies == 0
     chunks = copies_of_a_step(offloaded((), gpu_memory=1))
-    assert tiled.late < chunks.late  # whose attention visits them once more
+    assert tiled.late_reads < chunks.late_reads  # whose attention visits them once more
 
 
 @pytest.mark.parametrize("lost", ["k.0", "v.0", "attn_out.0", "lse.0", "product.mlp.up_proj#0"])
@@ -134,15 +134,15 @@ def test_a_host_with_room_for_a_part(lost, monkeypatch):
     fits."""
     saves = ("attn_out", "kv", "*")
     expected = step(model_with(saves))
-    model, put = offloaded(saves, on_host_full="recompute"), HostTensors.put
+    model, real = offloaded(saves, on_host_full="recompute"), HostTensors.save
 
-    def some_put(self, name, chunk, tensor):
+    def save_some(self, name, chunk, tensor):
         if (name, chunk) != (lost, 3):
-            put(self, name, chunk, tensor)
+            real(self, name, chunk, tensor)
 
-    monkeypatch.setattr(HostTensors, "put", some_put)
+    monkeypatch.setattr(HostTensors, "save", save_some)
     copies = copies_of_a_step(model)
-    assert (copies.late, copies.left) == (1, 0)
+    assert (copies.late_reads, copies.unread_copies) == (1, 0)
     assert_same(step(model), expected)
 
 
@@ -175,7 +175,7 @@ def taken_after_the_next_copies_start(patch):
         tensor = self.peek(name, chunk)
         self.read_ahead()
         entry = self._entries.pop((name, chunk))
-        self._transfers.let_go(entry)
+        self._transfers.release(entry)
         return tensor
 
     patch.setattr(HostTensors, "seal", seal)
@@ -199,9 +199,9 @@ def test_the_order_of_reads_is_known_from_one_place():
     order, peek = SavedForBackward.order, HostTensors.peek
 
     def noted_order(self):
-        found = order(self)
-        announced.append([access for reads in found for access in reads])
-        return found
+        groups = order(self)
+        announced.append([access for reads in groups for access in reads])
+        return groups
 
     def noted_peek(self, name, chunk):
         read.append((name, chunk))
@@ -218,7 +218,7 @@ def test_the_order_of_reads_is_known_from_one_place():
 def peak(saves):
     """Of an 8B model at 64k tokens in chunks of 16,384, in GiB."""
     setting = Setting(optimizer=0)
-    found = estimate(
+    plan = estimate(
         QWEN3_8B,
         65536,
         chunk_size=16384,
@@ -227,7 +227,7 @@ def peak(saves):
         setting=setting,
         kernels="liger",
     )
-    return found.methods[-1].peak.total / 2**30
+    return plan.methods[-1].peak.total / 2**30
 
 
 GATE_AND_UP = ("mlp.gate_proj", "mlp.up_proj")

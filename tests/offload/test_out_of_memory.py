@@ -71,18 +71,21 @@ def step_without(pair, at, kind):
         return None
 
 
-def errors_at(pair, kind, places, every=None):
+def errors_at(pair, kind, positions, stride=None):
     """Steps in which one operation fails: bit for bit, or an error, and the next one exact; places
     where one raised."""
     expected, _ = pair.reference()
-    pair.step(whole := Device())
-    found = [1 + (2 * number + 1) * whole.operations // (2 * places) for number in range(places)]
+    pair.step(full_device := Device())
+    operations = [
+        1 + (2 * number + 1) * full_device.operations // (2 * positions)
+        for number in range(positions)
+    ]
     raised = []
-    for at in range(1, whole.operations, every) if every else found:
+    for at in range(1, full_device.operations, stride) if stride else operations:
         step = step_without(pair, at, kind)
         raised += [at] if step is None else []
-        for one in (step, pair.step(Device())):
-            assert_same(expected if one is None else one, expected)
+        for result in (step, pair.step(Device())):
+            assert_same(expected if result is None else result, expected)
     return raised
 
 
@@ -97,7 +100,7 @@ def test_it_is_let_go_of_and_computed_again(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_every_29th_operation(kind, chunk_size):
     pair = Pair(chunk_size).warmed()
-    assert len(errors_at(pair, kind, 0, every=29)) <= 2
+    assert len(errors_at(pair, kind, 0, stride=29)) <= 2
 
 
 @pytest.mark.full
@@ -108,21 +111,21 @@ def test_as_unpatched(kind, monkeypatch):
     pair = Pair(LENGTH, attention_dropout=0.0).warmed()
     streamed, _ = pair.reference()
     expected = stepped(build("qwen3", num_hidden_layers=2), Device())
-    pair.step(whole := Device())
+    pair.step(full_device := Device())
     assert isinstance(pair.chooser.latest, AsUnpatched)
     raised = 0
-    for at in range(1, whole.operations, 29):
+    for at in range(1, full_device.operations, 29):
         step = step_without(pair, at, kind)
         raised += step is None
         pair.forget()
-        for one in [pair.step(Device()), *([] if step is None else [step])]:
-            assert any(same(one, other) for other in (expected, streamed)), at
-    assert 0 < raised < whole.operations // 29
+        for result in [pair.step(Device()), *([] if step is None else [step])]:
+            assert any(are_equal(result, reference) for reference in (expected, streamed)), at
+    assert 0 < raised < full_device.operations // 29
 
 
-def same(found, expected):
-    return found[1].keys() == expected[1].keys() and all(
-        torch.equal(found[1][n], g) for n, g in expected[1].items()
+def are_equal(actual, expected):
+    return actual[1].keys() == expected[1].keys() and all(
+        torch.equal(actual[1][n], g) for n, g in expected[1].items()
     )
 
 
@@ -153,7 +156,7 @@ def test_the_heads_gradient_takes_the_place_of_saves(monkeypatch):
 
 
 def test_a_head_that_does_not_ask_for_saves_is_seen(monkeypatch):
-    monkeypatch.setattr(one_pass, "once_more", lambda device, let_go, compute, where: compute())
+    monkeypatch.setattr(one_pass, "once_more", lambda device, drop_saves, compute, where: compute())
     with pytest.raises(torch.OutOfMemoryError):
         test_the_heads_gradient_takes_the_place_of_saves(monkeypatch)
 
@@ -173,8 +176,8 @@ class Inside(torch.autograd.Function):
     of that graph."""
 
     @staticmethod
-    def forward(ctx, x, left):
-        ctx.left = left
+    def forward(ctx, x, leftovers):
+        ctx.leftovers = leftovers
         return x * 1
 
     @staticmethod
@@ -182,20 +185,20 @@ class Inside(torch.autograd.Function):
         def fail():
             with torch.enable_grad():
                 x = torch.ones(8, requires_grad=True)
-                held = Held()
-                ctx.kept = weakref.ref(held)
-                side = Waits.apply(x, held)  # in the queue while the other branch fails
+                graph_object = GraphObject()
+                ctx.object_ref = weakref.ref(graph_object)
+                side = Waits.apply(x, graph_object)  # in the queue while the other branch fails
                 first = Fails.apply(x)
                 torch.autograd.grad((first + side).sum(), x)
 
         with contextlib.suppress(RuntimeError):
             fail()
         make_room(torch.device("cpu"), True)
-        ctx.left.append(ctx.kept() is not None)
+        ctx.leftovers.append(ctx.object_ref() is not None)
         return grad, None
 
 
-class Held:
+class GraphObject:
     """What a graph keeps."""
 
 
@@ -203,8 +206,8 @@ class Waits(torch.autograd.Function):
     """Its node keeps an object."""
 
     @staticmethod
-    def forward(ctx, x, held):
-        ctx.held = held
+    def forward(ctx, x, graph_object):
+        ctx.graph_object = graph_object
         return x * 1
 
     @staticmethod
@@ -225,9 +228,9 @@ class Fails(torch.autograd.Function):
 
 
 def left_behind():
-    left = []
-    Inside.apply(torch.ones(1, requires_grad=True), left).backward()
-    return left
+    leftovers = []
+    Inside.apply(torch.ones(1, requires_grad=True), leftovers).backward()
+    return leftovers
 
 
 def test_a_failed_backward_leaves_nothing_in_autograds_queue(monkeypatch):
@@ -268,12 +271,12 @@ def test_gradients_of_keys_are_added_once_wherever_an_attempt_ends(at):
         for block, *_ in layer_state.visit(blocks, gradients=True):
             layer_state.add(block, *(x[:, block.k0 : block.k1].transpose(1, 2) for x in (dk, dv)))
 
-    whole, layer_state = KVBuffer(k, v), KVBuffer(k, v)
-    attempt(whole)
-    layer_state.begin_backward(again=False)
+    reference, layer_state = KVBuffer(k, v), KVBuffer(k, v)
+    attempt(reference)
+    layer_state.begin_backward(is_retry=False)
     with Fails(), pytest.raises(torch.OutOfMemoryError):
         attempt(layer_state)
-    layer_state.begin_backward(again=True)
+    layer_state.begin_backward(is_retry=True)
     attempt(layer_state)
-    assert torch.equal(layer_state.dk, whole.dk)
-    assert torch.equal(layer_state.dv, whole.dv)
+    assert torch.equal(layer_state.dk, reference.dk)
+    assert torch.equal(layer_state.dv, reference.dv)

@@ -53,13 +53,15 @@ def main():
                 part, streambp.StreamConfig(chunk_size=5, saves=("attn_out", "kv"), **settings)
             )
             part.backbone.embed_tokens.requires_grad_(False)
-        made = [
+        pipeline_stages = [
             pipelining.PipelineStage(part, rank + 2 * k, stages, torch.device("cpu"))
             for k, part in enumerate(mine)
         ]
         schedule_class = getattr(pipelining, schedule_name)
         schedule = schedule_class(
-            made if per_rank > 1 else made[0], micro_batches, loss_fn=loss_function
+            pipeline_stages if per_rank > 1 else pipeline_stages[0],
+            micro_batches,
+            loss_fn=loss_function,
         )
         generator = seeded(0)
         x, target = (
@@ -72,8 +74,10 @@ def main():
 
     plain = gradients(False)
     assert plain
-    for moved in (gradients(True), gradients(True, gpu_memory=1)):
-        assert all(a is not None and torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+    for streamed in (gradients(True), gradients(True, gpu_memory=1)):
+        assert all(
+            a is not None and torch.equal(a, b) for a, b in zip(plain, streamed, strict=True)
+        )
     print(f"rank {rank}: {len(plain)} gradients equal", flush=True)
     dist.destroy_process_group()
 

@@ -17,7 +17,7 @@ from streambp.offload import manager_of, policy
 from streambp.offload.costs import Candidate
 from streambp.offload.engines import DeviceMemory
 from streambp.offload.manager import OffloadManager
-from streambp.offload.places import INPUT, TwoRooms, choose_places
+from streambp.offload.places import INPUT, Headroom, choose_placement
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, layer_bytes, model_with, prefix_bytes, step
 from tests.offload.test_auto import Injected, auto
@@ -38,60 +38,64 @@ def made_up(draw, layers):
         ]
         for index in range(layers)
     }
-    rooms = TwoRooms(
+    headroom = Headroom(
         draw.randint(0, 30),
         draw.randint(0, 12),
         draw.randint(0, 16),
         ("attn_out",) if draw.random() < 0.3 else (),
     )
-    return inputs, candidates, rooms
+    return inputs, candidates, headroom
 
 
-def check_rooms(found, inputs, candidates, rooms):
+def check_rooms(placement, inputs, candidates, headroom):
     """Neither room is exceeded but by inputs, which have to be somewhere."""
     host = device = 0
     forced = 0
     for index, size in inputs.items():
-        sizes = {INPUT: size} | {one.name: one.bytes for one in found.saved[index]}
-        assert len(sizes) == 1 + len(found.saved[index])
-        assert found.staying[index] <= sizes.keys()
-        leaving = {name: size for name, size in sizes.items() if name not in found.staying[index]}
-        assert not set(leaving) & set(rooms.never_leave)
-        assert sum(leaving.values()) <= max(rooms.link, size)
+        sizes = {INPUT: size} | {
+            candidate.name: candidate.bytes for candidate in placement.saved[index]
+        }
+        assert len(sizes) == 1 + len(placement.saved[index])
+        assert placement.staying[index] <= sizes.keys()
+        leaving = {
+            name: size for name, size in sizes.items() if name not in placement.staying[index]
+        }
+        assert not set(leaving) & set(headroom.never_leave)
+        assert sum(leaving.values()) <= max(headroom.link, size)
         host += sum(leaving.values())
         device += sum(sizes.values()) - sum(leaving.values())
         forced += size
-    assert host <= rooms.host
-    assert found.on_device == device
-    assert device <= max(rooms.device, forced)
-    assert sum(found.leaving.values()) == host
+    assert host <= headroom.host
+    assert placement.on_device == device
+    assert device <= max(headroom.device, forced)
+    assert sum(placement.leaving.values()) == host
 
 
-def best_of_all(inputs, candidates, rooms):
+def best_of_all(inputs, candidates, headroom):
     """The most that any choice spares in which inputs leave first: by trying each."""
-    everything = [one for index in inputs for one in candidates[index]]
+    all_candidates = [candidate for index in inputs for candidate in candidates[index]]
     on_device = 0
-    host = rooms.host
+    host = headroom.host
     forced = {}
     for index, size in inputs.items():
         forced[index] = size if size <= host else 0
         on_device += size - forced[index]
         host -= forced[index]
     best = 0.0
-    for where in itertools.product(("no", "host", "device"), repeat=len(everything)):
+    for where in itertools.product(("no", "host", "device"), repeat=len(all_candidates)):
         leaving = dict(forced)
         staying, spared = on_device, 0.0
         allowed = True
-        for one, place in zip(everything, where, strict=True):
-            spared += one.bytes * one.worth * (place != "no")
-            staying += one.bytes * (place == "device")
-            if place == "host":
-                leaving[one.index] += one.bytes
-                allowed &= one.name not in rooms.never_leave
+        for candidate, destination in zip(all_candidates, where, strict=True):
+            spared += candidate.bytes * candidate.flops_per_byte * (destination != "no")
+            staying += candidate.bytes * (destination == "device")
+            if destination == "host":
+                leaving[candidate.index] += candidate.bytes
+                allowed &= candidate.name not in headroom.never_leave
         for index, size in leaving.items():
-            allowed &= size <= max(rooms.link, forced[index])
-        fits = staying <= rooms.device or (staying == on_device)
-        if allowed and fits and sum(leaving.values()) <= rooms.host:
+            allowed &= size <= max(headroom.link, forced[index])
+        fits = staying <= headroom.device or (staying == on_device)
+        if allowed and fits and sum(leaving.values()) <= headroom.host:
             best = max(best, spared)
     return best
 
@@ -100,12 +104,12 @@ def test_no_room_is_exceeded_and_little_is_lost():
     draw = random.Random(seed_of(0))
     reached, possible = 0.0, 0.0
     for _ in range(40):
-        inputs, candidates, rooms = made_up(draw, 2)
-        found = choose_places(inputs, candidates, rooms)
-        check_rooms(found, inputs, candidates, rooms)
-        best = best_of_all(inputs, candidates, rooms)
-        assert found.spared <= best
-        reached += found.spared
+        inputs, candidates, headroom = made_up(draw, 2)
+        placement = choose_placement(inputs, candidates, headroom)
+        check_rooms(placement, inputs, candidates, headroom)
+        best = best_of_all(inputs, candidates, headroom)
+        assert placement.spared <= best
+        reached += placement.spared
         possible += best
     assert reached >= 0.9 * possible  # of tensors as large as the rooms
 
@@ -116,40 +120,45 @@ def test_alike_layers_use_both_rooms(link, device):
     """Of Qwen3-8B at 64k, in hundredths of a GiB a layer: the seconds of what is not saved are those of the bytes
     that have no room."""
     sizes = {"attn_out": 51, "kv": 25, "q": 50, "o": 50, "gate": 150, "up": 150}
-    worth = {"attn_out": 20.0, "kv": 3.4}
+    flops_per_byte = {"attn_out": 20.0, "kv": 3.4}
     inputs = dict.fromkeys(range(36), 50)
     candidates = {
-        index: [Candidate(index, name, size, worth.get(name, 1.0)) for name, size in sizes.items()]
+        index: [
+            Candidate(index, name, size, flops_per_byte.get(name, 1.0))
+            for name, size in sizes.items()
+        ]
         for index in inputs
     }
-    rooms = TwoRooms(math.inf, link, device)
-    found = choose_places(inputs, candidates, rooms)
-    check_rooms(found, inputs, candidates, rooms)
-    rest = 36 * (link - 50) + device  # what a fraction of each tensor would fill
+    headroom = Headroom(math.inf, link, device)
+    placement = choose_placement(inputs, candidates, headroom)
+    check_rooms(placement, inputs, candidates, headroom)
+    remaining_bytes = 36 * (link - 50) + device  # what a fraction of each tensor would fill
     limit = 0.0
     for name in sizes:
-        part = min(rest, 36 * sizes[name])
-        limit += part * worth.get(name, 1.0)
-        rest -= part
-    assert found.spared >= 0.92 * limit
-    print(f"link {link} device {device}: {found.spared / max(limit, 1e-9):.3f}")
+        part = min(remaining_bytes, 36 * sizes[name])
+        limit += part * flops_per_byte.get(name, 1.0)
+        remaining_bytes -= part
+    assert placement.spared >= 0.92 * limit
+    print(f"link {link} device {device}: {placement.spared / max(limit, 1e-9):.3f}")
 
 
 def test_many_tensors_of_a_layer():
     """As the experts of a mixture have: not every set of them is tried."""
     draw = random.Random(seed_of(1))
-    many = [Candidate(0, f"expert {i}", draw.randint(1, 8), 1.0) for i in range(200)]
-    rooms = TwoRooms(400, 300, 200)
-    found = choose_places({0: 4}, {0: many}, rooms)
-    check_rooms(found, {0: 4}, {0: many}, rooms)
-    assert found.spared >= 0.97 * min(sum(one.bytes for one in many), 300 - 4 + 200)
+    candidates = [Candidate(0, f"expert {i}", draw.randint(1, 8), 1.0) for i in range(200)]
+    headroom = Headroom(400, 300, 200)
+    placement = choose_placement({0: 4}, {0: candidates}, headroom)
+    check_rooms(placement, {0: 4}, {0: candidates}, headroom)
+    assert placement.spared >= 0.97 * min(
+        sum(candidate.bytes for candidate in candidates), 300 - 4 + 200
+    )
 
 
 def test_attention_that_is_faster_than_its_copies_stays():
-    found = [Candidate(0, "attn_out", 4, 9.0), Candidate(0, "gate", 4, 1.0)]
-    both = choose_places({0: 2}, {0: found}, TwoRooms(100, 100, 4, ("attn_out",)))
-    assert both.staying[0] == {"attn_out"}
-    assert both.leaving == {INPUT: 2, "gate": 4}
+    candidates = [Candidate(0, "attn_out", 4, 9.0), Candidate(0, "gate", 4, 1.0)]
+    placement = choose_placement({0: 2}, {0: candidates}, Headroom(100, 100, 4, ("attn_out",)))
+    assert placement.staying[0] == {"attn_out"}
+    assert placement.leaving == {INPUT: 2, "gate": 4}
 
 
 def with_both_rooms(free, model=None, part=0.5):
@@ -163,38 +172,42 @@ def two_rooms(model):
     """Whether tensors of one layer went both ways in a step, whose loss and gradients it
     returns."""
     manager = manager_of(model)
-    seen = []
+    stores = []
     opened = OffloadManager.open
 
     def open_of(self, index, device):
         store = opened(self, index, device)
-        seen.append(store)
+        stores.append(store)
         return store
 
     model.zero_grad(set_to_none=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OffloadManager, "open", open_of)
         loss = model(**make_batch("plain"), use_cache=False).loss
-    assert len(seen) == 3
-    assert manager.workspace + manager.kept <= manager.gpu_memory
-    both = [0 < store.kept < store.bytes for store in seen]
-    kept = manager.kept
+    assert len(stores) == 3
+    assert manager.workspace + manager.resident_bytes <= manager.gpu_memory
+    is_split = [0 < store.resident_bytes < store.bytes for store in stores]
+    resident_bytes = manager.resident_bytes
     loss.backward()
-    return any(both), kept, (loss.detach(), {n: p.grad for n, p in model.named_parameters()})
+    return (
+        any(is_split),
+        resident_bytes,
+        (loss.detach(), {n: p.grad for n, p in model.named_parameters()}),
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_what_was_chosen_stays_and_leaves_and_changes_no_bit(layers):
     model = with_both_rooms(int(layers * layer_bytes()))
     step(model)  # measures
-    both, kept, found = two_rooms(model)
-    assert both
+    is_split, resident_bytes, result = two_rooms(model)
+    assert is_split
     choice = model._streambp.saves_policy.latest
-    assert kept == choice.on_device
+    assert resident_bytes == choice.on_device
     assert choice.on_device > 0
     assert choice.leaving > 0
-    assert_same(found, step(model_with(streambp.describe(model).saves)))
-    assert_same(found, step(model_with()))
+    assert_same(result, step(model_with(streambp.describe(model).saves)))
+    assert_same(result, step(model_with()))
 
 
 def test_against_the_unpatched_model_in_float64(float64_oracle):
@@ -203,19 +216,19 @@ def test_against_the_unpatched_model_in_float64(float64_oracle):
     expected = gradients(reference, **batch)
     model = with_both_rooms(layer_bytes(), build("qwen3", torch.float64, num_hidden_layers=3))
     for _ in range(2):
-        found = gradients(model, **batch)
+        actual = gradients(model, **batch)
     assert model._streambp.saves_policy.latest.on_device
-    assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-12)
-    assert found[1].keys() == expected[1].keys()
-    assert worst_error(found[1], expected[1]) <= EXACT
+    assert float(actual[0]) == pytest.approx(float(expected[0]), rel=1e-12)
+    assert actual[1].keys() == expected[1].keys()
+    assert worst_error(actual[1], expected[1]) <= EXACT
 
 
 def test_a_device_without_room_for_saves_keeps_none():
     model = with_both_rooms(0)
     step(model)
-    _, kept, found = two_rooms(model)
-    assert kept == 0
-    assert_same(found, step(model_with()))
+    _, resident_bytes, result = two_rooms(model)
+    assert resident_bytes == 0
+    assert_same(result, step(model_with()))
 
 
 def without_the_device(patch):

@@ -24,7 +24,7 @@ from streambp.offload import costs, free_memory, policy
 from streambp.planner import auto
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, step
-from tests.offload.test_limits import Device, KnownNeed, Need, stepped
+from tests.offload.test_limits import Device, FixedNeed, Need, stepped
 from tests.seeds import seed_torch
 
 HERE = torch.device("cpu")
@@ -42,9 +42,9 @@ def card(monkeypatch):
             self.readings += 1
             return self.free
 
-    found = Card()
-    monkeypatch.setattr(free_memory, "free_memory", found)
-    return found
+    fake = Card()
+    monkeypatch.setattr(free_memory, "free_memory", fake)
+    return fake
 
 
 def policy_of(model):
@@ -64,12 +64,14 @@ def answers(model, lengths=(2048, 16384, 65536)):
     chooser = policy_of(model)
     chooser.begins(HERE)
     chooser.ended()
-    found = []
+    decisions = []
     for length in lengths:
         size = chooser.size(1, length, HERE)
-        rooms = chooser._rooms(chooser.free(HERE), length, size)
-        found.append((size, chooser._fill(rooms, range(3), HERE, length, length, size == length)))
-    return found
+        headroom_by_layer = chooser._headroom_by_layer(chooser.free(HERE), length, size)
+        decisions.append(
+            (size, chooser._fill(headroom_by_layer, range(3), HERE, length, length, size == length))
+        )
+    return decisions
 
 
 def on_the_card(model):
@@ -81,7 +83,7 @@ def on_a_cpu_first(model, card, monkeypatch):
         patch.setattr(free_memory, "free_memory", lambda device: None)
         model = patched(copy.deepcopy(model))
         step(model)
-        assert policy_of(model).known.need.method.name == "at most"
+        assert policy_of(model).figures.need.method.name == "at most"
     model.zero_grad(set_to_none=True)
     # The CPU stands in for another device as well.
     policy_of(model).states = auto.ModelStates(model, policy_of(model).states.config)
@@ -102,15 +104,15 @@ def test_where_a_model_was_patched_does_not_matter(flow, card, monkeypatch):
     model = tiny()
     card.free = 1e7
     expected = answers(on_the_card(model))
-    found = answers(flow(model, card, monkeypatch))
+    decisions = answers(flow(model, card, monkeypatch))
     assert len({size for size, _ in expected}) > 1
-    assert [size for size, _ in found] == [size for size, _ in expected]
-    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
-        named = [
-            {index: {(c.name, c.bytes) for c in chosen} for index, chosen in one.items()}
-            for one in (ours, theirs)
+    assert [size for size, _ in decisions] == [size for size, _ in expected]
+    for (_, ours), (_, theirs) in zip(decisions, expected, strict=True):
+        named_sizes = [
+            {index: {(c.name, c.bytes) for c in candidates} for index, candidates in plan.items()}
+            for plan in (ours, theirs)
         ]
-        assert named[0] == named[1]
+        assert named_sizes[0] == named_sizes[1]
 
 
 @pytest.mark.full
@@ -152,35 +154,35 @@ def test_what_changes_after_patch_is_counted_anew(change, card, monkeypatch):
     for _ in range(2):
         for _ in range(3):
             step(model)
-        needs.append(policy_of(model).known.need(2 * LENGTH, LENGTH))
+        needs.append(policy_of(model).figures.need(2 * LENGTH, LENGTH))
         CHANGES[change](model) if len(needs) == 1 else None
     assert len(counted) == 2  # once for each state
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    before, after = needs
-    assert (after > before) == (change == "cast")
-    fresh = auto._law(model, streambp.StreamConfig(), None)
-    assert after == fresh(2 * LENGTH, LENGTH)
-    assert trained < 1.1 * after
+    need_before, need_after = needs
+    assert (need_after > need_before) == (change == "cast")
+    new_law = auto._law(model, streambp.StreamConfig(), None)
+    assert need_after == new_law(2 * LENGTH, LENGTH)
+    assert trained < 1.1 * need_after
 
 
 def test_a_count_leaves_nothing_behind(card):
     """Neither random numbers, nor a program's hooks, nor what acts in the thread."""
-    model, seen = tiny(attention_dropout=0.3), []
+    model, hook_calls = tiny(attention_dropout=0.3), []
     hook = model.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, out: seen.append(out.is_meta)
+        lambda module, args, out: hook_calls.append(out.is_meta)
     )
     patched(model)
     seed_torch(5)
-    before = torch.default_generator.get_state()
+    random_state = torch.default_generator.get_state()
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
         torch.no_grad(),
         torch.autograd.graph.save_on_cpu(),
     ):
         policy_of(model).begins(HERE)
-    assert isinstance(policy_of(model).known.need, auto.StepNeed)
-    assert torch.equal(before, torch.default_generator.get_state())
-    assert not seen
+    assert isinstance(policy_of(model).figures.need, auto.StepNeed)
+    assert torch.equal(random_state, torch.default_generator.get_state())
+    assert not hook_calls
     hook.remove()
 
 
@@ -207,13 +209,13 @@ def test_gradients_that_are_there_are_not_needed_once_more(card):
         parameter.grad = torch.zeros_like(parameter)
     chooser.begins(HERE)
     assert 0.1 < chooser.present < 0.9
-    found, chooser.present, present = needed_last(chooser), 1.0, chooser.present
-    assert (first - found) / (first - needed_last(chooser)) == pytest.approx(present)
+    needed_bytes, chooser.present, present = needed_last(chooser), 1.0, chooser.present
+    assert (first - needed_bytes) / (first - needed_last(chooser)) == pytest.approx(present)
 
 
 def needed_last(chooser):
     """What a step needs while its first layer's backward runs, when most gradients are there."""
-    return dict(chooser.known.need.by_layer(64, 32, chooser.present))[0.0]
+    return dict(chooser.figures.need.by_layer(64, 32, chooser.present))[0.0]
 
 
 @pytest.mark.parametrize("settings", [{}, {"chunk_size": 5}, {"unpatched_runs": True}], ids=str)
@@ -240,87 +242,89 @@ class TooSmall(Need):
 
     work = 0.0
 
-    def at_work(self, chunk):
+    def chunk_bytes(self, chunk):
         return self.work
 
 
-def falls_short(share, beyond=math.inf, steps=6):
+def falls_short(share, limit_factor=math.inf, steps=6):
     """Steps under a law that is so much too small: in which saves were let go of, and what was
     saved.
 
-    beyond: how much more than it tells a device has before it fails.
+    limit_factor: how much more than it tells a device has before it fails.
     """
     batch = make_batch("plain", length=160)
     plain = streambp.patch(
         build("qwen3", num_hidden_layers=4), streambp.StreamConfig(chunk_size=20, saves=())
     )
-    whole = Device()
-    expected = stepped(plain, whole, **batch)
+    full_device = Device()
+    expected = stepped(plain, full_device, **batch)
     model = patched(build("qwen3", num_hidden_layers=4), chunk_size=20)
     chooser, need = policy_of(model), TooSmall()
-    need.bytes, need.work = share * whole.peak, 0.3 * whole.peak
-    chooser.states = KnownNeed(need)
-    limit = 1.1 * whole.peak
+    need.bytes, need.work = share * full_device.peak, 0.3 * full_device.peak
+    chooser.states = FixedNeed(need)
+    limit = 1.1 * full_device.peak
     device = Device()
     chooser.free = lambda _: limit - device.live
-    gone, saved = [], []
+    drop_reasons, saved = [], []
     for number in range(steps):
-        device = Device(limit=limit * beyond)
+        device = Device(limit=limit * limit_factor)
         assert_same(stepped(model, device, **batch), expected)
         latest = chooser.latest
         if latest is not None and number:
-            gone.append(latest.let_go)
+            drop_reasons.append(latest.drop_reason)
             saved.append(sum(latest.bytes.values()))
-    return gone, saved
+    return drop_reasons, saved
 
 
 @pytest.mark.fast("0.7")
 @pytest.mark.parametrize("share", [0.7, 0.55])
 def test_from_the_third_step_on_nothing_is_thrown_away(share):
-    gone, saved = falls_short(share)
-    assert gone[0]  # the first that saves something
-    assert not any(gone[1:])
+    drop_reasons, saved = falls_short(share)
+    assert drop_reasons[0]  # the first that saves something
+    assert not any(drop_reasons[1:])
     assert all(size > 0 for size in saved)
 
 
 @pytest.mark.full
 def test_after_an_error_half_is_saved_until_it_fits():
-    gone, saved = falls_short(0.55, beyond=1.1)
-    assert gone[0]
-    assert not any(gone[2:])
+    drop_reasons, saved = falls_short(0.55, limit_factor=1.1)
+    assert drop_reasons[0]
+    assert not any(drop_reasons[2:])
     assert saved[2] <= saved[0] / 2
 
 
 @pytest.mark.full
 def test_a_policy_that_does_not_learn_is_seen(monkeypatch):
-    monkeypatch.setattr(costs.Shortage, "learn", lambda self, before: None)
+    monkeypatch.setattr(costs.Shortage, "learn", lambda self, previous: None)
     with pytest.raises(AssertionError):
         test_from_the_third_step_on_nothing_is_thrown_away(0.7)
 
 
 def test_a_margin_goes_when_it_is_no_longer_needed():
-    def after(before, missing):
-        found = costs.Shortage((1, 1), room=100.0, planned=60.0, wished={}, missing=missing)
-        found.learn(before)
-        return found
+    def next_shortage(previous, shortfall):
+        shortage = costs.Shortage(
+            (1, 1), headroom=100.0, planned=60.0, planned_by_layer={}, shortfall=shortfall
+        )
+        shortage.learn(previous)
+        return shortage
 
-    lack = after(None, 10.0)
-    assert lack.margin == 100 - 60 + 10  # so that ten less than 60 are planned
-    steps = [(lack := after(lack, -1000.0)).margin for _ in range(50)]
+    latest = next_shortage(None, 10.0)
+    assert latest.margin == 100 - 60 + 10  # so that ten less than 60 are planned
+    steps = [(latest := next_shortage(latest, -1000.0)).margin for _ in range(50)]
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] < 1
     # nothing was free to spare
-    assert after(dataclasses.replace(lack, margin=5.0), 0.0).margin == 5.0
+    assert next_shortage(dataclasses.replace(latest, margin=5.0), 0.0).margin == 5.0
 
 
 def test_another_length_has_a_margin_of_its_own():
     chooser = policy.SavesPolicy(
         1, lambda device: 100.0, lambda device: (costs.Figures(Need()), 0.0), True, True
     )
-    chooser.known = costs.Figures(Need())
+    chooser.figures = costs.Figures(Need())
     chooser.margins[64, 8] = costs.Shortage((64, 8), 0.0, 0.0, {}, margin=30.0)
-    assert chooser._rooms(100.0, 64, 8) == [[math.inf, 70.0]]
-    assert chooser._rooms(100.0, 32, 8) == [[math.inf, 100.0]]
+    assert chooser._headroom_by_layer(100.0, 64, 8) == [[math.inf, 70.0]]
+    assert chooser._headroom_by_layer(100.0, 32, 8) == [[math.inf, 100.0]]
 
 
 def test_an_allocator_that_does_not_tell(monkeypatch):
@@ -332,18 +336,20 @@ def test_an_allocator_that_does_not_tell(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", refuse)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", refuse)
-    here = torch.device("cuda", 0)
-    assert free_memory.free_memory(here) is None
+    gpu = torch.device("cuda", 0)
+    assert free_memory.free_memory(gpu) is None
     free = free_memory.FreeMemory()
-    assert free(here) is None
-    assert free.retries(here) == 0
+    assert free(gpu) is None
+    assert free.retries(gpu) == 0
 
 
-@pytest.mark.parametrize(("total", "left"), [(80, 0.05 * 80), (8, 1.0)])
-def test_what_is_left_to_others(total, left, monkeypatch):
+@pytest.mark.parametrize(("total", "reserved"), [(80, 0.05 * 80), (8, 1.0)])
+def test_what_is_left_to_others(total, reserved, monkeypatch):
     monkeypatch.setattr(free_memory, "memory_limit", lambda device: total * GIB)
     monkeypatch.setattr(free_memory, "counted_bytes", lambda device, kind: 0)
-    assert free_memory.free_memory(torch.device("cuda", 0)) == pytest.approx((total - left) * GIB)
+    assert free_memory.free_memory(torch.device("cuda", 0)) == pytest.approx(
+        (total - reserved) * GIB
+    )
 
 
 def test_float32_weights_under_autocast_are_bounded(card):
@@ -357,18 +363,18 @@ def test_float32_weights_under_autocast_are_bounded(card):
             loss = model(**batch, use_cache=False).loss
             loss.backward()
     chooser = policy_of(model)
-    assert isinstance(chooser.known.need, auto.StepNeed)
-    assert chooser.known.need.factor == 2.0
+    assert isinstance(chooser.figures.need, auto.StepNeed)
+    assert chooser.figures.need.factor == 2.0
     saved = sum(chooser.latest.bytes.values())
     assert saved > 0
-    assert device.peak - saved <= chooser.known.need(1024, 128) <= 4 * device.peak
+    assert device.peak - saved <= chooser.figures.need(1024, 128) <= 4 * device.peak
 
 
 @contextlib.contextmanager
 def planned_and_kept(chooser):
     """Collects, of each layer that it chooses for, the bytes by name that were planned, and those
     that are kept as the layer's forward ends."""
-    found = {}
+    sizes_by_layer = {}
     real = SavedForBackward.seal
 
     def seal(self, size):
@@ -383,12 +389,12 @@ def planned_and_kept(chooser):
         if "kv" in self.saves:
             sizes["kv"] = sum(kv.k.nbytes + kv.v.nbytes for kv in self.carried.prefix.kv_storages)
         plan = chooser._batch.plan.get(self.layer_state.index, [])
-        found[self.layer_state.index] = {c.name: c.bytes for c in plan}, sizes
+        sizes_by_layer[self.layer_state.index] = {c.name: c.bytes for c in plan}, sizes
         return real(self, size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavedForBackward, "seal", seal)
-        yield found
+        yield sizes_by_layer
 
 
 def lora(model, **settings):
@@ -431,29 +437,31 @@ def without_gradients(model):
     return model
 
 
-def settled(name, room):
+def settled(name, headroom):
     """Planned and kept, by layer, in four micro-batches: without gradients, with them, after an
     evaluation and `set_to_none=False`, after `set_to_none=True`."""
     with one_rank() if name == "bucket views" else contextlib.nullcontext():
         model = SET_UPS[name]()
         chooser = policy_of(getattr(model, "module", model))
         autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled="autocast" in name)
-        kept = []
+        micro_batches = []
         for present in (0.0, 1.0, 1.0, 0.0):
-            chooser.free = lambda device: room + chooser.known.need(2 * LENGTH, 10, chooser.present)
-            with planned_and_kept(chooser) as found, autocast:
+            chooser.free = lambda device: (
+                headroom + chooser.figures.need(2 * LENGTH, 10, chooser.present)
+            )
+            with planned_and_kept(chooser) as sizes_by_layer, autocast:
                 loss = model(**make_batch("plain"), use_cache=False).loss
-            kept.append(found)
+            micro_batches.append(sizes_by_layer)
             assert chooser.present == present
             loss.backward()
-            if len(kept) == 2:
+            if len(micro_batches) == 2:
                 with torch.no_grad():
                     model.eval()(**make_batch("plain"), use_cache=False)
                 model.train()
                 model.zero_grad(set_to_none=False)
-            if len(kept) == 3:
+            if len(micro_batches) == 3:
                 model.zero_grad(set_to_none=True)
-        return kept
+        return micro_batches
 
 
 @pytest.mark.fast(
@@ -461,16 +469,16 @@ def settled(name, room):
     "bucket views-some fits",
     "float32 under autocast-some fits",
 )
-@pytest.mark.parametrize("room", [1e9, 6e4], ids=["all fits", "some fits"])
+@pytest.mark.parametrize("headroom", [1e9, 6e4], ids=["all fits", "some fits"])
 @pytest.mark.parametrize("name", SET_UPS)
-def test_what_was_planned_is_kept(name, room, card):
+def test_what_was_planned_is_kept(name, headroom, card):
     """Name by name and byte by byte, from the first step on."""
-    for number, found in enumerate(settled(name, room)):
-        planned = {index: plan for index, (plan, _) in found.items()}
-        assert planned == {index: sizes for index, (_, sizes) in found.items()}, number
-        assert sum(sum(plan.values()) for plan in planned.values()) <= room
+    for number, sizes_by_layer in enumerate(settled(name, headroom)):
+        planned = {index: plan for index, (plan, _) in sizes_by_layer.items()}
+        assert planned == {index: sizes for index, (_, sizes) in sizes_by_layer.items()}, number
+        assert sum(sum(plan.values()) for plan in planned.values()) <= headroom
         assert any(planned.values())
-        if room == 1e9 and "adapters" in name:
+        if headroom == 1e9 and "adapters" in name:
             assert "self_attn.v_proj" in planned[1]
             assert not any("lora_" in saved or "base_layer" in saved for saved in planned[1])
 
@@ -483,7 +491,7 @@ def test_other_names_and_bytes_are_seen(mutant, card, monkeypatch):
         monkeypatch.setattr(
             SavedForBackward,
             "find_products",
-            lambda self: setattr(self, "named", True) or real(self),
+            lambda self: setattr(self, "chosen_by_user", True) or real(self),
         )
     else:
         monkeypatch.setattr(saved, "cast_to", lambda weight: torch.float16)

@@ -46,9 +46,9 @@ FAST = ("interleaved", "evaluation in between")  # the others are parts of what 
     sampled(lambda schedule, saves: saves == BOTH and schedule in FAST, SCHEDULES, SAVES),
 )
 def test_no_races(schedule, saves):
-    found, engine = traced(SCHEDULES[schedule], saves)
+    gradients, engine = traced(SCHEDULES[schedule], saves)
     assert engine.checked > 100
-    assert all(gradient.isfinite().all() for gradient in found.values())
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
 @pytest.mark.fast("interleaved-none-True")
@@ -64,12 +64,12 @@ def test_no_races(schedule, saves):
 def test_no_races_while_prefixes_stream(schedule, saves, stay, monkeypatch):
     """stay: some tiles do."""
     monkeypatch.setattr(keys, "WORKING", 1)
-    found, engine = traced(
+    gradients, engine = traced(
         SCHEDULES[schedule], saves, gpu_memory=int(0.9 * prefix_bytes()) if stay else 1
     )
     assert engine.checked > 1000
     expected = run(model_with(saves), SCHEDULES[schedule])
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
 
 
 def without(waits):
@@ -124,7 +124,7 @@ WAITS = {  # the wait that is left out, and a race that must be found then
 def test_a_missing_wait_is_a_race(name, gpu_memory):
     waits, race = WAITS[name]
     assert not races_without((), gpu_memory)
-    assert any(race in found for found in races_without(tuple(waits), gpu_memory))
+    assert any(race in message for message in races_without(tuple(waits), gpu_memory))
 
 
 @pytest.mark.full

@@ -64,10 +64,10 @@ def test_gradients_are_bitwise_those_with_nothing_saved(family, mode, saves, off
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_bf16_on_fused_attention(offload):
-    found = step(
+    result = step(
         model_with(EVERYTHING, zoo.build("qwen3", torch.bfloat16), offload=offload), "packed"
     )
-    assert_same(found, nothing_saved("qwen3", "packed", torch.bfloat16))
+    assert_same(result, nothing_saved("qwen3", "packed", torch.bfloat16))
 
 
 def errors_with_and_without_saves():
@@ -97,16 +97,16 @@ def test_bf16_on_plain_products_is_as_precise():
     ],
 )
 def test_mutant_a_store_that_rounds_what_is_saved(offload, lost, monkeypatch):
-    place = saved.InMemory if offload == "none" else manager.HostTensors
-    real, rounded = place.put, []
+    store_class = saved.InMemory if offload == "none" else manager.HostTensors
+    real, rounded = store_class.save, []
 
-    def put(self, name, chunk, tensor):
+    def save(self, name, chunk, tensor):
         if name.split(".")[0] == lost:
             rounded.append(name)
             tensor = tensor.to(torch.bfloat16).to(tensor.dtype)
         real(self, name, chunk, tensor)
 
-    monkeypatch.setattr(place, "put", put)
+    monkeypatch.setattr(store_class, "save", save)
     with pytest.raises((AssertionError, BackwardError)):
         test_gradients_are_bitwise_those_with_nothing_saved("qwen3", "packed", EVERYTHING, offload)
     assert rounded

@@ -47,7 +47,7 @@ def shared(monkeypatch):
     monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", SHARE)
 
 
-def patched(model=None, warm=True, room=PLENTY, **settings):
+def patched(model=None, with_first_step=True, headroom=PLENTY, **settings):
     """A copy of a model that was through a step on a device with so much memory."""
     model = copy.deepcopy(build("qwen3") if model is None else model)
     streambp.patch(
@@ -55,8 +55,8 @@ def patched(model=None, warm=True, room=PLENTY, **settings):
     )
     chooser = chooser_of(model)
     if chooser is not None:
-        chooser.free = lambda _: room
-    if warm:
+        chooser.free = lambda _: headroom
+    if with_first_step:
         step(model)
     return model
 
@@ -91,9 +91,9 @@ def test_numbers_are_the_unpatched_models(family, mode):
 def test_other_families(family):
     plain = zoo.build(family, torch.float32)
     model = patched(plain)
-    found = seeded_step(model)
+    result = seeded_step(model)
     if isinstance(chooser_of(model).latest, AsUnpatched):
-        assert_same(found, seeded_step(plain))
+        assert_same(result, seeded_step(plain))
     else:
         assert "eager" in {
             layer.config._attn_implementation
@@ -103,7 +103,7 @@ def test_other_families(family):
 
 
 def test_the_first_step_streams():
-    model = patched(warm=False)
+    model = patched(with_first_step=False)
     assert streams(model(**make_batch("plain")).loss)
 
 
@@ -111,25 +111,25 @@ def several_steps(model):
     """Losses and weights of four steps of one stream of random numbers."""
     seed_torch(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
+    losses = []
     for _ in range(4):
         loss = model(**make_batch("plain")).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.detach())
-    return [*found, torch.get_rng_state(), *(p.detach() for p in model.parameters())]
+        losses.append(loss.detach())
+    return [*losses, torch.get_rng_state(), *(p.detach() for p in model.parameters())]
 
 
 def test_a_run_with_dropout_is_the_unpatched_one_from_a_warm_up_on():
     """Without one the first step streams, and draws other numbers, after which weights are
     others."""
     plain = build("qwen3", **DROPS)
-    model = patched(plain, warm=False)
+    model = patched(plain, with_first_step=False)
     streambp.warm_up(model, **make_batch("plain"))
     expected = several_steps(copy.deepcopy(plain))
     assert all(map(torch.equal, several_steps(model), expected))
-    cold = several_steps(patched(plain, warm=False))
+    cold = several_steps(patched(plain, with_first_step=False))
     assert not any(map(torch.equal, cold[:4], expected[:4]))
 
 
@@ -145,20 +145,20 @@ def test_a_forward_without_gradients_draws_as_the_step(rate, chunks, least_chunk
     with torch.no_grad():
         expected = model.model(ids, use_cache=False).last_hidden_state  # [B, T, h]
     seed_torch(4)
-    found = model.model(ids, use_cache=False).last_hidden_state  # [B, T, h]
-    assert streams(found) == (rate > 0)
+    hidden_states = model.model(ids, use_cache=False).last_hidden_state  # [B, T, h]
+    assert streams(hidden_states) == (rate > 0)
     assert ("short steps stream" in str(streambp.describe(model))) == (rate > 0)
     if rate:
-        assert torch.equal(found, expected)
+        assert torch.equal(hidden_states, expected)
     else:
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(hidden_states, expected)
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_decoder_draws_alike_where_its_config_asks_for_a_cache(steps_before):
     """The two forwards of GradCache, without `use_cache`: the one without gradients would return a
     cache, as the config has it, and would run unpatched."""
-    model = patched(build("qwen3", attention_dropout=0.3), warm=False, chunk_size=5)
+    model = patched(build("qwen3", attention_dropout=0.3), with_first_step=False, chunk_size=5)
     model.config.use_cache = True
     batch = make_batch("plain")
     for _ in range(steps_before):
@@ -168,8 +168,8 @@ def test_a_decoder_draws_alike_where_its_config_asks_for_a_cache(steps_before):
     with torch.no_grad():
         expected = model.model(ids).last_hidden_state  # [B, T, h]
     seed_torch(4)
-    found = model.model(ids).last_hidden_state  # [B, T, h]
-    assert torch.equal(found, expected)
+    hidden_states = model.model(ids).last_hidden_state  # [B, T, h]
+    assert torch.equal(hidden_states, expected)
 
 
 def test_a_head_that_is_deferred_gets_the_unpatched_layers_output():
@@ -178,44 +178,44 @@ def test_a_head_that_is_deferred_gets_the_unpatched_layers_output():
     batch = make_batch("plain")
     labels = batch.pop("labels")
     results = []
-    for one in (model, plain):
-        one.zero_grad(set_to_none=True)
-        logits = one(**batch, use_cache=False).logits[:, :-1].float()
+    for tested_model in (model, plain):
+        tested_model.zero_grad(set_to_none=True)
+        logits = tested_model(**batch, use_cache=False).logits[:, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         assert not streams(loss)
         loss.backward()
-        results.append([p.grad for p in one.parameters()])
+        results.append([p.grad for p in tested_model.parameters()])
     assert isinstance(chooser_of(model).latest, AsUnpatched)
     assert "computed blockwise" in streambp.describe(model).head
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    for gradient, expected in zip(*results, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
 
 
 def test_per_token_values():
     plain = build("qwen3", dtype=torch.float64)
     model, batch = patched(plain), make_batch("left-padded")
-    found = model(**batch, output_log_probs=True)
+    output = model(**batch, output_log_probs=True)
     assert isinstance(chooser_of(model).latest, AsUnpatched)
     labels = batch["labels"][:, 1:]
     expected = plain(**{**batch, "labels": None}).logits[:, :-1].log_softmax(-1)
     expected = expected.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     torch.testing.assert_close(
-        found.log_probs[labels >= 0], expected[labels >= 0], rtol=1e-6, atol=1e-8
+        output.log_probs[labels >= 0], expected[labels >= 0], rtol=1e-6, atol=1e-8
     )
 
 
 def test_a_backbone_alone():
     plain = build("qwen3").model
-    model = patched(plain, warm=False)
+    model = patched(plain, with_first_step=False)
     ids = make_batch("plain")["input_ids"]
-    found = []
-    for one in (model, model, plain):
-        one.zero_grad(set_to_none=True)
-        hidden_states = one(ids, use_cache=False).last_hidden_state  # [B, T, h]
+    gradients = []
+    for tested_model in (model, model, plain):
+        tested_model.zero_grad(set_to_none=True)
+        hidden_states = tested_model(ids, use_cache=False).last_hidden_state  # [B, T, h]
         hidden_states.square().sum().backward()
-        found.append([p.grad.clone() for p in one.parameters()])
+        gradients.append([p.grad.clone() for p in tested_model.parameters()])
     assert isinstance(chooser_of(model).latest, AsUnpatched)
-    assert all(map(torch.equal, found[1], found[2]))
+    assert all(map(torch.equal, gradients[1], gradients[2]))
 
 
 def test_logits_are_left_out_as_in_a_streamed_step():
@@ -246,17 +246,17 @@ def test_else_it_streams(reason):
 @pytest.mark.parametrize("lazy_logits", [False, True])
 def test_auto_packs_what_saves_tokens_and_else_runs_as_unpatched(lazy_logits, monkeypatch):
     """One look decides, however many forwards ask for it."""
-    looks, model = [], patched(rows="auto", lazy_logits=lazy_logits)
+    searches, model = [], patched(rows="auto", lazy_logits=lazy_logits)
     monkeypatch.setattr(
-        calls, "find_tree", lambda *args, **given: looks.append(1) or find_tree(*args, **given)
+        calls, "find_tree", lambda *args, **kwargs: searches.append(1) or find_tree(*args, **kwargs)
     )
     batch = make_batch("plain")
     padded = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
     padded["attention_mask"][0, LENGTH // 2 :] = 0
     padded["labels"] = padded["labels"].masked_fill(padded["attention_mask"] == 0, -100)
-    for given, packs in ((batch, False), (padded, True), (batch, False), (padded, True)):
-        looks.clear()
-        loss = model(**given).loss
+    for arguments, packs in ((batch, False), (padded, True), (batch, False), (padded, True)):
+        searches.clear()
+        loss = model(**arguments).loss
         loss.backward()
         assert (
             streams(loss)
@@ -264,19 +264,19 @@ def test_auto_packs_what_saves_tokens_and_else_runs_as_unpatched(lazy_logits, mo
             == packs
         )
         assert isinstance(chooser_of(model).latest, AsUnpatched) != packs
-        assert len(looks) == 1
+        assert len(searches) == 1
 
 
-@pytest.mark.parametrize("rooms", [1.2, 1.3])
-def test_it_has_to_fit_once_with_a_guard(rooms):
+@pytest.mark.parametrize("headroom_factor", [1.2, 1.3])
+def test_it_has_to_fit_once_with_a_guard(headroom_factor):
     """A fifth of what a step without saves leaves free stays free."""
     model = patched()
     model.zero_grad(set_to_none=True)
     runs, chooser = model._streambp.unpatched, chooser_of(model)
-    kept = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
-    need = chooser.known.need(2 * LENGTH, 2 * LENGTH)
-    chooser.free = lambda _: need + rooms * kept
-    assert streams(model(**make_batch("plain")).loss) == (rooms < 1.25)
+    predicted_bytes = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
+    need = chooser.figures.need(2 * LENGTH, 2 * LENGTH)
+    chooser.free = lambda _: need + headroom_factor * predicted_bytes
+    assert streams(model(**make_batch("plain")).loss) == (headroom_factor < 1.25)
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ def test_chunks_that_know_no_memory_are_no_reason_to_stream(chunks, least_chunk)
     least_chunk(LENGTH)
     plain = build("qwen3")
     model = patched(plain, chunk_size=chunks)
-    assert chooser_of(model).known.seconds is None
+    assert chooser_of(model).figures.seconds is None
     batch = make_batch("plain")
     assert (len(plan_chunks(LENGTH, 2, chunks)) > 1) == (chunks == "auto")
     assert_same(step(model, **batch), step(plain, **batch))
@@ -339,9 +339,9 @@ def test_out_of_memory_in_forward_streams_instead():
     plain = build("qwen3", **DROPS)
     model, reference = patched(plain), patched(plain, saves=())
     model.zero_grad(set_to_none=True)
-    seen = []
+    hook_calls = []
     handle = model.model.layers[1].mlp.act_fn.register_forward_pre_hook(
-        lambda *_: seen.append(1) or _raise_once(seen)
+        lambda *_: hook_calls.append(1) or _raise_once(hook_calls)
     )
     seed_torch(3)
     loss = model(**make_batch("plain")).loss
@@ -354,8 +354,8 @@ def test_out_of_memory_in_forward_streams_instead():
     assert not streams(model(**make_batch("plain", length=LENGTH // 2)).loss)
 
 
-def _raise_once(seen):
-    if len(seen) == 1:
+def _raise_once(hook_calls):
+    if len(hook_calls) == 1:
         raise torch.OutOfMemoryError("no memory left, says a test")
 
 
@@ -375,37 +375,41 @@ def test_out_of_memory_in_backward_streams_later_steps():
     assert isinstance(chooser_of(model).latest, AsUnpatched)
 
 
-def shrinking(left, places=8, **settings):
+def shrinking(graphs_left, positions=8, **settings):
     """The places of a step's operations at which it fails, if others take memory there.
 
-    left: what a step without saves still leaves free, in graphs.
+    graphs_left: what a step without saves still leaves free, in graphs.
     """
     plain = build("qwen3", num_hidden_layers=3)
     model, reference, device = patched(plain, **settings), patched(plain, saves=()), Device()
     with device:
         expected = step(reference)
     need, runs = device.peak, model._streambp.unpatched
-    kept = patched(plain)._streambp.unpatched.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
-    chooser_of(model).known.need = Need()
-    chooser_of(model).known.need.bytes = need
-    free, failed = need + 1.01 * kept / SHARE, []
-    for number in range(places):
-        at = 1 + (2 * number + 1) * 400 // (2 * places)
+    predicted_bytes = (
+        patched(plain)._streambp.unpatched.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
+    )
+    chooser_of(model).figures.need = Need()
+    chooser_of(model).figures.need.bytes = need
+    free, failed = need + 1.01 * predicted_bytes / SHARE, []
+    for number in range(positions):
+        at = 1 + (2 * number + 1) * 400 // (2 * positions)
         chooser_of(model).free = lambda _: free
         chooser_of(model).margins.clear()
         chooser_of(model)._batch.shortage = None
         if runs is not None:
-            runs.most = math.inf
-        with Device(free, shrinks_at=at, then=need + left * kept) as device:
+            runs.max_tokens = math.inf
+        with Device(
+            free, shrinks_at=at, later_limit=need + graphs_left * predicted_bytes
+        ) as device:
             try:
-                found = step(model)
+                result = step(model)
             except torch.OutOfMemoryError:
                 failed.append(at)
                 continue
         assert device.operations > at
-        assert left == 0.0 or isinstance(chooser_of(model).latest, AsUnpatched)
-        assert runs is not None or torch.equal(found[0], expected[0])
-        torch.testing.assert_close(found[1], expected[1])
+        assert graphs_left == 0.0 or isinstance(chooser_of(model).latest, AsUnpatched)
+        assert runs is not None or torch.equal(result[0], expected[0])
+        torch.testing.assert_close(result[1], expected[1])
     return failed
 
 
@@ -421,10 +425,10 @@ def test_a_step_that_loses_all_room_is_finished_where_every_step_streams():
     assert shrinking(0.0, unpatched_runs=False) == []
 
 
-@pytest.mark.parametrize("room", [PLENTY, 200_000, 0])
-def test_numbers_do_not_depend_on_memory_where_every_step_streams(room):
+@pytest.mark.parametrize("headroom", [PLENTY, 200_000, 0])
+def test_numbers_do_not_depend_on_memory_where_every_step_streams(headroom):
     plain = build("qwen3", **DROPS)
-    model = patched(plain, room=room, unpatched_runs=False)
+    model = patched(plain, headroom=headroom, unpatched_runs=False)
     assert_same(seeded_step(model), seeded_step(patched(plain, saves=())))
     assert not isinstance(chooser_of(model).latest, AsUnpatched)
     assert streams(model(**make_batch("plain"), use_cache=False).loss)
@@ -435,15 +439,17 @@ def test_a_backward_that_ends_changes_nothing():
     for _ in range(3):
         step(model)
         assert isinstance(chooser_of(model).latest, AsUnpatched)
-    assert model._streambp.unpatched.most == math.inf
+    assert model._streambp.unpatched.max_tokens == math.inf
 
 
 def test_micro_batches_before_their_backward():
     plain = build("qwen3")
     model = patched(plain)
-    for one in (model, plain):
-        one.zero_grad(set_to_none=True)
-        losses = [one(**make_batch("plain", seed=seed), use_cache=False).loss for seed in (1, 2)]
+    for tested_model in (model, plain):
+        tested_model.zero_grad(set_to_none=True)
+        losses = [
+            tested_model(**make_batch("plain", seed=seed), use_cache=False).loss for seed in (1, 2)
+        ]
         for loss in reversed(losses):
             loss.backward()
     assert isinstance(chooser_of(model).latest, AsUnpatched)
@@ -486,13 +492,13 @@ def test_describe_tells():
 
 def test_copies_have_seen_nothing():
     model = patched()
-    model._streambp.unpatched.most = 1
-    other = copy.deepcopy(model)
-    runs = other._streambp.unpatched
-    assert runs.most == math.inf
-    assert runs.saves_policy is chooser_of(other)
+    model._streambp.unpatched.max_tokens = 1
+    model_copy = copy.deepcopy(model)
+    runs = model_copy._streambp.unpatched
+    assert runs.max_tokens == math.inf
+    assert runs.saves_policy is chooser_of(model_copy)
     assert [layer_state.layer for layer_state in runs.steps.layer_states] == list(
-        other.model.layers
+        model_copy.model.layers
     )
 
 
@@ -501,11 +507,13 @@ def test_hooks_act_as_unpatched():
     is torch's own affair."""
     plain = build("qwen3")
     model = patched(plain)
-    for one in (model, plain):
-        one.zero_grad(set_to_none=True)
-        one.model.layers[0].register_full_backward_hook(lambda _, grads, __: (2 * grads[0],))
-        loss = one(**make_batch("plain"), use_cache=False).loss
-        one.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    for tested_model in (model, plain):
+        tested_model.zero_grad(set_to_none=True)
+        tested_model.model.layers[0].register_full_backward_hook(
+            lambda _, grads, __: (2 * grads[0],)
+        )
+        loss = tested_model(**make_batch("plain"), use_cache=False).loss
+        tested_model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
         loss.backward()
     assert isinstance(chooser_of(model).latest, AsUnpatched)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -524,15 +532,18 @@ def test_a_batch_without_a_label_has_no_loss():
 
 def test_router_losses_are_those_of_a_streamed_step():
     plain = zoo.build("qwen3_moe", torch.float64)
-    model, streamed = patched(plain, warm=False), patched(plain, saves=(), warm=False)
+    model, streamed = (
+        patched(plain, with_first_step=False),
+        patched(plain, saves=(), with_first_step=False),
+    )
     for labelled in (True, True, False):
         batch = {**make_batch("plain"), "output_router_logits": True}
         if not labelled:
             batch["labels"] = torch.full_like(batch["labels"], -100)
-        outputs = [one(**batch) for one in (model, streamed)]
+        outputs = [tested_model(**batch) for tested_model in (model, streamed)]
         assert outputs[0].keys() == outputs[1].keys()
-        for one, output in zip((model, streamed), outputs, strict=True):
-            one.zero_grad(set_to_none=True)
+        for tested_model, output in zip((model, streamed), outputs, strict=True):
+            tested_model.zero_grad(set_to_none=True)
             output.loss.backward()
         for ours, theirs in zip(model.parameters(), streamed.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)
@@ -589,11 +600,11 @@ def test_a_checkpoint_around_the_layers_computes_the_same_twice(reentrant):
     model = patched()
     streamed = copy.deepcopy(model)
     kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    for one in (model, streamed):
-        if one is streamed:
-            streambp.patch(one, streambp.StreamConfig(chunk_size=LENGTH, saves=()))
-        one.model.layers = torch.nn.ModuleList(
-            CheckpointWrapper(layer, kind) for layer in one.model.layers
+    for tested_model in (model, streamed):
+        if tested_model is streamed:
+            streambp.patch(tested_model, streambp.StreamConfig(chunk_size=LENGTH, saves=()))
+        tested_model.model.layers = torch.nn.ModuleList(
+            CheckpointWrapper(layer, kind) for layer in tested_model.model.layers
         )
     assert_same(step(model), step(streamed))
     assert_same(step(model), step(streamed))
@@ -615,11 +626,11 @@ def test_another_thread_that_evaluates_meanwhile_is_refused():
         met.append(1)
 
     handle = model.model.layers[0].register_forward_pre_hook(meanwhile)
-    found = step(model)
+    result = step(model)
     handle.remove()
     assert met == [1]
     for name, gradient in step(plain)[1].items():
-        torch.testing.assert_close(found[1][name], gradient)
+        torch.testing.assert_close(result[1][name], gradient)
 
 
 def test_a_saved_loss_says_nothing_of_hooks():
@@ -660,15 +671,17 @@ def test_a_step_that_just_fits_is_finished(kind, length):
     with Device() as device:
         seeded_step(reference, **batch)
     chooser = chooser_of(model)
-    chooser.known.need = Need()
-    chooser.known.need.bytes = device.peak
-    kept = model._streambp.unpatched.predicted(2 * length, length, CPU, model.config).bytes
-    limit = device.peak + 1.001 * kept / SHARE
+    chooser.figures.need = Need()
+    chooser.figures.need.bytes = device.peak
+    predicted_bytes = model._streambp.unpatched.predicted(
+        2 * length, length, CPU, model.config
+    ).bytes
+    limit = device.peak + 1.001 * predicted_bytes / SHARE
     chooser.free = lambda _: limit
     with Device(limit) as device:
-        found = seeded_step(model, **batch)
+        result = seeded_step(model, **batch)
     assert isinstance(chooser.latest, AsUnpatched)
-    assert_same(found, seeded_step(plain, **batch))
+    assert_same(result, seeded_step(plain, **batch))
     print(f"{kind} {length}: {device.peak / limit:.2f} of the memory")
 
 
@@ -681,21 +694,22 @@ def test_the_prediction_grows_with_scores_and_masks(kind):
             **make_batch("right-padded" if kind == "padding" else "plain", length=300),
             use_cache=False,
         ).loss
-        kept = device.live
+        live_bytes = device.live
         loss.backward()
     assert isinstance(chooser_of(model).latest, AsUnpatched)
     predicted = chooser_of(model).latest.bytes
-    assert kept <= 1.1 * predicted  # with a mask, keys are repeated for each query head
+    assert live_bytes <= 1.1 * predicted  # with a mask, keys are repeated for each query head
     assert device.peak <= 2 * predicted
 
 
 def test_what_sdpa_leaves_out_streams():
     model = patched(zoo.build("gpt_oss", torch.float32))
     layer_states = model._streambp.steps.layer_states
-    assert not any(layer_state.last_call.sdpa.same for layer_state in layer_states)  # it has sinks
-    other = patched()
-    other._streambp.steps.layer_states[1].last_call.sdpa = layer_states[1].last_call.sdpa
-    assert streams(other(**make_batch("plain")).loss)
+    # it has sinks
+    assert not any(layer_state.last_call.sdpa.same_numbers for layer_state in layer_states)
+    second_model = patched()
+    second_model._streambp.steps.layer_states[1].last_call.sdpa = layer_states[1].last_call.sdpa
+    assert streams(second_model(**make_batch("plain")).loss)
 
 
 def test_a_forward_that_keeps_too_much_is_streamed_instead(monkeypatch):
@@ -731,7 +745,7 @@ def test_what_is_small_does_not_correct_the_prediction(monkeypatch):
 
 
 def test_a_head_that_has_not_streamed_does():
-    model, batch = patched(warm=False), make_batch("plain")
+    model, batch = patched(with_first_step=False), make_batch("plain")
     labels = batch.pop("labels")
     model(**batch).logits.sum().backward()
     assert set(model(**batch, labels=labels).keys()) == {"loss", CACHE_FIELD}
@@ -741,8 +755,8 @@ def test_a_head_that_has_not_streamed_does():
 
 
 def no_graphs(self, tokens, device, real=SavesPolicy.graphs):
-    known = real(self, tokens, device)
-    return known and (0.0, known[1])
+    prediction = real(self, tokens, device)
+    return prediction and (0.0, prediction[1])
 
 
 MUTANTS = {

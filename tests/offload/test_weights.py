@@ -25,9 +25,9 @@ from streambp.offload.weights import HostWeights
 from tests.families import build, make_batch, mix_neighbours
 from tests.offload.weights_runs import (
     FAMILIES,
+    adapted_model,
     assert_same,
     invert,
-    made,
     patched,
     step,
     weights_of,
@@ -49,12 +49,12 @@ SETTINGS = {
 }
 
 
-def both(family="qwen3", dtype=torch.float32, **settings):
+def model_pair(family="qwen3", dtype=torch.float32, **settings):
     """A model with its weights on the host, inverted, and the same one with its weights on the
     device."""
-    model = made(family, dtype, **settings)
+    model = adapted_model(family, dtype, **settings)
     invert(model)
-    return model, made(family, dtype, "device", **settings)
+    return model, adapted_model(family, dtype, "device", **settings)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def both(family="qwen3", dtype=torch.float32, **settings):
     "family", thinned(FAMILIES, lambda family: family in ("gpt_oss", "qwen3_next", "falcon_h1"))
 )
 def test_families_give_the_same_bits(family, dtype):
-    model, resident = both(family, dtype)
+    model, resident = model_pair(family, dtype)
     for _ in range(2):
         assert_same(step(model), step(resident))
     weights = weights_of(model)
@@ -75,13 +75,13 @@ def test_families_give_the_same_bits(family, dtype):
 @pytest.mark.fast("auto", "offload")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_settings_give_the_same_bits(settings):
-    model, resident = both(**settings)
+    model, resident = model_pair(**settings)
     for _ in range(3):
         assert_same(step(model, 1), step(resident, 1))
 
 
 def test_a_layers_weights_come_once_in_each_direction():
-    model = made()
+    model = adapted_model()
     invert(model)
     weights = weights_of(model)
     step(model, 3)
@@ -94,20 +94,20 @@ def test_a_layers_weights_come_once_in_each_direction():
 
 def test_the_next_layer_is_on_its_way_before_a_layer_is_computed(monkeypatch):
     """From the second micro-batch on, when the order is known."""
-    model = made()
+    model = adapted_model()
     invert(model)
     step(model, 1)
-    weights, seen, here = weights_of(model), [], HostWeights.here
+    weights, entries, real = weights_of(model), [], HostWeights.on_device
 
-    def entered(self, index, direction, *others, **named):
-        seen.append((direction[0], index, sum(weights.loads.values())))
-        return here(self, index, direction, *others, **named)
+    def entered(self, index, direction, *args, **kwargs):
+        entries.append((direction[0], index, sum(weights.loads.values())))
+        return real(self, index, direction, *args, **kwargs)
 
-    monkeypatch.setattr(HostWeights, "here", entered)
-    before = sum(weights.loads.values())
+    monkeypatch.setattr(HostWeights, "on_device", entered)
+    loads_before = sum(weights.loads.values())
     step(model, 1)
     # Of forward's first layer nothing was known; all others' copies began a layer before.
-    assert [(d, i, n - before) for d, i, n in seen] == [
+    assert [(d, i, n - loads_before) for d, i, n in entries] == [
         ("f", 0, 0), ("f", 1, 2), ("f", 2, 3), ("f", 3, 4), ("b", 3, 4), ("b", 2, 4), ("b", 1, 5), ("b", 0, 6),
     ]  # fmt: skip
 
@@ -136,13 +136,13 @@ def test_orders_of_passes(schedule):
             name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
         }
 
-    model, resident = both()
+    model, resident = model_pair()
     for _ in range(2):
         assert_same(run(model), run(resident))
 
 
 def test_under_autocast_no_copy_of_a_weight_outlives_its_layer():
-    model, resident = both()
+    model, resident = model_pair()
 
     def run(model):
         with torch.autocast("cpu", torch.bfloat16):
@@ -156,7 +156,7 @@ class Casts(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.made = []
+        self.storages = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -165,7 +165,7 @@ class Casts(TorchDispatchMode):
             and out.dim() == 2
             and out.dtype == torch.bfloat16
         ):
-            self.made.append(StorageWeakRef(out.untyped_storage()))
+            self.storages.append(StorageWeakRef(out.untyped_storage()))
         return out
 
 
@@ -174,34 +174,34 @@ def casts_left(model):
     over."""
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Casts() as casts:
         model(**make_batch("plain"), use_cache=False)
-        return len(casts.made), sum(not storage.expired() for storage in casts.made)
+        return len(casts.storages), sum(not storage.expired() for storage in casts.storages)
 
 
 def test_autocasts_cache_keeps_no_layer():
     """Of a model that trains as a whole, in an evaluation; frozen weights are not cached at all."""
-    made, left = casts_left(patched(build("qwen3", num_hidden_layers=4)))
-    assert made > 28
-    assert left <= 1  # the head's
-    made, left = casts_left(patched(build("qwen3", num_hidden_layers=4), "device"))
-    assert left >= 28
+    cast_count, live_count = casts_left(patched(build("qwen3", num_hidden_layers=4)))
+    assert cast_count > 28
+    assert live_count <= 1  # the head's
+    cast_count, live_count = casts_left(patched(build("qwen3", num_hidden_layers=4), "device"))
+    assert live_count >= 28
 
 
 def test_an_error_leaves_the_model_usable(monkeypatch):
-    model, resident = both()
+    model, resident = model_pair()
     layer = model.get_base_model().model.layers[2]
     expected = step(resident)
     real = type(layer.mlp).forward
 
     def failing(self, x):
-        if self is layer.mlp and failing.left == 0:
+        if self is layer.mlp and failing.calls_left == 0:
             raise RuntimeError("no")
-        failing.left -= self is layer.mlp
+        failing.calls_left -= self is layer.mlp
         return real(self, x)
 
     step(model)
     monkeypatch.setattr(type(layer.mlp), "forward", failing)
-    for left in (0, 2, 5):
-        failing.left = left
+    for calls_left in (0, 2, 5):
+        failing.calls_left = calls_left
         with pytest.raises(RuntimeError, match="no"):
             step(model)
     monkeypatch.setattr(type(layer.mlp), "forward", real)
@@ -210,27 +210,27 @@ def test_an_error_leaves_the_model_usable(monkeypatch):
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_has_weights_of_its_own(how):
-    model, expected = made(), step(made(weights="device"))
+    model, expected = adapted_model(), step(adapted_model(weights="device"))
     step(model)
-    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    invert(other)
-    assert_same(step(other), expected)
+    model_copy = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    invert(model_copy)
+    assert_same(step(model_copy), expected)
     assert_same(step(model), expected)
-    ours, theirs = ({p.data_ptr() for p in m.parameters()} for m in (model, other))
+    ours, theirs = ({p.data_ptr() for p in m.parameters()} for m in (model, model_copy))
     assert not ours & theirs
 
 
 def test_unpatch_leaves_the_same_objects_with_the_same_bits():
     model = with_adapters(build("qwen3"))
-    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    originals = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
     patched(model)
     step(model)
     streambp.unpatch(model)
     assert {name: id(p) for name, p in model.named_parameters()} == {
-        name: i for name, (i, _) in before.items()
+        name: i for name, (i, _) in originals.items()
     }
     assert all(
-        torch.equal(p, before[name][1])
+        torch.equal(p, originals[name][1])
         for name, p in model.named_parameters()
         if "lora" not in name
     )
@@ -238,7 +238,7 @@ def test_unpatch_leaves_the_same_objects_with_the_same_bits():
 
 
 def test_files_hold_what_they_held(tmp_path):
-    model = made()
+    model = adapted_model()
     step(model)
     parameter = model.get_base_model().model.layers[1].mlp.up_proj.base_layer.weight
     for tensor in (parameter, parameter.detach()):
@@ -254,21 +254,21 @@ def test_files_hold_what_they_held(tmp_path):
     assert not any("_apply" in module.__dict__ for module in plain.modules())
     merged = model.merge_and_unload()
     merged.save_pretrained(tmp_path)
-    again = type(merged).from_pretrained(tmp_path)
-    assert all(torch.equal(p, merged.get_parameter(name)) for name, p in again.named_parameters())
+    loaded = type(merged).from_pretrained(tmp_path)
+    assert all(torch.equal(p, merged.get_parameter(name)) for name, p in loaded.named_parameters())
 
 
 def test_generate_and_attention_weights():
-    model, resident = both()
+    model, resident = model_pair()
     model.eval(), resident.eval()
     ids = make_batch("plain")["input_ids"][:, :9]
-    found, expected = (
+    actual, expected = (
         m.generate(input_ids=ids, max_new_tokens=5, do_sample=False) for m in (model, resident)
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     with torch.no_grad():
-        found, expected = (m(input_ids=ids, use_cache=True).logits for m in (model, resident))
-    assert torch.equal(found, expected)
+        actual, expected = (m(input_ids=ids, use_cache=True).logits for m in (model, resident))
+    assert torch.equal(actual, expected)
     with pytest.raises(
         UnsupportedModelError, match="does not stream: a cache or attention weights were asked for"
     ):
@@ -276,7 +276,8 @@ def test_generate_and_attention_weights():
 
 
 def test_one_token_streams_as_one_chunk():
-    model, resident = both(kernels="own")  # a token alone runs whole on the device, by peft's code
+    # a token alone runs whole on the device, by peft's code
+    model, resident = model_pair(kernels="own")
     batch = {"input_ids": torch.tensor([[5], [7]])}
 
     def run(model):
@@ -295,7 +296,7 @@ def test_one_token_streams_as_one_chunk():
 
 
 def test_a_layer_that_runs_whole_is_refused_by_name(monkeypatch):
-    model = made()
+    model = adapted_model()
     mix_neighbours(monkeypatch, model.get_base_model())
     with pytest.raises(
         UnsupportedModelError, match="Qwen3DecoderLayer 0 does not stream: it mixes tokens"
@@ -309,8 +310,8 @@ def test_refusals(monkeypatch):
     with pytest.raises(
         HostMemoryError, match=r"The weights of layer 2 want .* and host_memory is 0.00 GiB"
     ):
-        step(made(host_memory=80_000))
-    model = made()
+        step(adapted_model(host_memory=80_000))
+    model = adapted_model()
     loss, trained = (
         model(**make_batch("plain"), use_cache=False).loss,
         [p for p in model.parameters() if p.requires_grad],
@@ -329,10 +330,10 @@ def test_refusals(monkeypatch):
     with pytest.raises(
         UnsupportedModelError, match="a group of several: each rank would pin a copy"
     ):
-        step(made())
+        step(adapted_model())
     monkeypatch.setattr(host_weights, "get_world_size", lambda: 1)
-    step(made())
-    model = made()
+    step(adapted_model())
+    model = adapted_model()
     for parameter in model.parameters():
         parameter.grad_accum = None  # as under ZeRO-1 and -2
     with pytest.raises(UnsupportedModelError, match="DeepSpeed stores the weights of this model"):
@@ -345,11 +346,11 @@ def test_freezing_later_and_training_anew():
     resident = patched(build("qwen3", num_hidden_layers=4), "device")
     resident.model.layers.requires_grad_(False)
     assert_same(step(model), step(resident))
-    for one in (model, resident):
-        one.model.layers[1].mlp.requires_grad_(True)
+    for tested_model in (model, resident):
+        tested_model.model.layers[1].mlp.requires_grad_(True)
     assert_same(step(model), step(resident))
-    assert len(weights_of(model).ranges.layers[1].pieces) < len(
-        weights_of(model).ranges.layers[2].pieces
+    assert len(weights_of(model).ranges.layers[1].slices) < len(
+        weights_of(model).ranges.layers[2].slices
     )
 
 
@@ -390,19 +391,21 @@ def test_statistics_of_quantised_weights_move_along():
             invert(model)
         return model, step(model)
 
-    model, found = run("cpu")
-    assert_same(found, run("device")[1])
-    pieces = weights_of(model).ranges.layers[1].pieces
+    model, result = run("cpu")
+    assert_same(result, run("device")[1])
+    slices = weights_of(model).ranges.layers[1].slices
     state = model.model.layers[1].mlp.down_proj.weight.quant_state
-    assert {id(state.absmax), id(state.state2.absmax)} <= {id(piece.tensor) for piece in pieces}
+    assert {id(state.absmax), id(state.state2.absmax)} <= {
+        id(weight_slice.tensor) for weight_slice in slices
+    }
 
 
 def test_the_host_holds_little_more_than_the_weights():
     model = patched(build("qwen3", hidden_size=256, intermediate_size=512).requires_grad_(False))
     invert(model)
-    held = weights_of(model).ranges
-    own = sum(p.nbytes for p in model.model.layers.parameters())
-    assert own <= held.bytes <= 1.01 * own
+    host_ranges = weights_of(model).ranges
+    layer_bytes = sum(p.nbytes for p in model.model.layers.parameters())
+    assert layer_bytes <= host_ranges.bytes <= 1.01 * layer_bytes
 
 
 def test_weights_that_others_hold_stay_on_the_device():
@@ -414,68 +417,72 @@ def test_weights_that_others_hold_stay_on_the_device():
         patched(model, weights)
         return model, step(model)
 
-    model, found = run("cpu")
-    assert_same(found, run("device")[1])
+    model, result = run("cpu")
+    assert_same(result, run("device")[1])
     streamed = [
-        id(piece.tensor)
+        id(weight_slice.tensor)
         for layer in weights_of(model).ranges.layers.values()
-        for piece in layer.pieces
+        for weight_slice in layer.slices
     ]
     assert id(model.model.layers[0].mlp.up_proj.weight) not in streamed
 
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_weights_that_are_loaded_later_are_used(assign):
-    model, resident = made(), made(weights="device")
+    model, resident = adapted_model(), adapted_model(weights="device")
     step(model)
     state = {name: x.clone() * 1.1 for name, x in resident.state_dict().items()}
-    for one in (model, resident):
-        one.load_state_dict({name: x.clone() for name, x in state.items()}, assign=assign)
+    for tested_model in (model, resident):
+        tested_model.load_state_dict({name: x.clone() for name, x in state.items()}, assign=assign)
         if assign:
-            one.requires_grad_(False)
-            for name, parameter in one.named_parameters():
+            tested_model.requires_grad_(False)
+            for name, parameter in tested_model.named_parameters():
                 parameter.requires_grad_("lora_" in name)
     assert_same(step(model), step(resident))
 
 
 def test_adapters_come_go_and_are_merged():
-    model, resident = made(), made(weights="device")
-    found = []
-    for one in (model, resident):
-        results = [step(one)]
-        one.merge_adapter()  # writes to `.data`
+    model, resident = adapted_model(), adapted_model(weights="device")
+    result_lists = []
+    for tested_model in (model, resident):
+        results = [step(tested_model)]
+        tested_model.merge_adapter()  # writes to `.data`
         with torch.no_grad():
-            results.append(([one(**make_batch("plain"), use_cache=False).loss], results[0][1]))
-        one.unmerge_adapter()
-        results.append(step(one))
-        with one.disable_adapter(), torch.no_grad():
-            results.append(([one(**make_batch("plain"), use_cache=False).loss], results[0][1]))
+            results.append(
+                ([tested_model(**make_batch("plain"), use_cache=False).loss], results[0][1])
+            )
+        tested_model.unmerge_adapter()
+        results.append(step(tested_model))
+        with tested_model.disable_adapter(), torch.no_grad():
+            results.append(
+                ([tested_model(**make_batch("plain"), use_cache=False).loss], results[0][1])
+            )
         seed_torch(4)
-        one.add_adapter("second", one.peft_config["default"])
-        one.set_adapter("second")
-        results.append(step(one))
-        found.append(results)
-    for ours, theirs in zip(*found, strict=True):
+        tested_model.add_adapter("second", tested_model.peft_config["default"])
+        tested_model.set_adapter("second")
+        results.append(step(tested_model))
+        result_lists.append(results)
+    for ours, theirs in zip(*result_lists, strict=True):
         assert_same(ours, theirs)
 
 
 def test_a_moved_model_leaves_its_weights_on_the_host(monkeypatch):
     """Asked of a device that has no data; the emulated one has (tests/emulated/test_weights.py)."""
-    model = made()
+    model = adapted_model()
     step(model)
-    asked = []
+    shapes = []
 
     def fn(tensor):
-        asked.append(tuple(tensor.shape))
+        shapes.append(tuple(tensor.shape))
         return tensor
 
     layer = model.get_base_model().model.layers[0]
     assert layer.__dict__["_apply"].func is ranges.move_others
     layer._apply(fn)
-    assert (0,) in asked
+    assert (0,) in shapes
     model.to(torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    resident = made(weights="device").to(torch.bfloat16)
+    resident = adapted_model(weights="device").to(torch.bfloat16)
     assert_same(step(model), step(resident))
 
 
@@ -498,7 +505,7 @@ def test_mutant_a_slot_that_outlives_a_forward(monkeypatch):
 
 
 def test_mutant_a_model_that_moves_as_ever(monkeypatch):
-    mutant(monkeypatch, ranges, "move_others", "id(tensor) not in held", "True")
+    mutant(monkeypatch, ranges, "move_others", "id(tensor) not in host_tensors", "True")
     with pytest.raises(AssertionError):
         test_a_moved_model_leaves_its_weights_on_the_host(monkeypatch)
 
@@ -526,9 +533,9 @@ def test_mutant_memory_that_is_used_again_under_other_places(monkeypatch):
     mutant(
         monkeypatch,
         ranges.HostRanges,
-        "put",
+        "move_layer",
         "memory if stays else None",
-        "memory if before >= size else None",
+        "memory if previous_size >= size else None",
     )
     with pytest.raises((AssertionError, StreamBPError)):
         test_freezing_later_and_training_anew()

@@ -60,12 +60,12 @@ def test_weights_leave_their_file_for_their_range_layer_by_layer(checkpoint):
     ]
     size = sum(p.nbytes for p in layers)
     assert all(in_file(p, checkpoint) for p in layers)
-    before = anonymous()
+    bytes_before = anonymous()
     with torch.no_grad():
         model(**make_batch("plain"), use_cache=False)
     weights = weights_of(model)
     assert not any(in_file(p, checkpoint) for p in layers)
     assert size <= weights.ranges.bytes <= 1.01 * size
     # once; the rest is the step's and the allocator's
-    assert anonymous() - before <= 1.25 * size + weights.device_bytes
+    assert anonymous() - bytes_before <= 1.25 * size + weights.device_bytes
     assert_same(step(model), step(loaded(checkpoint, "device")))

@@ -20,9 +20,9 @@ from streambp.offload.ranges import bytes_on_host
 from tests.families import build, make_batch
 from tests.offload.weights_runs import (
     FAMILIES,
+    adapted_model,
     assert_same,
     invert,
-    made,
     patched,
     step,
     weights_of,
@@ -33,10 +33,10 @@ from tests.tiers import thinned
 pytestmark = pytest.mark.filterwarnings("ignore:Move the model to an accelerator")
 
 
-def both(change=lambda model: model, **settings):
+def model_pair(change=lambda model: model, **settings):
     """A model with its weights on the host, inverted, and one with its weights on the device; each
     changed before."""
-    models = [change(made(weights=weights, **settings)) for weights in ("cpu", "device")]
+    models = [change(adapted_model(weights=weights, **settings)) for weights in ("cpu", "device")]
     invert(models[0])
     return models
 
@@ -46,7 +46,7 @@ def both(change=lambda model: model, **settings):
 )
 def test_loads_and_bytes_of_families(family):
     """At most two loads a layer and micro-batch, and the bytes that a plan counts, exactly."""
-    model = made(family)
+    model = adapted_model(family)
     step(model, 1)  # tries layers
     weights = weights_of(model)
     weights.loads.clear()
@@ -68,41 +68,44 @@ def test_gradient_checkpointing_is_on():
         model.enable_input_require_grads()
         return model
 
-    model, resident = both(on)
+    model, resident = model_pair(on)
     for _ in range(2):
         assert_same(step(model), step(resident))
 
 
 @pytest.mark.parametrize("weights", ["cpu", "auto"])
 def test_an_evaluation_in_inference_mode_comes_first(weights):
-    model, resident = made(weights=weights), made(weights="device")
+    model, resident = adapted_model(weights=weights), adapted_model(weights="device")
     for _ in range(2):
         with torch.inference_mode():
-            losses = [one(**make_batch("plain"), use_cache=False).loss for one in (model, resident)]
+            losses = [
+                tested_model(**make_batch("plain"), use_cache=False).loss
+                for tested_model in (model, resident)
+            ]
         assert torch.equal(*losses)
         assert_same(step(model), step(resident))
     assert not any(tensor.is_inference() for tensor in model.parameters())
 
 
 def test_embeddings_tied_to_the_head():
-    found = []
+    results = []
     for weights in ("cpu", "device"):
         model = with_adapters(build("qwen3", num_hidden_layers=4, tie_word_embeddings=True)).train()
         model.get_input_embeddings().weight.requires_grad_(True)
         patched(model, weights)
         if weights == "cpu":
             invert(model)
-        found.append(step(model))
-    assert_same(*found)
-    assert any("embed" in name for name in found[0][1])
+        results.append(step(model))
+    assert_same(*results)
+    assert any("embed" in name for name in results[0][1])
 
 
 def test_hooks_and_hooks_on_gradients():
-    seen = []
+    note_lists = []
 
     def hooked(model):
         notes = []
-        seen.append(notes)
+        note_lists.append(notes)
         layer = model.get_base_model().model.layers[1]
         layer.register_forward_hook(
             lambda module, args, output: notes.append(output.detach().clone())
@@ -112,30 +115,30 @@ def test_hooks_and_hooks_on_gradients():
         trained[1].register_post_accumulate_grad_hook(lambda p: notes.append(p.grad.clone()))
         return model
 
-    model, resident = both(hooked)
+    model, resident = model_pair(hooked)
     for _ in range(2):
         assert_same(step(model), step(resident))
-    assert len(seen[0]) == len(seen[1]) > 4
-    assert all(map(torch.equal, *seen))
+    assert len(note_lists[0]) == len(note_lists[1]) > 4
+    assert all(map(torch.equal, *note_lists))
 
 
 def test_adapters_that_come_after_patch():
-    found = []
+    results = []
     for weights in ("cpu", "device"):
         base = build("qwen3", num_hidden_layers=4)
         patched(base, weights)
         model = with_adapters(base).train()
         if weights == "cpu":
             invert(model)
-        found.append([step(model), step(model)])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([step(model), step(model)])
+    for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
 
 
 def test_a_scaler_of_gradients_and_clipping():
     """float16 under autocast, with a scale that overflows at first."""
-    found = []
-    for model in both():
+    results = []
+    for model in model_pair():
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=2)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=1e-2)
@@ -150,14 +153,14 @@ def test_a_scaler_of_gradients_and_clipping():
             scaler.update()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        found.append((losses, {str(i): p.detach().clone() for i, p in enumerate(trained)}))
+        results.append((losses, {str(i): p.detach().clone() for i, p in enumerate(trained)}))
         assert scaler.get_scale() < 2.0**24
-    assert_same(*found)
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("when", ["backward", "trial"])
 def test_an_error_leaves_the_model_usable(when, monkeypatch):
-    model, resident = both()
+    model, resident = model_pair()
     expected = [step(resident) for _ in range(2)]
     if when == "trial":
         real = probe._judged
@@ -173,25 +176,25 @@ def test_an_error_leaves_the_model_usable(when, monkeypatch):
         assert_same(step(model), expected[0])
         layer, fails = model.get_base_model().model.layers[1], [True]
 
-        def once(grad):
+        def fail_once(grad):
             if fails.pop():
                 raise RuntimeError("no")
             fails.append(False)
 
         parameter = next(p for p in layer.parameters() if p.requires_grad)
-        handle = parameter.register_hook(once)
+        handle = parameter.register_hook(fail_once)
         with pytest.raises(RuntimeError, match="no"):
             step(model)
         handle.remove()
     weights = weights_of(model)
     assert not weights._inside
     assert all(
-        piece.tensor.data_ptr() == piece.home.data_ptr()
+        weight_slice.tensor.data_ptr() == weight_slice.home.data_ptr()
         for layer in weights.ranges.layers.values()
-        for piece in layer.pieces
+        for weight_slice in layer.slices
     )
-    for one in expected:
-        assert_same(step(model), one)
+    for result in expected:
+        assert_same(step(model), result)
 
 
 class Stops(TrainerCallback):
@@ -214,7 +217,7 @@ def trained(weights, folder, stop=None, resume=False):
         learning_rate=1e-2, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no",
         gradient_checkpointing=True, eval_strategy="steps", eval_steps=2,
     )  # fmt: skip
-    model = made(weights=weights)
+    model = adapted_model(weights=weights)
     if weights == "cpu":
         invert(model)
     trainer = Trainer(
@@ -225,9 +228,9 @@ def trained(weights, folder, stop=None, resume=False):
         callbacks=[Stops(stop)] if stop else None,
     )
     trainer.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-2") if resume else None)
-    kept = ("loss", "eval_loss", "grad_norm", "step")
+    keys = ("loss", "eval_loss", "grad_norm", "step")
     logs = [
-        {key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history
+        {key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history
     ]
     return logs, {
         name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad
@@ -235,14 +238,14 @@ def trained(weights, folder, stop=None, resume=False):
 
 
 def test_trainer_evaluates_is_stopped_and_goes_on(tmp_path):
-    whole, expected = trained("device", tmp_path / "device")
+    full_logs, expected = trained("device", tmp_path / "device")
     stopped, _ = trained("cpu", tmp_path / "cpu", stop=2)
     logs, adapters = trained("cpu", tmp_path / "cpu", resume=True)
-    with_loss = [entry for entry in whole if "loss" in entry or "eval_loss" in entry]
+    with_loss = [entry for entry in full_logs if "loss" in entry or "eval_loss" in entry]
     assert [entry for entry in logs if "loss" in entry or "eval_loss" in entry] == with_loss
-    assert stopped[:2] == whole[:2]
+    assert stopped[:2] == full_logs[:2]
     assert adapters.keys() == expected.keys()
-    assert all(torch.equal(adapters[name], one) for name, one in expected.items())
+    assert all(torch.equal(adapters[name], parameter) for name, parameter in expected.items())
 
 
 def quantised(weights, dtype=torch.float32):
@@ -285,9 +288,11 @@ def test_nf4_of_bitsandbytes():
     invert(model)
     for _ in range(2):
         assert_same(step(model), step(resident))
-    pieces = {id(piece.tensor) for piece in weights_of(model).ranges.layers[1].pieces}
+    slice_ids = {
+        id(weight_slice.tensor) for weight_slice in weights_of(model).ranges.layers[1].slices
+    }
     state = weight.quant_state
-    assert {id(weight), id(state.absmax), id(state.state2.absmax)} <= pieces
+    assert {id(weight), id(state.absmax), id(state.state2.absmax)} <= slice_ids
     streambp.unpatch(model)
 
 
@@ -295,7 +300,7 @@ def test_nf4_of_bitsandbytes():
 
 
 def test_on_a_cpu_all_weights_stay_where_they_are():
-    model, resident = made(weights="auto"), made(weights="device")
+    model, resident = adapted_model(weights="auto"), adapted_model(weights="device")
     assert_same(step(model), step(resident))
     weights = weights_of(model)
     assert not weights.ranges.layers
@@ -303,22 +308,22 @@ def test_on_a_cpu_all_weights_stay_where_they_are():
     assert "weights of all 4 layers have room on the device" in str(streambp.describe(model))
 
 
-def chosen(weights, room):
+def staying_layers(weights, headroom):
     """What stays, of so many bytes of room."""
-    weights.ranges.stay(room, 2)
+    weights.ranges.stay(headroom, 2)
     return sorted(weights.ranges.staying)
 
 
 def test_the_last_layers_stay_as_many_as_have_room():
-    weights = weights_of(made(weights="auto"))
+    weights = weights_of(adapted_model(weights="auto"))
     size = bytes_on_host(
         weights.ranges.root,
         [layer_state.layer for layer_state in weights.ranges.layer_states.values()],
     )[0][0]
-    assert chosen(weights, 4 * size) == [0, 1, 2, 3]
-    assert chosen(weights, 4 * size - 1) == [3]  # two layers more are at work
-    assert chosen(weights, 3 * size - 1) == []
-    weights.ranges.layers = {index: SimpleNamespace(tensors=(), pieces=()) for index in range(3)}
+    assert staying_layers(weights, 4 * size) == [0, 1, 2, 3]
+    assert staying_layers(weights, 4 * size - 1) == [3]  # two layers more are at work
+    assert staying_layers(weights, 3 * size - 1) == []
+    weights.ranges.layers = {index: SimpleNamespace(tensors=(), slices=()) for index in range(3)}
     weights.ranges.staying = frozenset({3})
-    assert chosen(weights, 100 * size) == [3]  # what is on the host does not come back
-    assert chosen(weights, 3 * size - 1) == []
+    assert staying_layers(weights, 100 * size) == [3]  # what is on the host does not come back
+    assert staying_layers(weights, 3 * size - 1) == []

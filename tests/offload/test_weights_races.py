@@ -15,7 +15,7 @@ from streambp.offload import gradients, manager_of, weights
 from tests.families import build
 from tests.offload.runs import forward
 from tests.offload.trace_engine import TraceEngine
-from tests.offload.weights_runs import made, patched, weights_of
+from tests.offload.weights_runs import adapted_model, patched, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Move the model to an accelerator")
 WAITS = {
@@ -43,7 +43,7 @@ def traced(left_out=None, trained=False, **settings):
     model = (
         patched(build("qwen3", num_hidden_layers=4).train(), **settings)
         if trained
-        else made(**settings)
+        else adapted_model(**settings)
     )
     engine = weights_of(model)._given_engine = Leaky(collect=left_out is not None)
     if "offload" in settings:

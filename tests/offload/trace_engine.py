@@ -80,7 +80,7 @@ class TraceEngine(Engine):
         self._free: list[int] = []
         self._lives = 0
 
-    def beside(self, device: torch.device) -> TraceEngine:
+    def engine_for(self, device: torch.device) -> TraceEngine:
         return TraceEngine(name=f"{device} ", world=self._world)
 
     @property
@@ -149,26 +149,32 @@ class TraceEngine(Engine):
     def _release(self, key: int) -> None:
         self._free.append(self._blocks.pop(key)[0])
 
-    def _access(self, queue: str, place: Place, users: list[str], write: bool) -> None:
+    def _access(self, queue: str, location: Place, users: list[str], write: bool) -> None:
         """users: the queues that can reach this memory."""
         world, queue = self._world, self._name + queue
         self.record(queue.removeprefix(self._name))
         mine = world.clocks[queue]
-        before = world.accesses.setdefault(place.memory, [])
-        for other, when, wrote, there in before:
+        accesses = world.accesses.setdefault(location.memory, [])
+        for other_queue, when, wrote, other_location in accesses:
             world.checked += 1
-            conflict = (write or wrote) and (there.life != place.life or there.start == place.start)
-            if conflict and other != queue and mine.get(other, 0) < when:
-                now, then = ("writes" if write else "reads"), ("writing" if wrote else "reading")
+            conflict = (write or wrote) and (
+                other_location.life != location.life or other_location.start == location.start
+            )
+            if conflict and other_queue != queue and mine.get(other_queue, 0) < when:
+                verb, participle = (
+                    ("writes" if write else "reads"),
+                    ("writing" if wrote else "reading"),
+                )
                 world.races.append(
-                    f"{queue} {now} {place.memory} while {other} may still be {then} it"
+                    f"{queue} {verb} {location.memory} while {other_queue} may still be "
+                    f"{participle} it"
                 )
                 if not world.collect:
                     raise RaceError(f"{world.races[-1]}. A wait is missing.")
         # What every queue has seen can race with nothing any more.
-        kept = [
+        pending = [
             access
-            for access in before
+            for access in accesses
             if any(world.clocks[user].get(access[0], 0) < access[1] for user in users)
         ]
-        world.accesses[place.memory] = [*kept, (queue, mine[queue], write, place)]
+        world.accesses[location.memory] = [*pending, (queue, mine[queue], write, location)]

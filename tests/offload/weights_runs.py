@@ -74,7 +74,7 @@ def patched(model, weights="cpu", **settings):
         return streambp.patch(model, streambp.StreamConfig(weights=weights, **settings))
 
 
-def made(family="qwen3", dtype=torch.float32, weights="cpu", **settings):
+def adapted_model(family="qwen3", dtype=torch.float32, weights="cpu", **settings):
     """A family's model with adapters, patched; of "qwen3" one with four layers."""
     if family in HYBRIDS and not STATES_IN_CHUNKS:
         pytest.skip(
@@ -97,8 +97,8 @@ def step(model, micro_batches=2, **changes):
     }
 
 
-def assert_same(found, expected):
-    assert all(map(torch.equal, found[0], expected[0]))
-    assert found[1].keys() == expected[1].keys() != set()
+def assert_same(actual, expected):
+    assert all(map(torch.equal, actual[0], expected[0]))
+    assert actual[1].keys() == expected[1].keys() != set()
     for name, gradient in expected[1].items():
-        assert torch.equal(found[1][name], gradient), name
+        assert torch.equal(actual[1][name], gradient), name

@@ -112,11 +112,12 @@ def train_and_load(ids: Any) -> None:
     assert losses[-1] < losses[0] - 0.3
     adapted.save_pretrained("adapter")
     with torch.no_grad():
-        again = PeftModel.from_pretrained(
+        reloaded = PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained(name), "adapter"
         ).eval()
         difference = abs(
-            again(input_ids=ids, labels=ids).loss - adapted.eval()(input_ids=ids, labels=ids).loss
+            reloaded(input_ids=ids, labels=ids).loss
+            - adapted.eval()(input_ids=ids, labels=ids).loss
         )
     assert difference < 1e-4, difference
 
@@ -124,18 +125,20 @@ def train_and_load(ids: Any) -> None:
 def main() -> None:
     import streambp
 
-    here = Path(streambp.__file__).resolve()
-    assert Path(sys.prefix).resolve() in here.parents, f"{here} is not the installed package"
+    package_file = Path(streambp.__file__).resolve()
+    assert Path(sys.prefix).resolve() in package_file.parents, (
+        f"{package_file} is not the installed package"
+    )
     command("streambp --version", says=importlib.metadata.version("streambp-hf"))
     command("streambp env", says=f"streambp: {streambp.__version__}")
 
     import torch
 
-    found = importlib.util.spec_from_file_location("stand_ins", STAND_INS)
-    assert found is not None
-    assert found.loader is not None
-    stand_ins = importlib.util.module_from_spec(found)
-    found.loader.exec_module(stand_ins)
+    spec = importlib.util.spec_from_file_location("stand_ins", STAND_INS)
+    assert spec is not None
+    assert spec.loader is not None
+    stand_ins = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stand_ins)
     torch.manual_seed(0)
     stand_ins.make(Path())
     Path("Qwen/Qwen3-8B/config.json").write_text(json.dumps(LARGE))

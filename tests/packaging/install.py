@@ -25,11 +25,11 @@ def install(archive: Path, folder: Path, flags: list[str]) -> Path:
     subprocess.run([sys.executable, "-m", "venv", *shared, str(folder)], check=True)
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if shared:  # the system's libraries are not those of an environment that runs this
-        told = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        made = subprocess.run(
-            [python, "-c", told], check=True, capture_output=True, text=True
+        program = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        site_packages = subprocess.run(
+            [python, "-c", program], check=True, capture_output=True, text=True
         ).stdout.strip()
-        Path(made, "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        Path(site_packages, "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     # the shared libraries may have a streambp, too
     offline = [NO_DEPS, "--no-build-isolation", "--force-reinstall"]
     options = ["--disable-pip-version-check", *(offline if NO_DEPS in flags else [])]

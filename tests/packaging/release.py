@@ -46,26 +46,28 @@ def problems(folder: Path, tag: str | None) -> list[str]:
             f"{folder} has {[archive.name for archive in archives]}; it must have one .whl and one "
             ".tar.gz"
         ]
-    found = []
+    messages = []
     for archive in archives:
-        told = metadata(archive)
-        if tag is not None and tag != f"v{told['Version']}":
-            found.append(f"{archive.name} is of version {told['Version']}, and the tag is {tag}")
-        found += [
+        fields = metadata(archive)
+        if tag is not None and tag != f"v{fields['Version']}":
+            messages.append(
+                f"{archive.name} is of version {fields['Version']}, and the tag is {tag}"
+            )
+        messages += [
             f"{archive.name}: its page has the link {link}"
-            for link in RELATIVE.findall(str(told.get_payload()))
+            for link in RELATIVE.findall(str(fields.get_payload()))
         ]
-        named = {line.partition(",")[0] for line in told.get_all("Project-URL", [])}
-        lacking = {"Homepage", "Documentation", "Issues", "Changelog", "Source"} - named
-        found += [f"{archive.name} names no {name} page" for name in sorted(lacking)]
-    return found
+        urls = {line.partition(",")[0] for line in fields.get_all("Project-URL", [])}
+        lacking = {"Homepage", "Documentation", "Issues", "Changelog", "Source"} - urls
+        messages += [f"{archive.name} names no {name} page" for name in sorted(lacking)]
+    return messages
 
 
 def main() -> int:
     tag = os.environ.get("GITHUB_REF_NAME") if os.environ.get("GITHUB_REF_TYPE") == "tag" else None
-    found = problems(Path(sys.argv[1]), tag)
-    print("\n".join(found) or "the archives can be published")
-    return int(bool(found))
+    messages = problems(Path(sys.argv[1]), tag)
+    print("\n".join(messages) or "the archives can be published")
+    return int(bool(messages))
 
 
 if __name__ == "__main__":

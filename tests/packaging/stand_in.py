@@ -41,12 +41,12 @@ def make_venv(folder, path, machine):
         (commands / "pip").touch()
 
 
-def install(what, path, machine):
-    if what.startswith("torch"):
-        if machine["index"] == "broken" and "+cpu" in what:
+def install(requirement, path, machine):
+    if requirement.startswith("torch"):
+        if machine["index"] == "broken" and "+cpu" in requirement:
             sys.exit("ERROR: the connection was reset")
-        if machine["index"] == "plain" and "+cpu" in what:
-            sys.exit(f"ERROR: No matching distribution found for {what}")
+        if machine["index"] == "plain" and "+cpu" in requirement:
+            sys.exit(f"ERROR: No matching distribution found for {requirement}")
         info = path.parent / "site" / "torch-2.13.0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")

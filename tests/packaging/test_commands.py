@@ -22,10 +22,10 @@ from tests.conftest import SHARING
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_parse_and_files_exist(page):
     text = (ROOT / page).read_text("utf-8")
-    found = {
+    messages = {
         command.text: problem for command in commands(page, text) if (problem := check(command)[1])
     }
-    assert not found
+    assert not messages
     assert not missing_files(page, text)
 
 
@@ -47,7 +47,9 @@ def test_commands_parse_and_files_exist(page):
     ],
 )
 def test_a_wrong_command_is_found(text, problem):
-    problems = [found for command in commands("README.md", text) if (found := check(command)[1])]
+    problems = [
+        message for command in commands("README.md", text) if (message := check(command)[1])
+    ]
     assert len(problems) == 1
     assert problem in problems[0]
 
@@ -71,19 +73,19 @@ def test_python_blocks_compile_and_import_names_that_exist():
         for node in ast.walk(ast.parse(block, page)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("streambp"):
                 module = importlib.import_module(node.module)
-                known = {*dir(module), *getattr(module, "__all__", ())}
+                names = {*dir(module), *getattr(module, "__all__", ())}
                 for alias in node.names:
                     imported += 1
-                    found = alias.name in known or importlib.util.find_spec(
+                    exists = alias.name in names or importlib.util.find_spec(
                         f"{node.module}.{alias.name}"
                     )
-                    assert found, f"{page}: {node.module}.{alias.name}"
+                    assert exists, f"{page}: {node.module}.{alias.name}"
     assert imported >= 5
 
 
 def test_json_blocks_are_sections_that_streambp_takes():
-    found = [json.loads(block) for _, block in blocks("json")]
-    sections = [config["streambp"] for config in found if "streambp" in config]
+    configs = [json.loads(block) for _, block in blocks("json")]
+    sections = [config["streambp"] for config in configs if "streambp" in config]
     assert sections
     for section in sections:
         streambp.StreamConfig(**section)
@@ -98,9 +100,9 @@ def test_the_readmes_first_lines_lead_to_a_patched_model(capsys):
     (program,) = re.findall(r"```python\n(.*?)```", first_lines(), re.DOTALL)
     names: dict = {}
     exec(program, names)
-    said = capsys.readouterr().out
-    assert "in 4 chunks of 128, streamed" in said
-    assert "streams: 2 x Qwen3DecoderLayer" in said
+    output = capsys.readouterr().out
+    assert "in 4 chunks of 128, streamed" in output
+    assert "streams: 2 x Qwen3DecoderLayer" in output
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
 
 
@@ -120,10 +122,10 @@ def test_the_api_page_has_every_public_name(module):
     functions = [name for name in importlib.import_module(module).__all__ if not name.isupper()]
     assert functions
     for name in functions:
-        shown = name == "StreamBPError" or re.search(
+        is_documented = name == "StreamBPError" or re.search(
             rf"^::: streambp\.[\w.]*\.?{name}$", page, re.MULTILINE
         )
-        assert shown, f"docs/reference/api.md lacks {module}.{name}"
+        assert is_documented, f"docs/reference/api.md lacks {module}.{name}"
 
 
 def test_every_page_is_in_the_sites_menu():

@@ -56,7 +56,7 @@ BUILD = (
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory):
     """A wheel and a source archive of a copy of the project, and the copy."""
-    source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("made")
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("made")
     for tree in TREES:
         shutil.copytree(ROOT / tree, source / tree, ignore=LEFT_BEHIND)
     for file in FILES:
@@ -67,14 +67,14 @@ def archives(tmp_path_factory):
         "GITHUB_REPOSITORY": "owner/name",
     }
     subprocess.run(
-        [sys.executable, "-c", BUILD, str(made)],
+        [sys.executable, "-c", BUILD, str(folder)],
         cwd=source,
         env=environment,
         check=True,
         capture_output=True,
         timeout=HANG,
     )
-    (wheel,), (archive,) = made.glob("*.whl"), made.glob("*.tar.gz")
+    (wheel,), (archive,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, archive, source
 
 
@@ -111,40 +111,40 @@ def metadata(wheel):
 
 
 def test_what_the_package_says_of_itself(archives):
-    found = metadata(archives[0])
-    assert (found["Name"], found["License-Expression"], found["Requires-Python"]) == (
+    fields = metadata(archives[0])
+    assert (fields["Name"], fields["License-Expression"], fields["Requires-Python"]) == (
         "streambp-hf",
         "Apache-2.0",
         ">=3.10",
     )
-    assert found["Description-Content-Type"] == "text/markdown"
+    assert fields["Description-Content-Type"] == "text/markdown"
     assert problems(archives[0].parent, None) == []  # links of the page, and the project's pages
-    assert found.get_payload().startswith(
+    assert fields.get_payload().startswith(
         (ROOT / "README.md").read_text("utf-8").partition("](")[0]
     )
-    assert "long context" in found["Keywords"]
+    assert "long context" in fields["Keywords"]
     assert {"Typing :: Typed", "Programming Language :: Python :: 3.10"} < set(
-        found.get_all("Classifier")
+        fields.get_all("Classifier")
     )
     # beside an expression: refused
-    assert not any(line.startswith("License ::") for line in found.get_all("Classifier"))
-    assert all(re.fullmatch(r"[\w ]+, https://\S+", line) for line in found.get_all("Project-URL"))
+    assert not any(line.startswith("License ::") for line in fields.get_all("Classifier"))
+    assert all(re.fullmatch(r"[\w ]+, https://\S+", line) for line in fields.get_all("Project-URL"))
 
 
 def test_requirements(archives):
     """Only torch and transformers without extras; every extra whole, and what is installed here in
     its range."""
-    found = metadata(archives[0])
-    wanted = [Requirement(line) for line in found.get_all("Requires-Dist")]
-    assert {r.name for r in wanted if not (r.marker and "extra" in str(r.marker))} == {
+    fields = metadata(archives[0])
+    requirements = [Requirement(line) for line in fields.get_all("Requires-Dist")]
+    assert {r.name for r in requirements if not (r.marker and "extra" in str(r.marker))} == {
         "torch",
         "transformers",
     }
-    assert set(found.get_all("Provides-Extra")) == {
+    assert set(fields.get_all("Provides-Extra")) == {
         "trl", "deepspeed", "peft", "accelerate", "liger", "all", "examples", "test", "docs",
     }  # fmt: skip
-    by_extra = {e: {r.name for r in wanted if "extra" in str(r.marker) and r.marker.evaluate({"extra": e})}
-                for e in found.get_all("Provides-Extra")}  # fmt: skip
+    by_extra = {e: {r.name for r in requirements if "extra" in str(r.marker) and r.marker.evaluate({"extra": e})}
+                for e in fields.get_all("Provides-Extra")}  # fmt: skip
     assert [by_extra[name] for name in ("trl", "deepspeed", "peft")] == [
         {"trl"},
         {"deepspeed"},
@@ -152,7 +152,7 @@ def test_requirements(archives):
     ]
     for name in ("torch", "transformers"):
         version = __import__(name).__version__
-        assert next(r for r in wanted if r.name == name).specifier.contains(
+        assert next(r for r in requirements if r.name == name).specifier.contains(
             Version(version), prereleases=True
         )
 
@@ -210,18 +210,18 @@ def test_the_first_day_knows_the_pages_commands(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", [0, 1, 2], ids=["wheel", "source", "clone"])
-def test_a_first_day(place, archives, tmp_path):
+@pytest.mark.parametrize("index", [0, 1, 2], ids=["wheel", "source", "clone"])
+def test_a_first_day(index, archives, tmp_path):
     """Installed away from the sources; the libraries are this environment's. README.md down to an
     adapter."""
     pytest.importorskip("peft", reason="peft is not installed")
-    archive = archives[place]
-    made = tmp_path / "clean"
+    archive = archives[index]
+    venv = tmp_path / "clean"
     command = [
         sys.executable,
         ROOT / "tests" / "packaging" / "install.py",
         archive,
-        made,
+        venv,
         "--system-site-packages",
         "--no-deps",
     ]
@@ -249,12 +249,12 @@ def test_the_workflow_runs_both_ends_of_what_the_package_supports():
     assert matrix["python"] == [versions[0], versions[-1]] == ["3.10", "3.13"]
     assert {system.split("-")[0] for system in matrix["os"]} == {"ubuntu", "macos"}
     steps = [step for job in jobs.values() for step in job["steps"]]
-    named = {
+    workflow_versions = {
         str(step["with"]["python-version"])
         for step in steps
         if "python-version" in step.get("with", {})
     }
-    assert named - {"${{ matrix.python }}"} <= set(versions)
+    assert workflow_versions - {"${{ matrix.python }}"} <= set(versions)
     assert sum("bash .ci/setup" in step.get("run", "") for step in steps) == 5
     older = jobs["older"]["strategy"]["matrix"]["include"]
     dependencies = (ROOT / "pyproject.toml").read_text("utf-8")
@@ -281,8 +281,8 @@ def other_wheel(folder):
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr("streambp/__init__.py", "class StreamSFTTrainer: ...\n")
         wheel.writestr("streambp/of_theirs.py", "")
-        told = "Metadata-Version: 2.1\nName: streambp\nVersion: 1.0\n"
-        wheel.writestr("streambp-1.0.dist-info/METADATA", told)
+        metadata_text = "Metadata-Version: 2.1\nName: streambp\nVersion: 1.0\n"
+        wheel.writestr("streambp-1.0.dist-info/METADATA", metadata_text)
         wheel.writestr("streambp-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr("streambp-1.0.dist-info/RECORD", "")
     return path

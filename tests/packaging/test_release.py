@@ -64,9 +64,9 @@ def test_a_workflow_runs_what_exists(path):
         assert [file for file in FILE.findall(text) if not (ROOT / file).exists()] == [], step
         block = f"```bash\n{text}\n```"
         wrong = [
-            (command.text, told)
+            (command.text, message)
             for command in commands(path.name, block)
-            if (told := check(command)[1])
+            if (message := check(command)[1])
         ]
         assert wrong == []
     assert ran
@@ -80,7 +80,7 @@ def test_pins_say_their_version_and_one_action_has_one_pin():
             action, pin, version = re.fullmatch(r"(\S+)@(\w+) # (v[\d.]+)", line).groups()
             pins.setdefault(action, set()).add((pin, version))
     assert pins
-    assert all(len(found) == 1 for found in pins.values()), pins
+    assert all(len(pins_of_action) == 1 for pins_of_action in pins.values()), pins
 
 
 @pytest.mark.parametrize("action", ["actions/checkout@v4", "pypa/publish@release/v1", "a/b@main"])
@@ -97,7 +97,7 @@ def test_archives_are_attested_with_their_bill_of_materials():
         if action.startswith("actions/attest"):
             attested[action] = step["with"]
     assert set(attested) == {"actions/attest-build-provenance", "actions/attest-sbom"}
-    assert {given["subject-path"] for given in attested.values()} == {"dist/*"}
+    assert {inputs["subject-path"] for inputs in attested.values()} == {"dist/*"}
     assert any("sbom.json" in step.get("run", "") for step in job["steps"])
 
 
@@ -131,9 +131,9 @@ def test_what_is_published_was_installed_on_three_systems():
 
 def test_forms_and_files_of_the_project():
     for form in ("bug", "feature"):
-        found = read(GITHUB / "ISSUE_TEMPLATE" / f"{form}.yml")
-        assert {"name", "description", "body"} <= set(found)
-        assert all(field["attributes"]["label"] for field in found["body"])
+        fields = read(GITHUB / "ISSUE_TEMPLATE" / f"{form}.yml")
+        assert {"name", "description", "body"} <= set(fields)
+        assert all(field["attributes"]["label"] for field in fields["body"])
     assert {
         update["package-ecosystem"] for update in read(GITHUB / "dependabot.yml")["updates"]
     } >= {
@@ -233,15 +233,15 @@ def test_a_clone_has_the_address_of_its_origin(origin, tmp_path):
 
 
 def archive(folder, version, page, urls):
-    told = Message()
-    told["Metadata-Version"], told["Name"], told["Version"] = "2.4", "streambp-hf", version
+    message = Message()
+    message["Metadata-Version"], message["Name"], message["Version"] = "2.4", "streambp-hf", version
     for name in urls:
-        told["Project-URL"] = f"{name}, {HOME}"
-    told.set_payload(page)
+        message["Project-URL"] = f"{name}, {HOME}"
+    message.set_payload(page)
     with zipfile.ZipFile(folder / f"streambp_hf-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"streambp_hf-{version}.dist-info/METADATA", told.as_string())
+        wheel.writestr(f"streambp_hf-{version}.dist-info/METADATA", message.as_string())
 
-    (folder / "PKG-INFO").write_text(told.as_string())
+    (folder / "PKG-INFO").write_text(message.as_string())
     with tarfile.open(folder / f"streambp_hf-{version}.tar.gz", "w:gz") as tar:
         tar.add(folder / "PKG-INFO", f"streambp_hf-{version}/PKG-INFO")
     (folder / "PKG-INFO").unlink()
@@ -251,7 +251,7 @@ URLS = ("Homepage", "Documentation", "Issues", "Changelog", "Source")
 
 
 @pytest.mark.parametrize(
-    ("page", "urls", "tag", "found"),
+    ("page", "urls", "tag", "count"),
     [
         (f"[a]({HOME}) [b](#c)", URLS, "v1.2.3", 0),
         (f"[a]({HOME})", URLS, None, 0),
@@ -260,11 +260,11 @@ URLS = ("Homepage", "Documentation", "Issues", "Changelog", "Source")
         ("a", URLS[1:], "v1.2.3", 2),
     ],
 )
-def test_what_cannot_be_published_is_told(page, urls, tag, found, tmp_path):
+def test_what_cannot_be_published_is_told(page, urls, tag, count, tmp_path):
     archive(tmp_path, "1.2.3", page, urls)
-    assert len(problems(tmp_path, tag)) == found
+    assert len(problems(tmp_path, tag)) == count
 
 
 def test_archives_that_are_not_there_are_told(tmp_path):
-    (told,) = problems(tmp_path, None)
-    assert "one .whl and one .tar.gz" in told
+    (message,) = problems(tmp_path, None)
+    assert "one .whl and one .tar.gz" in message

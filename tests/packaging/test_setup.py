@@ -46,9 +46,11 @@ class Machine:
         path.write_text(f"#!/usr/bin/env bash\n{text}\n")
         path.chmod(0o755)
 
-    def python(self, name, version="3.11.7", before=""):
+    def python(self, name, version="3.11.7", first_lines=""):
         stand_in = Path(__file__).with_name("stand_in.py")
-        self.command(name, f'{before}\nexec "{sys.executable}" -S "{stand_in}" "$0" {version} "$@"')
+        self.command(
+            name, f'{first_lines}\nexec "{sys.executable}" -S "{stand_in}" "$0" {version} "$@"'
+        )
 
     def set_up(self):
         """Exit code, output, and what pip was asked to install."""
@@ -61,22 +63,22 @@ class Machine:
             result.returncode,
             result.stdout,
             result.stderr,
-            [row[-1] for row in self.asked() if "install" in row],
+            [row[-1] for row in self.commands() if "install" in row],
         )
 
-    def asked(self):
+    def commands(self):
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
-    def used(self):
+    def interpreter(self):
         """The interpreter that the venv was made with; None if it was not made."""
-        return next((row[0] for row in self.asked() if "venv" in row), None)
+        return next((row[0] for row in self.commands() if "venv" in row), None)
 
 
 @pytest.fixture
 def machine(tmp_path):
-    found = Machine(tmp_path)
-    found.python("python3")
-    return found
+    machine_of_test = Machine(tmp_path)
+    machine_of_test.python("python3")
+    return machine_of_test
 
 
 EXTRAS = ".[test,examples]"
@@ -138,7 +140,7 @@ def test_the_interpreter_is_one_in_range(pythons, expected, machine):
     for name, version in pythons.items():
         machine.python(name, version or "3.11.7", "" if version else "exit 127")
     assert machine.set_up()[0] == 0
-    assert machine.used() == expected
+    assert machine.interpreter() == expected
 
 
 def test_windows_launcher_and_folder(machine):
@@ -150,7 +152,7 @@ def test_windows_launcher_and_folder(machine):
     machine.python("there/python.exe", "3.12.1")
     code, output, _, installed = machine.set_up()
     assert (code, output, installed) == (0, "ready\n", [CPU, EXTRAS])
-    assert machine.used() == "python.exe"
+    assert machine.interpreter() == "python.exe"
 
 
 @pytest.mark.parametrize("version", ["3.9.18", "3.14.0"])
@@ -165,7 +167,7 @@ def test_a_named_interpreter_comes_first(machine):
     machine.python("mine with spaces", "3.13.0")
     machine.environment["PYTHON"] = str(machine.bin / "mine with spaces")
     assert machine.set_up()[0] == 0
-    assert machine.used() == "mine with spaces"
+    assert machine.interpreter() == "mine with spaces"
     shutil.rmtree(machine.root / ".venv")
     machine.environment["PYTHON"] = "python2"
     code, _, errors, _ = machine.set_up()
@@ -176,7 +178,7 @@ def test_a_named_interpreter_comes_first(machine):
 def test_a_second_run_keeps_what_is_there(machine):
     machine.set_up()
     code, _, _, installed = machine.set_up()
-    assert (code, installed, machine.used()) == (0, [EXTRAS], None)
+    assert (code, installed, machine.interpreter()) == (0, [EXTRAS], None)
 
 
 def test_a_venv_without_pip_is_given_one(machine):
@@ -185,7 +187,7 @@ def test_a_venv_without_pip_is_given_one(machine):
     assert (code, installed) == (0, [CPU, EXTRAS])
     (machine.root / ".venv" / "bin" / "pip").unlink()
     code, _, _, installed = machine.set_up()
-    assert (code, installed, machine.used()) == (0, [EXTRAS], None)
+    assert (code, installed, machine.interpreter()) == (0, [EXTRAS], None)
 
 
 def test_a_venv_that_does_not_work_is_made_anew(machine):
@@ -193,7 +195,7 @@ def test_a_venv_that_does_not_work_is_made_anew(machine):
     (machine.root / ".venv" / "bin" / "pip").unlink()
     code, output, _, installed = machine.set_up()
     assert (code, installed) == (0, [CPU, EXTRAS])
-    assert machine.used() == "python3"
+    assert machine.interpreter() == "python3"
     assert "making it anew" in output
 
 

@@ -51,11 +51,11 @@ def gradients(name, objective, lora, device):
 
 
 def check(name, objective, lora, device, bar):
-    for library, needed in (("peft", lora), ("trl", name.startswith(("trl", "axolotl")))):
-        if needed:
+    for library, is_needed in (("peft", lora), ("trl", name.startswith(("trl", "axolotl")))):
+        if is_needed:
             pytest.importorskip(library, reason=f"{library} is not installed")
     ours, reference = (
-        gradients(which, objective, lora, device) for which in (name, "checkpointing")
+        gradients(method, objective, lora, device) for method in (name, "checkpointing")
     )
     assert worst_error(ours, reference) < bar
 
@@ -133,7 +133,7 @@ def one_problem_more(real, *args):
 
 @pytest.mark.fast("StreamBP-missing-one_problem_more-injected")
 @pytest.mark.parametrize(
-    ("owner", "attribute", "mutant", "said"),
+    ("owner", "attribute", "mutant", "message"),
     [
         (attend.PrefixAttention, "backward", lambda real, *a: tuple(g if g is None else g * math.nan for g in real(*a)),
          "gradient not finite: model.embed_tokens.weight, model.layers.0"),
@@ -142,7 +142,7 @@ def one_problem_more(real, *args):
         (StreamBP, "missing", one_problem_more, "injected"),
     ],
 )  # fmt: skip
-def test_a_row_whose_step_is_wrong_says_so(owner, attribute, mutant, said, monkeypatch, capfd):
+def test_a_row_whose_step_is_wrong_says_so(owner, attribute, mutant, message, monkeypatch, capfd):
     real = getattr(owner, attribute)
     wrapped = lambda *args: mutant(real, *args)  # noqa: E731 - one line for each kind of attribute
     monkeypatch.setattr(
@@ -151,23 +151,25 @@ def test_a_row_whose_step_is_wrong_says_so(owner, attribute, mutant, said, monke
     harness.child(Job("test", "streambp", "mini", (64,), chunk_size=24, device="cpu"))
     row = json.loads(capfd.readouterr().out.partition("ROW ")[2])
     assert row["status"].startswith("failed: ")
-    assert said in row["status"]
+    assert message in row["status"]
 
 
 def test_kernels_that_did_not_run_are_missed():
     ran = ("cudnn", "cudnn backward", "head gradient", "head statistics", "merge")
-    found = figures.Figures(1.0, 1.0, 1.0, 1.0, 0, 1.0, 1, 1.0, 1.0, ran, frozenset(["gemm"]), ())
-    assert METHODS["streambp"]().missing(found, "cuda") == []
-    assert len(METHODS["streambp-liger"]().missing(found, "cuda")) == 3
+    measured = figures.Figures(
+        1.0, 1.0, 1.0, 1.0, 0, 1.0, 1, 1.0, 1.0, ran, frozenset(["gemm"]), ()
+    )
+    assert METHODS["streambp"]().missing(measured, "cuda") == []
+    assert len(METHODS["streambp-liger"]().missing(measured, "cuda")) == 3
     some = dataclasses.replace(
-        found, ran=(*ran, "Liger's norm"), on_device=frozenset(["_triton_rope"])
+        measured, ran=(*ran, "Liger's norm"), on_device=frozenset(["_triton_rope"])
     )
     assert METHODS["streambp-liger"]().missing(some, "cuda") == ["Liger's SwiGLU did not run"]
     all_of_them = dataclasses.replace(
         some, ran=(*ran, "Liger's norm", "Liger's SwiGLU"), on_device=frozenset()
     )
     assert METHODS["streambp-liger"]().missing(all_of_them, "cuda") == []
-    slow = dataclasses.replace(found, ran=("merge in torch",))
+    slow = dataclasses.replace(measured, ran=("merge in torch",))
     assert METHODS["streambp"]().missing(slow, "cuda") == [
         "no fused kernel attended", "head statistics did not run in Triton", "head gradient did not run in Triton",
         "merge in torch ran",
@@ -191,10 +193,10 @@ def test_ligers_functions_are_counted_where_it_was_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     weight = torch.nn.Linear(3, 3)
     real = vars(LigerRMSNormFunction)["forward"]
-    found = figures.run_steps(
+    measured = figures.run_steps(
         weight, lambda: weight(LigerRMSNormFunction.apply(torch.ones(2, 3))).sum()
     )
-    assert found.ran == ("Liger's norm",)
+    assert measured.ran == ("Liger's norm",)
     assert vars(LigerRMSNormFunction)["forward"] is real
 
 
@@ -287,14 +289,14 @@ def child(program):
 
 def test_lines_of_a_child_come_as_it_writes_them(tmp_path):
     """It goes on only when the first was seen, and is killed then."""
-    seen, lines = tmp_path / "seen", []
+    seen_file, lines = tmp_path / "seen", []
 
     def line(text):
         lines.append(text)
-        seen.touch()
+        seen_file.touch()
 
     program = (
-        f"print('one', flush=True)\nwhile not pathlib.Path({str(seen)!r}).exists(): "
+        f"print('one', flush=True)\nwhile not pathlib.Path({str(seen_file)!r}).exists(): "
         "time.sleep(0.01)\n"
     )
     ended = run_child(
@@ -385,15 +387,15 @@ def test_rows_after_a_lost_device_run_in_a_new_process(tmp_path):
         "7",
     ]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert found.stdout.splitlines() == [
+    process = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert process.stdout.splitlines() == [
         "a 1 of ['a *', 'b'], True, False",
         "a 2: FAILED, RuntimeError: CUDA error: an illegal memory access was encountered",
         "the GPU gives this process nothing but errors; the next rows run in a new one",
         "b of ['b', 'a 3'], True, True",
         "a 3 of ['b', 'a 3'], True, True",
-    ], found.stderr
-    assert found.returncode == 1
+    ], process.stderr
+    assert process.returncode == 1
 
 
 def test_a_search_for_which_no_time_is_left_says_so(monkeypatch):
@@ -401,10 +403,12 @@ def test_a_search_for_which_no_time_is_left_says_so(monkeypatch):
         start, up_to, halvings, budget_gib, seed, output = 1024, 16384, 4, 79.0, 0, None
 
     deadline = Deadline()
-    found = {1024: "ok", 2048: "ok", 4096: "stopped: no time was left"}
+    status_of_length = {1024: "ok", 2048: "ok", 4096: "stopped: no time was left"}
     monkeypatch.setattr(
         "paper_repro.longest_sequence.run",
-        lambda job, output, deadline: [type("Found", (), {"status": found[job.lengths[0]]})],
+        lambda job, output, deadline: [
+            type("Found", (), {"status": status_of_length[job.lengths[0]]})
+        ],
     )
     assert (
         search("mini", False, "streambp", Options, deadline)

@@ -65,14 +65,14 @@ class Page:
 
     def click(self, selector):
         """The middle of an element, with the pointer."""
-        found = self.ask("element", {"using": "css selector", "value": selector})
-        self.run("arguments[0].scrollIntoView({ block: 'center' })", found)
+        element = self.ask("element", {"using": "css selector", "value": selector})
+        self.run("arguments[0].scrollIntoView({ block: 'center' })", element)
         move = {
             "type": "pointerMove",
             "duration": 0,
             "x": 0,
             "y": 0,
-            "origin": {ELEMENT: found[ELEMENT]},
+            "origin": {ELEMENT: element[ELEMENT]},
         }
         steps = [move, {"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]
         self.ask("actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": steps}]})
@@ -106,17 +106,17 @@ def opened(address, width=1280, height=900):
     ):
         try:
             started = next(
-                found
+                port_match
                 for line in driver.stdout
-                if (found := re.search(r"successfully on port (\d+)", line))
+                if (port_match := re.search(r"successfully on port (\d+)", line))
             )
             root = f"http://127.0.0.1:{started[1]}"
             options = {
                 "binary": BROWSER, "args": [*FLAGS, f"--user-data-dir={folder}"],
                 "mobileEmulation": {"deviceMetrics": {"width": width, "height": height, "pixelRatio": 1, "touch": False}},
             }  # fmt: skip
-            wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-            session = send(f"{root}/session", {"capabilities": {"alwaysMatch": wanted}})[
+            capabilities = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+            session = send(f"{root}/session", {"capabilities": {"alwaysMatch": capabilities}})[
                 "sessionId"
             ]
             page = Page(root, session)

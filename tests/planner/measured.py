@@ -61,7 +61,7 @@ def predict(model, recipe, length, chunk_size):
     skeleton = Skeleton(model, torch.float32, None, 16, "cpu")
     counter = Counter(skeleton, skeleton.reduce(), 1, None)
     (spans,) = counter.count(recipe, (length, chunk_size), accumulate=False)
-    return unroll(spans, counter.reduced)
+    return unroll(spans, counter.shrunk_model)
 
 
 def measure(model, recipe, length, chunk_size):
@@ -90,7 +90,7 @@ def peaks(model, recipe, length, chunk_size, encoder_len=None):
     skeleton = Skeleton(model, torch.float32, None, 16, "cpu", encoder_len=encoder_len)
     counter = Counter(skeleton, skeleton.reduce(), 1, None)
     (spans,) = counter.count(recipe, (length, chunk_size), accumulate=False)
-    phases = unroll(spans, counter.reduced)[0]
+    phases = unroll(spans, counter.shrunk_model)[0]
     if recipe.config is None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
@@ -105,6 +105,6 @@ def peaks(model, recipe, length, chunk_size, encoder_len=None):
     loss().backward()  # what happens once in a layer's life (probes, traces) is over
     model.zero_grad(set_to_none=True)
     real_spans = run_step(model, layers, loss, LiveBytes())
-    before = [0, *(span.gradients for span in real_spans[:-1])]
-    measured = max(span.peak - old for span, old in zip(real_spans, before, strict=True))
+    gradients_before = [0, *(span.gradients for span in real_spans[:-1])]
+    measured = max(span.peak - old for span, old in zip(real_spans, gradients_before, strict=True))
     return max(phase.peak - phase.gradients for phase in phases), measured

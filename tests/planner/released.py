@@ -36,10 +36,10 @@ NEMOTRON_BLOCKS = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 BLOCKS = {"M": "mamba", "-": "mlp", "*": "attention"}
 
 
-def shape(hidden: int, inner: int, layers: int, **more: Any) -> dict[str, Any]:
+def shape(hidden: int, inner: int, layers: int, **fields: Any) -> dict[str, Any]:
     """The three sizes that every configuration has, and others."""
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    return {**sizes, **more}
+    return {**sizes, **fields}
 
 
 def nemotron() -> PreTrainedConfig:

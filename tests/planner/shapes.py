@@ -48,26 +48,28 @@ NEMOTRON = {
 }
 
 
-def kimi_linear(one):
+def kimi_linear(sizes):
     """Where this transformers has it."""
     if "kimi_linear" not in CONFIG_MAPPING:
         return {}
-    config = CONFIG_MAPPING["kimi_linear"](**one, layer_types=[LINEAR], mlp_layer_types=["sparse"])
+    config = CONFIG_MAPPING["kimi_linear"](
+        **sizes, layer_types=[LINEAR], mlp_layer_types=["sparse"]
+    )
     return {"Kimi-Linear-48B-A3B": config}
 
 
 def one_layer():
     """A configuration with a single layer, the one that has states, of each model."""
-    one = {"num_hidden_layers": 1}
+    sizes = {"num_hidden_layers": 1}
     return {
-        "Qwen3-Next-80B-A3B": Qwen3NextConfig(**one, layer_types=[LINEAR]),
-        "Qwen3.5-35B-A3B": Qwen3_5MoeTextConfig(**one, layer_types=[LINEAR]),
-        "Qwen3.5-9B": Qwen3_5TextConfig(**one, layer_types=[LINEAR]),
-        **kimi_linear(one),
+        "Qwen3-Next-80B-A3B": Qwen3NextConfig(**sizes, layer_types=[LINEAR]),
+        "Qwen3.5-35B-A3B": Qwen3_5MoeTextConfig(**sizes, layer_types=[LINEAR]),
+        "Qwen3.5-9B": Qwen3_5TextConfig(**sizes, layer_types=[LINEAR]),
+        **kimi_linear(sizes),
         "Nemotron-H-8B": NemotronHConfig(**NEMOTRON, layers_block_type=["mamba"]),
-        "Granite-4.0-H-Small": GraniteMoeHybridConfig(**one, **GRANITE, layer_types=["mamba"]),
-        "Bamba-9B": BambaConfig(**one, **BAMBA, attn_layer_indices=[]),
-        "Falcon-H1-7B": FalconH1Config(**one, **FALCON),
-        "LFM2-2.6B": Lfm2Config(**one, **LFM2, layer_types=["conv"]),
-        "Jamba-Mini": JambaConfig(**one),
+        "Granite-4.0-H-Small": GraniteMoeHybridConfig(**sizes, **GRANITE, layer_types=["mamba"]),
+        "Bamba-9B": BambaConfig(**sizes, **BAMBA, attn_layer_indices=[]),
+        "Falcon-H1-7B": FalconH1Config(**sizes, **FALCON),
+        "LFM2-2.6B": Lfm2Config(**sizes, **LFM2, layer_types=["conv"]),
+        "Jamba-Mini": JambaConfig(**sizes),
     }

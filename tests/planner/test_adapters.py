@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 from streambp.layer import adapted as operation
 from streambp.layer import adapters
 from streambp.planner import work as work_module
-from streambp.planner.counted import Asked
+from streambp.planner.counted import CountRequest
 from streambp.planner.profile import work
 from streambp.planner.seconds import kernels
 from streambp.planner.skeleton import Skeleton
@@ -44,14 +44,14 @@ PEFTS = 0.25  # of the bytes that peft's adapters add under checkpointing
 
 
 def frozen(kernels="auto"):
-    skeleton = Asked(Qwen3Config(**SIZES), kernels=kernels).skeleton()
+    skeleton = CountRequest(Qwen3Config(**SIZES), kernels=kernels).skeleton()
     skeleton.model.requires_grad_(False)
     skeleton.model.enable_input_require_grads()
     return skeleton
 
 
 def with_lora(kernels="auto", bits=16):
-    skeleton = Asked(Qwen3Config(**SIZES), lora=RANK, bits=bits, kernels=kernels).skeleton()
+    skeleton = CountRequest(Qwen3Config(**SIZES), lora=RANK, bits=bits, kernels=kernels).skeleton()
     skeleton.language_model.enable_input_require_grads()
     return skeleton
 
@@ -60,13 +60,13 @@ def spent(skeleton, recipe, chunk=TOKENS):
     """The work of the middle layer, forward and backward."""
     counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
     (spans,) = counter.count(recipe, (TOKENS, chunk), accumulate=False)
-    found = {
+    works_by_name = {
         name: [span.work for span in spans if span.name == name and span.layer == 1]
         for name in ("forward", "backward")
     }
     return {
-        name: functools.reduce(lambda one, other: one.plus(other), works)
-        for name, works in found.items()
+        name: functools.reduce(lambda total, work: total.plus(work), works)
+        for name, works in works_by_name.items()
     }
 
 
@@ -84,7 +84,7 @@ def elementwise(monkeypatch):
 
 def test_elementwise_traffic(elementwise):
     ours, pefts = added(EVERYTHING, "auto"), added(CHECKPOINTING_HEAD, "liger")
-    total, theirs = (sum(work.moved for work in found.values()) for found in (ours, pefts))
+    total, theirs = (sum(work.traffic for work in works.values()) for works in (ours, pefts))
     print(f"{total / theirs:.3f} of peft's {theirs / TOKENS / 1024:.0f} KB a token of a layer")
     assert 0 < total <= PEFTS * theirs
 
@@ -93,23 +93,23 @@ def test_elementwise_traffic(elementwise):
 def test_dispatches_of_a_forward():
     """Of a chunk behind the first one, which makes the factors: no more than peft's, views
     included."""
-    found = []
-    for own in (False, True):
-        skeletons = [with_lora("own" if own else "auto") for _ in range(2)]
+    dispatches = []
+    for own_adapters in (False, True):
+        skeletons = [with_lora("own" if own_adapters else "auto") for _ in range(2)]
         for skeleton in skeletons:
-            skeleton.own_adapters = own
-        one, two = (
+            skeleton.own_adapters = own_adapters
+        one_chunk, two_chunks = (
             spent(skeleton, streamed(("attn_out", "kv")), chunk)["forward"].dispatches
             for skeleton, chunk in zip(skeletons, (TOKENS, TOKENS // 2), strict=True)
         )
-        found.append(two - one)
-    print(f"{found[0]:.0f} dispatches of a layer, {found[1]:.0f} with peft's code")
-    assert 0 < found[0] <= found[1]
+        dispatches.append(two_chunks - one_chunk)
+    print(f"{dispatches[0]:.0f} dispatches of a layer, {dispatches[1]:.0f} with peft's code")
+    assert 0 < dispatches[0] <= dispatches[1]
 
 
 def moved_and_products(bits, kernels="auto"):
     total = functools.reduce(Work.plus, spent(with_lora(kernels, bits), EVERYTHING).values())
-    return total.moved, total.products
+    return total.traffic, total.products
 
 
 def check_four_bits():
@@ -137,13 +137,13 @@ def test_skinny_products_count_their_bytes():
         x, a, out = torch.empty(TOKENS, 512), torch.empty(512, RANK), torch.empty(TOKENS, RANK)
         wide = torch.empty(512, SKINNY + 1)
     skinny = work_of(aten.mm.default, (x, a), {}, out)
-    assert (skinny.products, skinny.moved) == (
+    assert (skinny.products, skinny.traffic) == (
         2 * x.numel() * RANK,
         4 * (x.numel() + a.numel() + out.numel()),
     )
-    assert work_of(aten.mm.default, (x, wide), {}, x.new_empty(TOKENS, SKINNY + 1)).moved == 0
-    found = work_of(aten.addmm_.default, (out, x, a), {}, out)
-    assert found.moved == 4 * (x.numel() + a.numel() + 2 * out.numel())
+    assert work_of(aten.mm.default, (x, wide), {}, x.new_empty(TOKENS, SKINNY + 1)).traffic == 0
+    cost = work_of(aten.addmm_.default, (out, x, a), {}, out)
+    assert cost.traffic == 4 * (x.numel() + a.numel() + 2 * out.numel())
 
 
 def passes_over_y(monkeypatch):
@@ -175,32 +175,32 @@ TO_REACH = [
 ]
 
 
-def predicted(rows, own, fused=False):
+def predicted(rows, own_adapters, fused=False):
     """Seconds of rows of an H100, and the rows.
 
     fused: adapted Linears are one operation also where the model is not streamed."""
     skeleton = Skeleton(QWEN3_8B, torch.bfloat16, RANK, 16, "cuda", None, "liger")
-    skeleton.own_adapters = own
+    skeleton.own_adapters = own_adapters
     recipes = list({recipe.name: recipe for recipe, *_ in rows}.values())
     with adapters.adapted(adapters.readings(skeleton.model) if fused else {}):
         profile = survey(skeleton, recipes, accumulating=False, tree=False)
-    for recipe, length, chunk, *rest in rows:
+    for recipe, length, chunk, *measurements in rows:
         parts = work(profile.method(recipe.name), length, chunk)
-        again = rest[1] if len(rest) > 1 else None
-        if again is not None:
+        repeats = measurements[1] if len(measurements) > 1 else None
+        if repeats is not None:
             parts["backward"] = parts["backward"]._replace(
-                forward=again * parts["backward"].forward
+                forward=repeats * parts["backward"].forward
             )
         total = functools.reduce(Work.plus, parts.values())
-        found = sum(kernels(total, DEVICES["H100"]))
-        print(f"{recipe.name:70} {length:7,} predicted {found:6.2f} s, {rest[0]}")
-        yield found, rest[0]
+        spent_seconds = sum(kernels(total, DEVICES["H100"]))
+        print(f"{recipe.name:70} {length:7,} predicted {spent_seconds:6.2f} s, {measurements[0]}")
+        yield spent_seconds, measurements[0]
 
 
 @pytest.mark.full
 def test_measured_steps_with_pefts_code_within_three_percent():
-    for found, measured in predicted(MEASURED_H100, own=True):
-        assert abs(found / measured - 1) <= 0.03
+    for estimate, measured in predicted(MEASURED_H100, own_adapters=True):
+        assert abs(estimate / measured - 1) <= 0.03
 
 
 # The same lengths under checkpointing that keeps attention's outputs, with peft's code: what TRL does.
@@ -217,11 +217,15 @@ def test_steps_in_one_operation():
     """They take less than with peft's code under checkpointing, and at most as long as one operation
     a Linear under checkpointing, which stands for packages that have one. At 131,072 tokens nearly
     all of it is attention, and both take the same time."""
-    ours = [found for found, most in predicted(TO_REACH, own=False) if found <= most]
-    trl = [found for found, _ in predicted(BY_TRL, own=True)]
-    fused = [found for found, _ in predicted(BY_TRL, own=True, fused=True)]
+    ours = [
+        estimate for estimate, limit in predicted(TO_REACH, own_adapters=False) if estimate <= limit
+    ]
+    trl = [estimate for estimate, _ in predicted(BY_TRL, own_adapters=True)]
+    fused = [estimate for estimate, _ in predicted(BY_TRL, own_adapters=True, fused=True)]
     assert len(ours) == len(LENGTHS)
     assert all(mine < theirs for mine, theirs in zip(ours, trl, strict=True))
     assert all(mine <= SAME * theirs for mine, theirs in zip(ours, fused, strict=True))
-    assert all(one < other for one, other in zip(fused, trl, strict=True))
+    assert all(
+        fused_seconds < trl_seconds for fused_seconds, trl_seconds in zip(fused, trl, strict=True)
+    )
     assert trl == pytest.approx([seconds for *_, seconds, _ in BY_TRL], rel=0.02)

@@ -54,8 +54,8 @@ def compare(family, lora, how, length, layers=LAYERS):
 
 def _activations(spans):
     """Each phase's peak without the gradients that were there when it began."""
-    before = [0, *(span.gradients for span in spans[:-1])]
-    return [span.peak - gradients for span, gradients in zip(spans, before, strict=True)]
+    gradients_before = [0, *(span.gradients for span in spans[:-1])]
+    return [span.peak - gradients for span, gradients in zip(spans, gradients_before, strict=True)]
 
 
 @pytest.mark.fast("llama-True-checkpointing-512")
@@ -94,17 +94,17 @@ def test_layers_with_states_are_predicted_by_their_plain_torch(family, how):
 @pytest.mark.full
 def test_a_trial_that_fails_is_not_logged(caplog, monkeypatch):
     """A record would keep its traceback's tensors alive."""
-    real, refused = trials.Trial.refill, []
+    real, refused_types = trials.Trial.refill, []
 
     def refuses(self, calls, starts, names):
-        if not refused or isinstance(self.x, FakeTensor):
-            refused.append(type(self.x))
+        if not refused_types or isinstance(self.x, FakeTensor):
+            refused_types.append(type(self.x))
             self.x @ self.x.new_empty(self.x.shape[-1] + 1, 1)
         return real(self, calls, starts, names)
 
     monkeypatch.setattr(trials.Trial, "refill", refuses)
     difference, _ = compare("olmo2", False, "streambp", 512, 4)
-    assert FakeTensor in refused
+    assert FakeTensor in refused_types
     assert abs(difference) <= 0.01
     assert [record.name for record in caplog.records if "fake_tensor" in record.name] == []
     assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
@@ -135,7 +135,7 @@ def test_every_phase_is_predicted(monkeypatch):
 def remember_as_new(self, key, func, args, kwargs, result):
     """A view taken for a new tensor; no other operation is remembered."""
     if func is torch.ops.aten._unsafe_view.default:
-        self._operations[key] = count.Known(
+        self._operations[key] = count.CachedCall(
             [(result.shape, result.stride(), result.dtype)], False, count.VIEW.work
         )
     return count.VIEW.work
@@ -143,7 +143,8 @@ def remember_as_new(self, key, func, args, kwargs, result):
 
 MUTANTS = {
     "every layer like the first": (
-        skeleton.ShrunkModel, "stand_in", lambda self, index: self.kept.index(index) if index in self.kept else 0,
+        skeleton.ShrunkModel, "stand_in",
+        lambda self, index: self.layer_indices.index(index) if index in self.layer_indices else 0,
         (False, "offload"),
     ),
     "views taken for new tensors": (count.Shapes, "remember", remember_as_new, (True, "checkpointing")),

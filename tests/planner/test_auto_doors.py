@@ -68,20 +68,20 @@ def by_deepspeeds_callback(tmp_path):
 
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"streambp": {}}))
-    found = model()
+    patched_model = model()
     DeepSpeedStreamCallback().on_init_end(
-        type("Arguments", (), {"deepspeed": str(path)})(), None, None, model=found
+        type("Arguments", (), {"deepspeed": str(path)})(), None, None, model=patched_model
     )
-    return found
+    return patched_model
 
 
 def by_trls_trainers():
     from streambp.integrations.trl.trainer import add_streamed_head
     from streambp.model.fused_head import FusedHead
 
-    found = model()
-    add_streamed_head(streambp.StreamConfig(), FusedHead, found)
-    return found
+    patched_model = model()
+    add_streamed_head(streambp.StreamConfig(), FusedHead, patched_model)
+    return patched_model
 
 
 def by_launch(monkeypatch):
@@ -89,13 +89,13 @@ def by_launch(monkeypatch):
 
     # The account that it would print at the end.
     monkeypatch.setattr(process.atexit, "register", lambda function, **given: None)
-    found = model()
-    assert process.Launched(streambp.StreamConfig()).streams(found)
-    return found
+    patched_model = model()
+    assert process.Launched(streambp.StreamConfig()).streams(patched_model)
+    return patched_model
 
 
-def check(found: nn.Module):
-    state = found._streambp
+def check(patched_model: nn.Module):
+    state = patched_model._streambp
     assert isinstance(state.saves_policy, SavesPolicy)
     layer_states = [w.layer_state for w in state.wrappers if isinstance(w, LayerForward)]
     assert all(
@@ -103,9 +103,9 @@ def check(found: nn.Module):
         and layer_state.chunk_rule == state.saves_policy.chunk
         for layer_state in layer_states
     )
-    assert state.saves_policy.known.need is None  # nothing is decided yet
+    assert state.saves_policy.figures.need is None  # nothing is decided yet
     state.saves_policy.begins(torch.device("cpu"))
-    assert isinstance(state.saves_policy.known.need, auto.StepNeed)
+    assert isinstance(state.saves_policy.figures.need, auto.StepNeed)
 
 
 def test_patch():

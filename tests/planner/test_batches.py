@@ -72,13 +72,17 @@ def count(batch_size, length, chunk_size, shared=False):
     method = dataclasses.replace(
         method, config=dataclasses.replace(method.config, rows="packed" if shared else "as_given")
     )
-    real = recipe._loss_at_places, recipe.taken, recipe.blockwise_loss
+    real = recipe._loss_at_positions, recipe.take_rows, recipe.blockwise_loss
 
-    def loss_at_places(source, inner, places, target, *more):
-        assert places.shape == target.shape == (ROWS * GROUP.row,)
+    def loss_at_places(source, inner, token_positions, target, *arguments):
+        assert token_positions.shape == target.shape == (ROWS * GROUP.row,)
         with torch.device("cpu"):
             return real[0](
-                source, inner, tree.places(torch.device("cpu")).flatten(), labels.flatten(), *more
+                source,
+                inner,
+                tree.token_positions(torch.device("cpu")).flatten(),
+                labels.flatten(),
+                *arguments,
             )
 
     with pytest.MonkeyPatch.context() as patched:
@@ -87,9 +91,9 @@ def count(batch_size, length, chunk_size, shared=False):
             HeadInputs, "rows", property(lambda _: torch.arange(GROUP.scored, device="meta"))
         )
         if shared:
-            patched.setattr(recipe, "_loss_at_places", loss_at_places)
+            patched.setattr(recipe, "_loss_at_positions", loss_at_places)
             patched.setattr(
-                recipe, "taken", lambda source, places: real[1](source, places.to("meta"))
+                recipe, "take_rows", lambda source, positions: real[1](source, positions.to("meta"))
             )
             patched.setattr(
                 recipe,
@@ -118,13 +122,14 @@ def total(spans, names, field="products"):
 
 @pytest.mark.full
 def test_products_of_layers_are_those_of_the_trees_tokens():
-    found = {name: total(spans, LAYERS) for name, spans in counted().items()}
+    products = {name: total(spans, LAYERS) for name, spans in counted().items()}
     share = GROUP.tokens(True) / GROUP.tokens(False)
     print(
-        f"products of layers, tree / rows: {found['tree'] / found['rows']:.4f}, tokens {share:.4f}"
+        f"products of layers, tree / rows: {products['tree'] / products['rows']:.4f}, "
+        f"tokens {share:.4f}"
     )
     assert share == pytest.approx(1 / 11)
-    assert found["tree"] / found["rows"] == pytest.approx(share, rel=0.02)
+    assert products["tree"] / products["rows"] == pytest.approx(share, rel=0.02)
     # the completions' alone
     assert total(counted()["tree"], HEAD) == total(counted()["rows"], HEAD) > 0
 
@@ -132,11 +137,11 @@ def test_products_of_layers_are_those_of_the_trees_tokens():
 def taken_by_the_head(spans):
     """The most bytes that the head takes beyond what is there when it begins, its labels and hidden
     states among them."""
-    (before,) = (span.start for span in spans if span.name == HEAD[0])
-    return max(span.peak for span in spans if span.name in HEAD) - before
+    (start,) = (span.start for span in spans if span.name == HEAD[0])
+    return max(span.peak for span in spans if span.name in HEAD) - start
 
 
-def most(spans):
+def max_peak(spans):
     return max(span.peak for span in spans)
 
 
@@ -147,7 +152,7 @@ def test_the_head_takes_what_the_trees_own_tokens_take():
         f"{plain / 2**30:.3f}"
     )
     assert tree <= 1.1 * plain
-    assert most(counted()["tree"]) <= 1.01 * most(counted()["plain"])
+    assert max_peak(counted()["tree"]) <= 1.01 * max_peak(counted()["plain"])
 
 
 def expanded(x, tree):
@@ -157,8 +162,8 @@ def expanded(x, tree):
 
 def test_a_head_that_reads_all_rows_is_seen(monkeypatch):
     monkeypatch.setattr(spread, "_at_places", expanded)
-    found = count(ROWS, GROUP.row, GROUP.tokens(True) // CHUNKS, shared=True)
-    assert taken_by_the_head(found) > 1.5 * taken_by_the_head(counted()["plain"])
+    spans = count(ROWS, GROUP.row, GROUP.tokens(True) // CHUNKS, shared=True)
+    assert taken_by_the_head(spans) > 1.5 * taken_by_the_head(counted()["plain"])
 
 
 @functools.cache
@@ -167,7 +172,7 @@ def profile():
     return survey(skeleton(), (streamed(),), 1, None, "cudnn")
 
 
-def whole(works, field, names):
+def sum_of_field(works, field, names):
     return sum(getattr(works[name], field) for name in names)
 
 
@@ -179,49 +184,50 @@ def test_a_groups_work_and_peak_are_those_counted(way):
     rows = 1 if shared else ROWS
     size = GROUP.tokens(shared) // rows // CHUNKS
     (method,) = profile().methods
-    found = work(method, GROUP, shared, size)
+    works = work(method, GROUP, shared, size)
     for names in (LAYERS, HEAD):
-        assert whole(found, "products", names) == pytest.approx(total(spans, names), rel=0.02), (
-            names
-        )
-    moved = whole(found, "moved", LAYERS) / total(spans, LAYERS, "moved")
+        assert sum_of_field(works, "products", names) == pytest.approx(
+            total(spans, names), rel=0.02
+        ), names
+    traffic = sum_of_field(works, "traffic", LAYERS) / total(spans, LAYERS, "traffic")
     pairs = [
-        whole(found, name, LAYERS) / total(spans, LAYERS, name) for name in ("forward", "backward")
+        sum_of_field(works, name, LAYERS) / total(spans, LAYERS, name)
+        for name in ("forward", "backward")
     ]
     planned = peak(profile(), method, GROUP.tokens(shared), rows * size, Setting(optimizer=0))
     weights = sum(group.bytes for group in profile().groups)
-    memory = (planned.total - weights) / most(spans)
+    memory = (planned.total - weights) / max_peak(spans)
     print(
-        f"{way}, planned / counted: moved {moved:.3f}, attention {pairs[0]:.3f} {pairs[1]:.3f}, "
+        f"{way}, planned / counted: moved {traffic:.3f}, attention {pairs[0]:.3f} {pairs[1]:.3f}, "
         f"peak {memory:.3f}"
     )
-    assert moved == pytest.approx(1, abs=0.05)
+    assert traffic == pytest.approx(1, abs=0.05)
     assert all((0.94 if shared else 0.99) <= share <= 1.01 for share in pairs)
     assert memory == pytest.approx(1, abs=0.02)
 
 
 def test_pairs_of_a_group_are_those_of_its_tree():
     """Counted one by one, with each query's own key."""
-    asked = Batch((79,) * 3, 70)
+    batch = Batch((79,) * 3, 70)
     ids = torch.randint(3, 1000, (3, 79), generator=seeded(1))
     ids[:, :70] = ids[0, :70].clone()
     tree = find_tree(ids)
-    depths = [range(s.own.at, s.own.at + s.own.stop - s.own.start) for s in tree.segments]
+    depths = [range(s.span.at, s.span.at + s.span.stop - s.span.start) for s in tree.segments]
     pairs = sum(depth + 1 for segment in depths for depth in segment)
-    assert asked.tokens(True) == tree.tokens == 70 + 3 * 9
-    assert asked.reach(True) * asked.tokens(True) == 2 * pairs - tree.tokens
-    assert asked.reach(False) == 79
+    assert batch.tokens(True) == tree.tokens == 70 + 3 * 9
+    assert batch.reach(True) * batch.tokens(True) == 2 * pairs - tree.tokens
+    assert batch.reach(False) == 79
 
 
 def test_a_group_of_one_row_is_a_row():
     (method,) = profile().methods
-    alone = work_of_one_row(method, 2**16, 2**13)
+    row_works = work_of_one_row(method, 2**16, 2**13)
     for shared in (False, True):
-        found = work(method, Batch((2**16,), 7 * 2**13), shared, 2**13)
+        works = work(method, Batch((2**16,), 7 * 2**13), shared, 2**13)
         for name in LAYERS:
-            assert found[name] == pytest.approx(alone[name])
+            assert works[name] == pytest.approx(row_works[name])
         # of which it scores an eighth
-        assert found["head"].products == pytest.approx(alone["head"].products / 8)
+        assert works["head"].products == pytest.approx(row_works["head"].products / 8)
 
 
 def test_the_fastest_way_that_fits():
@@ -240,9 +246,9 @@ def test_the_fastest_way_that_fits():
         {"profile": dataclasses.replace(profile(), batch_size=2)},
         {"setting": Setting(gpus=2, ulysses=2)},
     ):
-        given = {"profile": profile(), "batch": GROUP, "memory": small, "setting": Setting()}
+        arguments = {"profile": profile(), "batch": GROUP, "memory": small, "setting": Setting()}
         with pytest.raises(ConfigError, match="one row on one rank"):
-            padded_and_packed(**{**given, **wrong})
+            padded_and_packed(**{**arguments, **wrong})
     for lengths, prompt in (((), 0), ((5, 0), 0), ((5, 4), 4)):
         with pytest.raises(ConfigError, match="longer than the prompt"):
             Batch(lengths, prompt)
@@ -281,7 +287,7 @@ def test_pairs_of_a_padded_batch_are_those_of_its_tree():
     for row, length in enumerate(lengths):
         mask[row, :length] = 1
     batch, tree = Batch(lengths), find_tree(ids, mask)
-    depths = [range(s.own.at, s.own.at + s.own.stop - s.own.start) for s in tree.segments]
+    depths = [range(s.span.at, s.span.at + s.span.stop - s.span.start) for s in tree.segments]
     pairs = sum(depth + 1 for segment in depths for depth in segment)
     assert batch.tokens(True) == tree.tokens == sum(lengths)
     assert batch.reach(True) * batch.tokens(True) == 2 * pairs - tree.tokens
@@ -298,11 +304,11 @@ def test_a_micro_batch_of_a_data_set():
 
 def test_lengths_on_the_command_line(tmp_path, capsys, monkeypatch):
     zoo.tiny_config("llama").save_pretrained(tmp_path)
-    asked = []
+    requests = []
     monkeypatch.setattr(
         sys.modules["streambp.planner.plan"],
         "counted",
-        lambda asking, *_: asked.append(asking) or profile(),
+        lambda asking, *_: requests.append(asking) or profile(),
     )
     ask = ["plan", str(tmp_path), "--gpu-memory", "640GiB", "--batch-size", "4"]
     file = tmp_path / "lengths"
@@ -310,7 +316,7 @@ def test_lengths_on_the_command_line(tmp_path, capsys, monkeypatch):
     assert main([*ask, "--lengths", str(file)]) == 0
     table = capsys.readouterr().out
     assert "4 rows of 16,384 to 65,536 tokens, 38% padding" in table
-    assert asked[-1].batch_size == 1
+    assert requests[-1].batch_size == 1
     assert main([*ask, "--lengths", str(file), "--seq-len", "32k", "--json"]) == 0
     ((rows, packed),) = json.loads(capsys.readouterr().out)["batches"]
     assert (rows["tokens"], packed["tokens"]) == (4 * 32768, 16384 + 3 * 32768)
@@ -324,7 +330,7 @@ def test_lengths_on_the_command_line(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         (["--lengths", "absent"], "--lengths absent cannot be read"),
         (["--lengths", "{words}"], "has 'long'"),
@@ -342,11 +348,11 @@ def test_lengths_on_the_command_line(tmp_path, capsys, monkeypatch):
         (["--mean-length", "4", "--seq-len", "3"], "a number from 4 to 13"),
     ],
 )
-def test_batches_that_cannot_be(given, said, tmp_path, capsys, monkeypatch):
+def test_batches_that_cannot_be(options, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = {"words": "3 long", "empty": "\n", "numbers": "3\n5\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     ask = ["plan", "Qwen/Qwen3-8B", "--gpu-memory", "80GiB", "--batch-size", "4"]
-    assert main([*ask, *(word.format(**{name: name for name in files}) for word in given)]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert main([*ask, *(word.format(**{name: name for name in files}) for word in options)]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

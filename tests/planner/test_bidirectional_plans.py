@@ -60,7 +60,7 @@ FAST = (("llama", "streambp"), ("modernbert", "saves"), ("bert", "checkpointing"
 def built(name):
     seed_torch()
     config = CONFIGS[name]
-    return build(config, lambda one: model_class.build_as(one, dtype=torch.float32)).train()
+    return build(config, lambda config: model_class.build_as(config, dtype=torch.float32)).train()
 
 
 def peaks(name, recipe, length=1500):
@@ -125,14 +125,16 @@ def test_attention_flops_are_those_of_all_pairs():
     causal_config = LlamaConfig(**SIZES, num_key_value_heads=2)
     bidirectional = surveyed(CONFIGS["llama"])
     causal = surveyed(causal_config)
-    once = 4 * 4096**2 * SIZES["hidden_size"] * SIZES["num_hidden_layers"]
+    forward_flops = 4 * 4096**2 * SIZES["hidden_size"] * SIZES["num_hidden_layers"]
     for name, repeats in (("plain", 1), ("checkpointing", 2), ("streambp", 2)):
         assert attention(bidirectional, name) == pytest.approx(
-            (repeats * once, 2.5 * once), rel=1e-3
+            (repeats * forward_flops, 2.5 * forward_flops), rel=1e-3
         )
-        assert attention(causal, name)[0] == pytest.approx(repeats * once / 2, rel=1e-3)
+        assert attention(causal, name)[0] == pytest.approx(repeats * forward_flops / 2, rel=1e-3)
     # the attention of the saved outputs is not computed again
-    assert attention(bidirectional, "streambp saves attn_out")[0] == pytest.approx(once, rel=1e-3)
+    assert attention(bidirectional, "streambp saves attn_out")[0] == pytest.approx(
+        forward_flops, rel=1e-3
+    )
     assert bidirectional.assumed[0].startswith("attention is bidirectional")
     assert causal.assumed == ()
     assert from_json(to_json(bidirectional)) == bidirectional
@@ -216,23 +218,25 @@ def test_classes_of_configurations(name):
 
 def test_a_decoder_of_a_masked_language_model_is_planned_as_causal():
     config = BertConfig(**SIZES, is_decoder=True)
-    model = build(config, lambda one: model_class.build_as(one, dtype=torch.float32))
+    model = build(config, lambda config: model_class.build_as(config, dtype=torch.float32))
     assert type(model).__name__ == "BertLMHeadModel"
 
 
 def test_a_plan_without_a_head_says_what_it_assumes():
     profile = surveyed(CONFIGS["embedding_gemma"], (2048, 1024))
     assert [method.name for method in profile.methods][:2] == ["plain", "checkpointing"]
-    told = "; ".join(profile.assumed)
-    assert "mean of the hidden states" in told
-    assert "windows are computed by plain products" in told
+    assumptions = "; ".join(profile.assumed)
+    assert "mean of the hidden states" in assumptions
+    assert "windows are computed by plain products" in assumptions
 
 
 def test_dropout_of_attention_is_told():
-    model = build(BertConfig(**SIZES), lambda one: model_class.build_as(one, dtype=torch.float32))
+    model = build(
+        BertConfig(**SIZES), lambda config: model_class.build_as(config, dtype=torch.float32)
+    )
     layers = find_stacks(model).stacks[0].layers
-    told = model_class.assumptions(model, layers, True, None)
-    assert any("probability 0.1" in text for text in told)
+    assumptions = model_class.assumptions(model, layers, True, None)
+    assert any("probability 0.1" in text for text in assumptions)
 
 
 def test_paligemma_is_planned():
@@ -246,7 +250,7 @@ def test_paligemma_is_planned():
 
 @pytest.mark.full
 def test_the_planned_step_is_run_by_patch():
-    found = plan(CONFIGS["llama"], 2**17, gpu_memory="20GiB", methods=("plain", "streambp"))
-    assert found.choice is not None
-    assert found.choice.method == "streambp"
-    assert "Assumed: attention is bidirectional" in plan_table(found)
+    bert_plan = plan(CONFIGS["llama"], 2**17, gpu_memory="20GiB", methods=("plain", "streambp"))
+    assert bert_plan.choice is not None
+    assert bert_plan.choice.method == "streambp"
+    assert "Assumed: attention is bidirectional" in plan_table(bert_plan)

@@ -18,7 +18,7 @@ from streambp.offload.costs import Figures, Measured
 from streambp.offload.link import FREE_SHARE
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.both_rooms import with_both_rooms
-from streambp.planner.counted import Asked, counted
+from streambp.planner.counted import CountRequest, counted
 from streambp.planner.layer_costs import costs_from_json
 from streambp.planner.plan import WITH_BOTH_ROOMS, Memory, plan_profile
 from streambp.planner.profile import Setting, peak, work
@@ -37,7 +37,7 @@ HOST = streamed((), "cpu").name
 
 @functools.cache
 def profile():
-    return counted(Asked(small()), (STREAMED[0], streamed((), "cpu")))
+    return counted(CountRequest(small()), (STREAMED[0], streamed((), "cpu")))
 
 
 def predicted(device, host, tokens=TOKENS, setting=None, sizes=(8192,)):
@@ -47,13 +47,13 @@ def predicted(device, host, tokens=TOKENS, setting=None, sizes=(8192,)):
 
 def at_length(costs):
     """As a step of so many tokens has seen them."""
-    found = {}
-    for index, one in costs.items():
-        cost = one.scaled_to(TOKENS)
-        flops = cost.attention_flops * TOKENS / one.length
+    costs_at_length = {}
+    for index, layer_cost in costs.items():
+        cost = layer_cost.scaled_to(TOKENS)
+        flops = cost.attention_flops * TOKENS / layer_cost.length
         cost = dataclasses.replace(cost, attention_flops=flops)
-        found[index] = one._replace(cost=cost, tokens=TOKENS, length=TOKENS)
-    return found
+        costs_at_length[index] = layer_cost._replace(cost=cost, tokens=TOKENS, length=TOKENS)
+    return costs_at_length
 
 
 def test_it_is_the_choice_of_a_step():
@@ -61,53 +61,53 @@ def test_it_is_the_choice_of_a_step():
     method = profile().method(HOST)
     setting = Setting(optimizer=0)
     usable, host = 3 * GIB, 1.5 * GIB
-    found = predicted(usable, host)
+    step = predicted(usable, host)
     forward = sum(kernels(work(method, TOKENS, 8192, setting)["forward"], RATES))
     measured = Measured(TOKENS, TOKENS, forward, RATES.link, RATES.forward, host)
     at = peak(profile(), method, TOKENS, 8192, setting).total
-    beside = 2 * forward * RATES.link / profile().layers * 8192 / TOKENS
+    copy_bytes = 2 * forward * RATES.link / profile().layers * 8192 / TOKENS
     link = SimpleNamespace(
         begin=lambda length: measured,
-        room_on_device=lambda tokens: FREE_SHARE * (usable - at - beside),
+        room_on_device=lambda tokens: FREE_SHARE * (usable - at - copy_bytes),
         manager=SimpleNamespace(staying=None),
     )
     figures = Figures(costs=at_length(costs_from_json(profile().saves)))
     layers = profile().layers
     policy = SavesPolicy(layers, lambda _: None, lambda _: (figures, 0.0), False, True, link)
-    policy.known = figures
+    policy.figures = figures
     policy._begin_on_host(link, TOKENS, TOKENS, 8192)
-    chosen = policy.latest
-    assert {one.name: one.layers for one in found.saved} == chosen.layers
-    assert found.leaving == pytest.approx(chosen.leaving)
-    assert found.on_device == pytest.approx(chosen.on_device)
-    assert found.leaving > 0
-    assert found.on_device > 0
+    choice = policy.latest
+    assert {saved.name: saved.layers for saved in step.saved} == choice.layers
+    assert step.leaving == pytest.approx(choice.leaving)
+    assert step.on_device == pytest.approx(choice.on_device)
+    assert step.leaving > 0
+    assert step.on_device > 0
 
 
 def test_more_of_either_room_is_never_slower():
-    least = peak(profile(), profile().method(HOST), TOKENS, 8192, Setting(optimizer=0)).total
+    min_bytes = peak(profile(), profile().method(HOST), TOKENS, 8192, Setting(optimizer=0)).total
     times = [
-        [predicted(least + device * GIB, host * GIB).seconds for device in (0, 0.1, 0.3, 1, 4)]
+        [predicted(min_bytes + device * GIB, host * GIB).seconds for device in (0, 0.1, 0.3, 1, 4)]
         for host in (0.5, 0.7, 1, 2, 9)
     ]
     for row in (*times, *zip(*times, strict=True)):
-        for before, after in itertools.pairwise(row):
-            assert after <= before * 1.01
+        for seconds_before, seconds_after in itertools.pairwise(row):
+            assert seconds_after <= seconds_before * 1.01
     assert times[-1][-1] < 0.9 * times[0][0]
 
 
 def test_without_room_it_is_the_step_that_moves_inputs_alone():
     method = profile().method(HOST)
     setting = Setting(optimizer=0)
-    least = peak(profile(), method, TOKENS, 8192, setting).total
+    min_bytes = peak(profile(), method, TOKENS, 8192, setting).total
     inputs = sum(cost.scaled_to(TOKENS).x for cost in costs_from_json(profile().saves).values())
-    found = predicted(least, inputs)
-    assert found.fits
-    assert found.saved == ()
-    assert found.leaving == inputs
-    assert found.seconds == pytest.approx(seconds(method, TOKENS, 8192, RATES, setting).total)
-    assert not predicted(least - 1, inputs).fits
-    assert not predicted(least, inputs / 2).fits or predicted(least, inputs / 2).on_device
+    step = predicted(min_bytes, inputs)
+    assert step.fits
+    assert step.saved == ()
+    assert step.leaving == inputs
+    assert step.seconds == pytest.approx(seconds(method, TOKENS, 8192, RATES, setting).total)
+    assert not predicted(min_bytes - 1, inputs).fits
+    assert not predicted(min_bytes, inputs / 2).fits or predicted(min_bytes, inputs / 2).on_device
 
 
 def test_what_it_is_not_known_for():
@@ -118,18 +118,18 @@ def test_what_it_is_not_known_for():
 
 def test_a_plan_prints_it_where_it_is_faster():
     """The default uses both rooms, too, and is as fast. Without it the plan prints the setting."""
-    found = plan_profile(profile(), TOKENS, Memory(4 * GIB, 8 * GIB), Setting(optimizer=0), RATES)
-    assert not found.both_rooms_win
-    assert 'offload="auto")' not in plan_table(found, modules=False)
-    alone = dataclasses.replace(found, by_default=None)
-    assert alone.both_rooms_win
-    printed = plan_table(alone, modules=False)
+    plan = plan_profile(profile(), TOKENS, Memory(4 * GIB, 8 * GIB), Setting(optimizer=0), RATES)
+    assert not plan.both_rooms_win
+    assert 'offload="auto")' not in plan_table(plan, modules=False)
+    without_default = dataclasses.replace(plan, by_default=None)
+    assert without_default.both_rooms_win
+    printed = plan_table(without_default, modules=False)
     assert 'offload="auto"): saves ' in printed
     assert "leave for the host" in printed
-    slower = dataclasses.replace(alone.both_rooms, seconds=found.choice.seconds.total)
-    other = dataclasses.replace(alone, both_rooms=slower)
-    assert 'offload="auto")' not in plan_table(other, modules=False)
-    assert not dataclasses.replace(alone, both_rooms=None).both_rooms_win
+    slower = dataclasses.replace(without_default.both_rooms, seconds=plan.choice.seconds.total)
+    slower_plan = dataclasses.replace(without_default, both_rooms=slower)
+    assert 'offload="auto")' not in plan_table(slower_plan, modules=False)
+    assert not dataclasses.replace(without_default, both_rooms=None).both_rooms_win
 
 
 # Qwen3-8B, GiB of an H100 and of the host, tokens, LoRA's rank, bits: at most so many seconds.
@@ -144,18 +144,18 @@ LIMITS = [
 def test_qwen3_8b_on_one_h100():
     @functools.cache
     def of(lora, bits):
-        asked = Asked(RELEASED["Qwen3-8B"](), lora=lora, bits=bits, kernels="liger")
-        return counted(asked, (STREAMED[0], streamed((), "cpu")))
+        request = CountRequest(RELEASED["Qwen3-8B"](), lora=lora, bits=bits, kernels="liger")
+        return counted(request, (STREAMED[0], streamed((), "cpu")))
 
     for gpu, host, tokens, lora, bits, limit in LIMITS:
         usable = 0.95 * gpu * GIB
-        found = with_both_rooms(
+        step = with_both_rooms(
             of(lora, bits), tokens, WITH_BOTH_ROOMS, (usable, 0.9 * host * GIB),
             Setting(optimizer=0), RATES,
         )  # fmt: skip
-        print(f"{gpu} GiB, {tokens:,} tokens, LoRA {lora}: {found.seconds:.2f} s, {limit} allowed")
-        assert found.fits
-        assert found.seconds <= limit
+        print(f"{gpu} GiB, {tokens:,} tokens, LoRA {lora}: {step.seconds:.2f} s, {limit} allowed")
+        assert step.fits
+        assert step.seconds <= limit
 
 
 def without_the_device(patch):
@@ -163,12 +163,12 @@ def without_the_device(patch):
 
 
 def without_the_link(patch):
-    choose = moving.choose_places
+    choose = moving.choose_placement
     patch.setattr(
         moving,
-        "choose_places",
-        lambda inputs, found, rooms: choose(
-            inputs, found, dataclasses.replace(rooms, link=math.inf)
+        "choose_placement",
+        lambda inputs, candidates, headroom: choose(
+            inputs, candidates, dataclasses.replace(headroom, link=math.inf)
         ),
     )
 

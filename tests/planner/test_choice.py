@@ -55,9 +55,9 @@ TINY = Grid(DEEP, LENGTHS, SMALL_GPUS, Setting(optimizer=0), STREAMED[:5])
 
 
 def grids():
-    rest = {name: make() for name, make in configs().items()} | {"Llama-3.2-1B": LLAMA}
+    configs_by_name = {name: make() for name, make in configs().items()} | {"Llama-3.2-1B": LLAMA}
     return {"tiny": TINY} | {
-        name: Grid(config, LENGTHS, GPUS, SHARDED) for name, config in rest.items()
+        name: Grid(config, LENGTHS, GPUS, SHARDED) for name, config in configs_by_name.items()
     }
 
 
@@ -72,39 +72,41 @@ def profile_of(grid: Grid) -> Profile:
 
 def check_choices(profile: Profile, grid: Grid) -> set[str]:
     """Every method in every chunk size, one by one."""
-    chosen, slowest, largest, none = set(), 1.0, 0.0, 0
+    methods, slowest, largest, none = set(), 1.0, 0.0, 0
     for length in grid.lengths:
-        every = []  # the memory does not change what a step takes
+        peaks_and_seconds = []  # the memory does not change what a step takes
         for method in profile.methods:
             for chunk in CHUNK_TOKENS:
                 at = peak(profile, method, length, chunk, grid.setting)
-                every.append((at, seconds(method, length, chunk, RATES, grid.setting).total))
+                peaks_and_seconds.append(
+                    (at, seconds(method, length, chunk, RATES, grid.setting).total)
+                )
         for memory in grid.memories:
             possible = [
-                took
-                for at, took in every
+                spent
+                for at, spent in peaks_and_seconds
                 if at.total <= memory.gpu * (1 - memory.reserve) and at.host <= memory.host
             ]
-            found = choose(profile, profile.methods, length, memory, grid.setting, RATES)
-            if found is None:
+            choice = choose(profile, profile.methods, length, memory, grid.setting, RATES)
+            if choice is None:
                 assert not possible
                 none += 1
                 continue
-            assert found.seconds.total <= CLOSE * min(possible)
-            again = peak(
-                profile, profile.method(found.method), length, found.chunk_size, grid.setting
+            assert choice.seconds.total <= CLOSE * min(possible)
+            at_choice = peak(
+                profile, profile.method(choice.method), length, choice.chunk_size, grid.setting
             )
-            assert again.total == found.peak.total <= memory.usable
-            assert again.host == found.peak.host <= memory.host
-            slowest = max(slowest, found.seconds.total / min(possible))
-            largest = max(largest, found.peak.total / memory.usable)
-            chosen.add(found.method)
+            assert at_choice.total == choice.peak.total <= memory.usable
+            assert at_choice.host == choice.peak.host <= memory.host
+            slowest = max(slowest, choice.seconds.total / min(possible))
+            largest = max(largest, choice.peak.total / memory.usable)
+            methods.add(choice.method)
     print(
-        f"{len(grid.lengths) * len(grid.memories)} cases, nothing fits in {none}; {len(chosen)} "
+        f"{len(grid.lengths) * len(grid.memories)} cases, nothing fits in {none}; {len(methods)} "
         f"methods chosen, at most {100 * (slowest - 1):.2f} % slower than the fastest, at most "
         f"{100 * largest:.1f} % of the memory"
     )
-    return chosen
+    return methods
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +146,7 @@ def test_the_next_two_in_speed_are_named(tiny):
     memory, length = Memory(2**30, 2**32, reserve=0.0), 2**14
     plan = plan_profile(tiny, length, memory, TINY.setting)
     first, second = plan.next_fastest
-    fitting = [one for one in plan.times if one.fits and one.method != plan.choice.method]
-    assert [first.seconds, second.seconds] == sorted(one.seconds for one in fitting)[:2]
+    fitting = [timed for timed in plan.times if timed.fits and timed.method != plan.choice.method]
+    assert [first.seconds, second.seconds] == sorted(timed.seconds for timed in fitting)[:2]
     assert plan.choice.method not in (first.method, second.method)
     assert f"next in speed: {first.method} in " in plan_table(plan)

@@ -34,15 +34,15 @@ FAMILIES = 400  # at least so many configuration classes can be made without arg
 
 
 def test_no_default_of_transformers_is_refused():
-    made = 0
+    count = 0
     for kind in CONFIG_MAPPING.values():
         try:
             config = kind()
         except Exception:  # some need arguments, or other libraries
             continue
         assert read_config(config) is config
-        made += 1
-    assert made > FAMILIES
+        count += 1
+    assert count > FAMILIES
 
 
 @pytest.mark.parametrize("kind", GEMMAS, ids=[kind.__name__ for kind in GEMMAS])
@@ -102,26 +102,26 @@ def counted(every_layer):
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, global_head_dim=16,
         vocab_size_per_layer_input=128, hidden_size_per_layer_input=8, sliding_window=4096,
     )  # fmt: skip
-    made = Skeleton(config, torch.bfloat16, None, 16, "cuda")
-    reduced = made.reduce if not every_layer else lambda: all_of(made)
+    skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda")
+    reduce = skeleton.reduce if not every_layer else lambda: all_of(skeleton)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(made, "reduce", reduced)
-        found = survey(made, STREAMED[:1], accumulating=False, tree=False, timed=False)
-    return found.methods[0]
+        patched.setattr(skeleton, "reduce", reduce)
+        profile = survey(skeleton, STREAMED[:1], accumulating=False, tree=False, timed=False)
+    return profile.methods[0]
 
 
-def all_of(made):
-    few = reduced_layers(made.model)
-    assert len(few.kept) < len(few.kinds) == 12
-    return dataclasses.replace(few, kept=tuple(range(12)))
+def all_of(skeleton):
+    shrunk_model = reduced_layers(skeleton.model)
+    assert len(shrunk_model.layer_indices) < len(shrunk_model.kinds) == 12
+    return dataclasses.replace(shrunk_model, layer_indices=tuple(range(12)))
 
 
 def check_inputs_by_layer():
     """The backbone makes the slices of all layers, and so does the representatives' backbone."""
-    whole, few = counted(every_layer=True), counted(every_layer=False)
-    for one, other in zip(whole.first, few.first, strict=True):
-        assert one.name == other.name
-        assert other.law == pytest.approx(one.law, rel=1e-6, abs=0.05)
+    full, shrunk = counted(every_layer=True), counted(every_layer=False)
+    for full_phase, shrunk_phase in zip(full.first, shrunk.first, strict=True):
+        assert full_phase.name == shrunk_phase.name
+        assert shrunk_phase.law == pytest.approx(full_phase.law, rel=1e-6, abs=0.05)
 
 
 def test_inputs_of_each_layer_are_counted():
@@ -142,8 +142,8 @@ def test_an_encoder_decoder_is_not_taken_for_its_decoder():
 
 def test_a_model_of_another_kind_is_refused_in_few_words():
     """transformers' own message names all classes that it has."""
-    with pytest.raises(StreamBPError) as found:
+    with pytest.raises(StreamBPError) as error:
         build(CLIPConfig(), AutoModelForCausalLM.from_config)
-    text = str(found.value)
+    text = str(error.value)
     assert "for this kind of AutoModel: AutoModelForCausalLM.). Pass the configuration" in text
     assert "GPT2Config" not in text

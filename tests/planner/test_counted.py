@@ -15,7 +15,7 @@ import torch
 import streambp.planner.counted as module
 from streambp.planner import Setting
 from streambp.planner.count import StepCount, aten
-from streambp.planner.counted import Asked, counted, folder
+from streambp.planner.counted import CountRequest, counted, folder
 from streambp.planner.profile import peak, work
 from streambp.planner.report import progress
 from streambp.planner.routing import answer
@@ -32,7 +32,7 @@ def surveys(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls = []
 
-    def survey_made_up(*arguments, **named):
+    def survey_made_up(*arguments, **keywords):
         calls.append(arguments)
         return two_methods()
 
@@ -43,9 +43,9 @@ def surveys(tmp_path, monkeypatch):
 
 def test_a_second_plan_of_a_model_counts_nothing(surveys, tmp_path):
     SMALL.save_pretrained(tmp_path / "model")
-    first = counted(Asked(SMALL), [streamed()], cache=True)
-    assert counted(Asked(SMALL), [streamed()], cache=True) == first == two_methods()
-    assert counted(Asked(str(tmp_path / "model")), [streamed()], cache=True) == first
+    first = counted(CountRequest(SMALL), [streamed()], cache=True)
+    assert counted(CountRequest(SMALL), [streamed()], cache=True) == first == two_methods()
+    assert counted(CountRequest(str(tmp_path / "model")), [streamed()], cache=True) == first
     assert len(surveys) == 1
     assert [path.parent for path in folder().iterdir()] == [tmp_path / "streambp" / "plans"]
 
@@ -55,12 +55,12 @@ def test_a_second_plan_of_a_model_counts_nothing(surveys, tmp_path):
     ["options", "configuration", "recipes", "source", "torch", "a broken file", "no cache"],
 )
 def test_another_plan_is_counted_anew(change, surveys, monkeypatch, caplog):
-    counted(Asked(SMALL), [streamed()], cache=True)
-    asked, recipes, cache = Asked(SMALL), [streamed()], True
+    counted(CountRequest(SMALL), [streamed()], cache=True)
+    request, recipes, cache = CountRequest(SMALL), [streamed()], True
     if change == "options":
-        asked = Asked(SMALL, kernels="liger")
+        request = CountRequest(SMALL, kernels="liger")
     if change == "configuration":
-        asked = Asked(type(SMALL)(**{**SMALL.to_dict(), "rms_norm_eps": 1e-3}))
+        request = CountRequest(type(SMALL)(**{**SMALL.to_dict(), "rms_norm_eps": 1e-3}))
     if change == "recipes":
         recipes = [streamed(("kv",))]
     if change == "source":
@@ -72,7 +72,7 @@ def test_another_plan_is_counted_anew(change, surveys, monkeypatch, caplog):
         path.write_text("{")
     if change == "no cache":
         cache = False
-    assert counted(asked, recipes, cache=cache) == two_methods()
+    assert counted(request, recipes, cache=cache) == two_methods()
     assert len(surveys) == 2
     if change == "a broken file":
         (line,) = caplog.messages
@@ -84,7 +84,7 @@ def test_another_plan_is_counted_anew(change, surveys, monkeypatch, caplog):
 @pytest.mark.parametrize("damage", ["number", "list", "text"])
 def test_a_plan_file_whose_content_changed_is_ignored_with_one_line(damage, surveys, caplog):
     """Whatever the content is now: nothing of it is taken."""
-    counted(Asked(SMALL), [streamed()], cache=True)
+    counted(CountRequest(SMALL), [streamed()], cache=True)
     (path,) = folder().iterdir()
     data = json.loads(path.read_text())
     if damage == "number":
@@ -92,7 +92,7 @@ def test_a_plan_file_whose_content_changed_is_ignored_with_one_line(damage, surv
     if damage == "text":
         data["groups"] = "none"
     path.write_text(json.dumps([data] if damage == "list" else data))
-    assert counted(Asked(SMALL), [streamed()], cache=True) == two_methods()
+    assert counted(CountRequest(SMALL), [streamed()], cache=True) == two_methods()
     assert len(surveys) == 2
     (line,) = caplog.messages
     assert line.startswith(f"{path} is ignored, and the count is made again: ")
@@ -101,32 +101,32 @@ def test_a_plan_file_whose_content_changed_is_ignored_with_one_line(damage, surv
 def test_a_model_that_is_built_is_always_counted(surveys):
     model = zoo.build("qwen3", torch.bfloat16)
     for _ in range(2):
-        counted(Asked(model), [streamed()], cache=True)
+        counted(CountRequest(model), [streamed()], cache=True)
     assert len(surveys) == 2
     assert not folder().exists()
 
 
 def test_progress_is_told():
-    told = []
+    messages = []
     skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
     survey(
         skeleton,
         [CHECKPOINTING, CHECKPOINTING_HEAD],
         at=(64, 32),
         tree=False,
-        said=lambda *one: told.append(one),
+        on_progress=lambda *one: messages.append(one),
     )
-    assert told == [("checkpointing", 0.0), ("checkpointing, fused head", 0.5)]
+    assert messages == [("checkpointing", 0.0), ("checkpointing, fused head", 0.5)]
 
 
 def test_a_bar_is_for_terminals_alone():
     stream = io.StringIO()
-    with progress(stream, "counting") as said:
-        said("streambp", 0.5)
+    with progress(stream, "counting") as on_progress:
+        on_progress("streambp", 0.5)
     assert not stream.getvalue()
     stream.isatty = lambda: True
-    with progress(stream, "counting") as said:
-        said("streambp", 0.5)
+    with progress(stream, "counting") as on_progress:
+        on_progress("streambp", 0.5)
     assert "██░" in stream.getvalue()
     assert " 50 % counting streambp" in stream.getvalue()
     assert stream.getvalue().endswith("\r\033[K")
@@ -159,5 +159,5 @@ def test_experts_that_look_at_their_routing_do_the_work_of_their_shares(family):
     profile = survey(skeleton, [streamed()], at=(512, 256), accumulating=False, tree=False)
     method = profile.methods[0]
     assert peak(profile, method, 512, 256, Setting(optimizer=0)).activations > 0
-    found = [work(method, length, 256)["forward"].products for length in (512, 1024)]
-    assert 1.95 <= found[1] / found[0] <= 4
+    products = [work(method, length, 256)["forward"].products for length in (512, 1024)]
+    assert 1.95 <= products[1] / products[0] <= 4

@@ -62,13 +62,14 @@ class Card:
     """A device of so many GiB, of which so many bytes are taken. A CPU's memory is not known."""
 
     def __init__(self, memory):
-        self.memory, self.taken = memory * GIB, 0.0
+        self.memory, self.used_bytes = memory * GIB, 0.0
 
     def __call__(self, device):
         return (
             None
             if device.type == "cpu"
-            else min(free_memory.USABLE * self.memory, self.memory - free_memory.LEFT) - self.taken
+            else min(free_memory.USABLE * self.memory, self.memory - free_memory.LEFT)
+            - self.used_bytes
         )
 
 
@@ -93,13 +94,13 @@ class SetUp:
     def take(self, card, present):
         """The card and the gradients as a micro-batch finds them."""
         parameters = list(self.skeleton.model.parameters())
-        card.taken = self.share * sum(p.nbytes for p in parameters)
+        card.used_bytes = self.share * sum(p.nbytes for p in parameters)
         for parameter in parameters:
             parameter.grad = (
                 torch.empty_like(parameter) if present and parameter.requires_grad else None
             )
             if parameter.requires_grad:
-                card.taken += present * parameter.nbytes + self.states * parameter.numel()
+                card.used_bytes += present * parameter.nbytes + self.states * parameter.numel()
 
     def running(self):
         """Within, a forward of the model is on the card, under what it trains under."""
@@ -113,7 +114,7 @@ def state_of(skeleton):
     return next(m for m in skeleton.model.modules() if hasattr(m, "_streambp"))._streambp
 
 
-def made(memory, change=None, lora=None, patched=True):
+def skeleton_of(memory, change=None, lora=None, patched=True):
     skeleton = Skeleton(config_of(memory), torch.bfloat16, lora, 16, "cuda")
     if change is not None:
         change(skeleton.model)
@@ -154,60 +155,60 @@ def stage(model):
 
 def sharded(memory, change):
     """Shared by two ranks: the card holds this rank's part of the weights."""
-    found = SetUp(made(memory, change), share=0.5)
-    share, gathered = auto.sharing(found.skeleton.model)
+    set_up = SetUp(skeleton_of(memory, change), share=0.5)
+    share, gathered = auto.sharing(set_up.skeleton.model)
     assert share in (0.0, 0.5)
     assert gathered > 0
-    return found
+    return set_up
 
 
-def moved(memory):
+def patched_on_cpu(memory):
     """Patched on a CPU, through a step's first layer there, and moved."""
-    found = made(memory)
-    policy_of_it = state_of(found).saves_policy
+    skeleton = skeleton_of(memory)
+    policy_of_it = state_of(skeleton).saves_policy
     policy_of_it.begins(torch.device("cpu"))
     policy_of_it.ended()
-    assert policy_of_it.known.need.method.name == "at most"
-    return SetUp(found)
+    assert policy_of_it.figures.need.method.name == "at most"
+    return SetUp(skeleton)
 
 
 def adapted_afterwards(memory):
-    found = made(memory)
-    state_of(found).saves_policy.begins(HERE)
-    state_of(found).saves_policy.ended()
-    with found.active():
-        found.model, _ = with_adapters(found.model, 16)
-    return SetUp(found, states=8)
+    skeleton = skeleton_of(memory)
+    state_of(skeleton).saves_policy.begins(HERE)
+    state_of(skeleton).saves_policy.ended()
+    with skeleton.active():
+        skeleton.model, _ = with_adapters(skeleton.model, 16)
+    return SetUp(skeleton, states=8)
 
 
 def evaluated(memory):
     """After a step, through an evaluation of another length."""
-    found = SetUp(made(memory))
-    forward_of(found, [0, 1], 4096)
-    found.skeleton.model.eval()
+    set_up = SetUp(skeleton_of(memory))
+    forward_of(set_up, [0, 1], 4096)
+    set_up.skeleton.model.eval()
     with torch.no_grad():
-        forward_of(found, [0, 1], 1024)
-    found.skeleton.model.train()
-    return found
+        forward_of(set_up, [0, 1], 1024)
+    set_up.skeleton.model.train()
+    return set_up
 
 
 SET_UPS = {
-    "patched on the device": lambda memory: SetUp(made(memory)),
-    "patched on the CPU, then moved": moved,
+    "patched on the device": lambda memory: SetUp(skeleton_of(memory)),
+    "patched on the CPU, then moved": patched_on_cpu,
     "adapters added after patch": adapted_afterwards,
     "float32 under autocast": lambda memory: SetUp(
-        made(memory, lambda m: m.float()), autocast=torch.bfloat16
+        skeleton_of(memory, lambda m: m.float()), autocast=torch.bfloat16
     ),
-    "accumulation of 2, set_to_none": lambda memory: SetUp(made(memory), (0.0, 1.0)),
-    "accumulation of 2, zeros": lambda memory: SetUp(made(memory), (1.0, 1.0)),
-    "AdamW's states there": lambda memory: SetUp(made(memory), states=4),
+    "accumulation of 2, set_to_none": lambda memory: SetUp(skeleton_of(memory), (0.0, 1.0)),
+    "accumulation of 2, zeros": lambda memory: SetUp(skeleton_of(memory), (1.0, 1.0)),
+    "AdamW's states there": lambda memory: SetUp(skeleton_of(memory), states=4),
     # DDP's gradients are there from the first step on
-    "bucket views": lambda memory: SetUp(made(memory), (1.0,)),
-    "first half frozen": lambda memory: SetUp(made(memory, frozen)),
+    "bucket views": lambda memory: SetUp(skeleton_of(memory), (1.0,)),
+    "first half frozen": lambda memory: SetUp(skeleton_of(memory, frozen)),
     "evaluation between": evaluated,
     "ZeRO-3 on two ranks": lambda memory: sharded(memory, divided),
     "FSDP2 on two ranks": lambda memory: sharded(memory, in_halves),
-    "a stage of a pipeline": lambda memory: SetUp(made(memory, stage)),
+    "a stage of a pipeline": lambda memory: SetUp(skeleton_of(memory, stage)),
 }
 LIKE = {  # set-ups whose layers and methods are the same as those of another, patched when all was there
     "adapters added after patch": "adapters",
@@ -227,7 +228,7 @@ KINDS = {
 @functools.cache
 def methods_of(kind, memory):
     """The planner's, of a model that was never patched, in the order of `Values`."""
-    skeleton = made(memory, patched=False, **KINDS[kind])
+    skeleton = skeleton_of(memory, patched=False, **KINDS[kind])
     recipes = [
         streamed(saves)
         for saves in ((), ("attn_out",), ("attn_out", "kv"), ("attn_out", "kv", "*"))
@@ -241,16 +242,18 @@ class Values:
 
     linears: FLOPs of a token, by name, of the Linears that backward reads.
 
-    every: of all Linears, by the planner. waits: the device waits for the host.
+    all_linears: of all Linears, by the planner. waits: the device waits for the host.
     """
 
     def __init__(self, kind, memory, linears, backwards, tokens, chunk):
-        found = [seconds(method, tokens, chunk, RATES) for method in methods_of(kind, memory)]
-        base, attended, kv, every = (one.total for one in found)
-        self.base, self.waits = base, any(one.waiting for one in found)
+        seconds_of_methods = [
+            seconds(method, tokens, chunk, RATES) for method in methods_of(kind, memory)
+        ]
+        base, attended, kv, all_linears = (spent.total for spent in seconds_of_methods)
+        self.base, self.waits = base, any(spent.waiting for spent in seconds_of_methods)
         self.attn_out, self.kv = (base - attended) / backwards, (attended - kv) / backwards
         self.linears = {name: flops * tokens / RATES.products for name, flops in linears.items()}
-        self.every = (kv - every) / backwards
+        self.all_linears = (kv - all_linears) / backwards
         # keys and values are computed, where they are not kept
         self.times = 1 if chunk >= tokens else 2
 
@@ -258,13 +261,15 @@ class Values:
         """By a layer that saves these."""
         if GRAPH in names:  # at least what all that has names would spare
             names = {"attn_out", "kv", *self.linears}
-        again = 1 if "kv" in names else self.times
+        kv_runs = 1 if "kv" in names else self.times
         linears = sum(
-            self.linears[n] * (again if n.startswith(KV) else 1) for n in names if n in self.linears
+            self.linears[n] * (kv_runs if n.startswith(KV) else 1)
+            for n in names
+            if n in self.linears
         )
         return linears + ("attn_out" in names) * self.attn_out + ("kv" in names) * self.kv
 
-    def pieces(self, sizes, graph):
+    def save_steps(self, sizes, graph):
         """(seconds, bytes) of what a layer may save, so that no set of names, nor its graph, is
         worth more than its pieces.
 
@@ -275,56 +280,62 @@ class Values:
         """
         corners = [(0.0, 0.0)]
         for spared, size in sorted(
-            self.by_name(sizes), key=lambda piece: -piece[0] / (piece[1] or math.inf)
+            self.by_name(sizes), key=lambda value: -value[0] / (value[1] or math.inf)
         ):
             corners.append((corners[-1][0] + spared, corners[-1][1] + size))
         if graph:
             corners.append((self.spared((GRAPH,)), graph))
         hull = [(0.0, 0.0)]  # the least concave line above all of them
-        while more := [(s, b) for s, b in corners if b > hull[-1][1] and s > hull[-1][0]]:
+        while steeper := [(s, b) for s, b in corners if b > hull[-1][1] and s > hull[-1][0]]:
             hull.append(
-                max(more, key=lambda corner: (corner[0] - hull[-1][0]) / (corner[1] - hull[-1][1]))
+                max(
+                    steeper,
+                    key=lambda corner: (corner[0] - hull[-1][0]) / (corner[1] - hull[-1][1]),
+                )
             )
         return [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(hull)]
 
     def by_name(self, sizes):
         """(seconds, bytes) of each name."""
-        found = [(self.attn_out, sizes.get("attn_out", 0.0))]
-        found += [
+        values = [(self.attn_out, sizes.get("attn_out", 0.0))]
+        values += [
             (spared, sizes[n])
             for n, spared in self.linears.items()
             if n in sizes and not n.startswith(KV)
         ]
         keys = [n for n in self.linears if n in sizes and n.startswith(KV)]
-        once, size = sum(self.linears[n] for n in keys), sum(sizes[n] for n in keys)
+        kv_seconds, size = sum(self.linears[n] for n in keys), sum(sizes[n] for n in keys)
         if "kv" not in sizes:
-            return [*found, (once, size)]
-        first = max(self.kv, self.times * once)  # either of both, then the other
+            return [*values, (kv_seconds, size)]
+        first = max(self.kv, self.times * kv_seconds)  # either of both, then the other
         return [
-            *found,
+            *values,
             (first, min(size, sizes["kv"])),
-            (self.kv + once - first, max(size, sizes["kv"])),
+            (self.kv + kv_seconds - first, max(size, sizes["kv"])),
         ]
 
 
-def most_spared(rooms, pieces):
+def most_spared(headrooms, save_steps):
     """Seconds at most, of all ways to fill the rooms, parts of tensors among them. Each room is for
     all layers up to one, so that taking what spares most for its bytes is the best there is.
 
     Args:
-        rooms: (layer, bytes). pieces: of each layer.
+        headheadrooms: (layer, bytes). save_steps: of each layer.
     """
-    left, total = [list(room) for room in rooms], 0.0
-    each = [
+    free_bytes, total = [list(headroom) for headroom in headrooms], 0.0
+    rates = [
         (spared / size, index, size)
-        for index, some in pieces.items()
+        for index, some in save_steps.items()
         for spared, size in some
         if size
     ]
-    for pace, index, size in sorted(each, reverse=True):
-        some = max(0.0, min(size, *(room for upto, room in left if index <= upto)))
-        for room in left:
-            room[1] -= some if index <= room[0] else 0.0
+    for pace, index, size in sorted(rates, reverse=True):
+        some = max(
+            0.0,
+            min(size, *(headroom for last_layer, headroom in free_bytes if index <= last_layer)),
+        )
+        for headroom in free_bytes:
+            headroom[1] -= some if index <= headroom[0] else 0.0
         total += pace * some
     return total
 
@@ -333,23 +344,27 @@ def forward_of(set_up, layers, tokens, backward=False):
     """One of a model that has only these layers: [1, tokens], without data; what was planned and
     kept, by layer."""
     backbone = next(m for m in set_up.skeleton.model.modules() if hasattr(m, "layers"))
-    whole, number, chooser = backbone.layers, backbone.config.num_hidden_layers, set_up.policy
-    before, chooser.states = chooser.states, lambda _: known
+    all_layers, number, chooser = backbone.layers, backbone.config.num_hidden_layers, set_up.policy
+    real_states, chooser.states = chooser.states, lambda _: figures
     with set_up.running():
-        known = before(HERE)
+        figures = real_states(HERE)
     try:
-        backbone.layers = torch.nn.ModuleList(whole[index] for index in layers)
+        backbone.layers = torch.nn.ModuleList(all_layers[index] for index in layers)
         backbone.config.num_hidden_layers = len(layers)
-        with planned_and_kept(chooser) as found, set_up.running(), StepCount(None) as count:
+        with planned_and_kept(chooser) as saves, set_up.running(), StepCount(None) as count:
             ids = torch.empty(1, tokens, dtype=torch.long)  # [B, T]
-            held = count.live
+            saved_bytes = count.live
             result = backbone(ids, use_cache=False).last_hidden_state  # [B, T, h]
             if backward:
                 result.backward(torch.empty_like(result))
-            held = count.live - held
-        return found, held, chooser.latest
+            saved_bytes = count.live - saved_bytes
+        return saves, saved_bytes, chooser.latest
     finally:
-        chooser.states, backbone.layers, backbone.config.num_hidden_layers = before, whole, number
+        chooser.states, backbone.layers, backbone.config.num_hidden_layers = (
+            real_states,
+            all_layers,
+            number,
+        )
 
 
 def look_at_backwards(set_up):
@@ -358,10 +373,10 @@ def look_at_backwards(set_up):
     layer_states = [
         w.layer_state for w in state_of(set_up.skeleton).wrappers if isinstance(w, LayerForward)
     ]
-    costs = dict(set_up.policy.known.costs)
+    costs = dict(set_up.policy.figures.costs)
     first, last = min(costs), max(costs)
     forward_of(set_up, sorted({first, first + 1, last}), FEW, backward=True)
-    set_up.policy.known.costs.update(costs)
+    set_up.policy.figures.costs.update(costs)
     set_up.policy._seen.clear()
     for layer_state in layer_states[first + 1 : last]:
         layer_state.tests.unread = layer_states[first + 1].tests.unread
@@ -375,29 +390,33 @@ def linears_of(set_up):
         for n, m in layer.named_modules()
         if getattr(m, "weight", torch.empty(0)).dim() == 2
     }
-    products = set_up.policy.known.costs[max(set_up.policy.known.costs)].cost.products
+    products = set_up.policy.figures.costs[max(set_up.policy.figures.costs)].cost.products
     return {name: 2.0 * weights[name] for name in products}
 
 
-def check_plan(set_up, tokens, chunk, plan, rooms):
+def check_plan(set_up, tokens, chunk, plan, headrooms):
     """It fits, and layers keep what they planned: those whose plans differ, name by name and byte
     by byte."""
-    sizes = {index: sum(one.bytes for one in chosen) for index, chosen in plan.items()}
-    for upto, room in rooms:
-        assert sum(size for index, size in sizes.items() if index <= upto) <= room * (1 + 1e-9)
+    sizes = {index: sum(tensor.bytes for tensor in tensors) for index, tensors in plan.items()}
+    for last_layer, headroom in headrooms:
+        assert sum(size for index, size in sizes.items() if index <= last_layer) <= headroom * (
+            1 + 1e-9
+        )
     # which tensors without data know nothing of: tests/offload/test_policy.py keeps them
     if set_up.autocast is not None:
         return
-    names = {index: tuple(sorted(one.name for one in chosen)) for index, chosen in plan.items()}
+    names = {
+        index: tuple(sorted(tensor.name for tensor in tensors)) for index, tensors in plan.items()
+    }
     different = {names[index]: index for index in sorted(names, reverse=True)}
     layers = sorted({0, *different.values()})
-    found, _, latest = forward_of(set_up, layers, tokens)
+    saves, _, latest = forward_of(set_up, layers, tokens)
     assert latest.chunk == chunk
-    assert found.keys() == set(layers) & set_up.policy.known.costs.keys()
-    for index, (planned, kept) in found.items():
-        assert planned == {one.name: one.bytes for one in plan[index]}
+    assert saves.keys() == set(layers) & set_up.policy.figures.costs.keys()
+    for index, (planned, saved) in saves.items():
+        assert planned == {tensor.name: tensor.bytes for tensor in plan[index]}
         if GRAPH not in planned:
-            assert planned == kept
+            assert planned == saved
     graphs = [index for index in sorted(names) if GRAPH in names[index]]
     if len(graphs) > 2:
         with_one, with_two = (
@@ -418,12 +437,15 @@ def cell(set_up, kind, memory, card, tokens, present):
         assert chooser.present == present
         chunk = chooser.size(1, tokens, HERE)
         fits, plan, _ = chooser.predicted(chooser.free(HERE), tokens, chunk, HERE, tokens)
-    free, costs = card(HERE), chooser.known.costs
-    need = dataclasses.replace(chooser.known.need, method=methods_of(kind, memory)[0])
-    linears, least = linears_of(set_up), math.inf
+    free, costs = card(HERE), chooser.figures.costs
+    need = dataclasses.replace(chooser.figures.need, method=methods_of(kind, memory)[0])
+    linears, min_seconds = linears_of(set_up), math.inf
     for size in dict.fromkeys(min(size, tokens) for size in CHUNKS):
-        rooms = [(upto, free - taken) for upto, taken in need.by_layer(tokens, size, present)]
-        if min(room for _, room in rooms) >= 0:
+        headrooms = [
+            (last_layer, free - used_bytes)
+            for last_layer, used_bytes in need.by_layer(tokens, size, present)
+        ]
+        if min(headroom for _, headroom in headrooms) >= 0:
             values = Values(kind, memory, linears, len(costs), tokens, size)
             may = {
                 index: cost.candidates(index, tokens, tokens, size == tokens)
@@ -433,20 +455,20 @@ def cell(set_up, kind, memory, card, tokens, present):
                 i: cost.graph * tokens / cost.tokens if size == tokens else 0
                 for i, cost in costs.items()
             }
-            pieces = {
-                i: values.pieces({one.name: one.bytes for one in some}, graphs[i])
+            save_steps = {
+                i: values.save_steps({tensor.name: tensor.bytes for tensor in some}, graphs[i])
                 for i, some in may.items()
             }
-            least = min(least, values.base - most_spared(rooms, pieces))
-    assert fits == math.isfinite(least)
+            min_seconds = min(min_seconds, values.base - most_spared(headrooms, save_steps))
+    assert fits == math.isfinite(min_seconds)
     if not fits:
         assert not any(plan.values())
         return None
     values = Values(kind, memory, linears, len(costs), tokens, chunk)
     if not values.waits:  # short steps wait for the host: what is saved spares less than its FLOPs
-        assert values.every == pytest.approx(sum(values.linears.values()), rel=0.02)
+        assert values.all_linears == pytest.approx(sum(values.linears.values()), rel=0.02)
     spent = values.base - sum(
-        values.spared({one.name for one in chosen}) for chosen in plan.values()
+        values.spared({tensor.name for tensor in tensors}) for tensors in plan.values()
     )
     check_plan(
         set_up,
@@ -458,9 +480,9 @@ def cell(set_up, kind, memory, card, tokens, present):
     count = costs_of_steps.Chosen(tokens, tokens, chunk, free, plan).layers
     print(
         f"    {tokens:7,} {present:3.0f}   chunks of {chunk:6,}, {spent:6.2f} s, at best "
-        f"{least:6.2f}: {count}"
+        f"{min_seconds:6.2f}: {count}"
     )
-    return spent / least
+    return spent / min_seconds
 
 
 def row(name, memory, lengths=LENGTHS):
@@ -474,18 +496,18 @@ def row(name, memory, lengths=LENGTHS):
         with set_up.running():
             set_up.policy.begins(HERE)
             set_up.policy.ended()
-        assert set_up.policy.known.seconds is not None
+        assert set_up.policy.figures.seconds is not None
         look_at_backwards(set_up)
         cells = itertools.product(lengths, dict.fromkeys(set_up.present))
-        return [cell(set_up, LIKE.get(name, "full"), memory, card, *one) for one in cells]
+        return [cell(set_up, LIKE.get(name, "full"), memory, card, *settings) for settings in cells]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("memory", [80, 24])
 @pytest.mark.parametrize("set_up", SET_UPS)
 def test_the_choice_is_the_fastest_that_fits(set_up, memory):
-    found = row(set_up, memory)
-    ratios = [ratio for ratio in found if ratio is not None]
+    ratios_or_none = row(set_up, memory)
+    ratios = [ratio for ratio in ratios_or_none if ratio is not None]
     assert len(ratios) >= 2
     assert max(ratios) <= CLOSE
     assert min(ratios) > 1 - 1e-6  # what is called the best is
@@ -516,9 +538,9 @@ def test_a_kept_graph_takes_what_is_predicted(name, monkeypatch):
         set_up.policy.ended()
     look_at_backwards(set_up)
     _, with_two, latest = forward_of(set_up, [0, 4, 5], 2048)
-    assert latest.layers == {GRAPH: len(set_up.policy.known.costs)}
+    assert latest.layers == {GRAPH: len(set_up.policy.figures.costs)}
     _, with_one, _ = forward_of(set_up, [0, 5], 2048)
-    cost = set_up.policy.known.costs[4]
+    cost = set_up.policy.figures.costs[4]
     predicted = cost.graph * 2048 / cost.tokens
     # With what the layer gives, and of adapters with their factors, which are the same at any length.
     # The factors of adapters, 467 kB at any length, are not counted.
@@ -529,23 +551,24 @@ def test_a_kept_graph_takes_what_is_predicted(name, monkeypatch):
 def test_no_set_of_tensors_spares_more_than_the_best(number):
     """Every set of a few, one by one."""
     draw = random.Random(seed_of(number))
-    pieces = {
+    save_steps = {
         index: [(draw.uniform(0, 1), draw.uniform(1, 9)) for _ in range(3)] for index in range(3)
     }
-    rooms = [(upto, draw.uniform(3, 20)) for upto in (0, 1, math.inf)]
-    every = [(index, *piece) for index, some in pieces.items() for piece in some]
-    found = 0.0
+    headrooms = [(last_layer, draw.uniform(3, 20)) for last_layer in (0, 1, math.inf)]
+    all_steps = [(index, *step) for index, some in save_steps.items() for step in some]
+    max_spared = 0.0
     for some in itertools.chain.from_iterable(
-        itertools.combinations(every, count) for count in range(len(every) + 1)
+        itertools.combinations(all_steps, count) for count in range(len(all_steps) + 1)
     ):
         if all(
-            sum(size for index, _, size in some if index <= upto) <= room for upto, room in rooms
+            sum(size for index, _, size in some if index <= last_layer) <= headroom
+            for last_layer, headroom in headrooms
         ):
-            found = max(found, sum(spared for _, spared, _ in some))
-    best = most_spared(rooms, pieces)
-    assert found <= best * (1 + 1e-9)
-    assert best < found + sum(
-        sorted((spared for _, spared, _ in every), reverse=True)[: len(rooms)]
+            max_spared = max(max_spared, sum(spared for _, spared, _ in some))
+    best = most_spared(headrooms, save_steps)
+    assert max_spared <= best * (1 + 1e-9)
+    assert best < max_spared + sum(
+        sorted((spared for _, spared, _ in all_steps), reverse=True)[: len(headrooms)]
     )
 
 
@@ -553,10 +576,10 @@ def test_no_set_of_tensors_spares_more_than_the_best(number):
 def test_where_not_all_attention_fits_the_host_is_faster(monkeypatch):
     """At 131,072 tokens on 80 GB the outputs of attention fit for a part of the layers; at 16,384
     for all."""
-    monkeypatch.setattr(policy, "host_limit", lambda wanted: 112 * GIB)
+    monkeypatch.setattr(policy, "host_limit", lambda size: 112 * GIB)
     monkeypatch.setattr(free_memory, "free_memory", card := Card(80))
     monkeypatch.setattr(auto, "rates_here", lambda device: RATES)
-    set_up = SetUp(made(80))
+    set_up = SetUp(skeleton_of(80))
     set_up.take(card, 0.0)
     chooser, faster = set_up.policy, {}
     with set_up.running():
@@ -575,7 +598,7 @@ def nothing_saved(patch):
     patch.setattr(
         policy.SavesPolicy,
         "_fill",
-        lambda self, rooms, indices, *_: {index: [] for index in indices},
+        lambda self, headrooms, indices, *_: {index: [] for index in indices},
     )
 
 
@@ -583,20 +606,20 @@ def gradients_counted_twice(patch):
     """As it was with AdamW's states and gradients there: chunks of 1,024 and nothing saved."""
     real = auto._law
 
-    def once(law):
+    def without_accumulating(law):
         return dataclasses.replace(law, method=dataclasses.replace(law.method, accumulating=()))
 
-    patch.setattr(auto, "_law", lambda *args: once(real(*args)))
+    patch.setattr(auto, "_law", lambda *args: without_accumulating(real(*args)))
 
 
 def known_for_good(patch):
     real, first = auto.ModelStates.__call__, {}
 
-    def known(self, device):
+    def cached_figures(self, device):
         figures, present = real(self, device)
         return first.setdefault("known", figures), present
 
-    patch.setattr(auto.ModelStates, "__call__", known)
+    patch.setattr(auto.ModelStates, "__call__", cached_figures)
 
 
 def small_chunks(patch):

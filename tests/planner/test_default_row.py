@@ -19,7 +19,7 @@ from streambp.model.record import STREAMED as STREAMED_WAY
 from streambp.offload import free_memory, policy
 from streambp.offload.costs import GRAPH, Chosen
 from streambp.planner import default
-from streambp.planner.counted import Asked, counted
+from streambp.planner.counted import CountRequest, counted
 from streambp.planner.layer_costs import PLAN_DEVICE
 from streambp.planner.measure import compare_default
 from streambp.planner.plan import Memory, plan_profile
@@ -55,7 +55,9 @@ def large():
 
 @functools.cache
 def profile_of(lora=None, rows=1, config=small):
-    return counted(Asked(config(), lora=lora, batch_size=rows), (UNPATCHED_RECIPE, STREAMED[0]))
+    return counted(
+        CountRequest(config(), lora=lora, batch_size=rows), (UNPATCHED_RECIPE, STREAMED[0])
+    )
 
 
 def planned(tokens, memory, lora=None, rows=1, accumulate=False, config=small):
@@ -73,8 +75,8 @@ def of_a_patched_model(lora):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(free_memory, "free_memory", lambda device: 1.0)
         chooser.begins(PLAN_DEVICE)
-    for index, cost in chooser.known.costs.items():  # a skeleton's layers are nowhere
-        chooser.known.costs[index] = cost._replace(device=PLAN_DEVICE)
+    for index, cost in chooser.figures.costs.items():  # a skeleton's layers are nowhere
+        chooser.figures.costs[index] = cost._replace(device=PLAN_DEVICE)
     return chooser, list(model.parameters())
 
 
@@ -90,12 +92,12 @@ def test_the_row_is_what_a_patched_model_chooses(lora, present):
         row = planned(tokens, memory, lora, accumulate=bool(present)).by_default
         chooser.free, chooser.present = lambda device, free=free: free, present
         size = chooser.size(1, tokens, PLAN_DEVICE)
-        fits, found, _ = chooser.predicted(free, tokens, size, PLAN_DEVICE, tokens)
-        chosen = Chosen(tokens, tokens, size, free, found)
+        fits, tensors_by_layer, _ = chooser.predicted(free, tokens, size, PLAN_DEVICE, tokens)
+        choice = Chosen(tokens, tokens, size, free, tensors_by_layer)
         ways.add(row.way)
         assert (row.chunk_size, row.fits) == (size, fits)
-        assert {one.name: (one.layers, one.bytes) for one in row.saved} == {
-            name: (chosen.layers[name], pytest.approx(chosen.bytes[name])) for name in chosen.bytes
+        assert {saved.name: (saved.layers, saved.bytes) for saved in row.saved} == {
+            name: (choice.layers[name], pytest.approx(choice.bytes[name])) for name in choice.bytes
         }
         assert row.peak <= usable * (1 + 1e-9)
     assert STREAMED_WAY in ways
@@ -106,33 +108,33 @@ def test_a_kept_graph_spares_what_the_tensors_in_its_place_would():
     again."""
     row = planned(4096, 80 * GIB, config=large).by_default
     assert (row.way, row.chunk_size) == (KEPT_GRAPH, 4096)
-    assert [(one.name, one.layers) for one in row.saved] == [(GRAPH, 36)]
+    assert [(saved.name, saved.layers) for saved in row.saved] == [(GRAPH, 36)]
 
 
 def test_where_everything_fits_a_step_runs_unpatched(monkeypatch):
     monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.8)
-    found = planned(1024, 80 * GIB)
-    assert found.by_default.way == UNPATCHED
-    assert found.by_default.peak < 80 * GIB / 4
-    table = plan_table(found, modules=False)
+    plan = planned(1024, 80 * GIB)
+    assert plan.by_default.way == UNPATCHED
+    assert plan.by_default.peak < 80 * GIB / 4
+    table = plan_table(plan, modules=False)
     assert "1,024 tokens: streambp.patch(model)\n  chunks of 1,024, runs unpatched; peak" in table
 
 
 def test_where_nothing_fits_the_row_says_so():
-    found = planned(2**20, 3 * GIB)
-    assert not found.by_default.fits
-    assert found.by_default.peak > 3 * GIB
-    assert "GiB: does not fit" in plan_table(found, modules=False)
+    plan = planned(2**20, 3 * GIB)
+    assert not plan.by_default.fits
+    assert plan.by_default.peak > 3 * GIB
+    assert "GiB: does not fit" in plan_table(plan, modules=False)
 
 
 @pytest.mark.full
 def test_rows_of_a_batch_are_tokens():
-    one, four = (planned(16384 // rows, 4 * GIB, rows=rows).by_default for rows in (1, 4))
-    assert four.chunk_size <= one.chunk_size
-    assert sum(s.bytes for s in four.saved) == pytest.approx(
-        sum(s.bytes for s in one.saved), rel=0.05
+    one_row, four_rows = (planned(16384 // rows, 4 * GIB, rows=rows).by_default for rows in (1, 4))
+    assert four_rows.chunk_size <= one_row.chunk_size
+    assert sum(s.bytes for s in four_rows.saved) == pytest.approx(
+        sum(s.bytes for s in one_row.saved), rel=0.05
     )
-    assert four.peak <= min(0.95 * 4 * GIB, 4 * GIB - free_memory.LEFT)
+    assert four_rows.peak <= min(0.95 * 4 * GIB, 4 * GIB - free_memory.LEFT)
 
 
 def test_other_rules_have_no_row():
@@ -145,27 +147,27 @@ def test_other_rules_have_no_row():
 
 @pytest.mark.full
 def test_a_cpu_has_no_row():
-    on_a_cpu = counted(Asked(small(), device="cpu"), (UNPATCHED_RECIPE, STREAMED[0]))
+    on_a_cpu = counted(CountRequest(small(), device="cpu"), (UNPATCHED_RECIPE, STREAMED[0]))
     assert plan_profile(on_a_cpu, 4096, Memory(4 * GIB), Setting(), RATES).by_default is None
 
 
 def test_the_row_goes_through_json():
     profile = profile_of()
     assert profile.saves is not None
-    again = from_json(to_json(profile))
+    restored = from_json(to_json(profile))
     rows = [
-        default.by_default(p, 16384, 3e9, Setting(optimizer=0), RATES) for p in (profile, again)
+        default.by_default(p, 16384, 3e9, Setting(optimizer=0), RATES) for p in (profile, restored)
     ]
     assert rows[0] == rows[1] is not None
-    assert static(again, Setting()) == static(profile, Setting())
+    assert static(restored, Setting()) == static(profile, Setting())
 
 
-@pytest.mark.parametrize("room", [3e8, 8e6])
-def test_a_real_step_does_what_was_predicted(monkeypatch, room):
+@pytest.mark.parametrize("free_bytes", [3e8, 8e6])
+def test_a_real_step_does_what_was_predicted(monkeypatch, free_bytes):
     """On a CPU that says what it has free, as a card does: chunk size, and what is saved, name by
     name and byte by byte."""
     model = build("qwen3", dtype=torch.bfloat16, num_hidden_layers=3)
-    monkeypatch.setattr(free_memory, "free_memory", lambda device: room)
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: free_bytes)
     monkeypatch.setattr(free_memory, "LEFT", 0)
     predicted, measured = compare_default(model, torch.randint(0, 50, (1, 2048)))
     assert (measured.way, measured.chunk_size, measured.fits) == (
@@ -173,10 +175,11 @@ def test_a_real_step_does_what_was_predicted(monkeypatch, room):
         predicted.chunk_size,
         True,
     )
-    found = [
-        {one.name: (one.layers, one.bytes) for one in some.saved} for some in (predicted, measured)
+    saves = [
+        {saved.name: (saved.layers, saved.bytes) for saved in some.saved}
+        for some in (predicted, measured)
     ]
-    assert found[0] == found[1]
+    assert saves[0] == saves[1]
     assert predicted.saved
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not hasattr(model, "_streambp")
@@ -194,8 +197,8 @@ def test_a_device_that_does_not_tell_has_nothing_to_compare(monkeypatch):
 def test_a_graph_that_spares_nothing_is_seen(monkeypatch):
     real = policy.Candidate
 
-    def worthless(index, name, size, worth):
-        return real(index, name, size, 0.0 if name == GRAPH else worth)
+    def worthless(index, name, size, flops_per_byte):
+        return real(index, name, size, 0.0 if name == GRAPH else flops_per_byte)
 
     monkeypatch.setattr(policy, "Candidate", worthless)
     with pytest.raises(AssertionError):

@@ -55,7 +55,7 @@ FAST = (("bart", "streambp", 300), ("whisper", "saves", None), ("t5gemma", "stre
 
 def built(name):
     seed_torch()
-    model = build(CONFIGS[name], lambda one: model_class.build_as(one, dtype=torch.float32))
+    model = build(CONFIGS[name], lambda config: model_class.build_as(config, dtype=torch.float32))
     return model.train()
 
 
@@ -112,12 +112,12 @@ def test_no_layer_is_dropped_in_a_count():
     """With LayerDrop a forward skips a layer if a random number is small."""
     config = copy.deepcopy(CONFIGS["bart"])
     config.encoder_layerdrop = config.decoder_layerdrop = 0.1
-    expected, found = surveyed(CONFIGS["bart"]), surveyed(config)
+    expected, profile = surveyed(CONFIGS["bart"]), surveyed(config)
     for name in ("plain", "streambp"):
-        wanted = work(expected.method(name), 4096, 1024)
-        for kind, part in work(found.method(name), 4096, 1024).items():
-            assert part.products == pytest.approx(wanted[kind].products)
-            assert part.forward == pytest.approx(wanted[kind].forward)
+        expected_work = work(expected.method(name), 4096, 1024)
+        for kind, part in work(profile.method(name), 4096, 1024).items():
+            assert part.products == pytest.approx(expected_work[kind].products)
+            assert part.forward == pytest.approx(expected_work[kind].forward)
 
 
 def counted_products(encoder_len, at):
@@ -126,8 +126,8 @@ def counted_products(encoder_len, at):
     counter = Counter(skeleton, skeleton.reduce(), 1, None)
     counter.fused(streamed())  # tests the layers
     steps = counter.count(streamed(), at, accumulate=False)
-    found = survey.unroll(steps[0], counter.reduced)[2]
-    return {name: found[name].products for name in ("embedding", "forward", "backward")}
+    works = survey.unroll(steps[0], counter.shrunk_model)[2]
+    return {name: works[name].products for name in ("embedding", "forward", "backward")}
 
 
 @pytest.mark.parametrize("encoder_len", [None, 1024])
@@ -162,11 +162,11 @@ def test_whisper_is_planned_with_its_fixed_encoder():
 
 def test_the_plan_says_how_long_the_encoder_is():
     methods = ("streambp",)
-    same = plan(CONFIGS["bart"], 4096, gpu_memory="2GiB", methods=methods)
+    same_length = plan(CONFIGS["bart"], 4096, gpu_memory="2GiB", methods=methods)
     short = plan(CONFIGS["bart"], 4096, gpu_memory="2GiB", methods=methods, encoder_len=512)
-    assert "as many positions in each row as the decoder" in plan_table(same)
+    assert "as many positions in each row as the decoder" in plan_table(same_length)
     assert "the encoder has 512 positions" in plan_table(short)
-    assert short.choice.peak.total < same.choice.peak.total
+    assert short.choice.peak.total < same_length.choice.peak.total
 
 
 def test_a_length_that_does_not_apply_is_refused():

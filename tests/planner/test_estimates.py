@@ -75,10 +75,10 @@ def test_peaks_on_an_h200_within_five_percent():
     skeleton = Skeleton(QWEN3_8B, torch.bfloat16, None, 16, "cuda")
     profile = survey(skeleton, UNPATCHED[1:], tree=False)
     for (name, length), measured in MEASURED.items():
-        found = peak(profile, profile.method(name), length, 0, Setting(optimizer=0)).total / GIB
-        ratio = (found - WEIGHTS) / (measured - WEIGHTS)
+        predicted = peak(profile, profile.method(name), length, 0, Setting(optimizer=0)).total / GIB
+        ratio = (predicted - WEIGHTS) / (measured - WEIGHTS)
         print(
-            f"{name}, T = {length:,}: {found:.2f} GiB, measured {measured}; beyond the weights "
+            f"{name}, T = {length:,}: {predicted:.2f} GiB, measured {measured}; beyond the weights "
             f"{100 * (ratio - 1):+.2f} %"
         )
         assert abs(ratio - 1) <= 0.05
@@ -93,9 +93,9 @@ def test_static_memory_equals_megatrons_estimates():
     dense, expert = (group.parameters for group in parameter_groups(skeleton.model))
     print(f"dense {dense / 1e9:.3f}B, expert {expert / 1e9:.3f}B parameters")
     for name, parallelism, theirs in MEGATRON:
-        found = static_bytes(dense, expert, 151936 * 2048, parallelism) / GIB
-        print(f"{name:8} {found:7.2f} GiB, seed {theirs}")
-        assert found == pytest.approx(theirs, rel=4e-3)
+        predicted = static_bytes(dense, expert, 151936 * 2048, parallelism) / GIB
+        print(f"{name:8} {predicted:7.2f} GiB, seed {theirs}")
+        assert predicted == pytest.approx(theirs, rel=4e-3)
 
 
 @functools.cache
@@ -126,16 +126,16 @@ def made_up(**changes):
 def check_peak_by_hand():
     profile = made_up()
     method = profile.methods[0]
-    found = peak(profile, method, 100, 10, Setting())
+    predicted = peak(profile, method, 100, 10, Setting())
     # weights 1,000, optimizer 12 x 500, forward 100 x 10 + 10, backward 1,000 + 800 + 50
-    assert (found.total, found.phase) == (1000 + 6000 + 1850, "backward 0")
-    assert (found.gradients, found.activations, found.host) == (400, 1450, 207)
+    assert (predicted.total, predicted.phase) == (1000 + 6000 + 1850, "backward 0")
+    assert (predicted.gradients, predicted.activations, predicted.host) == (400, 1450, 207)
     accumulating = peak(profile, method, 100, 10, Setting(accumulate=True))
     assert (accumulating.total, accumulating.phase) == (1000 + 6000 + 1000 + 1010, "forward 0")
     phases = (Phase("backward 0", Law(1000, 8, 5, 30), 400),)
     states = dataclasses.replace(method, first=phases, host=Law(7, 2, chunks=20))
-    found = peak(profile, states, 105, 10, Setting())  # 11 chunks
-    assert (found.total, found.host) == (1000 + 6000 + 1000 + 840 + 50 + 330, 7 + 210 + 220)
+    predicted = peak(profile, states, 105, 10, Setting())  # 11 chunks
+    assert (predicted.total, predicted.host) == (1000 + 6000 + 1000 + 840 + 50 + 330, 7 + 210 + 220)
     # one chunk, of all tokens
     assert peak(profile, states, 5, 10, Setting()).total == 1000 + 6000 + 1000 + 40 + 25 + 30
 
@@ -164,15 +164,15 @@ def test_static_by_hand():
 
 def test_zero_shares_gradients_that_are_born():
     profile = made_up()
-    found = peak(profile, profile.methods[0], 100, 10, Setting(gpus=4, zero=2, optimizer=0))
-    assert found.gradients == 100
-    assert found.total == 1000 + 100 + 1450
+    predicted = peak(profile, profile.methods[0], 100, 10, Setting(gpus=4, zero=2, optimizer=0))
+    assert predicted.gradients == 100
+    assert predicted.total == 1000 + 100 + 1450
 
 
 def test_sequence_parallelism_divides_the_tokens():
     profile = made_up()
-    found = peak(profile, profile.methods[0], 200, 10, Setting(gpus=2, ulysses=2))
-    assert found == peak(profile, profile.methods[0], 100, 10, Setting())
+    predicted = peak(profile, profile.methods[0], 200, 10, Setting(gpus=2, ulysses=2))
+    assert predicted == peak(profile, profile.methods[0], 100, 10, Setting())
 
 
 @pytest.mark.full
@@ -182,10 +182,10 @@ def test_json_gives_the_same_peaks():
         [streamed(("attn_out",), "cpu")],
         at=(512, 256),
     )
-    again = from_json(json.loads(json.dumps(to_json(profile))))
-    assert again == profile
+    restored = from_json(json.loads(json.dumps(to_json(profile))))
+    assert restored == profile
     for setting in (Setting(), Setting(gpus=8, zero=3, accumulate=True)):
-        assert peak(again, again.methods[0], 10**6, 4096, setting) == peak(
+        assert peak(restored, restored.methods[0], 10**6, 4096, setting) == peak(
             profile, profile.methods[0], 10**6, 4096, setting
         )
 
@@ -202,10 +202,10 @@ def test_lines_hold_at_other_lengths(recipe):
     skeleton = Skeleton(DEEP, torch.bfloat16, None, 16, "cuda")
     profile = survey(skeleton, [recipe], tree=False, accumulating=False)
     counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
-    counter.reduced = Skeleton(DEEP, torch.bfloat16, None, 16, "cuda").reduce()
+    counter.shrunk_model = Skeleton(DEEP, torch.bfloat16, None, 16, "cuda").reduce()
     counter.fused(recipe)  # the layers' trials, which a later step has behind it
     (spans,) = counter.count(recipe, point, accumulate=False)
-    counted, host, whole, _ = unroll(spans, counter.reduced)
+    counted, host, counted_works, _ = unroll(spans, counter.shrunk_model)
     method = profile.methods[0]
     predicted = peak(profile, method, *point, Setting(optimizer=0)).phases
     weights = profile.groups[0].bytes
@@ -213,10 +213,14 @@ def test_lines_hold_at_other_lengths(recipe):
         exact = next(c.peak for c in counted if c.name == name)
         print(f"{name}: {(total - weights) / exact - 1:+.4%}")
         assert total - weights == pytest.approx(exact, rel=0.01)
-    assert method.host.tokens * point[0] + method.host.one == pytest.approx(host, rel=0.01, abs=1)
+    assert method.host.tokens * point[0] + method.host.constant == pytest.approx(
+        host, rel=0.01, abs=1
+    )
     for name in ("forward", "head", "backward"):
-        found, counted_work = work(method, *point)[name], whole[name]
-        for field, exact, law in zip(found._fields, counted_work, found, strict=True):
+        predicted_work, counted_work = work(method, *point)[name], counted_works[name]
+        for field, exact, law in zip(
+            predicted_work._fields, counted_work, predicted_work, strict=True
+        ):
             assert law == pytest.approx(exact, rel=0.02, abs=1e-3), (name, field)
 
 
@@ -224,8 +228,8 @@ def test_lines_hold_at_other_lengths(recipe):
 def test_flops_are_those_of_the_formula():
     """A Linear does 2 x parameters FLOPs a token forward and twice that backward; without
     checkpointing nothing twice."""
-    found = estimate(SMALL, 512)
-    method = found.profile.method("plain")
+    counted = estimate(SMALL, 512)
+    method = counted.profile.method("plain")
     layers = 3 * (128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 3 * 128 * 384)
     parts = work(method, 512, 0).values()
     assert sum(part.products for part in parts) == pytest.approx(
@@ -234,9 +238,9 @@ def test_flops_are_those_of_the_formula():
     pairs = 512**2 / 2
     assert sum(part.forward for part in parts) == pytest.approx(3 * 4 * 4 * 32 * pairs, rel=1e-3)
     assert sum(part.backward for part in parts) == pytest.approx(3 * 10 * 4 * 32 * pairs, rel=1e-3)
-    for asked in (found, found.profile):
+    for source in (counted, counted.profile):
         with pytest.raises(ConfigError, match=r"method is 'plainer'.*'plain'"):
-            asked.method("plainer")
+            source.method("plainer")
 
 
 @pytest.mark.full
@@ -246,8 +250,8 @@ def test_every_source_gives_the_same_numbers(tmp_path):
         model = AutoModelForCausalLM.from_config(SMALL, dtype=torch.bfloat16)
     assert all(quick(source) == quick_small() for source in (str(tmp_path), model))
     for source in (str(tmp_path / "config.json"), AutoConfig.from_pretrained(tmp_path)):
-        found = read_config(source).to_dict()
-        assert {name for name, value in SMALL.to_dict().items() if found[name] != value} <= {
+        fields = read_config(source).to_dict()
+        assert {name for name, value in SMALL.to_dict().items() if fields[name] != value} <= {
             "_name_or_path",
             "architectures",
             "dtype",
@@ -258,12 +262,13 @@ def test_every_source_gives_the_same_numbers(tmp_path):
 def test_a_model_is_left_as_it_was():
     model = build("qwen3", torch.bfloat16)
     streambp.patch(model, streambp.StreamConfig(chunk_size=5))
-    before = {name: p.clone() for name, p in model.named_parameters()}
+    parameters_before = {name: p.clone() for name, p in model.named_parameters()}
     quick(model)
     assert "_streambp" in model.__dict__
     assert len(model.model.layers) == 2
     assert all(
-        torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters()
+        torch.equal(p, parameters_before[name]) and p.grad is None
+        for name, p in model.named_parameters()
     )
 
 
@@ -306,9 +311,9 @@ def test_tied_weights_count_once():
 
 
 def test_the_tree_adds_up():
-    found = estimate(DEEP, 512).profile
-    assert found.tree.parameters == sum(group.parameters for group in found.groups)
-    layers = next(node for node in found.tree.children[0].children if node.name == "layers")
+    profile = estimate(DEEP, 512).profile
+    assert profile.tree.parameters == sum(group.parameters for group in profile.groups)
+    layers = next(node for node in profile.tree.children[0].children if node.name == "layers")
     assert [(node.count, node.kind) for node in layers.children] == [(7, "Qwen3DecoderLayer")]
     assert layers.children[0].activation > 128 * 2 * 8  # its input, q, k, v and more, in bf16
 
@@ -358,9 +363,9 @@ def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
         patched.setattr(
             type(skeleton.language_model), "gradient_checkpointing_enable", lambda *_: 1 / 0
         )
-        found = survey(skeleton, [CHECKPOINTING, streamed()], at=(64, 32), accumulating=False)
-    assert found.left_out == ("checkpointing (ZeroDivisionError: division by zero)",)
-    assert [method.name for method in found.methods] == ["streambp"]
+        profile = survey(skeleton, [CHECKPOINTING, streamed()], at=(64, 32), accumulating=False)
+    assert profile.left_out == ("checkpointing (ZeroDivisionError: division by zero)",)
+    assert [method.name for method in profile.methods] == ["streambp"]
     skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
     monkeypatch.setattr(
         type(skeleton.language_model.model.layers[0].mlp), "forward", lambda self, x: x.nonzero()
@@ -385,8 +390,8 @@ def test_every_family_that_streams_can_be_counted(family):
         with pytest.raises(streambp.StreamBPError, match="could not be counted without data"):
             survey(skeleton, [streamed()], at=(64, 32), accumulating=False, tree=False)
         return
-    found = survey(skeleton, [streamed()], at=(64, 32), accumulating=False, tree=False)
-    assert peak(found, found.methods[0], 64, 32, Setting()).activations > 0
+    profile = survey(skeleton, [streamed()], at=(64, 32), accumulating=False, tree=False)
+    assert peak(profile, profile.methods[0], 64, 32, Setting()).activations > 0
 
 
 @pytest.mark.parametrize(
@@ -413,11 +418,11 @@ def test_wrong_settings_are_named(wrong):
 @pytest.mark.full
 def test_weights_that_zero_has_divided_are_counted_whole():
     model = build("qwen3", torch.bfloat16)
-    whole = quick(model).methods
+    full_methods = quick(model).methods
     for parameter in model.parameters():
         parameter.ds_id, parameter.ds_shape = 0, parameter.shape
         parameter.data = parameter.data.new_empty(0)
-    assert quick(model).methods == whole
+    assert quick(model).methods == full_methods
 
 
 def test_wrong_bits_are_named():

@@ -16,7 +16,7 @@ import pytest
 
 from streambp import cli
 from streambp.planner import Memory, Setting
-from streambp.planner.counted import Asked
+from streambp.planner.counted import CountRequest
 from streambp.planner.default import ByDefault
 from streambp.planner.laws import Law
 from streambp.planner.plan import plan_profile
@@ -36,7 +36,7 @@ from streambp.rates import DEVICES
 from tests.planner.laws import made_work
 from tests.planner.released import COLUMNS, MOST_SECONDS, RELEASED
 from tests.planner.test_estimates import made_up
-from tests.planner.test_weights_on_host import SIZE, SIZES, made
+from tests.planner.test_weights_on_host import SIZE, SIZES, small_profile
 
 GIB = 2**30
 MILLION = 10**6
@@ -58,30 +58,30 @@ def method(name, tokens, work):
 def two_speeds():
     """Eleven million bytes of weights; a fast step of 8 bytes a token, and a slow one of 1."""
     methods = (method("large and fast", 8000, 3e9), method("small and slow", 1000, 9e9))
-    return dataclasses.replace(made(), methods=methods)
+    return dataclasses.replace(small_profile(), methods=methods)
 
 
 def check_weights_move_for_speed():
     """The slow method fits with all weights on the device, the fast one with some on the host."""
     memory = Memory(14 * MILLION, None, 0.0)
     on_device = plan_profile(two_speeds(), 1000, memory, Setting(weights="device"))
-    found = plan_profile(two_speeds(), 1000, memory, Setting())
+    plan = plan_profile(two_speeds(), 1000, memory, Setting())
     assert on_device.choice.method == "small and slow"
-    assert found.choice.method == "large and fast"
-    assert 0 < found.choice.on_host.layers < found.choice.on_host.of
-    assert found.choice.peak.total <= memory.usable
-    assert found.choice.seconds.total < 0.5 * on_device.choice.seconds.total
-    times = {one.method: one for one in found.times}
-    assert times["large and fast"].seconds == found.choice.seconds.total
+    assert plan.choice.method == "large and fast"
+    assert 0 < plan.choice.on_host.layers < plan.choice.on_host.of
+    assert plan.choice.peak.total <= memory.usable
+    assert plan.choice.seconds.total < 0.5 * on_device.choice.seconds.total
+    times = {timed.method: timed for timed in plan.times}
+    assert times["large and fast"].seconds == plan.choice.seconds.total
     assert times["small and slow"].fits
-    return found
+    return plan
 
 
 def test_weights_move_to_the_host_where_that_is_faster():
-    found = check_weights_move_for_speed()
-    assert not list(faster(found, LORA, lambda how: two_speeds()))
-    longer = {row.method: row.seq_len for row in found.longest}
-    assert found.seq_len <= longer["large and fast"] < longer["small and slow"]
+    plan = check_weights_move_for_speed()
+    assert not list(faster(plan, LORA, lambda how: two_speeds()))
+    longer = {row.method: row.seq_len for row in plan.longest}
+    assert plan.seq_len <= longer["large and fast"] < longer["small and slow"]
 
 
 def test_weights_that_stay_are_seen(monkeypatch):
@@ -92,48 +92,48 @@ def test_weights_that_stay_are_seen(monkeypatch):
 
 def test_the_longest_sequence_has_weights_on_the_host():
     memory = Memory(14 * MILLION, None, 0.0)
-    found = plan_profile(two_speeds(), "max", memory, Setting())
+    plan = plan_profile(two_speeds(), "max", memory, Setting())
     device = plan_profile(two_speeds(), "max", memory, Setting(weights="device"))
-    assert found.choice.on_host.layers == found.choice.on_host.of
-    assert found.seq_len > device.seq_len
-    too_long = plan_profile(two_speeds(), found.seq_len + 1, memory, Setting())
+    assert plan.choice.on_host.layers == plan.choice.on_host.of
+    assert plan.seq_len > device.seq_len
+    too_long = plan_profile(two_speeds(), plan.seq_len + 1, memory, Setting())
     assert too_long.choice is None
     # Host memory for a part of the weights: as few layers as possible are there.
     narrow = dataclasses.replace(memory, host=6 * SIZE)
     some = plan_profile(two_speeds(), "max", narrow, Setting())
-    assert device.seq_len < some.seq_len < found.seq_len
+    assert device.seq_len < some.seq_len < plan.seq_len
     assert some.choice.peak.host <= 6 * SIZE
     assert plan_profile(two_speeds(), some.seq_len + 1, narrow, Setting()).choice is None
 
 
 def with_default(share):
     """A plan, and a default step that takes `share` of the choice's seconds."""
-    found = plan_profile(two_speeds(), 1000, Memory(90 * MILLION, None, 0.0), Setting())
-    spent = share * found.choice.seconds.total
+    plan = plan_profile(two_speeds(), 1000, Memory(90 * MILLION, None, 0.0), Setting())
+    spent = share * plan.choice.seconds.total
     default = ByDefault("streamed", 512, True, (), 3.0 * GIB, spent)
-    return dataclasses.replace(found, by_default=default)
+    return dataclasses.replace(plan, by_default=default)
 
 
 @pytest.mark.parametrize(("share", "wins"), [(0.9, True), (0.998, False), (1.1, False)])
 def test_the_default_is_printed_first_where_it_is_faster(share, wins):
-    found = with_default(share)
-    text = plan_table(found, modules=False)
-    assert found.default_wins == wins
+    plan = with_default(share)
+    text = plan_table(plan, modules=False)
+    assert plan.default_wins == wins
     assert ("1,000 tokens: streambp.patch(model)\n" in text) == wins
     assert ("streambp launch -- PROGRAM" in text) == wins
     assert ("StreamSFTConfig()" in text) == wins
     assert "streambp.StreamConfig(chunk_size=" in text
-    spent = found.by_default.seconds if wins else found.choice.seconds.total
-    assert seconds_of(found) == spent
+    spent = plan.by_default.seconds if wins else plan.choice.seconds.total
+    assert seconds_of(plan) == spent
 
 
 def test_the_default_does_not_win_against_a_request():
     """It keeps weights on the device; and it has to fit."""
-    found = with_default(0.5)
-    elsewhere = dataclasses.replace(found, setting=Setting(weights="cpu"))
+    plan = with_default(0.5)
+    elsewhere = dataclasses.replace(plan, setting=Setting(weights="cpu"))
     assert not elsewhere.default_wins
-    misfit = dataclasses.replace(found.by_default, fits=False)
-    assert not dataclasses.replace(found, by_default=misfit).default_wins
+    misfit = dataclasses.replace(plan.by_default, fits=False)
+    assert not dataclasses.replace(plan, by_default=misfit).default_wins
 
 
 def four_bits(how):
@@ -152,18 +152,18 @@ def slow_link():
 def check_four_bits_are_named():
     """Where memory binds, and a quarter of the weights' bytes makes room for the fast method."""
     memory = Memory(14 * MILLION, None, 0.0)
-    found = plan_profile(two_speeds(), 1000, memory, Setting(optimizer=0), slow_link())
-    named = list(faster(found, LORA, four_bits))
-    assert [one.options for one in named] == [("--lora", "16", "--bits", "4")]
-    table = "\n".join(remedies_table(found, named, ["streambp plan again"]))
+    plan = plan_profile(two_speeds(), 1000, memory, Setting(optimizer=0), slow_link())
+    suggestions = list(faster(plan, LORA, four_bits))
+    assert [remedy.options for remedy in suggestions] == [("--lora", "16", "--bits", "4")]
+    table = "\n".join(remedies_table(plan, suggestions, ["streambp plan again"]))
     assert "Faster:\n  LoRA of rank 16 on 4-bit weights: 1,000 tokens" in table
 
 
 def test_four_bits_are_named_where_memory_binds():
     check_four_bits_are_named()
     plenty = Memory(900 * MILLION, None, 0.0)
-    found = plan_profile(two_speeds(), 1000, plenty, Setting(), slow_link())
-    assert not list(faster(found, LORA, pytest.fail))
+    plan = plan_profile(two_speeds(), 1000, plenty, Setting(), slow_link())
+    assert not list(faster(plan, LORA, pytest.fail))
 
 
 def test_an_option_that_is_not_named_is_seen(monkeypatch):
@@ -175,18 +175,18 @@ def test_an_option_that_is_not_named_is_seen(monkeypatch):
 def check_four_bits_where_plenty_is_slow(monkeypatch):
     """On a device with memory for everything, the default runs unpatched and is slower."""
     real = suggesting.plan_profile
-    found = plan_profile(
+    plan = plan_profile(
         two_speeds(), 1000, Memory(14 * MILLION, None, 0.0), Setting(optimizer=0), slow_link()
     )
 
-    def planned(profile, length, memory, *more):
+    def planned(profile, length, memory, *arguments):
         if memory.gpu == suggesting.PLENTY:
-            return found
-        return real(profile, length, memory, *more)
+            return plan
+        return real(profile, length, memory, *arguments)
 
     monkeypatch.setattr(suggesting, "plan_profile", planned)
-    named = list(faster(found, LORA, four_bits))
-    assert [one.options for one in named] == [("--lora", "16", "--bits", "4")]
+    suggestions = list(faster(plan, LORA, four_bits))
+    assert [remedy.options for remedy in suggestions] == [("--lora", "16", "--bits", "4")]
 
 
 def test_more_memory_may_help_less_than_some(monkeypatch):
@@ -194,11 +194,11 @@ def test_more_memory_may_help_less_than_some(monkeypatch):
 
 
 def test_a_bound_from_plenty_alone_is_seen(monkeypatch):
-    def least(found):
-        plenty = dataclasses.replace(found.memory, gpu=suggesting.PLENTY, host=None)
-        return seconds_of(suggesting.plan_profile(found.profile, 1000, plenty, found.setting))
+    def min_seconds(plan):
+        plenty = dataclasses.replace(plan.memory, gpu=suggesting.PLENTY, host=None)
+        return seconds_of(suggesting.plan_profile(plan.profile, 1000, plenty, plan.setting))
 
-    monkeypatch.setattr(suggesting, "_least_seconds", least)
+    monkeypatch.setattr(suggesting, "_min_seconds", min_seconds)
     with pytest.raises(AssertionError):
         check_four_bits_where_plenty_is_slow(monkeypatch)
 
@@ -212,9 +212,9 @@ def trained_layers():
 
 def test_full_training_is_told_of_weights_on_the_host():
     """The weights alone have 11 MB, and the card has 8."""
-    found = plan_profile(trained_layers(), 1000, Memory(8 * MILLION, None, 0.0), Setting())
-    assert found.choice is None
-    first = next(iter(remedies(found, 1000, Training(), pytest.fail)))
+    plan = plan_profile(trained_layers(), 1000, Memory(8 * MILLION, None, 0.0), Setting())
+    assert plan.choice is None
+    first = next(iter(remedies(plan, 1000, Training(), pytest.fail)))
     assert "--weights" in first.options
     assert first.plan.setting.weights == "cpu"
     assert first.plan.choice.peak.total <= 8 * MILLION
@@ -222,12 +222,14 @@ def test_full_training_is_told_of_weights_on_the_host():
 
 
 def test_no_remedy_has_more_gpus_than_a_node():
-    found = plan_profile(trained_layers(), 1000, Memory(3 * MILLION, None, 0.0), Setting())
-    for remedy in remedies(found, 1000, Training(), lambda how: trained_layers()):
+    plan = plan_profile(trained_layers(), 1000, Memory(3 * MILLION, None, 0.0), Setting())
+    for remedy in remedies(plan, 1000, Training(), lambda how: trained_layers()):
         assert remedy.plan.setting.gpus <= MOST_GPUS
     roomy = plan_profile(trained_layers(), 1000, Memory(30 * MILLION, None, 0.0), Setting())
-    named = remedies(roomy, 1000, Training(), lambda how: trained_layers())
-    wider = [one.plan.setting for one in named if "--gpus" in one.options]
+    suggestions = remedies(roomy, 1000, Training(), lambda how: trained_layers())
+    wider = [
+        suggestion.plan.setting for suggestion in suggestions if "--gpus" in suggestion.options
+    ]
     assert [(setting.gpus, setting.zero) for setting in wider] == [(2, 3)]
 
 
@@ -235,23 +237,23 @@ def test_a_model_that_takes_no_adapters_has_other_remedies():
     def refuse(how):
         raise ValueError("Module 'out_proj' is incompatible")
 
-    found = plan_profile(trained_layers(), 1000, Memory(20 * MILLION, None, 0.0), Setting())
-    named = list(remedies(found, 1000, Training(), refuse))
-    assert named
-    assert not any("--lora" in one.options for one in named)
+    plan = plan_profile(trained_layers(), 1000, Memory(20 * MILLION, None, 0.0), Setting())
+    suggestions = list(remedies(plan, 1000, Training(), refuse))
+    assert suggestions
+    assert not any("--lora" in remedy.options for remedy in suggestions)
 
 
 @functools.cache
 def counted_profile(name, training):
-    asked = Asked(RELEASED[name](), lora=training.lora, bits=training.bits)
-    return survey(asked.skeleton(), STREAMED, accumulating=False, tree=False)
+    request = CountRequest(RELEASED[name](), lora=training.lora, bits=training.bits)
+    return survey(request.skeleton(), STREAMED, accumulating=False, tree=False)
 
 
 def replanned(remedy, memory, training, length, count):
     """The plan of the printed command, read by the command line's own parser."""
-    given = ["plan", "MODEL", "--seq-len", str(length), "--gpu-memory", str(memory.gpu)]
-    given += ["--host-memory", str(memory.host)]
-    read = cli.parse(with_options([*given, *training.options], remedy.options))
+    arguments = ["plan", "MODEL", "--seq-len", str(length), "--gpu-memory", str(memory.gpu)]
+    arguments += ["--host-memory", str(memory.host)]
+    read = cli.parse(with_options([*arguments, *training.options], remedy.options))
     setting = Setting(
         gpus=read.gpus or 1, zero=read.zero, weights=read.weights,
         optimizer_on_host=read.optimizer_on_host,
@@ -264,22 +266,29 @@ def replanned(remedy, memory, training, length, count):
 def check_cell(name, memory, training, length, count=None):
     """One plan: nothing that it knows is 2 % faster and not named, and its remedies fit."""
     count = count or functools.partial(counted_profile, name)
-    found = plan_profile(count(training), length, memory, Setting())
-    if found.choice is None:
-        named = list(remedies(found, length, training, count))
-        assert named, (name, memory, training, length)
-        for one in named:
-            assert replanned(one, memory, training, length, count).choice == one.plan.choice
+    plan = plan_profile(count(training), length, memory, Setting())
+    if plan.choice is None:
+        suggestions = list(remedies(plan, length, training, count))
+        assert suggestions, (name, memory, training, length)
+        for remedy in suggestions:
+            assert replanned(remedy, memory, training, length, count).choice == remedy.plan.choice
         return False
-    named = list(faster(found, training, count))
-    best = min(map(seconds_of, (found, *(one.plan for one in named))))
+    suggestions = list(faster(plan, training, count))
+    best = min(map(seconds_of, (plan, *(remedy.plan for remedy in suggestions))))
     trainings = [training, *(how for how in training.smaller() if training.lora is not None)]
     for how in trainings:
         for _, setting in settings_of(Setting()):
-            other = plan_profile(count(how), length, memory, setting)
-            assert seconds_of(other) > 0.98 * best, (name, memory, training, length, how, setting)
-    for one in named:
-        assert replanned(one, memory, training, length, count).choice == one.plan.choice
+            changed_plan = plan_profile(count(how), length, memory, setting)
+            assert seconds_of(changed_plan) > 0.98 * best, (
+                name,
+                memory,
+                training,
+                length,
+                how,
+                setting,
+            )
+    for remedy in suggestions:
+        assert replanned(remedy, memory, training, length, count).choice == remedy.plan.choice
     return True
 
 

@@ -52,10 +52,10 @@ def counted(model, fewer):
 
 def check(family, lora):
     model = deep(family, lora)
-    before = [(name, type(module)) for name, module in model.named_modules()]
-    whole, few = (counted(model, fewer) for fewer in (False, True))
-    assert whole == few
-    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    modules_before = [(name, type(module)) for name, module in model.named_modules()]
+    full, shrunk = (counted(model, fewer) for fewer in (False, True))
+    assert full == shrunk
+    assert [(name, type(module)) for name, module in model.named_modules()] == modules_before
     return Skeleton(model, torch.bfloat16, None, 16, "cuda", fewer=True)
 
 
@@ -67,8 +67,8 @@ FAST = (("qwen3", False), ("qwen3", True), ("qwen3_moe", True))
     thinned(itertools.product(FAMILIES, (False, True)), lambda *case: case in FAST),
 )
 def test_what_is_counted_is_the_same(family, lora):
-    reduced = check(family, lora).reduce()
-    assert len(reduced.kept) < len(reduced.kinds)
+    shrunk_model = check(family, lora).reduce()
+    assert len(shrunk_model.layer_indices) < len(shrunk_model.kinds)
 
 
 class Stays:
@@ -80,9 +80,11 @@ class Stays:
 
 def test_the_others_are_not_copied():
     model = deep("qwen3")
-    kept = Skeleton(model, torch.bfloat16, None, 16, "cuda", fewer=True).reduce().kept
+    layer_indices = (
+        Skeleton(model, torch.bfloat16, None, 16, "cuda", fewer=True).reduce().layer_indices
+    )
     for index, layer in enumerate(model.model.layers):
-        if index not in kept:
+        if index not in layer_indices:
             layer.stays = Stays()
     with pytest.raises(AssertionError, match="copied"):
         Skeleton(model, torch.bfloat16, None, 16, "cuda")
@@ -107,8 +109,8 @@ def test_one_layer_several_times():
     )
     layer = model.model.layers[0]
     model.model.layers = torch.nn.ModuleList([layer] * 6)
-    whole, few = (
+    full, shrunk = (
         Skeleton(model, torch.bfloat16, None, 16, "cuda", fewer=fewer) for fewer in (False, True)
     )
-    assert whole.reduce() == few.reduce()
-    assert {type(one) for one in few.model.model.layers} == {type(layer)}
+    assert full.reduce() == shrunk.reduce()
+    assert {type(shrunk_layer) for shrunk_layer in shrunk.model.model.layers} == {type(layer)}

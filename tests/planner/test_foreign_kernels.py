@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from streambp.errors import StreamBPError
-from streambp.planner.counted import Asked, counted
+from streambp.planner.counted import CountRequest, counted
 from streambp.planner.kernels import no_launches
 from streambp.planner.survey import CHECKPOINTING, streamed
 from tests.families import build
-from tests.liger_stand_in import bind, stand_in, written
+from tests.liger_stand_in import bind, stand_in, write_module
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 LAUNCHED = "doubled cannot be launched on tensors without data"
@@ -26,29 +26,29 @@ def doubled(x):  # nothing compiles it
 
 
 def profile(model, kernels):
-    return counted(Asked(model, kernels=kernels), [CHECKPOINTING, streamed(("attn_out",))])
+    return counted(CountRequest(model, kernels=kernels), [CHECKPOINTING, streamed(("attn_out",))])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_ligers_modules_are_counted_as_such(family, monkeypatch):
     plain = build(family, torch.bfloat16)
-    expected, own = profile(plain, "liger"), profile(plain, "own")
+    expected, own_kernels = profile(plain, "liger"), profile(plain, "own")
     stand_in(monkeypatch)(plain, ("rms_norm", "swiglu", "rope"))
     assert any("forward" in vars(module) for module in plain.modules())
-    assert profile(plain, "own").methods == expected.methods != own.methods
+    assert profile(plain, "own").methods == expected.methods != own_kernels.methods
 
 
 def test_parts_of_liger_leave_the_rest_as_it_is(monkeypatch):
     plain = build("qwen3", torch.bfloat16)
-    whole, own = profile(plain, "liger"), profile(plain, "own")
+    liger, own_kernels = profile(plain, "liger"), profile(plain, "own")
     stand_in(monkeypatch)(plain, ("rms_norm",))
-    found = profile(plain, "own")
-    assert own.methods != found.methods != whole.methods
+    liger_norms = profile(plain, "own")
+    assert own_kernels.methods != liger_norms.methods != liger.methods
 
 
 def test_an_unknown_kernel_is_named_and_not_launched():
     model = build("qwen3", torch.bfloat16)
-    hub = written(
+    hub = write_module(
         "hub_norms.layers",
         "def forward(self, x):\n    kernel[(1,)](x)\n    return x * self.weight\n",
         kernel=doubled,

@@ -16,7 +16,7 @@ import pytest
 
 from streambp.offload import moving
 from streambp.offload.free_memory import DEFAULT_HOST_PART, HOST_PART
-from streambp.planner.counted import Asked, counted
+from streambp.planner.counted import CountRequest, counted
 from streambp.planner.plan import Memory, plan_profile
 from streambp.planner.profile import Setting
 from streambp.planner.report import plan_table
@@ -38,31 +38,31 @@ LORA_131K = 45.0  # seconds, on 79 GiB, with LoRA's Linears as one operation
 
 @functools.cache
 def small_profile():
-    return counted(Asked(small()), (STREAMED[0], streamed((), "cpu")))
+    return counted(CountRequest(small()), (STREAMED[0], streamed((), "cpu")))
 
 
 @functools.cache
 def profile_of(kind):
     lora, bits = KINDS[kind]
-    asked = Asked(RELEASED["Qwen3-8B"](), lora=lora, bits=bits, with_liger=True)
-    return counted(asked, (UNPATCHED_RECIPE, *STREAMED))
+    request = CountRequest(RELEASED["Qwen3-8B"](), lora=lora, bits=bits, with_liger=True)
+    return counted(request, (UNPATCHED_RECIPE, *STREAMED))
 
 
 def planned(profile, tokens, gpu, host=HOST):
     return plan_profile(profile, tokens, Memory(gpu, host), Setting(optimizer=0), RATES)
 
 
-def printed_seconds(found):
+def printed_seconds(plan):
     """Seconds of the fastest step that a plan can print."""
-    seconds = [math.inf if found.choice is None else found.choice.seconds.total]
-    if found.both_rooms is not None and found.both_rooms.fits:
-        seconds.append(found.both_rooms.seconds)
+    seconds = [math.inf if plan.choice is None else plan.choice.seconds.total]
+    if plan.both_rooms is not None and plan.both_rooms.fits:
+        seconds.append(plan.both_rooms.seconds)
     return min(seconds)
 
 
-def is_as_fast(found):
-    default = found.by_default
-    printed = printed_seconds(found)
+def is_as_fast(plan):
+    default = plan.by_default
+    printed = printed_seconds(plan)
     assert default.fits or math.isinf(printed)
     assert math.isinf(printed) or default.seconds <= AS_FAST * printed
 
@@ -77,7 +77,7 @@ def planning():
     return sys.modules[plan_profile.__module__]
 
 
-def shown(default):
+def seconds_text(default):
     return f"{default.seconds:.2f} s" if default.fits else "-"
 
 
@@ -92,13 +92,13 @@ def test_the_default_is_as_fast_as_the_plan(as_much_as_the_plan, monkeypatch):
             with_half = planned(profile_of(kind), tokens, gpu * GIB).by_default
         default = with_much.by_default
         print(
-            f"{kind}, {tokens:,}, {gpu}: {printed_seconds(with_much):.2f} s | {shown(with_half)}, "
-            f"{with_half.leaving / GIB:.1f} GiB to the host | {shown(default)}, "
-            f"{default.leaving / GIB:.1f} GiB"
+            f"{kind}, {tokens:,}, {gpu}: {printed_seconds(with_much):.2f} s | "
+            f"{seconds_text(with_half)}, {with_half.leaving / GIB:.1f} GiB to the host | "
+            f"{seconds_text(default)}, {default.leaving / GIB:.1f} GiB"
         )
         rows.append((with_much, with_half))
     at_131k = planned(profile_of("LoRA"), 131_072, 79 * GIB).by_default
-    print(f"LoRA, 131,072, 79: {shown(at_131k)}")
+    print(f"LoRA, 131,072, 79: {seconds_text(at_131k)}")
     assert at_131k.fits
     assert at_131k.seconds <= LORA_131K
     for with_much, with_half in rows:
@@ -117,29 +117,29 @@ def test_a_small_model_is_as_fast_as_the_plan(as_much_as_the_plan):
     for tokens in (8192, 32768):
         for gpu in (3, 4, 6):
             is_as_fast(planned(small_profile(), tokens, gpu * GIB, 8 * GIB))
-    found = planned(small_profile(), 32768, 4 * GIB, 8 * GIB)
-    assert found.default_wins
-    assert not found.both_rooms_win
-    default = found.by_default
+    plan = planned(small_profile(), 32768, 4 * GIB, 8 * GIB)
+    assert plan.default_wins
+    assert not plan.both_rooms_win
+    default = plan.by_default
     assert default.leaving > 0
     assert default.peak <= 0.95 * 4 * GIB
-    text = plan_table(found, modules=False)
+    text = plan_table(plan, modules=False)
     assert "32,768 tokens: streambp.patch(model)\n" in text
     assert f"moves {default.leaving / GIB:.1f} GiB to the host" in text
 
 
 def test_no_host_is_no_move():
-    found = planned(small_profile(), 32768, 4 * GIB, 0)
-    assert found.by_default.leaving == 0
-    more = planned(small_profile(), 32768, 4 * GIB, 8 * GIB)
-    assert more.by_default.seconds < found.by_default.seconds
+    plan = planned(small_profile(), 32768, 4 * GIB, 0)
+    assert plan.by_default.leaving == 0
+    with_host = planned(small_profile(), 32768, 4 * GIB, 8 * GIB)
+    assert with_host.by_default.seconds < plan.by_default.seconds
 
 
 def test_a_chunk_of_all_tokens_saves_no_keys_on_the_host():
     """Its backward computes no keys and values of their own."""
-    one = planned(small_profile(), 8192, 4 * GIB, 8 * GIB)
-    costs = one.by_default.saved
-    assert one.by_default.chunk_size == 8192
+    plan = planned(small_profile(), 8192, 4 * GIB, 8 * GIB)
+    costs = plan.by_default.saved
+    assert plan.by_default.chunk_size == 8192
     assert "kv" not in {saved.name for saved in costs}
 
 
@@ -155,8 +155,8 @@ def with_much_to_gain(patch):
 def only_small_chunks(patch):
     real = moving.HostChoice.predicted
 
-    def predicted(self, figures, costs, shape, left, host):
-        step = real(self, figures, costs, shape, left, host)
+    def predicted(self, figures, costs, shape, free_bytes, host):
+        step = real(self, figures, costs, shape, free_bytes, host)
         return dataclasses.replace(step, fits=step.fits and shape.chunk <= 1024)
 
     patch.setattr(moving.HostChoice, "predicted", predicted)

@@ -63,8 +63,8 @@ def build(name):
 def backward_peak(model, length, streams):
     """Bytes beyond the layer's input, and beyond the states of a chunk."""
     (layer,) = find_stacks(model).stacks[0].layers
-    given = []
-    layer.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    inputs = []
+    layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     with torch.device("meta"), standing_in(model, "kernels"), contextlib.ExitStack() as stack:
         if not streams:
             stack.enter_context(fused_attention(model))
@@ -73,9 +73,9 @@ def backward_peak(model, length, streams):
         )
         with StepCount(None) as count:
             loss = Source.apply(model(inputs_embeds=x, use_cache=False).last_hidden_state)
-            made = given.pop().untyped_storage()
+            storage = inputs.pop().untyped_storage()
             # by the embedding's multiplier
-            scaled = 0 if made._cdata == x.untyped_storage()._cdata else made.nbytes()
+            scaled = 0 if storage._cdata == x.untyped_storage()._cdata else storage.nbytes()
             count.reset_peak()
             loss.backward()
     model.zero_grad(set_to_none=True)
@@ -86,9 +86,9 @@ def slope(name, streams):
     """KB a token, and those of the states that chunks start from."""
     states = []
 
-    def keep(self, chunk, found, real=SavedForBackward.keep_states):
-        states.append(sum(state.nbytes for state in found.values()))
-        real(self, chunk, found)
+    def keep(self, chunk, layer_states, real=SavedForBackward.keep_states):
+        states.append(sum(state.nbytes for state in layer_states.values()))
+        real(self, chunk, layer_states)
 
     model = build(name)
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
@@ -109,24 +109,24 @@ def slope(name, streams):
 )
 def test_a_layers_backward_grows_by_its_gradients_and_states(name):
     hidden = 2 * SHAPES[name].hidden_size
-    found, states = slope(name, True)
+    streamed, states = slope(name, True)
     plain, _ = slope(name, False)
     bound = 1.05 * (2 * hidden + states) + ATTENDS.get(name, 0)
     print(
-        f"{name}: hidden {hidden / KB:.1f}, states {states / KB:.2f}, streamed {found / KB:.2f} of "
-        f"at most {bound / KB:.2f}, checkpointed {plain / KB:.1f} KB a token"
+        f"{name}: hidden {hidden / KB:.1f}, states {states / KB:.2f}, streamed {streamed / KB:.2f} "
+        f"of at most {bound / KB:.2f}, checkpointed {plain / KB:.1f} KB a token"
     )
     assert states > 0
-    assert hidden < found <= bound
-    assert plain > 8 * found
+    assert hidden < streamed <= bound
+    assert plain > 8 * streamed
 
 
 def check_views_are_seen(name="Bamba-9B"):
     """End states that are views keep the chunk's whole convolution input: one convolution's width a
     token."""
-    found, states = slope(name, True)
+    streamed, states = slope(name, True)
     hidden = 2 * SHAPES[name].hidden_size
-    assert found <= 1.05 * (2 * hidden + states)
+    assert streamed <= 1.05 * (2 * hidden + states)
 
 
 def test_states_that_are_views_are_seen(monkeypatch):
@@ -134,8 +134,10 @@ def test_states_that_are_views_are_seen(monkeypatch):
 
     def view(self, conv_states, layer_idx, *args, **kwargs):
         joined = real(self, conv_states, layer_idx, *args, **kwargs)
-        key, state = next((key, state) for key, state in self.after.items() if key.kind == "conv")
-        self.after[key] = joined[..., -state.shape[-1] :]
+        key, state = next(
+            (key, state) for key, state in self.end_states.items() if key.kind == "conv"
+        )
+        self.end_states[key] = joined[..., -state.shape[-1] :]
         return joined
 
     monkeypatch.setattr(StateCache, "update_conv_state", view)

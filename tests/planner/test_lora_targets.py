@@ -14,7 +14,7 @@ import torch
 from streambp import cli
 from streambp.errors import ConfigError
 from streambp.planner import Memory, Setting, adapters
-from streambp.planner.counted import Asked
+from streambp.planner.counted import CountRequest
 from streambp.planner.plan import plan_profile
 from streambp.planner.profile import Group, from_json, to_json
 from streambp.planner.report import plan_table
@@ -39,10 +39,10 @@ def adapted_names(model):
 def check_left_out(name):
     skeleton = Skeleton(zoo.tiny_config(name), torch.bfloat16, 4, 16, "cuda")
     assert skeleton.without_adapters == ("out_proj",)
-    found = adapted_names(skeleton.model)
-    assert found
-    assert "out_proj" not in found
-    assert "lm_head" not in found
+    names = adapted_names(skeleton.model)
+    assert names
+    assert "out_proj" not in names
+    assert "lm_head" not in names
 
 
 @pytest.mark.parametrize("name", thinned(MAMBAS, lambda name: name == "falcon_h1"))
@@ -59,23 +59,23 @@ def test_a_refusal_that_nobody_asks_for_is_seen(monkeypatch):
 def test_other_models_have_adapters_on_every_linear():
     skeleton = Skeleton(zoo.tiny_config("qwen3"), torch.bfloat16, 4, 16, "cuda")
     assert skeleton.without_adapters == ()
-    wanted = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert adapted_names(skeleton.model) == wanted
+    expected = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert adapted_names(skeleton.model) == expected
 
 
 def test_targets_are_those_that_were_named():
     options = {"lora": 4, "lora_targets": ("q_proj", "v_proj")}
-    skeleton = Asked(zoo.tiny_config("qwen3"), **options).skeleton()
+    skeleton = CountRequest(zoo.tiny_config("qwen3"), **options).skeleton()
     assert adapted_names(skeleton.model) == {"q_proj", "v_proj"}
     with pytest.raises(ConfigError, match="--lora-targets q_proj,k_proj"):
-        Asked(zoo.tiny_config("qwen3"), lora=4, lora_targets=("nothing",)).skeleton()
+        CountRequest(zoo.tiny_config("qwen3"), lora=4, lora_targets=("nothing",)).skeleton()
     with pytest.raises(ConfigError, match="out_proj"):
-        Asked(zoo.tiny_config("falcon_h1"), lora=4, lora_targets=("out_proj",)).skeleton()
+        CountRequest(zoo.tiny_config("falcon_h1"), lora=4, lora_targets=("out_proj",)).skeleton()
 
 
 def test_the_plan_names_them():
-    asked = Asked(zoo.tiny_config("falcon_h1"), lora=4)
-    profile = survey(asked.skeleton(), [streamed()], accumulating=False, tree=False)
+    request = CountRequest(zoo.tiny_config("falcon_h1"), lora=4)
+    profile = survey(request.skeleton(), [streamed()], accumulating=False, tree=False)
     assert from_json(json.loads(json.dumps(to_json(profile)))) == profile
     table = plan_table(plan_profile(profile, 4096, Memory(80 * GIB), Setting()), modules=False)
     assert "Linears without adapters, because peft refuses them: out_proj" in table
@@ -85,7 +85,7 @@ def test_experts_that_stay_whole_are_told(counted):
     """Of 4 bits; not where all weights have 16, and not of a model without experts."""
     dense = Group("dense", 1_000_000, 600_000, 0, 0)
     experts = Group("expert", 9_000_000, 18_000_000, 0, 0)
-    for groups, told in (
+    for groups, is_printed in (
         ((dense, experts), True),
         ((dense,), False),
         ((dataclasses.replace(dense, bytes=2_000_000), experts), False),
@@ -93,13 +93,13 @@ def test_experts_that_stay_whole_are_told(counted):
         profile = dataclasses.replace(counted, groups=groups)
         table = plan_table(plan_profile(profile, 4096, Memory(80 * GIB), Setting()), modules=False)
         words = "9.00M parameters of experts stay in bfloat16, 0.0 GiB: bitsandbytes quantizes"
-        assert (words in table) == told
+        assert (words in table) == is_printed
 
 
 @pytest.fixture(scope="module")
 def counted():
-    asked = Asked(zoo.tiny_config("qwen3"), lora=4)
-    return survey(asked.skeleton(), [streamed()], accumulating=False, tree=False)
+    request = CountRequest(zoo.tiny_config("qwen3"), lora=4)
+    return survey(request.skeleton(), [streamed()], accumulating=False, tree=False)
 
 
 def test_targets_on_the_command_line():

@@ -53,12 +53,12 @@ def ran(call, *inputs):
     gradients."""
     with LiveBytes() as count:
         outputs = [out for out in call(*inputs) if out is not None]
-        kept = count.live
+        saved_bytes = count.live
         grads = [torch.empty_like(out) for out in outputs]
-        before = count.live - kept
+        bytes_before = count.live - saved_bytes
         count.reset_peak()
-        found = torch.autograd.grad(outputs, [x for x in inputs if x is not None], grads)
-        return kept, count.peak - before, found
+        gradients = torch.autograd.grad(outputs, [x for x in inputs if x is not None], grads)
+        return saved_bytes, count.peak - bytes_before, gradients
 
 
 def delta_inputs(tokens, per_channel):
@@ -76,14 +76,17 @@ def check_kept():
         return delta_rule(*inputs, True, True)
 
     q, k, v, g, beta, start = delta_inputs(tokens, False)
-    kept, _, found = ran(rule, q, k, v, g, beta, start)
+    saved_bytes, _, gradients = ran(rule, q, k, v, g, beta, start)
     normalised = 2 * tokens * 2 * (16 * 2 + 4)
-    assert kept == tokens * 4 * 32 * 2 + state + normalised + tokens * 4 * 4 + tokens * 4 * 64 * 2
-    assert [x.shape for x in found] == [x.shape for x in (q, k, v, g, beta, start)]
-    q, k, v, g, beta, start = delta_inputs(tokens, True)
-    kept, _, _ = ran(rule, q, k, v, g, beta, start)
     assert (
-        kept
+        saved_bytes
+        == tokens * 4 * 32 * 2 + state + normalised + tokens * 4 * 4 + tokens * 4 * 64 * 2
+    )
+    assert [x.shape for x in gradients] == [x.shape for x in (q, k, v, g, beta, start)]
+    q, k, v, g, beta, start = delta_inputs(tokens, True)
+    saved_bytes, _, _ = ran(rule, q, k, v, g, beta, start)
+    assert (
+        saved_bytes
         == tokens * 4 * 32 * 2 + state + normalised + tokens * 4 * 16 * 4 + 2 * tokens * 4 * 64 * 2
     )
 
@@ -94,8 +97,10 @@ def check_kept():
         empty(1, 8, tokens),
         empty(32, dtype=WIDE),
     )
-    kept, _, _ = ran(selective_scan, u, dt, a, b, c, d, z, empty(32, dtype=WIDE))
-    assert kept == 2 * 32 * tokens * 2 + 32 * 2 * 8 * 4  # out, gated, and states of one block
+    saved_bytes, _, _ = ran(selective_scan, u, dt, a, b, c, d, z, empty(32, dtype=WIDE))
+    assert (
+        saved_bytes == 2 * 32 * tokens * 2 + 32 * 2 * 8 * 4
+    )  # out, gated, and states of one block
 
     x, dt, b, c = (
         empty(1, tokens, 4, 32),
@@ -105,9 +110,11 @@ def check_kept():
     )
     head = empty(4, dtype=WIDE)
     start = empty(1, 4, 32, 16, dtype=WIDE)
-    kept, _, found = ran(lambda *i: mamba2_scan(*i, 64), x, dt, head, b, c, head, head, start)
-    assert kept == 4 * 32 * tokens * 2 + start.nbytes + 4 * tokens * 4  # out, end, decay
-    assert found[-1].dtype == start.dtype
+    saved_bytes, _, gradients = ran(
+        lambda *i: mamba2_scan(*i, 64), x, dt, head, b, c, head, head, start
+    )
+    assert saved_bytes == 4 * 32 * tokens * 2 + start.nbytes + 4 * tokens * 4  # out, end, decay
+    assert gradients[-1].dtype == start.dtype
 
 
 def check_peaks():
@@ -115,7 +122,9 @@ def check_peaks():
     three of k and dw."""
     tokens = 4096
     q, k, v, g, beta, start = delta_inputs(tokens, False)
-    kept, peak, _ = ran(lambda *inputs: delta_rule(*inputs, True, True), q, k, v, g, beta, start)
+    saved_bytes, peak, _ = ran(
+        lambda *inputs: delta_rule(*inputs, True, True), q, k, v, g, beta, start
+    )
     blocks = 2 * (tokens // 64) * 4 * 16 * 32 * 2  # h and dh
     values, keys, small = tokens * 4 * 32 * 2, tokens * 4 * 16 * 2, tokens * 4
     at_most = (
@@ -125,12 +134,12 @@ def check_peaks():
         + 3 * tokens * 2 * 16 * 2
         + small * (4 + 4 + 2)
     )
-    assert peak - kept == pytest.approx(at_most, rel=0.01)
-    kept, peak, _ = ran(
+    assert peak - saved_bytes == pytest.approx(at_most, rel=0.01)
+    saved_bytes, peak, _ = ran(
         lambda *inputs: (causal_conv(*inputs),), empty(1, 64, 128), empty(64, 4), None
     )
     # dx, dW in float32 and then in its dtype
-    assert peak - kept == 64 * 128 * 2 + 64 * 4 * 4 + 64 * 4 * 2
+    assert peak - saved_bytes == 64 * 128 * 2 + 64 * 4 * 4 + 64 * 4 * 2
 
 
 def test_what_kernels_keep_by_hand():
@@ -154,8 +163,8 @@ def test_fused_forms_return_every_gradient():
         empty(32, 8, dtype=WIDE),
     )
     inputs += (empty(32, dtype=WIDE), empty(32, dtype=WIDE))
-    _, _, found = ran(lambda *i: (fused_mamba(*i, torch.ones(1)),), *inputs)
-    assert [x.shape for x in found] == [x.shape for x in inputs if x is not None]
+    _, _, gradients = ran(lambda *i: (fused_mamba(*i, torch.ones(1)),), *inputs)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs if x is not None]
     heads = empty(4, dtype=WIDE)
     inputs = (
         empty(2, 256, 2 * 128 + 2 * 2 * 16 + 4),
@@ -165,37 +174,40 @@ def test_fused_forms_return_every_gradient():
         heads.detach().requires_grad_(),
     )
     inputs += (empty(4), empty(128), empty(48, 128), empty(48))
-    _, _, found = ran(lambda *i: (fused_mamba2(*i, 32, 2, 64),), *inputs)
-    assert [x.shape for x in found] == [x.shape for x in inputs]
+    _, _, gradients = ran(lambda *i: (fused_mamba2(*i, 32, 2, 64),), *inputs)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_functions_are_known_by_their_parameters(family):
     model = Skeleton(zoo.tiny_config(family), HALF, None, 16, "cuda").model
-    found = mixers_of(model)
-    beyond = set(out_of_reach(model))
-    assert {kernel.package for _, _, kernel in found} == FAMILIES[family] - beyond
-    assert beyond <= FAMILIES[family]
-    assert not (beyond and MIXERS_ARE_FUNCTIONS)
-    assert not any("update" in name or "recurrent" in name for _, name, _ in found)
-    assert len({(id(space), id(kernel)) for space, _, kernel in found}) == len(found)
+    functions = mixers_of(model)
+    unreachable = set(out_of_reach(model))
+    assert {kernel.package for _, _, kernel in functions} == FAMILIES[family] - unreachable
+    assert unreachable <= FAMILIES[family]
+    assert not (unreachable and MIXERS_ARE_FUNCTIONS)
+    assert not any("update" in name or "recurrent" in name for _, name, _ in functions)
+    assert len({(id(space), id(kernel)) for space, _, kernel in functions}) == len(functions)
 
 
 def test_nothing_stays_behind_an_exception():
     model = zoo.build("qwen3_next", WIDE)
     space = sys.modules[type(model).__module__].__dict__
-    before = dict(space)
-    seen = {}
+    space_before = dict(space)
+    space_inside = {}
 
     def fail():
         with standing_in(model, "kernels"):
-            seen.update(space)
+            space_inside.update(space)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert seen["torch_chunk_gated_delta_rule"] is not before["torch_chunk_gated_delta_rule"]
-    assert all(space[name] is value for name, value in before.items())
+    assert (
+        space_inside["torch_chunk_gated_delta_rule"]
+        is not space_before["torch_chunk_gated_delta_rule"]
+    )
+    assert all(space[name] is value for name, value in space_before.items())
 
 
 def test_a_model_with_data_runs_its_own_functions_meanwhile():
@@ -248,9 +260,9 @@ def operations(config, choice, point):
         number += 1
         return real_call(self, *arguments)
 
-    def kernel(function, known, *arguments, **named):
-        calls.append(known.package)
-        return real_kernel(function, known, *arguments, **named)
+    def kernel(function, mixer_kernel, *arguments, **keywords):
+        calls.append(mixer_kernel.package)
+        return real_kernel(function, mixer_kernel, *arguments, **keywords)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(StepCount, "__torch_dispatch__", call)

@@ -44,8 +44,8 @@ def test_float32_is_predicted_within_one_percent(family, recipe):
     phases, *_ = predict(mixture(family), RECIPES[recipe], 129, 32)
     predicted = max(phase.peak - phase.gradients for phase in phases)
     spans = measure(mixture(family), RECIPES[recipe], 129, 32)
-    before = [0, *(span.gradients for span in spans[:-1])]
-    measured = max(span.peak - old for span, old in zip(spans, before, strict=True))
+    gradients_before = [0, *(span.gradients for span in spans[:-1])]
+    measured = max(span.peak - old for span, old in zip(spans, gradients_before, strict=True))
     print(f"{family}, {recipe}: {100 * (predicted / measured - 1):+.3f} %")
     assert abs(predicted / measured - 1) <= 0.01
 
@@ -55,13 +55,13 @@ def test_dtypes_of_a_gpu(dtype):
     """A step on meta tensors, whose products and routed pairs are those of bfloat16."""
     config = zoo.tiny_config("gpt_oss")
     config._experts_implementation = "grouped_mm"
-    found = []
-    for one in (dtype, torch.bfloat16):
-        skeleton = Skeleton(config, one, None, 16, "cuda")
+    counts = []
+    for weights_dtype in (dtype, torch.bfloat16):
+        skeleton = Skeleton(config, weights_dtype, None, 16, "cuda")
         with skeleton.running(), count.StepCount(None) as counted:
             skeleton.loss(torch.empty(1, 33, dtype=torch.long)).backward()
-        found.append((counted.work.products, counted.routed))
-    assert found[0] == found[1]
+        counts.append((counted.work.products, counted.routed))
+    assert counts[0] == counts[1]
 
 
 def meta_multiplies_groups_in(dtype):
@@ -100,8 +100,8 @@ def gpt_oss_20b():
     return GptOssConfig(num_hidden_layers=24, num_local_experts=32)
 
 
-def bytes_in_plan(source, **given):
-    settings = {"dtype": torch.bfloat16, "lora": None, "bits": 16, "device": "cuda", **given}
+def bytes_in_plan(source, **options):
+    settings = {"dtype": torch.bfloat16, "lora": None, "bits": 16, "device": "cuda", **options}
     return sum(group.bytes for group in parameter_groups(Skeleton(source, **settings).model))
 
 
@@ -128,8 +128,8 @@ def adapted_experts():
     with skeleton.running(), count.StepCount(None):
         for _ in range(2):
             skeleton.loss(torch.empty(1, 33, dtype=torch.long)).backward()
-    found = [m for m in skeleton.model.modules() if isinstance(m, packed_weights.CountedExperts)]
-    assert len(found) == 2 * config.num_hidden_layers
+    experts = [m for m in skeleton.model.modules() if isinstance(m, packed_weights.CountedExperts)]
+    assert len(experts) == 2 * config.num_hidden_layers
 
 
 def test_experts_with_adapters_are_packed():
@@ -191,10 +191,10 @@ def test_a_model_with_parametrised_experts():
                 pack(module, name, calls)
     experts = [p for n, p in model.named_parameters() if ".experts." in n]
     scales = [m.scale for m in model.modules() if isinstance(m, Decoding)]
-    (_, found) = parameter_groups(Skeleton(model, torch.bfloat16, None, 16, "cuda").model)
-    assert found.bytes == sum(t.nbytes for t in [*experts, *scales])
-    assert found.parameters == plain[1].parameters
-    assert found.bytes < plain[1].bytes
+    (_, group) = parameter_groups(Skeleton(model, torch.bfloat16, None, 16, "cuda").model)
+    assert group.bytes == sum(t.nbytes for t in [*experts, *scales])
+    assert group.parameters == plain[1].parameters
+    assert group.bytes < plain[1].bytes
 
 
 class Halved(torch.Tensor):
@@ -223,7 +223,7 @@ def test_weights_with_inner_tensors():
     model = zoo.build("llama", torch.bfloat16)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.dim() == 1)
-    before = bytes_in_plan(model)
+    bytes_before = bytes_in_plan(model)
     saved = 0
     for layer in model.model.layers:
         weight = layer.mlp.up_proj.weight
@@ -231,7 +231,9 @@ def test_weights_with_inner_tensors():
         layer.mlp.up_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
         saved += weight.nbytes - packed.packed.nbytes - packed.scale.nbytes
     skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda")
-    assert before - sum(group.bytes for group in parameter_groups(skeleton.model)) == saved > 0
+    assert (
+        bytes_before - sum(group.bytes for group in parameter_groups(skeleton.model)) == saved > 0
+    )
     assert skeleton.on_host() == {}  # weights="cpu" refuses such weights
 
 
@@ -266,8 +268,8 @@ def test_decoded_experts_are_in_the_peak():
     phases, *_ = predict(built(), RECIPES["saves"], 257, 64)
     predicted = max(phase.peak - phase.gradients for phase in phases)
     spans = measure(built(), RECIPES["saves"], 257, 64)
-    before = [0, *(span.gradients for span in spans[:-1])]
-    measured = max(span.peak - old for span, old in zip(spans, before, strict=True))
+    gradients_before = [0, *(span.gradients for span in spans[:-1])]
+    measured = max(span.peak - old for span, old in zip(spans, gradients_before, strict=True))
     print(f"{100 * (predicted / measured - 1):+.3f} %")
     assert abs(predicted / measured - 1) <= 0.01
 

@@ -78,12 +78,12 @@ class Elements(html.parser.HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        found = dict(attributes)
-        self.tags.append((tag, found))
-        if "data-key" in found:
-            self.figures[found["data-key"]] = found.get("value", found.get("data-value"))
+        values = dict(attributes)
+        self.tags.append((tag, values))
+        if "data-key" in values:
+            self.figures[values["data-key"]] = values.get("value", values.get("data-value"))
         if tag not in ("meta", "input", "wbr", "i"):
-            self._open.append(found.get("id"))
+            self._open.append(values.get("id"))
 
     def handle_endtag(self, tag):
         if self._open:
@@ -131,13 +131,14 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
             for name, gradients in zip(names, born, strict=True)
         )
 
-    def random_part(name, more):
+    def random_part(name, factor):
         """Every feature of every quantity, some of them taken away again, copies among the
         slowest."""
         sizes = (1e9, 3e10, -1e9, 1e8, 0.0, 1e4, 1e5, 1e6, 1e9, 1e5)
         shares = (1.0, 1.0, 2.5, 5e-3, 1e-9, 1e-4, 2e-4)
         laws = tuple(
-            Law(*(draw.uniform(0.5, 1) * size * share * more for size in sizes)) for share in shares
+            Law(*(draw.uniform(0.5, 1) * size * share * factor for size in sizes))
+            for share in shares
         )
         return Part(name, laws, draw.choice([2048, 16_384]))
 
@@ -147,9 +148,10 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
         host = (draw.uniform(0, GIB), draw.uniform(0, 3e5)) if offload == "cpu" else (0.0, 0.0)
         on_host = chunked and config.gpu_memory is not None
         # one of two profiles prefers keys on the host
-        least = 1e10 if on_host and not experts else 3e10
+        min_scale = 1e10 if on_host and not experts else 3e10
         work = tuple(
-            random_part(name, least / 3e10) for name in ("embedding", "forward", "head", "backward")
+            random_part(name, min_scale / 3e10)
+            for name in ("embedding", "forward", "head", "backward")
         )
         regimes = (phases(chunked, False, recipe.split), phases(chunked, True, recipe.split))
         on_host_too = draw.uniform(0, 5e7) if states and offload == "cpu" else 0.0
@@ -291,14 +293,18 @@ def expected(profiles, memories, plans):
                         at = peak(profile, method, length, chunk, setting)
                         spent = seconds(method, length, chunk, RATES, setting)
                         speed = throughput(spent, length, profile.batch_size, setting)
-                        done = flops(method, length, chunk, setting)
-                        found = {"flops": done, "spent": dataclasses.asdict(spent), "speed": speed}
-                        results["peaks"].append({**dataclasses.asdict(at), **found})
+                        flop_count = flops(method, length, chunk, setting)
+                        costs = {
+                            "flops": flop_count,
+                            "spent": dataclasses.asdict(spent),
+                            "speed": speed,
+                        }
+                        results["peaks"].append({**dataclasses.asdict(at), **costs})
             for memory in memories:
                 for length in plans:
-                    found = plan_profile(profile, length, memory, setting)
-                    plan = dataclasses.asdict(found)
-                    following = [dataclasses.asdict(one) for one in found.next_fastest]
+                    base_plan = plan_profile(profile, length, memory, setting)
+                    plan = dataclasses.asdict(base_plan)
+                    following = [dataclasses.asdict(timed) for timed in base_plan.next_fastest]
                     results["plans"].append(
                         {name: plan[name] for name in COMPARED} | {"next_fastest": following}
                     )
@@ -317,16 +323,19 @@ def compare(folder):
     print(f"seed {seed}")
     profiles, plans = three_profiles(seed), (LENGTH, "max")
     memories = memories_of(profiles[2])
-    others = {"other": profiles[1], "frozen": profiles[2]}
-    text = page(plan_profile(profiles[0], 4096, MEMORIES[0], SETTINGS[0]), "grid", others)
+    other_profiles = {"other": profiles[1], "frozen": profiles[2]}
+    text = page(plan_profile(profiles[0], 4096, MEMORIES[0], SETTINGS[0]), "grid", other_profiles)
     settings = {"settings": SETTINGS, "memories": memories}
-    given = {name: [dataclasses.asdict(one) for one in values] for name, values in settings.items()}
-    given |= {"lengths": LENGTHS, "plans": plans}
-    data = f'<script type="application/json" id="probe">{json.dumps(given)}</script>'
+    inputs = {
+        name: [dataclasses.asdict(setting) for setting in values]
+        for name, values in settings.items()
+    }
+    inputs |= {"lengths": LENGTHS, "plans": plans}
+    data = f'<script type="application/json" id="probe">{json.dumps(inputs)}</script>'
     file = folder / "grid.html"
     probe = f"{data}<script>{COMPUTED}</script>{PROBE}"
     file.write_text(text.replace("</body>", probe + "</body>"), "utf-8")
-    same(
+    assert_equal_results(
         numbers(Elements(browse(file, folder)).texts["results"]),
         expected(profiles, memories, plans),
     )
@@ -344,20 +353,22 @@ def three_profiles(seed):
 def memories_of(profile):
     """The list, and a device on which a step fits with some of its layers' weights on the host."""
     methods = [method for method in profile.methods if method.chunked and method.split is None]
-    found = options(profile, methods, LENGTH, Memory(2**50), Setting(weights="device"), RATES)
-    return [*MEMORIES, Memory(int(min(one.peak.total for one in found)) - 1, None, 0.0)]
+    choices = options(profile, methods, LENGTH, Memory(2**50), Setting(weights="device"), RATES)
+    return [*MEMORIES, Memory(int(min(choice.peak.total for choice in choices)) - 1, None, 0.0)]
 
 
-def same(found, wanted):
+def assert_equal_results(results, expected_results):
     """To the bit, and all branches were taken."""
-    assert len(found["peaks"]) == len(wanted["peaks"]) > 1000
-    assert found["peaks"] == wanted["peaks"]
-    assert found["plans"] == wanted["plans"]
-    assert {plan["binds"] == "host memory" for plan in found["plans"]} == {True, False}
-    assert {plan["choice"] is None for plan in found["plans"]} == {True, False}
-    moved = [plan["choice"]["on_host"] for plan in found["plans"] if plan["choice"] is not None]
-    assert {on_host is None for on_host in moved} == {True, False}
-    assert {on_host["layers"] < on_host["of"] for on_host in moved if on_host is not None} == {
+    assert len(results["peaks"]) == len(expected_results["peaks"]) > 1000
+    assert results["peaks"] == expected_results["peaks"]
+    assert results["plans"] == expected_results["plans"]
+    assert {plan["binds"] == "host memory" for plan in results["plans"]} == {True, False}
+    assert {plan["choice"] is None for plan in results["plans"]} == {True, False}
+    placements = [
+        plan["choice"]["on_host"] for plan in results["plans"] if plan["choice"] is not None
+    ]
+    assert {on_host is None for on_host in placements} == {True, False}
+    assert {on_host["layers"] < on_host["of"] for on_host in placements if on_host is not None} == {
         True,
         False,
     }
@@ -373,21 +384,24 @@ def compare_in_node():
     print(f"seed {seed}")
     profiles, plans = three_profiles(seed), (LENGTH, "max")
     memories = memories_of(profiles[2])
-    others = {"other": profiles[1], "frozen": profiles[2]}
-    text = page(plan_profile(profiles[0], 4096, MEMORIES[0], SETTINGS[0]), "grid", others)
+    other_profiles = {"other": profiles[1], "frozen": profiles[2]}
+    text = page(plan_profile(profiles[0], 4096, MEMORIES[0], SETTINGS[0]), "grid", other_profiles)
     block = re.search(r'(?s)<script type="application/json" id="data">(.*?)</script>', text)[1]
     settings = {"settings": SETTINGS, "memories": memories}
-    given = {name: [dataclasses.asdict(one) for one in values] for name, values in settings.items()}
-    given |= {"lengths": LENGTHS, "plans": plans}
+    inputs = {
+        name: [dataclasses.asdict(setting) for setting in values]
+        for name, values in settings.items()
+    }
+    inputs |= {"lengths": LENGTHS, "plans": plans}
     planner = [
         streambp.planner.page.part(file) for file in streambp.planner.page.PLACES["/*PLAN*/"]
     ]
     script = [*planner, f"const data = {block};", COMPUTED]
-    script += [f"console.log(JSON.stringify(computed({json.dumps(given)})));"]
-    found = subprocess.run(
+    script += [f"console.log(JSON.stringify(computed({json.dumps(inputs)})));"]
+    node = subprocess.run(
         [NODE], input="\n".join(script), capture_output=True, text=True, timeout=HANG, check=True
     )
-    same(numbers(found.stdout), expected(profiles, memories, plans))
+    assert_equal_results(numbers(node.stdout), expected(profiles, memories, plans))
 
 
 @pytest.mark.full
@@ -491,13 +505,13 @@ def test_the_controls_reach_what_the_page_shows(case, counted, tmp_path):
         page(plan_profile(counted, 65_536, Memory(80 * GIB, 320 * GIB), Setting()), "an 8B model"),
         "utf-8",
     )
-    found = Elements(browse(file, tmp_path, urllib.parse.urlencode(controls)))
+    elements = Elements(browse(file, tmp_path, urllib.parse.urlencode(controls)))
     length = {"1M": 2**20}.get(controls["T"]) or int(controls["T"])
     plan = plan_profile(counted, length, memory, setting)
-    assert found.figures["binds"] == plan.binds
+    assert elements.figures["binds"] == plan.binds
     for row in plan.longest:
         method = counted.method(row.method)
-        time = next(one for one in plan.times if one.method == row.method)
+        time = next(timed for timed in plan.times if timed.method == row.method)
         at = peak(counted, method, length, time.chunk_size, setting)
         figures = {
             "longest": row.seq_len,
@@ -506,35 +520,40 @@ def test_the_controls_reach_what_the_page_shows(case, counted, tmp_path):
             "seconds": time.seconds,
         }
         figures |= {"tokens_per_second": time.tokens_per_second}
-        assert {name: float(found.figures[f"{name} {row.method}"]) for name in figures} == figures
+        assert {
+            name: float(elements.figures[f"{name} {row.method}"]) for name in figures
+        } == figures
     fits = plan.choice is not None
-    title = found.texts["verdict-title"]
+    title = elements.texts["verdict-title"]
     assert (
         title.startswith(f"{length:,} tokens fit: ")
         if fits
         else title == f"{length:,} tokens do not fit"
     )
     at = plan.choice.peak if fits else peak(counted, counted.methods[-1], length, 1024, setting)
-    shown = {
-        name: float(found.figures[name])
+    printed = {
+        name: float(elements.figures[name])
         for name in ("peak", "host", "weights", "gradients", "activations")
     }
     values = dataclasses.asdict(at)
-    assert shown == {"peak": at.total, **{name: values[name] for name in shown if name != "peak"}}
-    assert {name: float(found.figures[f"phase {name}"]) for name in at.phases} == dict(at.phases)
+    assert printed == {
+        "peak": at.total,
+        **{name: values[name] for name in printed if name != "peak"},
+    }
+    assert {name: float(elements.figures[f"phase {name}"]) for name in at.phases} == dict(at.phases)
     assert {lever.change: str(lever.seq_len) for lever in plan.levers} == {
         key.removeprefix("lever "): value
-        for key, value in found.figures.items()
+        for key, value in elements.figures.items()
         if key.startswith("lever ")
     }
-    code = found.texts.get("code", "")
+    code = elements.texts.get("code", "")
     assert ("StreamConfig(chunk_size=" in code) == fits
     if fits:  # in Python, as a person would paste it
-        told, choice = (
+        printed_config, choice = (
             eval(code.partition("(model, ")[2].removesuffix(")"), {"streambp": streambp}),
             plan.choice,
         )
-        assert (told.chunk_size, told.saves, told.offload) == (
+        assert (printed_config.chunk_size, printed_config.saves, printed_config.offload) == (
             choice.chunk_size,
             choice.saves,
             choice.offload,
@@ -556,16 +575,16 @@ def test_ranks_and_fused_layers_are_controls(tmp_path):
     file.write_text(text, "utf-8")
     for fields, fused in (({"ulysses": 6}, 1), ({"context_parallel": 16}, 0), ({}, 0)):
         setting = Setting(gpus=48, zero=3, **fields)
-        chosen = {"gpus": 48, "zero": 3, "fused": fused, **fields}
-        found = Elements(browse(file, tmp_path, urllib.parse.urlencode(chosen)))
-        wanted = plan_profile(profile if fused else unfused, 98_304, memory, setting)
-        assert wanted.choice is not None
-        assert float(found.figures["peak"]) == wanted.choice.peak.total
-        assert float(found.figures["seconds"]) == wanted.choice.seconds.total
-        assert float(found.figures.get("link", 0)) == wanted.choice.link
-        assert bool(fields) == ("ranks." in found.texts["verdict-detail"])
-        assert {f"longest {row.method}": str(row.seq_len) for row in wanted.longest} == {
-            key: value for key, value in found.figures.items() if key.startswith("longest ")
+        controls = {"gpus": 48, "zero": 3, "fused": fused, **fields}
+        elements = Elements(browse(file, tmp_path, urllib.parse.urlencode(controls)))
+        plan = plan_profile(profile if fused else unfused, 98_304, memory, setting)
+        assert plan.choice is not None
+        assert float(elements.figures["peak"]) == plan.choice.peak.total
+        assert float(elements.figures["seconds"]) == plan.choice.seconds.total
+        assert float(elements.figures.get("link", 0)) == plan.choice.link
+        assert bool(fields) == ("ranks." in elements.texts["verdict-detail"])
+        assert {f"longest {row.method}": str(row.seq_len) for row in plan.longest} == {
+            key: value for key, value in elements.figures.items() if key.startswith("longest ")
         }
     for fields, words in (
         (
@@ -590,7 +609,7 @@ def test_weights_on_the_host_are_a_control(tmp_path):
     memory = memories_of(profile)[-1]
     file.write_text(page(plan_profile(profile, LENGTH, memory, Setting()), "name"), "utf-8")
     for weights in ("auto", "cpu", "device"):
-        found = Elements(browse(file, tmp_path, urllib.parse.urlencode({"weights": weights})))
+        elements = Elements(browse(file, tmp_path, urllib.parse.urlencode({"weights": weights})))
         choice = plan_profile(profile, LENGTH, memory, Setting(weights=weights)).choice
         assert (choice is None) == (weights == "device")
         if choice is not None:
@@ -599,10 +618,12 @@ def test_weights_on_the_host_are_a_control(tmp_path):
                 "host": choice.peak.host,
                 "seconds": choice.seconds.total,
             }
-            assert {name: float(found.figures[name]) for name in figures} == figures
-            told = f"weights of {choice.on_host.layers} of {choice.on_host.of} layers on the host"
-            assert told in found.texts["verdict-detail"]
-            assert f'weights="{choice.config.weights}"' in found.texts["code"]
+            assert {name: float(elements.figures[name]) for name in figures} == figures
+            message = (
+                f"weights of {choice.on_host.layers} of {choice.on_host.of} layers on the host"
+            )
+            assert message in elements.texts["verdict-detail"]
+            assert f'weights="{choice.config.weights}"' in elements.texts["code"]
 
 
 USE = """
@@ -669,25 +690,25 @@ def test_controls_work_together(counted, tmp_path):
             "</body>", USE + "</body>"
         )
     )
-    found = json.loads(Elements(browse(file, tmp_path)).texts["results"])
-    start, slid, farthest, levered, typed, nonsense, reset, strange, chosen = found["steps"]
+    results = json.loads(Elements(browse(file, tmp_path)).texts["results"])
+    start, slid, farthest, levered, typed, nonsense, reset, strange, choice = results["steps"]
     assert start["title"].startswith("65,536 tokens fit: ")
     assert slid["T"] == "32,768"
     assert slid["title"].startswith("32,768 tokens fit: ")
     assert farthest["T"] == f"{start['longest']:,}"
     assert " tokens fit: " in farthest["title"]
-    assert levered["longest"] == found["reach"] > start["longest"]
+    assert levered["longest"] == results["reach"] > start["longest"]
     assert (typed["title"].split()[0], typed["slider"]) == ("2,097,152", 21)
     assert nonsense["stale"] == "stale"
     assert nonsense["title"] == typed["title"]
     assert reset == start
     assert strange == start
     assert "offload" not in start["code"]
-    assert 'offload="cpu"' in chosen["code"]
+    assert 'offload="cpu"' in choice["code"]
     assert start["lines"] == 2 * len(profile.methods)  # what fits, and what does not
-    assert all(method.name in found["tip"] for method in profile.methods)
-    assert found["nameless"] == 0
-    assert "offload=cpu" in found["hash"]
+    assert all(method.name in results["tip"] for method in profile.methods)
+    assert results["nameless"] == 0
+    assert "offload=cpu" in results["hash"]
 
 
 def no_offload(method):
@@ -711,15 +732,15 @@ def test_the_page_stands_alone():
     )
     tags = Elements(text).tags
     assert not [
-        (tag, found)
-        for tag, found in tags
-        if {"src", "href", "srcset", "action", "data"} & set(found)
+        (tag, values)
+        for tag, values in tags
+        if {"src", "href", "srcset", "action", "data"} & set(values)
     ]
     assert {tag for tag, _ in tags}.isdisjoint({"link", "iframe", "object", "embed", "img", "base"})
     policies = [
-        found["content"]
-        for tag, found in tags
-        if found.get("http-equiv") == "Content-Security-Policy"
+        values["content"]
+        for tag, values in tags
+        if values.get("http-equiv") == "Content-Security-Policy"
     ]
     assert policies == ["default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"]
 
@@ -728,8 +749,8 @@ def test_the_page_is_valid_and_small():
     """Elements close in order, ids are unique, labels and descriptions name elements that exist,
     names cannot break out."""
     profile = random_profile(1)
-    whole = tuple(method for method in profile.methods if method.split is None)
-    profile = dataclasses.replace(profile, methods=whole, left_out=("plain: no", "and why"))
+    unsplit = tuple(method for method in profile.methods if method.split is None)
+    profile = dataclasses.replace(profile, methods=unsplit, left_out=("plain: no", "and why"))
     text = page(plan_profile(profile, 4096, MEMORIES[0], Setting()), '</script><script>"&')
     assert "/*" not in re.sub(r"(?s)/\*\*? .*?\*/", "", text)  # no place was left unfilled
     stack, ids, references = [], [], []
@@ -737,10 +758,10 @@ def test_the_page_is_valid_and_small():
 
     class Strict(html.parser.HTMLParser):
         def handle_starttag(self, tag, attributes):
-            found = dict(attributes)
-            ids.extend([found["id"]] if "id" in found else [])
+            values = dict(attributes)
+            ids.extend([values["id"]] if "id" in values else [])
             for name in ("for", "aria-labelledby", "aria-describedby"):
-                references.extend(found.get(name, "").split())
+                references.extend(values.get(name, "").split())
             if tag not in void:
                 stack.append(tag)
 
@@ -778,13 +799,14 @@ def test_the_command_writes_it(config, tmp_path):
     block = re.search(r'(?s)id="data">(.*?)</script>', file.read_text("utf-8"))[1]
     data = json.loads(block)
     assert data["name"] == config.parent.name
-    assert [one["training"] for one in data["profiles"]] == [
+    assert [entry["training"] for entry in data["profiles"]] == [
         "LoRA of rank 16",
         "full training",
         "LoRA of rank 16 on 4-bit weights",
     ]
     trained = [
-        sum(group["trainable"] for group in one["profile"]["groups"]) for one in data["profiles"]
+        sum(group["trainable"] for group in entry["profile"]["groups"])
+        for entry in data["profiles"]
     ]
     assert trained[0] < trained[1] / 100
     assert os.path.getsize(file) < 2**18  # bytes: it is sent by mail

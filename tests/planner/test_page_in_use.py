@@ -74,47 +74,53 @@ def all_options(plan):
     )
 
 
-def check_what_it_shows(shown, plan):
+def check_what_it_shows(browser, plan):
     """The frontier's dots, the three charts, the next two, and a window without anything beside
     it."""
-    every = [one for one in all_options(plan) if one.peak.total <= 1.5 * MEMORY.usable]
+    candidates = [
+        option for option in all_options(plan) if option.peak.total <= 1.5 * MEMORY.usable
+    ]
     dots = {
         (dot["method"], dot["chunk"]): (dot["bytes"], dot["seconds"], dot["inside"])
-        for dot in shown.run(DOTS)
+        for dot in browser.run(DOTS)
     }
     assert dots == {
-        (one.method, one.chunk_size): (one.peak.total, one.seconds.total, fits(one.peak, MEMORY))
-        for one in every
+        (option.method, option.chunk_size): (
+            option.peak.total,
+            option.seconds.total,
+            fits(option.peak, MEMORY),
+        )
+        for option in candidates
     }
-    best = {(dot["method"], dot["chunk"]) for dot in shown.run(DOTS) if dot["best"]}
+    best = {(dot["method"], dot["chunk"]) for dot in browser.run(DOTS) if dot["best"]}
     assert best == {
-        (one.method, one.chunk_size)
-        for one in every
+        (option.method, option.chunk_size)
+        for option in candidates
         if all(
-            (other.peak.total, other.seconds.total) >= (one.peak.total, one.seconds.total)
-            or other.seconds.total > one.seconds.total
-            for other in every
+            (peer.peak.total, peer.seconds.total) >= (option.peak.total, option.seconds.total)
+            or peer.seconds.total > option.seconds.total
+            for peer in candidates
         )
     }
-    figures = shown.run(FIGURES)
+    figures = browser.run(FIGURES)
     assert figures["seconds"] == plan.choice.seconds.total
-    assert [figures[f"next {place}"] for place in (0, 1)] == [
-        one.seconds for one in plan.next_fastest
+    assert [figures[f"next {rank}"] for rank in (0, 1)] == [
+        option.seconds for option in plan.next_fastest
     ]
-    for one in plan.times:
-        assert figures[f"seconds {one.method}"] == one.seconds
-        assert figures[f"tokens_per_second {one.method}"] == one.tokens_per_second
-        assert figures[f"peak {one.method}"] == one.peak
-    found = shown.run(LAID_OUT)
-    assert min(found["lines"]) >= len(plan.profile.methods)
-    assert found["steps"] >= 2 * len(best) - 1
-    assert (found["scroll"], found["outside"], found["wrong"]) == (0, [], 0)
-    assert shown.console() == []
+    for option in plan.times:
+        assert figures[f"seconds {option.method}"] == option.seconds
+        assert figures[f"tokens_per_second {option.method}"] == option.tokens_per_second
+        assert figures[f"peak {option.method}"] == option.peak
+    layout = browser.run(LAID_OUT)
+    assert min(layout["lines"]) >= len(plan.profile.methods)
+    assert layout["steps"] >= 2 * len(best) - 1
+    assert (layout["scroll"], layout["outside"], layout["wrong"]) == (0, [], 0)
+    assert browser.console() == []
 
 
 def check_width(address, plan, width=400):
-    with opened(address, width) as shown:
-        check_what_it_shows(shown, plan)
+    with opened(address, width) as browser:
+        check_what_it_shows(browser, plan)
 
 
 @pytest.mark.parametrize("width", [1280, 400])
@@ -125,12 +131,12 @@ def test_every_width_shows_pythons_numbers_and_all_charts(width, address, plan):
 def check_keyboard(address, plan):
     """Tab reaches every control and the frontier once; there arrows go from dot to dot and Enter
     chooses."""
-    with opened(address, 400) as shown:
+    with opened(address, 400) as browser:
         reached = []
         for _ in range(60):
-            shown.press("Tab")
+            browser.press("Tab")
             reached.append(
-                shown.run(
+                browser.run(
                     "const at = document.activeElement; return at.id || at.getAttribute('class') "
                     "|| at.name;"
                 )
@@ -139,24 +145,24 @@ def check_keyboard(address, plan):
                 break
         assert {"T", "longest", "T-slider", "gpu", "host", "gpus", "device", "optimizer", "on_host", "saves", "offload",
                 "chunk", "reset", "copy"} <= set(reached)  # fmt: skip
-        shown.press("Home")
-        place = "return Number(document.activeElement.dataset.place);"
-        assert shown.run(place) == 0
-        shown.press("Right", "Right", "Left")
-        assert shown.run(place) == 1
+        browser.press("Home")
+        focus_index = "return Number(document.activeElement.dataset.place);"
+        assert browser.run(focus_index) == 0
+        browser.press("Right", "Right", "Left")
+        assert browser.run(focus_index) == 1
         number = next(
             number
-            for number, dot in enumerate(shown.run(SORTED))
+            for number, dot in enumerate(browser.run(SORTED))
             if number > 1 and dot["inside"] and dot["chunk"] < 8192
         )
-        shown.press(*["Right"] * (number - 1))
+        browser.press(*["Right"] * (number - 1))
         # it says what the dot is
-        assert shown.run("return document.getElementById('tip').hidden;") is False
-        chosen = shown.run(SORTED)[number]
-        shown.press("Enter")
-        check_chosen(shown, chosen, plan)
-        assert shown.run(place) == number  # the focus stays
-        assert shown.console() == []
+        assert browser.run("return document.getElementById('tip').hidden;") is False
+        selected_dot = browser.run(SORTED)[number]
+        browser.press("Enter")
+        check_chosen(browser, selected_dot, plan)
+        assert browser.run(focus_index) == number  # the focus stays
+        assert browser.console() == []
 
 
 SORTED = DOTS.replace(
@@ -164,26 +170,28 @@ SORTED = DOTS.replace(
 )
 
 
-def check_chosen(shown, dot, plan):
+def check_chosen(browser, dot, plan):
     """The page now is about that setting, as Python has it."""
-    one = next(
-        one
-        for one in all_options(plan)
-        if (one.method, one.chunk_size) == (dot["method"], dot["chunk"])
+    option = next(
+        option
+        for option in all_options(plan)
+        if (option.method, option.chunk_size) == (dot["method"], dot["chunk"])
     )
-    code = shown.run("return document.getElementById('code').textContent;")
-    assert f"chunk_size={one.chunk_size}" in code
-    assert ("saves=()" in code) == (not one.saves)
-    assert all(f'"{name}"' in code for name in one.saves)
-    assert ("offload=" in code) == (one.offload != "none")
-    assert (f"gpu_memory={quoted(written(one.gpu_memory))}" if one.gpu_memory else ")") in code
-    figures = shown.run(FIGURES)
+    code = browser.run("return document.getElementById('code').textContent;")
+    assert f"chunk_size={option.chunk_size}" in code
+    assert ("saves=()" in code) == (not option.saves)
+    assert all(f'"{name}"' in code for name in option.saves)
+    assert ("offload=" in code) == (option.offload != "none")
+    assert (
+        f"gpu_memory={quoted(written(option.gpu_memory))}" if option.gpu_memory else ")"
+    ) in code
+    figures = browser.run(FIGURES)
     assert (figures["seconds"], figures["peak"], figures["host"]) == (
-        one.seconds.total,
-        one.peak.total,
-        one.peak.host,
+        option.seconds.total,
+        option.peak.total,
+        option.peak.host,
     )
-    title = shown.run("return document.getElementById('verdict-title').textContent;")
+    title = browser.run("return document.getElementById('verdict-title').textContent;")
     assert title.startswith(f"{LENGTH:,} tokens fit: ")
 
 
@@ -194,36 +202,36 @@ def test_the_keyboard_is_enough(address, plan):
 
 def check_pointer(address, plan):
     """A click on a dot chooses it, on a chart sets T, on the next in speed applies it."""
-    with opened(address) as shown:
-        wanted = next(
-            one
-            for one in all_options(plan)
-            if one.saves and fits(one.peak, MEMORY) and one.chunk_size == 2048
+    with opened(address) as browser:
+        target = next(
+            option
+            for option in all_options(plan)
+            if option.saves and fits(option.peak, MEMORY) and option.chunk_size == 2048
         )
-        shown.run(TO_FRONT, wanted.method, wanted.chunk_size)
-        shown.click("#wanted circle")
-        check_chosen(shown, {"method": wanted.method, "chunk": 2048}, plan)
-        shown.click("#reset")
-        shown.run("return new Promise((done) => setTimeout(done, 30));")
+        browser.run(TO_FRONT, target.method, target.chunk_size)
+        browser.click("#wanted circle")
+        check_chosen(browser, {"method": target.method, "chunk": 2048}, plan)
+        browser.click("#reset")
+        browser.run("return new Promise((done) => setTimeout(done, 30));")
         following = plan.next_fastest[0]
-        shown.click("#next-fastest button")
-        check_chosen(shown, {"method": following.method, "chunk": following.chunk_size}, plan)
-        before = shown.run("return form.T.value;")
-        shown.click("#times-svg")
-        after = shown.run("return form.T.value;")
-        assert after != before
+        browser.click("#next-fastest button")
+        check_chosen(browser, {"method": following.method, "chunk": following.chunk_size}, plan)
+        length_before = browser.run("return form.T.value;")
+        browser.click("#times-svg")
+        length_after = browser.run("return form.T.value;")
+        assert length_after != length_before
         assert (
-            shown.run(FIGURES)["seconds"]
+            browser.run(FIGURES)["seconds"]
             == choose(
                 plan.profile,
                 [plan.profile.method(following.method)],
-                int(after.replace(",", "")),
+                int(length_after.replace(",", "")),
                 MEMORY,
                 SETTING,
                 RATES,
             ).seconds.total
         )
-        assert shown.console() == []
+        assert browser.console() == []
 
 
 # Dots may lie upon each other; the last one drawn is the one that a pointer meets.
@@ -255,10 +263,10 @@ return form.device.value;
 
 @pytest.mark.full
 def test_every_door_and_the_device_of_a_memory(address, plan):
-    with opened(address) as shown:
-        assert shown.run(DOOR, "Python") == f"streambp.patch(model, {python(plan.choice)})"
+    with opened(address) as browser:
+        assert browser.run(DOOR, "Python") == f"streambp.patch(model, {python(plan.choice)})"
         for door, text in doors(plan.choice, plan.setting).items():
-            assert shown.run(DOOR, door) == text
+            assert browser.run(DOOR, door) == text
         for memory, device in (
             (24, "RTX4090"),
             (80, "H100"),
@@ -266,8 +274,8 @@ def test_every_door_and_the_device_of_a_memory(address, plan):
             (60, "H100"),
             (141, "H200"),
         ):
-            assert shown.run(TYPED, memory) == device
-        assert shown.console() == []
+            assert browser.run(TYPED, memory) == device
+        assert browser.console() == []
 
 
 MUTANTS = {

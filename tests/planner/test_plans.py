@@ -50,7 +50,7 @@ planning = sys.modules["streambp.planner.plan"]
 def two_methods():
     """Streaming on the device and from the host: 20 and 5 bytes a token there, 30 on the host."""
     born, work = Phase("backward 0", Law(1000, 0, 5), 1000), made_work(3, 0.5)
-    kept = Method(
+    resident = Method(
         "streambp",
         (),
         "none",
@@ -62,7 +62,7 @@ def two_methods():
         work,
     )
     host, forward = Law(0, 30), Phase("forward 0", Law(0, 5, 1))
-    moved = Method("streambp offload", (), "cpu", False, True, (forward, born), (), host, work)
+    offloaded = Method("streambp offload", (), "cpu", False, True, (forward, born), (), host, work)
     plain = Method(
         "plain",
         (),
@@ -74,16 +74,16 @@ def two_methods():
         Law(),
         made_work(2, 0.5),
     )
-    return made_up(methods=(plain, kept, moved))
+    return made_up(methods=(plain, resident, offloaded))
 
 
 def check_longest():
     profile, setting = two_methods(), Setting(optimizer=0)
     memory = Memory(1000 + 20 * 5000 + 1024, 10**9, reserve=0)
     for method in profile.methods:
-        found = longest(profile, method, memory, setting)
-        assert fits(peak(profile, method, found.seq_len, 1024, setting), memory)
-        assert not fits(peak(profile, method, found.seq_len + 1, 1024, setting), memory)
+        row = longest(profile, method, memory, setting)
+        assert fits(peak(profile, method, row.seq_len, 1024, setting), memory)
+        assert not fits(peak(profile, method, row.seq_len + 1, 1024, setting), memory)
     assert longest(profile, profile.method("streambp"), memory, setting).seq_len == 5000
     host_bound = longest(
         profile,
@@ -105,11 +105,11 @@ def check_longest_with_states():
     )
     setting, memory = Setting(optimizer=0), Memory(1000 + 100_000, None, reserve=0)
     method = profile.methods[0]
-    found = longest(profile, method, memory, setting)
-    assert fits(peak(profile, method, found.seq_len, 8192, setting), memory)
-    assert not fits(peak(profile, method, found.seq_len + 1, 8192, setting), memory)
-    assert not fits(peak(profile, method, found.seq_len, 1024, setting), memory)
-    assert choose(profile, profile.methods, found.seq_len, memory, setting).chunk_size == 8192
+    row = longest(profile, method, memory, setting)
+    assert fits(peak(profile, method, row.seq_len, 8192, setting), memory)
+    assert not fits(peak(profile, method, row.seq_len + 1, 8192, setting), memory)
+    assert not fits(peak(profile, method, row.seq_len, 1024, setting), memory)
+    assert choose(profile, profile.methods, row.seq_len, memory, setting).chunk_size == 8192
 
 
 def test_the_longest_sequence_is_the_longest():
@@ -132,17 +132,17 @@ def test_a_plan_prefers_what_moves_least_and_the_largest_chunk():
     assert (longer.method, longer.config.offload) == ("streambp offload", "cpu")
     assert choose(profile, chunked, 10**7, memory, setting) is None
     streamed_keys = dataclasses.replace(chunked[1], prefix_on_host=True)
-    kept = choose(profile, [streamed_keys], 12000, memory, setting)
-    assert kept.config.gpu_memory == memory.usable - kept.peak.total
+    large_chunks = choose(profile, [streamed_keys], 12000, memory, setting)
+    assert large_chunks.config.gpu_memory == memory.usable - large_chunks.peak.total
 
 
 def test_levers_reach_what_they_promise():
     profile = two_methods()
     setting, memory = Setting(optimizer=12, gpus=2), Memory(20_000, 100_000, reserve=0)
-    found = plan_profile(profile, "max", memory, setting)
-    best = max(row.seq_len for row in found.longest if row.method != "plain")
-    assert found.seq_len == best
-    levers = {lever.change: lever.seq_len for lever in found.levers}
+    base_plan = plan_profile(profile, "max", memory, setting)
+    best = max(row.seq_len for row in base_plan.longest if row.method != "plain")
+    assert base_plan.seq_len == best
+    levers = {lever.change: lever.seq_len for lever in base_plan.levers}
     assert all(length > best for length in levers.values())
     on_host = plan_profile(
         profile, "max", memory, dataclasses.replace(setting, optimizer_on_host=True)
@@ -154,8 +154,8 @@ def test_levers_reach_what_they_promise():
 
 def test_a_plan_of_a_model(monkeypatch):
     monkeypatch.setattr(planning, "STREAMED", (streamed(), streamed((), "cpu")))
-    found = plan(SMALL, gpu_memory="2GiB", host_memory="1GiB", setting=Setting(optimizer=4))
-    rows = {row.method: row.seq_len for row in found.longest}
+    small_plan = plan(SMALL, gpu_memory="2GiB", host_memory="1GiB", setting=Setting(optimizer=4))
+    rows = {row.method: row.seq_len for row in small_plan.longest}
     assert (
         rows["streambp offload"]
         > rows["streambp"]
@@ -163,30 +163,32 @@ def test_a_plan_of_a_model(monkeypatch):
         > rows["plain"]
         > 0
     )
-    assert found.choice.peak.total <= found.memory.usable
-    assert found.choice.peak.host <= GIB
-    assert found.choice.config.chunk_size == found.choice.chunk_size
-    table = plan_table(found)
+    assert small_plan.choice.peak.total <= small_plan.memory.usable
+    assert small_plan.choice.peak.host <= GIB
+    assert small_plan.choice.config.chunk_size == small_plan.choice.chunk_size
+    table = plan_table(small_plan)
     # without it, what fits is saved
-    assert f"StreamConfig(chunk_size={found.choice.chunk_size}, saves=()" in table
-    assert str(found.choice.config.offload) in table
+    assert f"StreamConfig(chunk_size={small_plan.choice.chunk_size}, saves=()" in table
+    assert str(small_plan.choice.config.offload) in table
     assert "3 x Qwen3DecoderLayer" in table
-    assert all(row.method in table and f"{row.seq_len:,}" in table for row in found.longest)
+    assert all(row.method in table and f"{row.seq_len:,}" in table for row in small_plan.longest)
     assert " a step, " in table
     assert "tokens/s, on H200: matrix products " in table
-    times = {timed.method: timed for timed in found.times}
-    assert times[found.choice.method].seconds == found.choice.seconds.total
+    times = {timed.method: timed for timed in small_plan.times}
+    assert times[small_plan.choice.method].seconds == small_plan.choice.seconds.total
     assert {name: timed.fits for name, timed in times.items()} == {
-        name: length >= found.seq_len for name, length in rows.items()
+        name: length >= small_plan.seq_len for name, length in rows.items()
     }
-    assert all(f"{timed.tokens_per_second:,.0f}" in table for timed in found.times if timed.fits)
+    assert all(
+        f"{timed.tokens_per_second:,.0f}" in table for timed in small_plan.times if timed.fits
+    )
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, None])
 def test_a_plan_fits_the_terminal(width):
     """But for what is copied: settings, and the page's own words keep their names."""
-    found = plan_profile(random_profile(1), 65_536, Memory(300 * GIB, 200 * GIB), Setting())
-    lines = plan_table(found, modules=False, width=width).splitlines()
+    random_plan = plan_profile(random_profile(1), 65_536, Memory(300 * GIB, 200 * GIB), Setting())
+    lines = plan_table(random_plan, modules=False, width=width).splitlines()
     copied = lines.index("The same settings elsewhere:")  # its four lines are to copy
     prose = [line for line in lines[:copied] + lines[copied + 5 :] if "StreamConfig(" not in line]
     assert (max(map(len, prose)) > 100) if width is None else (max(map(len, prose)) <= width)
@@ -223,9 +225,9 @@ def slower_and_smaller():
             (Phase("forward 0", Law(0, 10 * size)),),
             (),
             Law(),
-            made_work(1e9 * took, 0.0),
+            made_work(1e9 * spent, 0.0),
         )
-        for name, size, took in (
+        for name, size, spent in (
             ("fastest", 4, 1),
             ("nearly", 3, 1.015),
             ("slower", 2, 1.03),
@@ -238,19 +240,19 @@ def slower_and_smaller():
 def check_safest(usable=4 * 10 * 5000):
     """What a plan calls the safest, at 5,000 tokens; `usable`: bytes beside the weights."""
     memory = Memory(1000 + usable, None, reserve=0)
-    found = plan_profile(slower_and_smaller(), 5000, memory, Setting(optimizer=0))
-    times = {one.method: one.seconds for one in found.times}
+    base_plan = plan_profile(slower_and_smaller(), 5000, memory, Setting(optimizer=0))
+    times = {timed.method: timed.seconds for timed in base_plan.times}
     assert times["nearly"] < 1.02 * times["fastest"] < times["slower"]
-    return found
+    return base_plan
 
 
 def test_the_safest_is_at_most_two_per_cent_slower_and_takes_the_least():
-    found = check_safest()
-    assert (found.choice.method, found.safest.method) == ("fastest", "nearly")
-    text = f"safest, 0.0 GiB in {duration(found.safest.seconds.total)}: streambp.StreamConfig("
-    assert text in plan_table(found, modules=False)
+    base_plan = check_safest()
+    assert (base_plan.choice.method, base_plan.safest.method) == ("fastest", "nearly")
+    text = f"safest, 0.0 GiB in {duration(base_plan.safest.seconds.total)}: streambp.StreamConfig("
+    assert text in plan_table(base_plan, modules=False)
     assert "safest" not in plan_table(
-        dataclasses.replace(found, safest=found.choice), modules=False
+        dataclasses.replace(base_plan, safest=base_plan.choice), modules=False
     )
     tight = check_safest(2 * 10 * 5000)  # the bar goes by the fastest of those that fit
     assert (tight.choice.method, tight.safest.method) == ("slower", "slower")
@@ -299,26 +301,26 @@ def test_every_way_in_takes_the_plans_settings(fields):
     choice = Choice(
         "streambp", chunk_size=2048, seq_len=8192, peak=None, flops=1.0, seconds=None, **fields
     )
-    wanted = streambp.StreamConfig(**fields_of(choice))
-    assert (wanted.chunk_size, wanted.saves) == (2048, fields["saves"])
+    expected = streambp.StreamConfig(**fields_of(choice))
+    assert (expected.chunk_size, expected.saves) == (2048, fields["saves"])
     if fields["offload"] == "none":  # left out: with saves that are named nothing moves by default
-        assert not wanted.always_moves
-        assert not wanted.may_move
+        assert not expected.always_moves
+        assert not expected.may_move
     else:
-        assert wanted.offload == fields["offload"]
-    assert eval(python(choice), {"streambp": streambp}) == wanted
+        assert expected.offload == fields["offload"]
+    assert eval(python(choice), {"streambp": streambp}) == expected
     ways = doors(choice, Setting(zero=2, gpus=2, optimizer_on_host=True))
     read = from_flags(cli.parse(shlex.split(ways["launch"])[1:])).config
     assert [getattr(read, name) for name in fields_of(choice)] == [
-        getattr(wanted, name) for name in fields_of(choice)
+        getattr(expected, name) for name in fields_of(choice)
     ]
-    told = eval(ways["TRL"], {"StreamSFTConfig": StreamArguments}).stream_config()
-    assert [getattr(told, name) for name in fields_of(choice)] == [
-        getattr(wanted, name) for name in fields_of(choice)
+    trl_config = eval(ways["TRL"], {"StreamSFTConfig": StreamArguments}).stream_config()
+    assert [getattr(trl_config, name) for name in fields_of(choice)] == [
+        getattr(expected, name) for name in fields_of(choice)
     ]
-    assert streambp.StreamConfig(**yaml.safe_load(ways["axolotl"])["streambp"]) == wanted
+    assert streambp.StreamConfig(**yaml.safe_load(ways["axolotl"])["streambp"]) == expected
     engine = json.loads(ways["DeepSpeed"])
-    assert streambp.StreamConfig(**engine["streambp"]) == wanted
+    assert streambp.StreamConfig(**engine["streambp"]) == expected
     assert engine["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
 
@@ -375,9 +377,9 @@ def test_plan_on_the_command_line(tmp_path, capsys, monkeypatch):
         "8k",
     ]
     assert cli.main([*arguments, "--json"]) == 0
-    found = printed_json(capsys)
-    assert found["choice"]["seq_len"] == 8192
-    assert from_json(found["profile"]) == two_methods()
+    printed_plan = printed_json(capsys)
+    assert printed_plan["choice"]["seq_len"] == 8192
+    assert from_json(printed_plan["profile"]) == two_methods()
     assert cli.main([*arguments, "--gpu-memory", "10KiB"]) == 1
     assert "8,192 tokens do not fit" in capsys.readouterr().out
     assert cli.main(["plan", str(tmp_path), "--gpu-memory", "2GiB", "--seq-len", "much"]) == 2
@@ -470,9 +472,9 @@ def fitting():
     phase = Phase("backward 0", Law(1000, 10, 100))
     law = auto.StepNeed(Method("streambp", (), "none", False, True, (phase,), (), Law(), ()))
     # larger chunks are faster
-    known = Figures(law, {}, seconds=lambda tokens, chunk: tokens / chunk)
+    figures = Figures(law, {}, seconds=lambda tokens, chunk: tokens / chunk)
     free = [0.0]
-    return SavesPolicy(1, lambda device: free[0], lambda device: (known, 0.0), True, True), free
+    return SavesPolicy(1, lambda device: free[0], lambda device: (figures, 0.0), True, True), free
 
 
 def check_chunks_fit():
@@ -500,12 +502,12 @@ def test_auto_chunks_follow_the_device(monkeypatch):
     free[0] = 0
     assert rule(1, 1, 200000, torch.device("cpu")) == 16384
     assert rule(0, 4, 200000, torch.device("cpu")) == 256
-    seen = []
-    monkeypatch.setattr(SavesPolicy, "chunk", lambda self, index, *_: seen.append(index) or 5)
-    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        one(**make_batch("plain"), use_cache=False).loss.backward()
-        assert seen == [0, 1]
-        seen.clear()
+    indices = []
+    monkeypatch.setattr(SavesPolicy, "chunk", lambda self, index, *_: indices.append(index) or 5)
+    for copied_model in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied_model(**make_batch("plain"), use_cache=False).loss.backward()
+        assert indices == [0, 1]
+        indices.clear()
     model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=7))
     assert all(
         w.layer_state.chunk_rule is None

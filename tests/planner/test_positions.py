@@ -28,26 +28,26 @@ CODE = re.compile(r"this config: (.*)")
 def check_line(name, length):
     """The line runs; the angles of the model are then scaled, and its steps run."""
     config = zoo.tiny_config(name)
-    found = beyond_positions(config, length)
-    assert found.startswith(f"Rows of {length:,} tokens exceed the model's ")
-    exec(CODE.search(found)[1], {"config": config})
+    line = beyond_positions(config, length)
+    assert line.startswith(f"Rows of {length:,} tokens exceed the model's ")
+    exec(CODE.search(line)[1], {"config": config})
     assert config.get_text_config().max_position_embeddings >= length
     assert beyond_positions(config, length) is None
     model = AutoModelForCausalLM.from_config(config)
     rotary = [part for part in model.modules() if hasattr(part, "inv_freq")]
     plain = AutoModelForCausalLM.from_config(zoo.tiny_config(name))
-    before = [part for part in plain.modules() if hasattr(part, "inv_freq")]
-    assert len(rotary) == len(before) > 0
-    for one, other in zip(rotary, before, strict=True):
-        assert not torch.equal(one.inv_freq, other.inv_freq)
+    plain_rotary = [part for part in plain.modules() if hasattr(part, "inv_freq")]
+    assert len(rotary) == len(plain_rotary) > 0
+    for extended_part, plain_part in zip(rotary, plain_rotary, strict=True):
+        assert not torch.equal(extended_part.inv_freq, plain_part.inv_freq)
     ids = torch.randint(0, config.vocab_size, (1, 33))
     assert torch.isfinite(model(input_ids=ids, labels=ids, use_cache=False).loss)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_the_line_extends_the_model(name):
-    most = zoo.tiny_config(name).max_position_embeddings
-    check_line(name, 3 * most)
+    max_positions = zoo.tiny_config(name).max_position_embeddings
+    check_line(name, 3 * max_positions)
 
 
 def test_a_factor_that_is_too_small_is_seen(monkeypatch):
@@ -77,9 +77,11 @@ def planned(tmp_path, monkeypatch, *options):
     """The words of a plan of a tiny model; a step takes a third of the time with Liger."""
     slow, fast = method("streambp", 8, 3e9), method("streambp", 8, 1e9)
 
-    def counted(asked, *_):
+    def counted(request, *_):
         profile = two_speeds()
-        return type(profile)(**{**vars(profile), "methods": (fast if asked.with_liger else slow,)})
+        return type(profile)(
+            **{**vars(profile), "methods": (fast if request.with_liger else slow,)}
+        )
 
     monkeypatch.setattr(planning, "counted", counted)
     zoo.tiny_config("qwen3").save_pretrained(tmp_path)
@@ -87,17 +89,17 @@ def planned(tmp_path, monkeypatch, *options):
 
 
 def test_both_are_printed_by_a_plan(tmp_path, monkeypatch, capsys):
-    most = zoo.tiny_config("qwen3").max_position_embeddings
+    max_positions = zoo.tiny_config("qwen3").max_position_embeddings
     monkeypatch.setattr(runs, "fusion", lambda *_: None)
-    assert planned(tmp_path, monkeypatch, "--seq-len", str(2 * most)) == 0
-    said = capsys.readouterr().out
-    assert f"Warning: Rows of {2 * most:,} tokens exceed" in said
-    assert "With liger-kernel, which is not installed here: " in said
-    assert planned(tmp_path, monkeypatch, "--seq-len", str(most), "--kernels", "own") == 0
-    said = capsys.readouterr().out
-    assert "Warning" not in said
-    assert "liger-kernel" not in said
-    assert planned(tmp_path, monkeypatch, "--seq-len", str(2 * most), "--json") == 0
+    assert planned(tmp_path, monkeypatch, "--seq-len", str(2 * max_positions)) == 0
+    output = capsys.readouterr().out
+    assert f"Warning: Rows of {2 * max_positions:,} tokens exceed" in output
+    assert "With liger-kernel, which is not installed here: " in output
+    assert planned(tmp_path, monkeypatch, "--seq-len", str(max_positions), "--kernels", "own") == 0
+    output = capsys.readouterr().out
+    assert "Warning" not in output
+    assert "liger-kernel" not in output
+    assert planned(tmp_path, monkeypatch, "--seq-len", str(2 * max_positions), "--json") == 0
     printed = capsys.readouterr()
     json.loads(printed.out[printed.out.index("{") :])
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Q
 
 from streambp import cli
 from streambp.planner import Memory, Setting
-from streambp.planner.counted import Asked
+from streambp.planner.counted import CountRequest
 from streambp.planner.laws import Law
 from streambp.planner.plan import plan_profile
 from streambp.planner.profile import Group, Method, Phase, static
@@ -68,28 +68,28 @@ def counted_profile(name, training):
         return made_up(groups=(group,), methods=(method,))
     config = TINY if name == "tiny" else MODELS[name]
     # The streamed steps that a plan chooses from, without what it prints beside them.
-    asked = Asked(config, lora=training.lora, bits=training.bits)
-    return survey(asked.skeleton(), STREAMED, accumulating=False, tree=False)
+    request = CountRequest(config, lora=training.lora, bits=training.bits)
+    return survey(request.skeleton(), STREAMED, accumulating=False, tree=False)
 
 
 def check_cell(name, memory, training, length, setting=None):
     """A plan, and that it fits or that commands are named which do. Returns the remedies."""
     profile = counted_profile(name, training)
-    found = plan_profile(profile, length, memory, setting or Setting())
-    if found.choice is not None:
+    plan = plan_profile(profile, length, memory, setting or Setting())
+    if plan.choice is not None:
         return None
-    named = list(remedies(found, length, training, functools.partial(counted_profile, name)))
-    assert named, (name, memory, training, length)
-    for remedy in named:
+    suggestions = list(remedies(plan, length, training, functools.partial(counted_profile, name)))
+    assert suggestions, (name, memory, training, length)
+    for remedy in suggestions:
         assert remedy.plan.choice is not None
-        again = replanned(name, remedy, memory, training, length)
-        assert again.choice == remedy.plan.choice
-    return named
+        second_plan = replanned(name, remedy, memory, training, length)
+        assert second_plan.choice == remedy.plan.choice
+    return suggestions
 
 
 def replanned(name, remedy, memory, training, length):
     """The plan of the command that the remedy gives, read by the command line's own parser."""
-    given = [
+    arguments = [
         "plan",
         "MODEL",
         "--seq-len",
@@ -98,7 +98,7 @@ def replanned(name, remedy, memory, training, length):
         str(memory.gpu),
         *training.options,
     ]
-    line = with_options(given, remedy.options)
+    line = with_options(arguments, remedy.options)
     read = cli.parse(line)
     setting = Setting(gpus=read.gpus or 1, zero=read.zero, optimizer_on_host=read.optimizer_on_host)
     host = None if memory.host is None else memory.host // setting.gpus
@@ -132,11 +132,11 @@ def test_a_grid_of_models_and_cards(name):
     for training in TRAININGS:
         for size in (24, 32, 40, 48, 80, 141):
             for length in LENGTHS:
-                found = check_cell(name, Memory(size * GIB), training, length)
+                suggestions = check_cell(name, Memory(size * GIB), training, length)
                 cells, failing, commands = (
                     cells + 1,
-                    failing + (found is not None),
-                    commands + len(found or ()),
+                    failing + (suggestions is not None),
+                    commands + len(suggestions or ()),
                 )
     print(
         f"\n{name}: {cells} plans, {failing} do not fit and name {commands} commands, all of which "
@@ -152,22 +152,22 @@ def test_a_plan_names_levers_or_commands(length, fits):
     """Both name the same changes: commands where the plan does not fit, else how far each change
     reaches."""
     profile = counted_profile("made up", Training())
-    found = plan_profile(profile, length, Memory(8_200_000, None, 0.0), Setting())
-    assert found.levers
-    assert (found.choice is not None) == fits
-    text = plan_table(found, False)
-    assert [f"{one.change}: up to" in text for one in found.levers] == [fits] * len(found.levers)
+    plan = plan_profile(profile, length, Memory(8_200_000, None, 0.0), Setting())
+    assert plan.levers
+    assert (plan.choice is not None) == fits
+    text = plan_table(plan, False)
+    assert [f"{lever.change}: up to" in text for lever in plan.levers] == [fits] * len(plan.levers)
 
 
 def test_what_is_too_large_is_told_by_share():
     profile = counted_profile("made up", Training())
-    kept = static(profile, Setting())
-    found = plan_profile(profile, 1024, Memory(int(kept.weights), None, 0.0), Setting())
-    total = kept.weights + kept.gradients + kept.optimizer
-    said = too_large(found)
-    assert said is not None
-    assert said.endswith(
-        f"= {total / GIB:.1f} GiB, and {kept.weights / GIB:.1f} GiB of each GPU are usable"
+    resident = static(profile, Setting())
+    plan = plan_profile(profile, 1024, Memory(int(resident.weights), None, 0.0), Setting())
+    total = resident.weights + resident.gradients + resident.optimizer
+    message = too_large(plan)
+    assert message is not None
+    assert message.endswith(
+        f"= {total / GIB:.1f} GiB, and {resident.weights / GIB:.1f} GiB of each GPU are usable"
     )
     assert too_large(plan_profile(profile, 1024, Memory(int(2 * total)), Setting())) is None
 
@@ -181,20 +181,22 @@ def model_folder(tmp_path):
 
 @pytest.mark.full
 def test_the_command_that_is_printed_fits(tmp_path, capsys):
-    kept = static(counted_profile("tiny", Training()), Setting())
-    given = [
+    resident = static(counted_profile("tiny", Training()), Setting())
+    arguments = [
         "plan",
         model_folder(tmp_path),
-        f"--gpu-memory={int(2.4 * kept.weights)}",
+        f"--gpu-memory={int(2.4 * resident.weights)}",
         "--seq-len",
         "1k",
         "--no-cache",
     ]
-    assert cli.main(given) == 1
-    shown = capsys.readouterr().out
-    assert "do not fit: weights" in shown
-    assert "longest sequence  tokens" not in shown
-    commands = [line.strip() for line in shown.splitlines() if line.startswith("    streambp plan")]
+    assert cli.main(arguments) == 1
+    output = capsys.readouterr().out
+    assert "do not fit: weights" in output
+    assert "longest sequence  tokens" not in output
+    commands = [
+        line.strip() for line in output.splitlines() if line.startswith("    streambp plan")
+    ]
     assert commands
     for command in commands:
         assert cli.main(shlex.split(command)[1:]) == 0, command
@@ -202,7 +204,7 @@ def test_the_command_that_is_printed_fits(tmp_path, capsys):
 
 @pytest.mark.full
 def test_without_a_training_both_are_planned(tmp_path, capsys):
-    given = [
+    arguments = [
         "plan",
         model_folder(tmp_path),
         "--gpu-memory",
@@ -211,12 +213,12 @@ def test_without_a_training_both_are_planned(tmp_path, capsys):
         "1k",
         "--no-cache",
     ]
-    assert cli.main(given) == 0
-    both = capsys.readouterr().out
-    assert "Beside it:\n  LoRA of rank 16: 1,024 tokens" in both
-    assert cli.main([*given, "--full"]) == 0
+    assert cli.main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "Beside it:\n  LoRA of rank 16: 1,024 tokens" in output
+    assert cli.main([*arguments, "--full"]) == 0
     assert "LoRA" not in capsys.readouterr().out
-    assert cli.main([*given, "--lora", "8", "--bits", "4"]) == 0
+    assert cli.main([*arguments, "--lora", "8", "--bits", "4"]) == 0
     adapters = capsys.readouterr().out
     assert "Beside it" not in adapters
     parameters = sum(group.parameters for group in counted_profile("tiny", Training()).groups)
@@ -238,16 +240,16 @@ def test_the_device_follows_from_the_memory():
 )  # fmt: skip
 def test_an_assumed_card_is_the_nearest_and_says_so(memory, name):
     """A smaller card is never given a larger one's speed."""
-    found = assumed_rates(memory * GIB)
-    assert (found.name, found.assumed) == (name, True)
+    rates = assumed_rates(memory * GIB)
+    assert (rates.name, rates.assumed) == (name, True)
     assert not DEVICES[name].assumed
-    text = device_text(found)
+    text = device_text(rates)
     assert text.startswith(f"{name} (assumed from the memory; --device NAME for yours)")
     assert "assumed" not in device_text(DEVICES[name])
 
 
 @pytest.mark.parametrize(
-    ("told", "name"),
+    ("driver_name", "name"),
     [
         ("NVIDIA L4", "L4"),
         ("NVIDIA L40S", "L40S"),
@@ -265,9 +267,9 @@ def test_an_assumed_card_is_the_nearest_and_says_so(memory, name):
         ("", None),
     ],
 )
-def test_a_device_is_known_by_its_drivers_name(told, name):
-    found = rates_by_name(told)
-    assert (found.name if found is not None else None) == name
+def test_a_device_is_known_by_its_drivers_name(driver_name, name):
+    rates = rates_by_name(driver_name)
+    assert (rates.name if rates is not None else None) == name
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -276,23 +278,25 @@ def test_rates_are_below_the_datasheets(name):
     published = {"H200": (989, 4.8), "H100": (989, 3.35), "RTX5090": (224, 1.79)}
     row = DEVICES[name]
     numbers = re.findall(r"([\d.,]+) TFLOP/s|([\d.]+) TB/s|of (312) ", row.source)
-    compute = [float((one or three).replace(",", "")) for one, _, three in numbers if one or three]
-    bandwidth = [float(two) for _, two, _ in numbers if two]
-    most = published.get(name) or (max(compute, default=312), bandwidth[0])
-    assert max(row.forward, row.backward) <= row.products <= most[0] * 1e12
-    assert row.bandwidth <= 0.8 * most[1] * 1e12
+    compute = [
+        float((tflops or guess).replace(",", "")) for tflops, _, guess in numbers if tflops or guess
+    ]
+    bandwidth = [float(terabytes) for _, terabytes, _ in numbers if terabytes]
+    limits = published.get(name) or (max(compute, default=312), bandwidth[0])
+    assert max(row.forward, row.backward) <= row.products <= limits[0] * 1e12
+    assert row.bandwidth <= 0.8 * limits[1] * 1e12
 
 
 def test_seconds_of_several_gpus_are_called_unmeasured():
     profile = counted_profile("made up", Training())
     for gpus in (1, 2):
         setting = Setting(gpus=gpus, zero=3 if gpus > 1 else 0)
-        found = plan_profile(profile, 1024, Memory(90_000_000, None, 0.0), setting)
-        assert ("several GPUs were not measured" in plan_table(found, False)) == (gpus > 1)
+        plan = plan_profile(profile, 1024, Memory(90_000_000, None, 0.0), setting)
+        assert ("several GPUs were not measured" in plan_table(plan, False)) == (gpus > 1)
 
 
 def test_options_replace_what_was_given():
-    given = [
+    arguments = [
         "plan",
         "M",
         "--lora",
@@ -302,9 +306,9 @@ def test_options_replace_what_was_given():
         "24GiB",
         "--optimizer-on-host",
     ]
-    assert with_options(given, ("--seq-len", "4096")) == [
+    assert with_options(arguments, ("--seq-len", "4096")) == [
         "plan", "M", "--lora", "8", "--gpu-memory", "24GiB", "--optimizer-on-host", "--seq-len", "4096",
     ]  # fmt: skip
-    assert with_options(given, ("--lora", "16", "--bits", "4", "--optimizer-on-host")) == [
+    assert with_options(arguments, ("--lora", "16", "--bits", "4", "--optimizer-on-host")) == [
         "plan", "M", "--seq-len=64k", "--gpu-memory", "24GiB", "--lora", "16", "--bits", "4", "--optimizer-on-host",
     ]  # fmt: skip

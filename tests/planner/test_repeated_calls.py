@@ -35,20 +35,20 @@ def configs():
 @pytest.fixture
 def runs(monkeypatch):
     """Pairs of a function and True if its call was run."""
-    found = []
+    recorded_calls = []
     real, first = CountedCalls.run, CountedCalls._first
 
     def run(self, function, key, *args):
-        found.append([function, False])
+        recorded_calls.append([function, False])
         return real(self, function, key, *args)
 
     def run_first(self, *args):
-        found[-1][1] = True
+        recorded_calls[-1][1] = True
         return first(self, *args)
 
     monkeypatch.setattr(CountedCalls, "run", run)
     monkeypatch.setattr(CountedCalls, "_first", run_first)
-    return found
+    return recorded_calls
 
 
 def profile_of(family):
@@ -69,11 +69,11 @@ def of_each_block(family):
 @pytest.mark.parametrize("family", configs())
 def test_numbers_are_those_of_running_every_block(family, runs):
     expected = of_each_block(family)
-    found = profile_of(family)
+    profile = profile_of(family)
     assert len({function for function, _ in runs}) == 3  # forward, backward, merges
     first = sum(was_run for _, was_run in runs)
     assert 3 <= first < len(runs) / 4
-    assert found == expected
+    assert profile == expected
 
 
 def no_peak(patch):
@@ -81,8 +81,8 @@ def no_peak(patch):
 
     def first(self, count, key, call):
         result = real(self, count, key, call)
-        known = self._known[key]
-        self._known[key] = kernels.dataclasses.replace(known, peak=0)
+        counted_call = self._counted_calls[key]
+        self._counted_calls[key] = kernels.dataclasses.replace(counted_call, peak=0)
         return result
 
     patch.setattr(CountedCalls, "_first", first)
@@ -111,11 +111,11 @@ def test_mutant_turns_a_test_red(mutant, monkeypatch):
 def counted(calls, function, *args):
     """The count of one call, and its results."""
     with StepCount(None, calls._shapes) as count, torch.no_grad():
-        before = torch.empty(3, device="meta")
+        live_tensor = torch.empty(3, device="meta")
         result = calls.run(function, (), *args)
-        found = (count.peak, count.live, count.largest, count.work)
-        del before, result
-        return (*found, count.live)
+        numbers = (count.peak, count.live, count.largest, count.work)
+        del live_tensor, result
+        return (*numbers, count.live)
 
 
 def meta(*shape):
@@ -133,12 +133,12 @@ def test_a_call_of_known_shapes_counts_as_much():
     first = counted(calls, products, meta(5, 8))
     assert first[0] > first[1] > first[4] == 0
     assert counted(calls, products, meta(5, 8)) == first
-    assert len(calls._known) == 1
+    assert len(calls._counted_calls) == 1
     assert counted(calls, products, meta(6, 8)) != first
     with StepCount(None, calls._shapes), torch.no_grad():
-        found = calls.run(products, (), meta(5, 8))
+        outputs = calls.run(products, (), meta(5, 8))
         expected = products(meta(5, 8))
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(outputs, expected, strict=True):
         assert (ours.shape, ours.stride(), ours.dtype) == (
             theirs.shape,
             theirs.stride(),
@@ -146,11 +146,11 @@ def test_a_call_of_known_shapes_counts_as_much():
         )
 
 
-held = []
+live_outputs = []
 
 
 def leaves_something(x):
-    held.append(x + 1)
+    live_outputs.append(x + 1)
     return x + 2
 
 
@@ -166,7 +166,7 @@ def part_of_larger(x):
 @pytest.mark.parametrize("function", [leaves_something, shares_memory, part_of_larger])
 def test_a_call_whose_results_are_not_all_runs_each_time(function):
     calls, times = CountedCalls(Shapes()), []
-    held.clear()
+    live_outputs.clear()
 
     def noted(x):
         times.append(1)
@@ -174,7 +174,7 @@ def test_a_call_whose_results_are_not_all_runs_each_time(function):
 
     for _ in range(3):
         counted(calls, noted, meta(5, 8))
-        held.clear()
+        live_outputs.clear()
     assert len(times) == 3
 
 

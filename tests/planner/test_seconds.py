@@ -66,7 +66,7 @@ STREAMED_AS = {
 }
 # The streamed rows are those of a prototype of this package, which computed down_proj and queries
 # again, 150 TFLOP, and merged blocks in plain torch, 0.3 TB.
-PROTOTYPE = Work(products=150e12, moved=0.3e12)
+PROTOTYPE = Work(products=150e12, traffic=0.3e12)
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +83,20 @@ def counted():
         )
 
     return {
-        fused: survey(skeleton(fused), chosen, accumulating=False, tree=False)
-        for fused, chosen in recipes.items()
+        fused: survey(skeleton(fused), recipes_of_kind, accumulating=False, tree=False)
+        for fused, recipes_of_kind in recipes.items()
     }
 
 
 def row_work(counted, name, fused, length, prototype=True):
     """Of a whole step."""
     profile, base = counted[fused], name.partition(",")[0]
-    known = {
+    methods_by_name = {
         "logits": CHECKPOINTING.name,
         "head": CHECKPOINTING_HEAD.name,
         "Liger's head": CHECKPOINTING_HEAD.name,
     }
-    parts = work(profile.method(STREAMED_AS.get(name) or known[base]), length, 16_384)
+    parts = work(profile.method(STREAMED_AS.get(name) or methods_by_name[base]), length, 16_384)
     if name == "head, selective":
         parts["backward"] = parts["backward"]._replace(forward=0.0)
     if name == "Liger's head":
@@ -110,11 +110,11 @@ def row_work(counted, name, fused, length, prototype=True):
 def test_every_measured_step_on_an_h200_within_five_percent(counted):
     errors = []
     for number, (name, fused, length, measured) in enumerate(MEASURED):
-        found = sum(kernels(row_work(counted, name, fused, length), H200))
-        errors.append(found / measured - 1)
+        predicted = sum(kernels(row_work(counted, name, fused, length), H200))
+        errors.append(predicted / measured - 1)
         print(
             f"{name:24} {'fused layers' if fused else 'plain torch':12} {length:>7,} predicted "
-            f"{found:6.2f} measured {measured:6.2f} {100 * errors[-1]:+5.1f} % "
+            f"{predicted:6.2f} measured {measured:6.2f} {100 * errors[-1]:+5.1f} % "
             f"{'fitted' if number < FITTED else 'held out'}"
         )
     assert max(map(abs, errors)) <= 0.05
@@ -122,14 +122,14 @@ def test_every_measured_step_on_an_h200_within_five_percent(counted):
 
 def test_every_measured_step_on_an_h100_within_three_percent(counted):
     for name, fused, length, measured in MEASURED_H100:
-        found = sum(
+        predicted = sum(
             kernels(row_work(counted, name, fused, length, prototype=False), DEVICES["H100"])
         )
         print(
-            f"{name:24} {length:>7,} predicted {found:6.3f} measured {measured:6.3f} "
-            f"{100 * (found / measured - 1):+5.1f} %"
+            f"{name:24} {length:>7,} predicted {predicted:6.3f} measured {measured:6.3f} "
+            f"{100 * (predicted / measured - 1):+5.1f} %"
         )
-        assert abs(found / measured - 1) <= 0.03
+        assert abs(predicted / measured - 1) <= 0.03
 
 
 # `streambp.patch(model)` there: LoRA, T in one chunk or in chunks of 16,384, GiB of saves, at the
@@ -154,20 +154,20 @@ def test_every_measured_peak_of_the_default_on_an_h100_within_four_percent():
         skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", "installed", "liger")
         skeleton.own_adapters = True  # as it was measured
         needs[lora] = auto.StepNeed(survey(skeleton, [streamed()], tree=False).methods[0])
-    for lora, length, kept, start, measured in PEAKS_H100:
+    for lora, length, saved, start, measured in PEAKS_H100:
         phases = needs[lora].by_layer(length, min(length, 16_384), 0.0)
-        found = start + sum(peak_of(phases, kept * GIB, QWEN3_8B.num_hidden_layers)) / GIB
+        predicted = start + sum(peak_of(phases, saved * GIB, QWEN3_8B.num_hidden_layers)) / GIB
         print(
-            f"{lora!s:5} {length:>7,} predicted {found:.2f} measured {measured:6.2f} "
-            f"{100 * found / measured - 100:+5.1f} %"
+            f"{lora!s:5} {length:>7,} predicted {predicted:.2f} measured {measured:6.2f} "
+            f"{100 * predicted / measured - 100:+5.1f} %"
         )
-        assert abs(found / measured - 1) <= 0.04
+        assert abs(predicted / measured - 1) <= 0.04
 
 
 def test_the_rates_are_fitted_on_four_of_the_steps(counted):
-    found = [row_work(counted, name, fused, length) for name, fused, length, _ in MEASURED[:FITTED]]
+    works = [row_work(counted, name, fused, length) for name, fused, length, _ in MEASURED[:FITTED]]
     table = torch.tensor(
-        [[w.products, w.forward, w.backward, w.moved] for w in found], dtype=torch.float64
+        [[w.products, w.forward, w.backward, w.traffic] for w in works], dtype=torch.float64
     )
     measured = torch.tensor([row[-1] for row in MEASURED[:FITTED]], dtype=torch.float64)
     fitted = (1 / torch.linalg.solve(table, measured)).tolist()
@@ -182,9 +182,9 @@ def test_a_million_tokens_on_eight_h100_within_fifteen_percent(counted):
     profile = counted[True]
     setting = Setting(gpus=8, ulysses=8)
     for name in (CHECKPOINTING_HEAD.name,):
-        found = seconds(profile.method(name), 2**20, 2**17, DEVICES["H100"], setting).total
-        print(f"{found:.0f} s")
-        assert 0.85 * 364 <= found <= 1.15 * 380
+        predicted = seconds(profile.method(name), 2**20, 2**17, DEVICES["H100"], setting).total
+        print(f"{predicted:.0f} s")
+        assert 0.85 * 364 <= predicted <= 1.15 * 380
 
 
 def profile_of_small(recipe, config=SMALL, fused=False):
@@ -238,7 +238,7 @@ def test_bytes_that_operations_move():
         for _ in range(2):  # what is remembered is the same
             with StepCount(None) as count:
                 run()
-            assert count.work.moved == expected, name
+            assert count.work.traffic == expected, name
 
 
 @pytest.mark.fast("True")
@@ -261,10 +261,10 @@ def test_attention_of_windows_is_counted_as_it_is(fused):
 
 def test_fused_layers_move_less_and_keep_less():
     plain, fused = (profile_of_small(CHECKPOINTING_HEAD, fused=fused) for fused in (False, True))
-    moved = [
-        sum(part.moved for part in work(p.methods[0], 32_768, 0).values()) for p in (plain, fused)
+    traffic = [
+        sum(part.traffic for part in work(p.methods[0], 32_768, 0).values()) for p in (plain, fused)
     ]
-    assert moved[1] < 0.5 * moved[0]
+    assert traffic[1] < 0.5 * traffic[0]
     peaks = [peak(p, p.methods[0], 32_768, 0, Setting(optimizer=0)).total for p in (plain, fused)]
     assert peaks[1] < peaks[0]
     products = [work(p.methods[0], 32_768, 0)["forward"].products for p in (plain, fused)]
@@ -273,17 +273,17 @@ def test_fused_layers_move_less_and_keep_less():
 
 def test_compiled_regions_move_little_more_than_liger_and_keep_more():
     """Their backward gives new tensors, where Liger's writes over what it is given."""
-    own, liger, compiled = (
+    own_kernels, liger, compiled = (
         profile_of_small(streamed(("attn_out",)), fused=kernels) for kernels in KERNELS[1:]
     )
-    moved = [
-        sum(part.moved for part in work(p.methods[0], 32_768, 8192).values())
-        for p in (own, liger, compiled)
+    traffic = [
+        sum(part.traffic for part in work(p.methods[0], 32_768, 8192).values())
+        for p in (own_kernels, liger, compiled)
     ]
-    assert moved[1] < moved[2] < 0.65 * moved[0]
+    assert traffic[1] < traffic[2] < 0.65 * traffic[0]
     peaks = [
         peak(p, p.methods[0], 32_768, 8192, Setting(optimizer=0)).total
-        for p in (own, liger, compiled)
+        for p in (own_kernels, liger, compiled)
     ]
     assert peaks[1] <= peaks[2] <= peaks[0]
 
@@ -325,8 +325,8 @@ def test_blocks_of_a_chunk():
     # a prefix of 32k is two blocks beside the chunk's own
     assert features(65_536, 32_768, k_block=16_384).blocks == 2
     assert features(100, 0, k_block=16_384)[3:6] == (0, 0, 0)
-    many = features(2**22, 1024, k_block=16_384).blocks
-    assert many == pytest.approx(
+    block_count = features(2**22, 1024, k_block=16_384).blocks
+    assert block_count == pytest.approx(
         sum(-(-(i + 1) * 1024 // 16_384) - 1 for i in range(4096)), rel=0.02
     )
 
@@ -337,14 +337,18 @@ def rates(**changes):
 
 def test_seconds_by_hand():
     method = dataclasses.replace(made_up().methods[0], work=made_work(3, 0.5))
-    found = seconds(method, 100, 10, rates())
-    assert (found.products, found.attention, found.total) == (0.3, 5, 5.3)
+    predicted = seconds(method, 100, 10, rates())
+    assert (predicted.products, predicted.attention, predicted.total) == (0.3, 5, 5.3)
     assert seconds(method, 100, 10, rates(), Setting(gpus=2, ulysses=2)).total == 5.3 / 2
-    assert throughput(found, 100, 2, Setting(gpus=4, ulysses=2)) == 400 / 5.3
+    assert throughput(predicted, 100, 2, Setting(gpus=4, ulysses=2)) == 400 / 5.3
     part = method.work[0]
     copies = dataclasses.replace(part, laws=(*part.laws[:5], Law(tokens=60), Law(tokens=70)))
-    found = seconds(dataclasses.replace(method, work=(copies,)), 100, 10, rates())
-    assert (found.total, found.waiting, found.phases) == (7, pytest.approx(1.7), {"backward": 7})
+    predicted = seconds(dataclasses.replace(method, work=(copies,)), 100, 10, rates())
+    assert (predicted.total, predicted.waiting, predicted.phases) == (
+        7,
+        pytest.approx(1.7),
+        {"backward": 7},
+    )
     host = dataclasses.replace(part, laws=(*part.laws[:4], Law(tokens=1), *part.laws[5:]))
     assert (
         seconds(dataclasses.replace(method, work=(host,)), 100, 10, rates(dispatch=0.1)).total == 10
@@ -378,11 +382,13 @@ def test_every_guess_is_marked_and_every_rate_has_a_source():
 def test_this_machine_is_measured(tmp_path, capsys):
     file = tmp_path / "here.json"
     assert cli.main(["plan", "--measure-device", str(file)]) == 0
-    found = json.loads(file.read_text())
+    fields = json.loads(file.read_text())
     assert "TFLOP/s in matrix products" in capsys.readouterr().err
-    assert read_rates(file).name == found["name"]
-    again = measure_device("cpu")
-    assert 0.02 < again.products / found["products"] < 50 or torch.accelerator.is_available()
+    assert read_rates(file).name == fields["name"]
+    second_rates = measure_device("cpu")
+    assert (
+        0.02 < second_rates.products / fields["products"] < 50 or torch.accelerator.is_available()
+    )
     assert cli.main(["plan", "--measure-device", str(file), "--device", "H200"]) == 2
     assert "pass one of the two" in capsys.readouterr().err
     assert cli.main(["plan"]) == 2
@@ -399,14 +405,14 @@ def test_a_copy_is_the_links_and_no_kernels():
         accumulating=False,
         tree=False,
     )
-    kept, moved = (work(method, 65_536, 8192) for method in profile.methods)
+    resident, offloaded = (work(method, 65_536, 8192) for method in profile.methods)
     token = 3 * 128 * 2  # x of three layers
-    assert moved["forward"].out == pytest.approx(token * 65_536)
+    assert offloaded["forward"].to_host == pytest.approx(token * 65_536)
     # Keys first, then all gradients, both from all chunks but the last, which has stayed since
     # forward.
-    assert moved["backward"].back == pytest.approx(token * (2 * 65_536 - 2 * 8192))
-    assert kept["forward"].out == kept["backward"].back == 0
-    assert moved["backward"].moved == pytest.approx(kept["backward"].moved, rel=0.01)
+    assert offloaded["backward"].from_host == pytest.approx(token * (2 * 65_536 - 2 * 8192))
+    assert resident["forward"].to_host == resident["backward"].from_host == 0
+    assert offloaded["backward"].traffic == pytest.approx(resident["backward"].traffic, rel=0.01)
 
 
 def test_attention_kernels_are_no_products():

@@ -37,12 +37,14 @@ def in_halves(model):
 
 
 def test_parameters_have_their_full_bytes():
-    whole = build("qwen3")
-    expected = [parameter.nbytes for parameter in whole.parameters()]
+    full_model = build("qwen3")
+    expected = [parameter.nbytes for parameter in full_model.parameters()]
     assert list(map(full_bytes, divided(build("qwen3")).parameters())) == expected
-    assert list(map(gradient_bytes, whole.parameters())) == expected
+    assert list(map(gradient_bytes, full_model.parameters())) == expected
     assert set(map(gradient_bytes, divided(build("qwen3")).parameters())) == {0}
-    assert [2 * size for size in map(gradient_bytes, in_halves(whole).parameters())] == expected
+    assert [
+        2 * size for size in map(gradient_bytes, in_halves(full_model).parameters())
+    ] == expected
 
 
 def test_what_is_shared_and_gathered():
@@ -63,21 +65,21 @@ def test_frozen_models_share_no_gradients():
 
 
 PHASES = (
-    Phase("backward 1", Law(one=5.0, tokens=2.0), 0.0),
-    Phase("backward 0", Law(one=105.0, tokens=1.0), 100.0),
+    Phase("backward 1", Law(constant=5.0, tokens=2.0), 0.0),
+    Phase("backward 0", Law(constant=105.0, tokens=1.0), 100.0),
 )
 LATER = (
-    Phase("backward 1", Law(one=3.0, tokens=2.0)),
-    Phase("backward 0", Law(one=3.0, tokens=1.0)),
+    Phase("backward 1", Law(constant=3.0, tokens=2.0)),
+    Phase("backward 0", Law(constant=3.0, tokens=1.0)),
 )
 METHOD = Method("streambp", (), "none", False, True, PHASES, LATER, Law(), ())
 
 
 def test_a_step_needs_this_ranks_gradients_and_what_is_gathered():
-    alone = auto.StepNeed(METHOD)
-    assert alone.by_layer(10, 5, 0.0) == ((1.0, 25.0), (0.0, 115.0))
-    half = auto.StepNeed(METHOD, share=0.5, gathered=7.0)
-    assert half.by_layer(10, 5, 0.0) == ((1.0, 32.0), (0.0, 72.0))
+    one_rank = auto.StepNeed(METHOD)
+    assert one_rank.by_layer(10, 5, 0.0) == ((1.0, 25.0), (0.0, 115.0))
+    half_sharded = auto.StepNeed(METHOD, share=0.5, gathered=7.0)
+    assert half_sharded.by_layer(10, 5, 0.0) == ((1.0, 32.0), (0.0, 72.0))
     none = auto.StepNeed(METHOD, share=0.0, gathered=7.0)
     assert none.by_layer(10, 5, 0.0) == ((1.0, 32.0), (0.0, 22.0))
     # gradients that are there are no need of the step
@@ -98,30 +100,30 @@ def test_a_divided_model_is_counted_like_the_whole_one():
 def test_the_bound_of_a_divided_model_has_its_shapes():
     """Where nothing is counted, on a CPU."""
     model = build("qwen3")
-    whole = auto.bound(model, model.model.layers)
-    other = divided(build("qwen3"))
-    found = auto.bound(other, other.model.layers)
-    (expected,), (phase,) = whole.method.first, found.method.first
+    full_bound = auto.bound(model, model.model.layers)
+    divided_model = divided(build("qwen3"))
+    divided_bound = auto.bound(divided_model, divided_model.model.layers)
+    (expected,), (phase,) = full_bound.method.first, divided_bound.method.first
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     # ZeRO-3's gradients have memory of their own, except for those of the running layer
-    assert phase.law == expected.law._replace(one=layer)
+    assert phase.law == expected.law._replace(constant=layer)
     assert expected.law.tokens > 0
-    assert expected.law.one == sum(parameter.nbytes for parameter in model.parameters())
-    assert found.method.accumulating == whole.method.accumulating
+    assert expected.law.constant == sum(parameter.nbytes for parameter in model.parameters())
+    assert divided_bound.method.accumulating == full_bound.method.accumulating
 
 
 def test_a_copy_during_a_call_has_the_models_own_head():
     model = build("qwen3", torch.bfloat16)
     head = model.lm_head
-    held = HeldHead(model, head, None)
-    held.install()
+    held_head = HeldHead(model, head, None)
+    held_head.install()
     with own_heads(model):
         assert model.lm_head is head
-    assert model.lm_head is held
+    assert model.lm_head is held_head
     with pytest.raises(KeyError), own_heads(model):
         raise KeyError
-    assert model.lm_head is held
-    held.remove()
+    assert model.lm_head is held_head
+    held_head.remove()
     assert isinstance(model.lm_head, nn.Linear)
 
 

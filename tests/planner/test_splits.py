@@ -95,10 +95,10 @@ def test_a_layers_backward_takes_what_its_own_count_says(by, ranks, layers, monk
     # without inputs of layers
     predicted = {"last layer": slope[f"backward {layers - 1}"] - 8 * layers}
     predicted |= {"first layer": slope["backward 0"] - 8} if layers > 1 else {}
-    found = counted_alone(by, ranks, monkeypatch)
-    print(f"{by} over {ranks}, KB a token of the shard: predicted {predicted}, counted {found}")
+    counts = counted_alone(by, ranks, monkeypatch)
+    print(f"{by} over {ranks}, KB a token of the shard: predicted {predicted}, counted {counts}")
     for name, value in predicted.items():
-        assert value == pytest.approx(found[name], rel=0.05)
+        assert value == pytest.approx(counts[name], rel=0.05)
 
 
 def counted_alone(by, ranks, monkeypatch):
@@ -113,14 +113,16 @@ def counted_alone(by, ranks, monkeypatch):
 def test_lines_from_two_ranks_serve_others(by, ranks, monkeypatch):
     """Beside a count on so many ranks, with four times as many as kv heads."""
     config, point, setting = Qwen3Config(**TINY), (16384, 4096), over(ranks, by)
-    few = counted(config, by, point)
+    few_ranks = counted(config, by, point)
     monkeypatch.setattr(Counter, "ranks", lambda counter, recipe: ranks)
-    many = counted(config, by, point)
-    ours, theirs = (peak(p, p.methods[0], ranks * 16384, 4096, setting).phases for p in (few, many))
+    many_ranks = counted(config, by, point)
+    ours, theirs = (
+        peak(p, p.methods[0], ranks * 16384, 4096, setting).phases for p in (few_ranks, many_ranks)
+    )
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert value == pytest.approx(theirs[name], rel=0.05)
-    sent = [link_bytes(p.methods[0], ranks * 16384, setting) for p in (few, many)]
+    sent = [link_bytes(p.methods[0], ranks * 16384, setting) for p in (few_ranks, many_ranks)]
     assert sent[0] == pytest.approx(sent[1], rel=1e-6)
     with monkeypatch.context() as patch:
         patch.setattr(SplitCount, "mark", lambda *_: None)
@@ -172,10 +174,10 @@ def test_the_table_of_the_docs_is_this_arithmetic():
             if by == ULYSSES and queries % ranks:
                 assert cell.startswith("impossible")
                 continue
-            found = exchange_seconds(
+            predicted = exchange_seconds(
                 shared(by, layers, queries), tokens, over(ranks, by), H100S, attention
             )
-            assert float(cell.split()[0]) == pytest.approx(found, rel=0.01, abs=0.005)
+            assert float(cell.split()[0]) == pytest.approx(predicted, rel=0.01, abs=0.005)
 
 
 def test_groups_of_heads_hide_behind_attention():
@@ -183,13 +185,15 @@ def test_groups_of_heads_hide_behind_attention():
     rates = dataclasses.replace(H100S, peers=1e9)
     method = shared(CONTEXT_PARALLEL, 1, 32)
     size = 8 * 512 * 1000
-    one = over(4, CONTEXT_PARALLEL)
-    assert link_bytes(method, 1000, one) == 5 * size * 0.75
-    assert exchange_seconds(method, 1000, one, rates, 1.0) == pytest.approx(
+    one_node = over(4, CONTEXT_PARALLEL)
+    assert link_bytes(method, 1000, one_node) == 5 * size * 0.75
+    assert exchange_seconds(method, 1000, one_node, rates, 1.0) == pytest.approx(
         (2 + 3 / 8) * size * 0.75 / 1e9
     )
-    assert exchange_seconds(method, 1000, one, rates, 0.0) == pytest.approx(5 * size * 0.75 / 1e9)
-    roomy = dataclasses.replace(one, room=8 * 2560 * 1000)
+    assert exchange_seconds(method, 1000, one_node, rates, 0.0) == pytest.approx(
+        5 * size * 0.75 / 1e9
+    )
+    roomy = dataclasses.replace(one_node, room=8 * 2560 * 1000)
     assert link_bytes(method, 1000, roomy) == 4 * size * 0.75
     assert exchange_seconds(method, 1000, roomy, rates, 1.0) == pytest.approx(4 * size * 0.75 / 1e9)
     ulysses = shared(ULYSSES, 1, 32)
@@ -201,11 +205,11 @@ def test_groups_of_heads_hide_behind_attention():
 def test_a_plan_says_what_each_rank_does():
     profile = random_profile(seed_of(0))
     setting = Setting(gpus=8, zero=3, context_parallel=8)
-    found = plan_profile(profile, "max", Memory(180 * 2**30), setting)
-    assert found.seq_len % 8 == 0
-    assert found.choice.link > 0
-    assert found.choice.seconds.exchange > 0
-    text = plan_table(found)
+    base_plan = plan_profile(profile, "max", Memory(180 * 2**30), setting)
+    assert base_plan.seq_len % 8 == 0
+    assert base_plan.choice.link > 0
+    assert base_plan.choice.seconds.exchange > 0
+    text = plan_table(base_plan)
     for words in (
         "each sequence over 8 ranks by context parallelism",
         "each of the 8 ranks",
@@ -213,10 +217,12 @@ def test_a_plan_says_what_each_rank_does():
         "not hidden",
     ):
         assert words in text
-    assert {row.method for row in found.longest} == {m.name for m in available(profile, setting)}
-    assert any(lever.change == "sequences over 16 ranks" for lever in found.levers)
-    again = from_json(json.loads(json.dumps(to_json(profile))))
-    assert again.methods[-1].split == profile.methods[-1].split
+    assert {row.method for row in base_plan.longest} == {
+        m.name for m in available(profile, setting)
+    }
+    assert any(lever.change == "sequences over 16 ranks" for lever in base_plan.levers)
+    restored = from_json(json.loads(json.dumps(to_json(profile))))
+    assert restored.methods[-1].split == profile.methods[-1].split
 
 
 def test_what_a_step_refuses_a_plan_refuses():

@@ -46,15 +46,15 @@ def profiles():
 @pytest.fixture(autouse=True)
 def counts(profiles, monkeypatch):
     """One entry for each step that was counted."""
-    real, found = auto.survey, []
+    real, survey_calls = auto.survey, []
 
-    def survey(*args, **named):
-        found.append(1)
-        profiles.extend([] if profiles else [real(*args, **named)])
+    def survey(*args, **keywords):
+        survey_calls.append(1)
+        profiles.extend([] if profiles else [real(*args, **keywords)])
         return profiles[0]
 
     monkeypatch.setattr(auto, "survey", survey)
-    return found
+    return survey_calls
 
 
 def tiny(**settings):
@@ -63,27 +63,27 @@ def tiny(**settings):
 
 def figures_of(model, **settings):
     """What the policy of a newly patched model knows."""
-    given = {"unpatched_runs": False, **settings}
-    policy = streambp.patch(model, streambp.StreamConfig(**given))._streambp.saves_policy
+    fields = {"unpatched_runs": False, **settings}
+    policy = streambp.patch(model, streambp.StreamConfig(**fields))._streambp.saves_policy
     policy.begins(HERE)
     policy.ended()
-    return policy.known
+    return policy.figures
 
 
-def candidates(known):
+def candidates(figures):
     return {
         index: set(cost.candidates(index, 2 * LENGTH, LENGTH))
-        for index, cost in known.costs.items()
+        for index, cost in figures.costs.items()
     }
 
 
-def assert_alike(found, expected):
-    assert found.need == expected.need
-    assert found.need.by_layer(4096, 1024, 0.5) == expected.need.by_layer(4096, 1024, 0.5)
-    assert found.seconds(65536, 8192) == expected.seconds(65536, 8192)
-    assert found.costs == expected.costs
-    assert len(candidates(found)) == 3
-    assert candidates(found) == candidates(expected)
+def assert_alike(figures, expected):
+    assert figures.need == expected.need
+    assert figures.need.by_layer(4096, 1024, 0.5) == expected.need.by_layer(4096, 1024, 0.5)
+    assert figures.seconds(65536, 8192) == expected.seconds(65536, 8192)
+    assert figures.costs == expected.costs
+    assert len(candidates(figures)) == 3
+    assert candidates(figures) == candidates(expected)
 
 
 def test_the_next_process_of_a_model_reads_what_was_counted(counts, cache):
@@ -126,8 +126,8 @@ def with_hook(model):
 
 
 def with_forward(model):
-    own = model.model.layers[1].mlp
-    own.forward = lambda x: type(own).forward(own, x) * 1
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x) * 1
     return model
 
 
@@ -165,25 +165,25 @@ def test_adapters_of_another_rank_have_another_key():
 
 def test_settings_code_and_versions_are_in_the_key(monkeypatch):
     model = tiny()
-    found = [key(model), key(model, torch.bfloat16), key(model, saves=("kv",))]
-    found.append(key(build("qwen3", dtype=torch.bfloat16, num_hidden_layers=4)))
-    found.append(key(tiny(tie_word_embeddings=True)))
+    keys = [key(model), key(model, torch.bfloat16), key(model, saves=("kv",))]
+    keys.append(key(build("qwen3", dtype=torch.bfloat16, num_hidden_layers=4)))
+    keys.append(key(tiny(tie_word_embeddings=True)))
     with monkeypatch.context() as patch:
         patch.setattr(counted, "_source", lambda: "another release")
-        found.append(key(model))
+        keys.append(key(model))
     with monkeypatch.context() as patch:
         patch.setattr(counted.importlib.metadata, "version", lambda package: "0.0")
-        found.append(key(model))
+        keys.append(key(model))
     mlp = type(model.model.layers[0].mlp)
     with monkeypatch.context() as patch:
         patch.setattr(mlp, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
-        found.append(key(model))
+        keys.append(key(model))
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules[mlp.__module__], "rotate_half", lambda x: -x)
-        found.append(key(model))
-    assert None not in found
-    assert len(set(found)) == len(found)
-    assert key(model) == found[0]
+        keys.append(key(model))
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    assert key(model) == keys[0]
 
 
 @pytest.mark.parametrize("with_deepspeed", [False, True])
@@ -191,19 +191,17 @@ def test_a_patched_model_in_a_step_has_the_key_of_the_first_one(with_deepspeed, 
     """What a patch and a step leave on modules is not in it. Once DeepSpeed is imported, a step
     adds a hook to each layer."""
     monkeypatch.delitem(sys.modules, ENGINES[0], raising=False)
-    model, found = tiny(), []
+    model, keys = tiny(), []
     real = stored_counts.key_of
-    monkeypatch.setattr(
-        stored_counts, "key_of", lambda *args: found.append(real(*args)) or found[-1]
-    )
+    monkeypatch.setattr(stored_counts, "key_of", lambda *args: keys.append(real(*args)) or keys[-1])
     for _ in range(2):
         streambp.patch(model, streambp.StreamConfig(unpatched_runs=False))
         step(model)
         step(model)
         if with_deepspeed:
             monkeypatch.setitem(sys.modules, ENGINES[0], types.ModuleType(ENGINES[0]))
-    assert len(found) == 2  # once a patch
-    assert len(set(found)) == 1
+    assert len(keys) == 2  # once a patch
+    assert len(set(keys)) == 1
 
 
 def test_objects_are_described_by_their_classes():
@@ -231,20 +229,20 @@ print(stored_counts.key_of(model, streambp.StreamConfig(), None))
 @pytest.mark.full
 def test_two_processes_find_the_same_key():
     pytest.importorskip("peft", reason="peft is not installed")
-    found = []
+    keys = []
     for seed in ("1", "2"):
-        named = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        process = subprocess.run(
             [sys.executable, "-c", PROGRAM],
             cwd=ROOT,
-            env=named,
+            env=environment,
             capture_output=True,
             text=True,
             check=True,
         )
-        found.append(done.stdout.split()[-1])
-    assert found[0] == found[1]
-    assert len(found[0]) == 32
+        keys.append(process.stdout.split()[-1])
+    assert keys[0] == keys[1]
+    assert len(keys[0]) == 32
 
 
 def signed(data):
@@ -253,7 +251,7 @@ def signed(data):
     return json.dumps({**entries, counted.DIGEST: counted._digest(entries)})
 
 
-def cut(data):
+def truncated_text(data):
     return json.dumps(data)[:-50]
 
 
@@ -272,7 +270,7 @@ def unsigned(data):
     return json.dumps(data)
 
 
-def foreign(data):
+def with_other_key(data):
     return signed({**data, "key": "0" * 32})
 
 
@@ -302,11 +300,12 @@ def no_number(data):
 
 
 DAMAGES = (
-    cut, empty, older, unsigned, foreign, another_librarys, no_object, no_text, deep, another_number, no_number,
+    truncated_text, empty, older, unsigned, with_other_key, another_librarys, no_object, no_text,
+    deep, another_number, no_number,
 )  # fmt: skip
 
 
-@pytest.mark.fast("cut", "foreign", "another_librarys", "no_number")
+@pytest.mark.fast("truncated_text", "with_other_key", "another_librarys", "no_number")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_file_that_is_no_count_is_ignored_with_one_line(damage, counts, cache, caplog):
     expected = figures_of(tiny())
@@ -430,15 +429,15 @@ def test_a_wrong_count_changes_no_number(factor, cache, counts, float64_oracle):
     right = step(model, **batch)
     (file,) = cache.iterdir()
     file.write_text(signed({**json.loads(file.read_text()), "factor": factor}))
-    known = figures_of(tiny(dtype=torch.float64), **settings)
-    assert known.need.factor == factor
-    other = tiny(dtype=torch.float64)
-    figures_of(other, **settings)
-    found = step(other, **batch)
+    figures = figures_of(tiny(dtype=torch.float64), **settings)
+    assert figures.need.factor == factor
+    second_model = tiny(dtype=torch.float64)
+    figures_of(second_model, **settings)
+    result = step(second_model, **batch)
     assert len(counts) == 1
-    assert_same(found, right)
+    assert_same(result, right)
     for name, gradient in expected[1].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(result[1][name], gradient, rtol=1e-9, atol=1e-12)
 
 
 def no_parameters(patch):

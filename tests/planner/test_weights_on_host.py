@@ -40,7 +40,7 @@ LAYERS, SIZE = 10, 1_000_000
 SIZES = (SIZE,) * LAYERS
 
 
-def made():
+def small_profile():
     """Ten layers of a million bytes each, beside a million of embeddings and head; 8 bytes a
     token."""
     work = (*made_work(3, 0.5, "forward"), *made_work(9, 1.5))
@@ -64,35 +64,37 @@ def test_as_few_layers_as_it_takes():
 
 def test_copies_are_those_of_layers_on_the_host():
     step = {
-        "forward": Work(100.0, moved=10.0, back=4.0),
+        "forward": Work(100.0, traffic=10.0, from_host=4.0),
         "backward": Work(300.0),
         "head": Work(5.0),
     }
-    found = with_copies(step, first(SIZES, 5))
-    assert found["forward"] == Work(50.0, moved=5.0, back=2.0)
-    assert found["forward" + MOVED] == Work(50.0, moved=5.0, back=2.0 + 5 * SIZE)
-    assert found["backward" + MOVED].back == 3 * SIZE  # the last two are there still
-    assert found["head"] == step["head"]
+    works = with_copies(step, first(SIZES, 5))
+    assert works["forward"] == Work(50.0, traffic=5.0, from_host=2.0)
+    assert works["forward" + MOVED] == Work(50.0, traffic=5.0, from_host=2.0 + 5 * SIZE)
+    assert works["backward" + MOVED].from_host == 3 * SIZE  # the last two are there still
+    assert works["head"] == step["head"]
     assert with_copies(step, None) == step
 
 
 def test_weights_go_to_the_host_where_a_step_does_not_fit_otherwise():
-    profile, length = made(), 1000
+    profile, length = small_profile(), 1000
     resident = plan_profile(profile, length, Memory(14_000_000, None, 0.0), Setting())
     assert resident.choice.on_host is None
     on_device = plan_profile(profile, length, resident.memory, Setting(weights="device"))
     assert any("weights on the host" in lever.change for lever in on_device.levers)
-    for room, layers in ((11_000_000, 3), (8_000_000, 6), (4_100_000, 10)):
-        memory = Memory(room, None, 0.0)
-        found = plan_profile(profile, length, memory, Setting()).choice
-        assert found.on_host.layers == layers, room
-        assert found.peak.total <= room
-        assert found.config.weights == ("cpu" if layers == LAYERS else "auto")
-        assert found.peak.weights == 11 * SIZE - first(SIZES, layers).freed
-        assert found.peak.host == layers * SIZE
+    for gpu_bytes, layers in ((11_000_000, 3), (8_000_000, 6), (4_100_000, 10)):
+        memory = Memory(gpu_bytes, None, 0.0)
+        choice = plan_profile(profile, length, memory, Setting()).choice
+        assert choice.on_host.layers == layers, gpu_bytes
+        assert choice.peak.total <= gpu_bytes
+        assert choice.config.weights == ("cpu" if layers == LAYERS else "auto")
+        assert choice.peak.weights == 11 * SIZE - first(SIZES, layers).freed
+        assert choice.peak.host == layers * SIZE
         assert plan_profile(profile, length, memory, Setting(weights="device")).choice is None
         assert (
-            plan_profile(profile, length, Memory(room, layers * SIZE - 1, 0.0), Setting()).choice
+            plan_profile(
+                profile, length, Memory(gpu_bytes, layers * SIZE - 1, 0.0), Setting()
+            ).choice
             is None
         )
     everywhere = plan_profile(
@@ -104,38 +106,38 @@ def test_weights_go_to_the_host_where_a_step_does_not_fit_otherwise():
     )
 
 
-@pytest.mark.parametrize(("given", "advice"), [({}, False), ({"optimizer_on_host": True}, True)])
-def test_deepspeed_is_no_door(given, advice):
+@pytest.mark.parametrize(("options", "advice"), [({}, False), ({"optimizer_on_host": True}, True)])
+def test_deepspeed_is_no_door(options, advice):
     """It starts a process group, in which weights on the host are refused."""
-    setting = Setting(**given)
-    found = plan_profile(made(), 1000, Memory(8_000_000, None, 0.0), setting).choice
-    text = doors(found, setting)["DeepSpeed"]
+    setting = Setting(**options)
+    choice = plan_profile(small_profile(), 1000, Memory(8_000_000, None, 0.0), setting).choice
+    text = doors(choice, setting)["DeepSpeed"]
     assert text.startswith("not with weights on the host")
     assert ("on_host=True" in text) == advice
 
 
 def test_seconds_are_the_longer_of_kernels_and_copies():
-    profile = made()
+    profile = small_profile()
     method = profile.methods[0]
     slow = dataclasses.replace(RATES, link=1e6)
-    resident, moved = Setting(), Setting(on_host=first(SIZES, LAYERS))
+    resident, on_host = Setting(), Setting(on_host=first(SIZES, LAYERS))
     # ten layers, and eight of them again
-    assert seconds(method, 1000, 100, slow, moved).total >= 18.0
-    hidden = hides_from(method, 100, RATES, moved)
+    assert seconds(method, 1000, 100, slow, on_host).total >= 18.0
+    hidden = hides_from(method, 100, RATES, on_host)
     assert hidden is not None
-    assert hides_from(method, 100, dataclasses.replace(RATES, link=1e-6), moved) is None
+    assert hides_from(method, 100, dataclasses.replace(RATES, link=1e-6), on_host) is None
     for length, as_long in ((hidden, True), (max(1, hidden - 1), hidden == 1)):
-        ours = seconds(method, length, min(100, length), RATES, moved).total
-        same = ours == pytest.approx(
+        ours = seconds(method, length, min(100, length), RATES, on_host).total
+        is_equal = ours == pytest.approx(
             seconds(method, length, min(100, length), RATES, resident).total, rel=1e-9
         )
-        assert same == as_long
+        assert is_equal == as_long
 
 
 def test_remedies_name_the_host():
-    profile = made()
-    found = plan_profile(profile, 1000, Memory(8_000_000, None, 0.0), Setting(weights="device"))
-    first_of_all = next(remedies(found, 1000, Training(16), lambda how: profile))
+    profile = small_profile()
+    plan = plan_profile(profile, 1000, Memory(8_000_000, None, 0.0), Setting(weights="device"))
+    first_of_all = next(remedies(plan, 1000, Training(16), lambda how: profile))
     assert first_of_all.options == ("--weights", "auto")
     assert first_of_all.change == "the layers' weights on the host"
     read = cli.parse(
@@ -145,12 +147,12 @@ def test_remedies_name_the_host():
 
 
 def test_a_profile_goes_through_json():
-    profile = made()
+    profile = small_profile()
     assert from_json(json.loads(json.dumps(to_json(profile)))) == profile
 
 
 def test_the_table_says_it():
-    text = plan_table(plan_profile(made(), 1000, Memory(8_000_000, None, 0.0), Setting()))
+    text = plan_table(plan_profile(small_profile(), 1000, Memory(8_000_000, None, 0.0), Setting()))
     assert 'weights="auto"' in text
     assert "weights of the first 6 of 10 layers on the host" in text
 
@@ -176,8 +178,8 @@ def test_the_law_holds_on_a_model():
         config, length, chunk_size=chunk, lora=4, device="cpu", dtype=torch.float32
     ).profile
     method = next(method for method in profile.methods if method.name == "streambp")
-    used = Setting(optimizer=0, on_host=first(profile.frozen, len(profile.frozen)))
-    expected = peak(profile, method, length, chunk, used)
+    setting = Setting(optimizer=0, on_host=first(profile.frozen, len(profile.frozen)))
+    expected = peak(profile, method, length, chunk, setting)
 
     model = with_adapters(build("llama", **CONFIG), rank=4).train()
     # a witness is much for so small a model
@@ -186,14 +188,18 @@ def test_the_law_holds_on_a_model():
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     model.zero_grad(set_to_none=True)
     weights = weights_of(model)
-    on_host = {id(piece.tensor) for one in weights.ranges.layers.values() for piece in one.pieces}
+    on_host = {
+        id(weight_slice.tensor)
+        for layer_weights in weights.ranges.layers.values()
+        for weight_slice in layer_weights.slices
+    }
     on_device = sum(p.nbytes for p in model.parameters() if id(p) not in on_host)
     assert weights.ranges.bytes == pytest.approx(expected.host, rel=0.01)
-    assert static(profile, used).weights == pytest.approx(
+    assert static(profile, setting).weights == pytest.approx(
         on_device + weights.device_bytes, rel=0.01
     )
-    found = on_device + weights.device_bytes + counted_step(model, ids)
-    assert found == pytest.approx(expected.total, rel=0.03)
+    peak_bytes = on_device + weights.device_bytes + counted_step(model, ids)
+    assert peak_bytes == pytest.approx(expected.total, rel=0.03)
 
 
 def test_bytes_of_layers_without_data():
@@ -242,7 +248,7 @@ LLAMA_70B = {
 def test_the_command_plans_70b_on_24_gib(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_70B))
-    given = [
+    arguments = [
         "plan",
         str(file),
         "--lora",
@@ -253,10 +259,10 @@ def test_the_command_plans_70b_on_24_gib(tmp_path, capsys):
         "64k",
         "--no-cache",
     ]
-    assert cli.main(given) == 0
+    assert cli.main(arguments) == 0
     text = capsys.readouterr().out
     assert "of 80 layers on the host" in text
-    assert cli.main([*given, "--weights", "device"]) == 1
+    assert cli.main([*arguments, "--weights", "device"]) == 1
     text = capsys.readouterr().out
     assert "--weights auto" in text
 
@@ -304,9 +310,9 @@ def test_the_command_says_what_24_gib_take(name, tmp_path, capsys):
         )
         == 0
     )
-    found = json.loads(capsys.readouterr().out)
-    peak = found["choice"]["peak"]
+    printed_plan = json.loads(capsys.readouterr().out)
+    peak = printed_plan["choice"]["peak"]
     assert peak["total"] / GIB == pytest.approx(device, rel=0.03)
     assert peak["host"] / GIB == pytest.approx(host, rel=0.03)
-    assert found["choice"]["seconds"]["total"] == pytest.approx(seconds, rel=0.03)
-    assert found["binds"] == binds
+    assert printed_plan["choice"]["seconds"]["total"] == pytest.approx(seconds, rel=0.03)
+    assert printed_plan["binds"] == binds

@@ -9,11 +9,11 @@ from tests.planner.test_estimates import QWEN3_8B
 
 
 def timed(name, run):
-    wall, own = time.perf_counter(), time.process_time()
+    wall, cpu_start = time.perf_counter(), time.process_time()
     run()
     print(
-        f"{name}: {time.process_time() - own:.1f} s of one core, {time.perf_counter() - wall:.1f} "
-        "s of wall time"
+        f"{name}: {time.process_time() - cpu_start:.1f} s of one core, "
+        f"{time.perf_counter() - wall:.1f} s of wall time"
     )
 
 

@@ -31,9 +31,9 @@ def make_batch(mode, seed=1, prompt=PROMPT, completion=COMPLETION):
     return {**batch, "attention_mask": mask} if mode in ("padded", "two prompts", "deep") else batch
 
 
-def alike(row, other):
+def alike(row, other_row):
     """How many tokens they begin with in common."""
-    return int((row == other).long().cumprod(0).sum())
+    return int((row == other_row).long().cumprod(0).sum())
 
 
 def draw(generator, mode, prompt, completion):
@@ -61,7 +61,7 @@ def real(batch):
     return batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
 
 
-def places(batch):
+def token_prefixes(batch):
     """For each token of a row, what it is known by: its column, and the ids up to it."""
     for ids, mask in zip(batch["input_ids"], real(batch), strict=True):
         yield [
@@ -72,5 +72,5 @@ def places(batch):
 
 def counted(batch):
     """Tokens of the rows, and how many of them differ."""
-    found = [place for row in places(batch) for place in row]
-    return len(found), len(set(found))
+    prefixes = [prefix for row in token_prefixes(batch) for prefix in row]
+    return len(prefixes), len(set(prefixes))

@@ -25,7 +25,7 @@ from streambp.prefixes import arguments, calls
 from tests import zoo
 from tests.families import VOCABULARY
 from tests.oracle import EXACT, worst_error
-from tests.prefixes.test_calls import float64_everywhere, told  # noqa: F401 - a fixture
+from tests.prefixes.test_calls import float64_everywhere, tokens_or_reason  # noqa: F401 - a fixture
 from tests.prefixes.test_padding import SHAPES, any_saving, build, make  # noqa: F401 - a fixture
 from tests.seeds import seed_torch, seeded
 from tests.versions import needs_states
@@ -57,9 +57,9 @@ def check(stock, run, rows="packed", **settings):
     ours = streambp.patch(
         copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, rows=rows, **settings)
     )
-    (expected_loss, expected), (loss, found) = step(stock, run), step(ours, run)
+    (expected_loss, expected), (loss, our_gradients) = step(stock, run), step(ours, run)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= EXACT
     return ours
 
 
@@ -71,10 +71,10 @@ def as_embeddings(batch):
     """A program that embeds tokens by itself, and scales them."""
 
     def run(model):
-        more = {name: value for name, value in batch.items() if name != "input_ids"}
+        other_arguments = {name: value for name, value in batch.items() if name != "input_ids"}
         scales = torch.linspace(0.5, 2, batch["input_ids"].shape[1])[:, None]  # [T, 1]
         embedded = model.get_input_embeddings()(batch["input_ids"]) * scales
-        return model(inputs_embeds=embedded, **more, use_cache=False).loss
+        return model(inputs_embeds=embedded, **other_arguments, use_cache=False).loss
 
     return run
 
@@ -90,13 +90,13 @@ def test_embeddings(family, shape):
     ours = check(
         build(family), as_embeddings(make(shape)), "packed" if family == "gpt_oss" else "auto"
     )
-    assert told(ours) == (real_tokens(shape), real_tokens(shape))
+    assert tokens_or_reason(ours) == (real_tokens(shape), real_tokens(shape))
 
 
 def test_embeddings_are_not_compared():
     """Equal rows are computed twice: who would compare what a vision tower gave?"""
     ours = check(build("llama"), as_embeddings(make("all alike")))
-    assert told(ours) == (44, 44)
+    assert tokens_or_reason(ours) == (44, 44)
 
 
 def of_types(shape, alike=True):
@@ -114,12 +114,12 @@ def test_types_of_tokens(alike):
     """GPT-2 embeds them: rows of equal ids share where their types are equal, too."""
     batch = of_types("all alike", alike)
     ours = check(build("gpt2"), lambda m: m(**batch, use_cache=False).loss)
-    assert told(ours) == (44, 11 if alike else 44)
+    assert tokens_or_reason(ours) == (44, 11 if alike else 44)
 
 
 def test_types_of_tokens_beside_padding():
     ours = check(build("gpt2"), lambda m: m(**of_types("both"), use_cache=False).loss)
-    assert told(ours) == (real_tokens("both"), real_tokens("both"))
+    assert tokens_or_reason(ours) == (real_tokens("both"), real_tokens("both"))
 
 
 def test_types_that_are_not_compared_are_found(monkeypatch):
@@ -202,7 +202,7 @@ def test_images_with_three_positions_for_each_token(model, padding, rows):
     build, patch = VISIBLE[model]
     pixels = torch.randn(8, patch, generator=seeded(1))
     ours = check(build(), lambda m: m(**qwen_images(padding), pixel_values=pixels).loss, rows)
-    assert told(ours) == (46, 46)
+    assert tokens_or_reason(ours) == (46, 46)
 
 
 def marked(shape):
@@ -216,11 +216,13 @@ def marked(shape):
 @pytest.mark.parametrize("at_padding", [False, True])
 def test_what_is_added_at_marked_tokens(at_padding):
     """In the order of the tokens, which is that of the packed row: but for marks at padding."""
-    stock, (batch, more) = qwen3_vl(), marked("both")
+    stock, (batch, visual_arguments) = qwen3_vl(), marked("both")
     if at_padding:
-        more["visual_pos_masks"] |= batch["attention_mask"] == 0
-        more["deepstack_visual_embeds"] = [
-            torch.randn(int(more["visual_pos_masks"].sum()), 32, generator=seeded(number))
+        visual_arguments["visual_pos_masks"] |= batch["attention_mask"] == 0
+        visual_arguments["deepstack_visual_embeds"] = [
+            torch.randn(
+                int(visual_arguments["visual_pos_masks"].sum()), 32, generator=seeded(number)
+            )
             for number in (1, 2)
         ]
 
@@ -228,15 +230,18 @@ def test_what_is_added_at_marked_tokens(at_padding):
         text = model.model.language_model
         embedded = text.embed_tokens(batch["input_ids"])
         hidden = text(
-            inputs_embeds=embedded, attention_mask=batch["attention_mask"], **more, use_cache=False
+            inputs_embeds=embedded,
+            attention_mask=batch["attention_mask"],
+            **visual_arguments,
+            use_cache=False,
         )[0]
         return (hidden * batch["attention_mask"][..., None]).pow(2).mean()
 
     ours = check(stock, run)
     if at_padding:
-        assert "visual_pos_masks mark padding" in told(ours)
+        assert "visual_pos_masks mark padding" in tokens_or_reason(ours)
     else:
-        assert told(ours) == (real_tokens("both"), real_tokens("both"))
+        assert tokens_or_reason(ours) == (real_tokens("both"), real_tokens("both"))
 
 
 def test_llava():
@@ -252,7 +257,9 @@ def test_llava():
     )
     pixels = torch.randn(2, 3, 8, 8, generator=seeded(1))
     stock = LlavaForConditionalGeneration(config).train()
-    assert told(check(stock, lambda m: m(**images("left"), pixel_values=pixels).loss, "auto")) == (
+    assert tokens_or_reason(
+        check(stock, lambda m: m(**images("left"), pixel_values=pixels).loss, "auto")
+    ) == (
         46,
         46,
     )
@@ -273,11 +280,11 @@ def test_axes_are_compared(alike):
     stock, batch = qwen3_vl(), three_positions(alike)
 
     def run(model):
-        given = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-        hidden = model.model.language_model(**given, use_cache=False)[0]
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        hidden = model.model.language_model(**inputs, use_cache=False)[0]
         return (hidden * batch["attention_mask"][..., None]).pow(2).mean()
 
-    assert told(check(stock, run)) == (44, 11 if alike else 44)
+    assert tokens_or_reason(check(stock, run)) == (44, 11 if alike else 44)
 
 
 def test_rows_say_why_they_are_not_packed():
@@ -294,6 +301,6 @@ def test_rows_say_why_they_are_not_packed():
         "without inputs_embeds": {**batch, "deepstack_visual_embeds": [embedded]},
         "the call has per_layer_inputs": {**batch, "per_layer_inputs": embedded},
     }
-    for why, given in reasons.items():
-        assert why in arguments.why_not_packed(given)
+    for why, kwargs in reasons.items():
+        assert why in arguments.why_not_packed(kwargs)
     assert arguments.why_not_packed(batch) is None

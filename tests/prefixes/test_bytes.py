@@ -41,21 +41,21 @@ def peak(rows, layers, batch):
 
 def of_a_layer(rows, batch):
     """By how much one more layer raises the peak: its input."""
-    fewer, more = (peak(rows, layers, batch) for layers in LAYERS)
-    return (more - fewer) / (LAYERS[1] - LAYERS[0])
+    small_peak, large_peak = (peak(rows, layers, batch) for layers in LAYERS)
+    return (large_peak - small_peak) / (LAYERS[1] - LAYERS[0])
 
 
 def check(name):
     batch = batch_of(LENGTHS[name])
     tokens, h = int(batch["attention_mask"].sum()), families.SIZES["hidden_size"]
-    given, packed = (of_a_layer(rows, batch) for rows in ("as_given", "packed"))
+    as_given, packed = (of_a_layer(rows, batch) for rows in ("as_given", "packed"))
     share = tokens / batch["input_ids"].numel()
     print(
-        f"{name}: a layer keeps {packed:,.0f} B of {given:,.0f} B, {packed / given:.4f}; share of "
-        f"tokens {share:.4f}"
+        f"{name}: a layer keeps {packed:,.0f} B of {as_given:,.0f} B, {packed / as_given:.4f}; "
+        f"share of tokens {share:.4f}"
     )
-    assert given == pytest.approx(batch["input_ids"].numel() * h * 4, rel=0.01)
-    assert packed / given == pytest.approx(share, rel=0.01)
+    assert as_given == pytest.approx(batch["input_ids"].numel() * h * 4, rel=0.01)
+    assert packed / as_given == pytest.approx(share, rel=0.01)
 
 
 @pytest.mark.fast("37 %")

@@ -21,7 +21,7 @@ import streambp
 from streambp.admission import third_party
 from streambp.attention.spans import Run
 from streambp.errors import BackwardError, StreamBPError
-from streambp.head.token_positions import taken
+from streambp.head.token_positions import take_rows
 from streambp.model import wrappers
 from streambp.prefixes import admission, calls, spread
 from streambp.prefixes.tree import MIN_SHARED_TOKENS, Tree, find_tree
@@ -44,7 +44,7 @@ FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3", *MOES, "gpt2", "gem
 @pytest.fixture(autouse=True)
 def float64_everywhere(float64_oracle, monkeypatch):
     torch.set_default_dtype(torch.float64)
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=LEAST_HERE))
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, min_prefix=LEAST_HERE))
     monkeypatch.setattr(calls, "A_CHUNK", 0)
     yield
     torch.set_default_dtype(torch.float32)
@@ -76,26 +76,26 @@ def reference(family, mode):
         return gradients(build(family), **make_batch(mode))
 
 
-def told(model):
+def tokens_or_reason(model):
     """Tokens of rows and of their tree in the last call; or why rows were computed."""
     [note] = [note for note in streambp.describe(model).notes if note.startswith("rows: ")]
-    found = re.fullmatch(
+    match = re.fullmatch(
         r".*rows of (\d+) tokens(?: and \d+ of padding)? were computed as (\d+)", note
     )
     return (
-        tuple(map(int, found.groups())) if found else note.removeprefix("rows: computed as given: ")
+        tuple(map(int, match.groups())) if match else note.removeprefix("rows: computed as given: ")
     )
 
 
 def check(model, family, mode, **batch):
     expected_loss, expected = reference(family, mode)
-    loss, found = gradients(model, **(batch or make_batch(mode)))
+    loss, our_gradients = gradients(model, **(batch or make_batch(mode)))
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= EXACT
     if mode == "nothing shared":
-        assert "saves too little" in told(model)
+        assert "saves too little" in tokens_or_reason(model)
     else:
-        assert told(model) == counted(make_batch(mode))
+        assert tokens_or_reason(model) == counted(make_batch(mode))
 
 
 def cases():
@@ -153,11 +153,11 @@ def test_settings(family, mode, setting):
     check(sharing(build(family), **SETTINGS[setting]), family, mode)
 
 
-def policy_loss(model, batch, **given):
+def policy_loss(model, batch, **kwargs):
     """What a program makes of logits, with a weight of its own for each row."""
     model.zero_grad(set_to_none=True)
     logits = model(
-        input_ids=batch["input_ids"], attention_mask=real(batch), use_cache=False, **given
+        input_ids=batch["input_ids"], attention_mask=real(batch), use_cache=False, **kwargs
     ).logits
     log_probs = torch.log_softmax(logits[:, PROMPT - 1 : -1], -1)
     scored = log_probs.gather(-1, batch["input_ids"][:, PROMPT:, None])[..., 0]
@@ -175,43 +175,45 @@ def policy_loss(model, batch, **given):
 def test_a_loss_of_logits_with_a_weight_for_each_row(mode, lazy):
     stock, batch = build("qwen3"), make_batch(mode)
     ours = sharing(stock, lazy_logits=lazy)
-    (expected_loss, expected), (loss, found) = (
+    (expected_loss, expected), (loss, our_gradients) = (
         policy_loss(model, batch) for model in (stock, ours)
     )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= EXACT
-    assert told(ours) == counted(batch)
+    assert worst_error(our_gradients, expected) <= EXACT
+    assert tokens_or_reason(ours) == counted(batch)
 
 
 def test_a_batch_without_a_label():
     """The loss is 0, and so are the gradients, as without sharing."""
     ours, batch = sharing(build("llama")), make_batch("padded")
-    loss, found = gradients(ours, **{**batch, "labels": torch.full_like(batch["labels"], -100)})
-    assert told(ours) == counted(batch)
+    loss, our_gradients = gradients(
+        ours, **{**batch, "labels": torch.full_like(batch["labels"], -100)}
+    )
+    assert tokens_or_reason(ours) == counted(batch)
     assert loss == 0
-    assert found.keys() == reference("llama", "padded")[1].keys()
-    assert not any(gradient.any() for gradient in found.values())
+    assert our_gradients.keys() == reference("llama", "padded")[1].keys()
+    assert not any(gradient.any() for gradient in our_gradients.values())
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_logits_of_the_last_tokens(lazy):
     stock, batch = build("qwen3"), make_batch("deep")
-    ours, kept = sharing(stock, lazy_logits=lazy), batch["input_ids"].shape[1] - PROMPT + 1
-    given = {
+    ours, last_tokens = sharing(stock, lazy_logits=lazy), batch["input_ids"].shape[1] - PROMPT + 1
+    arguments = {
         "input_ids": batch["input_ids"],
         "attention_mask": real(batch),
-        "logits_to_keep": kept,
+        "logits_to_keep": last_tokens,
         "use_cache": False,
     }
-    here, found = real(batch)[:, -kept:, None] > 0, []
+    is_token, both_gradients = real(batch)[:, -last_tokens:, None] > 0, []
     for model in (stock, ours):
         model.zero_grad(set_to_none=True)
-        logits = model(**given).logits
-        assert logits.shape[1] == kept
-        (torch.log_softmax(logits, -1) ** 2 * here).sum().backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    assert worst_error(found[1], found[0]) <= EXACT
-    assert told(ours) == counted(batch)
+        logits = model(**arguments).logits
+        assert logits.shape[1] == last_tokens
+        (torch.log_softmax(logits, -1) ** 2 * is_token).sum().backward()
+        both_gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert worst_error(both_gradients[1], both_gradients[0]) <= EXACT
+    assert tokens_or_reason(ours) == counted(batch)
 
 
 def test_log_probs_of_labels():
@@ -229,11 +231,11 @@ def test_log_probs_of_labels():
     ] * (labels >= 0)
     (expected.exp() * weights * (labels >= 0)).sum().backward()
     torch.testing.assert_close(log_probs, expected, rtol=1e-12, atol=1e-12)
-    found, wanted = (
+    our_gradients, stock_gradients = (
         {name: p.grad for name, p in model.named_parameters()} for model in (ours, stock)
     )
-    assert worst_error(found, wanted) <= EXACT
-    assert told(ours) == counted(batch)
+    assert worst_error(our_gradients, stock_gradients) <= EXACT
+    assert tokens_or_reason(ours) == counted(batch)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -241,26 +243,28 @@ def test_outputs_are_those_of_rows(grad):
     """Logits, every layer's hidden states and router logits, with a graph and without."""
     stock, batch = build("qwen3_moe"), make_batch("padded")
     ours = sharing(stock)
-    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    arguments = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with torch.set_grad_enabled(grad):
-        expected, found = (
-            m(**given, output_hidden_states=True, use_cache=False) for m in (stock, ours)
+        expected, output = (
+            m(**arguments, output_hidden_states=True, use_cache=False) for m in (stock, ours)
         )
-    here = batch["attention_mask"] > 0
-    assert len(found.hidden_states) == len(expected.hidden_states)
+    is_token = batch["attention_mask"] > 0
+    assert len(output.hidden_states) == len(expected.hidden_states)
     pairs = [
-        *zip(found.hidden_states, expected.hidden_states, strict=True),
-        (found.logits, expected.logits),
+        *zip(output.hidden_states, expected.hidden_states, strict=True),
+        (output.logits, expected.logits),
     ]
-    for one, other in pairs:
-        assert one.shape == other.shape
-        torch.testing.assert_close(one[here], other[here], rtol=1e-12, atol=1e-12)
-    for one, other in zip(found.router_logits, expected.router_logits, strict=True):
-        assert one.shape == other.shape
+    for value, expected_value in pairs:
+        assert value.shape == expected_value.shape
         torch.testing.assert_close(
-            one[here.flatten()], other[here.flatten()], rtol=1e-12, atol=1e-12
+            value[is_token], expected_value[is_token], rtol=1e-12, atol=1e-12
         )
-    assert told(ours) == counted(batch)
+    for value, expected_value in zip(output.router_logits, expected.router_logits, strict=True):
+        assert value.shape == expected_value.shape
+        torch.testing.assert_close(
+            value[is_token.flatten()], expected_value[is_token.flatten()], rtol=1e-12, atol=1e-12
+        )
+    assert tokens_or_reason(ours) == counted(batch)
 
 
 def test_rows_with_other_padding_share_where_positions_say_so():
@@ -275,7 +279,7 @@ def test_rows_with_other_padding_share_where_positions_say_so():
     stock = build("mistral")
     ours = sharing(stock)
     assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
-    rows, tree = told(ours)
+    rows, tree = tokens_or_reason(ours)
     assert rows - tree == 3 * PROMPT
 
 
@@ -304,7 +308,7 @@ def test_rotary_embeddings_that_look_at_the_longest_row(rope):
     )
     ours = sharing(stock)
     assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
-    assert isinstance(told(ours), tuple)
+    assert isinstance(tokens_or_reason(ours), tuple)
 
 
 def rows_instead(stock, batch, expected=None, **settings):
@@ -313,7 +317,7 @@ def rows_instead(stock, batch, expected=None, **settings):
     assert (
         worst_error(gradients(ours, **batch)[1], expected or gradients(stock, **batch)[1]) <= EXACT
     )
-    return told(ours)
+    return tokens_or_reason(ours)
 
 
 @pytest.mark.parametrize(
@@ -337,35 +341,35 @@ def test_opt_shares_without_padding():
     ours = sharing(stock)
     batch = make_batch("plain")
     assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
-    assert told(ours) == counted(batch)
+    assert tokens_or_reason(ours) == counted(batch)
 
 
-def changed(what):
+def changed_call(change):
     batch = make_batch("plain")
     ids = batch["input_ids"]
     length = ids.shape[1]
-    if what == "embeddings":
+    if change == "embeddings":
         batch["inputs_embeds"] = torch.randn(*ids.shape, 32, generator=seeded(3))
         del batch["input_ids"]
-    elif what == "4-D mask":
+    elif change == "4-D mask":
         batch["attention_mask"] = torch.ones(4, 1, length, length, dtype=torch.bool).tril()
-    elif what == "documents":
+    elif change == "documents":
         batch["position_ids"] = torch.cat([torch.arange(9), torch.arange(length - 9)]).repeat(4, 1)
-    elif what == "a hole":
+    elif change == "a hole":
         batch["attention_mask"] = torch.ones_like(ids).index_fill(1, torch.tensor([3]), 0)
-    elif what == "one row":
+    elif change == "one row":
         batch = {name: value[:1] for name, value in batch.items()}
-    elif what == "a label after padding":
+    elif change == "a label after padding":
         batch["attention_mask"] = torch.ones_like(ids)
         batch["attention_mask"][:, :2] = 0
         batch["labels"] = ids.masked_fill(batch["attention_mask"] == 0, -100)
-    elif what == "an unknown argument":
+    elif change == "an unknown argument":
         batch["mm_token_type_ids"] = torch.zeros_like(ids)
     return batch
 
 
 @pytest.mark.parametrize(
-    ("what", "why"),
+    ("change", "why"),
     [
         ("embeddings", "inputs_embeds"),
         ("4-D mask", "not [B, T]"),
@@ -376,8 +380,8 @@ def changed(what):
         ("an unknown argument", "mm_token_type_ids"),
     ],
 )
-def test_calls_that_compute_rows(what, why):
-    assert why in rows_instead(build("qwen3"), changed(what))
+def test_calls_that_compute_rows(change, why):
+    assert why in rows_instead(build("qwen3"), changed_call(change))
 
 
 def test_layers_that_mix_tokens_compute_rows(monkeypatch, trusted):
@@ -402,10 +406,10 @@ def test_noise_that_depends_on_the_length_of_rows():
     embeddings = ours.model.embed_tokens
     embeddings.neftune_noise_alpha = 5.0
     ours(**batch)
-    assert "NEFTune" in told(ours)
+    assert "NEFTune" in tokens_or_reason(ours)
     del embeddings.neftune_noise_alpha
     ours(**batch)
-    assert told(ours) == counted(batch)
+    assert tokens_or_reason(ours) == counted(batch)
 
 
 @pytest.mark.fast("qwen3-dtype1", "qwen3_moe-dtype0")
@@ -414,7 +418,7 @@ def test_noise_that_depends_on_the_length_of_rows():
 def test_half_precision_shares(family, dtype):
     ours, batch = sharing(build(family).to(dtype)), make_batch("padded")
     loss, _ = gradients(ours, **batch)
-    assert told(ours) == counted(batch)
+    assert tokens_or_reason(ours) == counted(batch)
     expected, _ = reference(family, "padded")
     assert float(loss) == pytest.approx(float(expected), rel=0.02)
 
@@ -423,7 +427,7 @@ def test_autocast_shares():
     ours, batch = sharing(families.build("qwen3")), make_batch("padded")
     with torch.autocast("cpu", torch.bfloat16):
         gradients(ours, **batch)
-    assert told(ours) == counted(batch)
+    assert tokens_or_reason(ours) == counted(batch)
 
 
 def test_adapters_of_each_row_compute_rows():
@@ -442,10 +446,10 @@ def test_adapters_of_each_row_compute_rows():
         expected = model.eval()(input_ids=ids, adapter_names=names, use_cache=False).logits
         streambp.patch(model, streambp.StreamConfig(chunk_size=7, rows="packed"))
         model(input_ids=ids, use_cache=False)
-        assert isinstance(told(model), tuple)
-        found = model(input_ids=ids, adapter_names=names, use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert isinstance(told(model), str)
+        assert isinstance(tokens_or_reason(model), tuple)
+        logits = model(input_ids=ids, adapter_names=names, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+    assert isinstance(tokens_or_reason(model), str)
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
@@ -455,7 +459,7 @@ def test_a_layer_that_begins_to_mix_tokens_later(offload, trusted):
     stock, batch = build("llama"), make_batch("plain")
     ours = sharing(stock, offload=offload)
     gradients(ours, **batch)
-    assert told(ours) == counted(batch)
+    assert tokens_or_reason(ours) == counted(batch)
     for model in (stock, ours):
         model.model.layers[1].mlp.register_forward_pre_hook(
             lambda _, args: (args[0] + args[0].roll(1, 1),)
@@ -463,7 +467,7 @@ def test_a_layer_that_begins_to_mix_tokens_later(offload, trusted):
     expected = gradients(stock, **batch)[1]
     for _ in range(3):
         assert worst_error(gradients(ours, **batch)[1], expected) <= EXACT
-        assert "does not run in chunks" in told(ours)
+        assert "does not run in chunks" in tokens_or_reason(ours)
 
 
 def test_one_rank_among_several_does_not_begin_again(monkeypatch, trusted):
@@ -478,13 +482,13 @@ def test_one_rank_among_several_does_not_begin_again(monkeypatch, trusted):
         ours(**batch)
 
 
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("ranks_agree", [True, False])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyError("rope")])
-def test_a_trial_that_fails_in_a_layer_goes_on(error, together, monkeypatch):
+def test_a_trial_that_fails_in_a_layer_goes_on(error, ranks_agree, monkeypatch):
     """To the end of both forwards, in which other ranks wait; memory that is missing for one rank
     alone is no verdict, and its rows are computed."""
     stock, batch, entered = build("llama"), make_batch("plain"), []
-    left = itertools.count(1)  # a list would be put back after the trial
+    count = itertools.count(1)  # a list would be put back after the trial
     ours, call = sharing(stock), wrappers.LayerForward._call
     expected = gradients(stock, **batch)[1]
 
@@ -495,21 +499,23 @@ def test_a_trial_that_fails_in_a_layer_goes_on(error, together, monkeypatch):
         return call(layer, args, kwargs)
 
     monkeypatch.setattr(wrappers.LayerForward, "_call", in_layer)
-    monkeypatch.setattr(calls, "must_agree", lambda module: together)
+    monkeypatch.setattr(calls, "must_agree", lambda module: ranks_agree)
     monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, mine])
     monkeypatch.setattr(
         third_party, "HOOKS_ARE_HARMLESS", (*third_party.HOOKS_ARE_HARMLESS, "tests")
     )
     for layer in ours.model.layers:
         layer.register_forward_hook(
-            lambda *_: None if torch.is_grad_enabled() else next(left) and None
+            lambda *_: None if torch.is_grad_enabled() else next(count) and None
         )
     assert worst_error(gradients(ours, **batch)[1], expected) <= EXACT
-    assert told(ours).startswith(f"a trial on a few random tokens failed ({type(error).__name__}: ")
-    assert next(left) - 1 == 2 * len(ours.model.layers)  # of each
+    assert tokens_or_reason(ours).startswith(
+        f"a trial on a few random tokens failed ({type(error).__name__}: "
+    )
+    assert next(count) - 1 == 2 * len(ours.model.layers)  # of each
     assert entered == [1]
     ours(**batch)
-    assert len(entered) == (1 if isinstance(error, KeyError) or together else 2)
+    assert len(entered) == (1 if isinstance(error, KeyError) or ranks_agree else 2)
 
 
 def test_a_rank_without_memory_around_layers_ends_its_forward(monkeypatch):
@@ -540,46 +546,48 @@ def test_a_rank_with_one_row_makes_the_trials_of_the_others(ranks, monkeypatch):
         {name: value[:1] for name, value in make_batch("plain").items()},
     )
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    tried = []
+    trials = []
     real_try = admission.Trials._try
-    monkeypatch.setattr(admission.Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
+    monkeypatch.setattr(admission.Trials, "_try", lambda *args: trials.append(1) or real_try(*args))
     monkeypatch.setattr(calls, "must_agree", lambda module: ranks > 1)
     monkeypatch.setattr(
         calls, "everyones_numbers", lambda module, mine, device: [mine, [mine[0], 1]]
     )
     for _ in range(2):
         ours(**batch)
-        assert "saves too little" in told(ours)
+        assert "saves too little" in tokens_or_reason(ours)
     # without padding and with it, as often as another rank wants to
-    assert len(tried) == (4 if ranks > 1 else 0)
+    assert len(trials) == (4 if ranks > 1 else 0)
 
 
-@pytest.mark.parametrize("other", ["alike", "of another kind", "does not share"])
-def test_ranks_try_a_kind_of_call_together_or_not_at_all(other, monkeypatch):
+@pytest.mark.parametrize("other_rank", ["alike", "of another kind", "does not share"])
+def test_ranks_try_a_kind_of_call_together_or_not_at_all(other_rank, monkeypatch):
     """Under ZeRO-3 and FSDP2 a trial's forwards gather weights, which takes all ranks. [Note: what
     a rank decides alone]"""
-    ours, batch, tried = sharing(build("llama")), make_batch("plain"), []
+    ours, batch, trials = sharing(build("llama")), make_batch("plain"), []
     real_try = admission.Trials._try
-    monkeypatch.setattr(admission.Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
+    monkeypatch.setattr(admission.Trials, "_try", lambda *args: trials.append(1) or real_try(*args))
     monkeypatch.setattr(calls, "must_agree", lambda module: True)
 
     def everyones_numbers(module, mine, device):
         return [
             mine,
-            {"alike": mine, "of another kind": [mine[0] + 1, 1], "does not share": [0, 0]}[other],
+            {"alike": mine, "of another kind": [mine[0] + 1, 1], "does not share": [0, 0]}[
+                other_rank
+            ],
         ]
 
     monkeypatch.setattr(calls, "everyones_numbers", everyones_numbers)
     for _ in range(2):
         ours(**batch)
-        assert len(tried) == (1 if other == "alike" else 0)
-        assert (told(ours) == counted(batch)) == (other == "alike")
+        assert len(trials) == (1 if other_rank == "alike" else 0)
+        assert (tokens_or_reason(ours) == counted(batch)) == (other_rank == "alike")
     monkeypatch.setattr(
         calls, "everyones_numbers", lambda module, mine, device: [mine, [mine[0], 1]]
     )
     ours(**batch)  # what all know but one is tried again by all
-    assert len(tried) == (2 if other == "alike" else 1)
-    assert told(ours) == counted(batch)
+    assert len(trials) == (2 if other_rank == "alike" else 1)
+    assert tokens_or_reason(ours) == counted(batch)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -590,9 +598,12 @@ def test_with_nothing_shared_the_step_is_that_of_rows(family):
     ids = torch.randint(3, 6, (4, 40), generator=generator)
     batch = {"input_ids": ids, "labels": ids}
     plain = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=7))
-    expected, found = gradients(plain, **batch)[1], gradients(ours := sharing(stock), **batch)[1]
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert "saves too little" in told(ours)
+    expected, our_gradients = (
+        gradients(plain, **batch)[1],
+        gradients(ours := sharing(stock), **batch)[1],
+    )
+    assert all(torch.equal(our_gradients[name], expected[name]) for name in expected)
+    assert "saves too little" in tokens_or_reason(ours)
 
 
 def test_gradients_at_padding_are_refused():
@@ -616,16 +627,16 @@ def test_overflow_is_left_to_the_program():
 
 def test_one_trial_for_each_kind_of_call(monkeypatch):
     ours, batch = sharing(build("llama")), make_batch("padded")
-    tried = []
+    trials = []
     real_try = admission.Trials._try
-    monkeypatch.setattr(admission.Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
+    monkeypatch.setattr(admission.Trials, "_try", lambda *args: trials.append(1) or real_try(*args))
     modes = [module.training for module in ours.modules()]
     for _ in range(2):
         gradients(ours, **batch)
-    assert len(tried) == 2  # without padding and with it
+    assert len(trials) == 2  # without padding and with it
     assert modes == [module.training for module in ours.modules()]
     gradients(ours, **make_batch("plain"))  # it has no mask
-    assert len(tried) == 3
+    assert len(trials) == 3
 
 
 def linear_flops(model, ids):
@@ -639,15 +650,15 @@ def test_flops_of_linears_are_those_of_the_tree():
     batch = make_batch("plain", prompt=96, completion=12)
     stock = families.build("llama", torch.float64)
     tokens, tree = counted(batch)
-    found = []
+    flops = []
     for rows in ("packed", "as_given"):
         ours = streambp.patch(
             copy.deepcopy(stock), streambp.StreamConfig(chunk_size=200, rows=rows)
         )
         gradients(ours, **batch)
         linear_flops(ours, batch["input_ids"])  # trials of the call without labels
-        found.append(linear_flops(ours, batch["input_ids"]))
-    assert found[0] / found[1] == pytest.approx(tree / tokens, rel=0.02)
+        flops.append(linear_flops(ours, batch["input_ids"]))
+    assert flops[0] / flops[1] == pytest.approx(tree / tokens, rel=0.02)
 
 
 def test_sums_at_branches_are_wide():
@@ -657,7 +668,7 @@ def test_sums_at_branches_are_wide():
     x = torch.zeros(1, tree.length, 2, dtype=torch.bfloat16, requires_grad=True)
     spread.spread(x, tree).sum().backward()
     assert x.grad.unique().tolist() == [300.0]
-    taken(x[0], tree.places(x.device)).sum().backward()
+    take_rows(x[0], tree.token_positions(x.device)).sum().backward()
     assert x.grad.unique().tolist() == [600.0]
 
 
@@ -666,13 +677,13 @@ class Widths(TorchDispatchMode):
 
     def __init__(self, width):
         super().__init__()
-        self.width, self.most = width, 0
+        self.width, self.max_rows = width, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.dim() in (2, 3) and x.shape[-1] == self.width:
-                self.most = max(self.most, x.numel() // self.width)
+                self.max_rows = max(self.max_rows, x.numel() // self.width)
         return result
 
 
@@ -683,7 +694,7 @@ def most_rows(loss_of):
     loss_of(ours, batch).backward()
     with Widths(32) as widths:
         loss_of(ours, batch).backward()
-    return widths.most, counted(batch)[1], batch["input_ids"].numel()
+    return widths.max_rows, counted(batch)[1], batch["input_ids"].numel()
 
 
 def labelled(model, batch):
@@ -691,8 +702,8 @@ def labelled(model, batch):
 
 
 def lazy(model, batch):
-    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    log_probs = torch.log_softmax(model(**given, use_cache=False).logits[:, :-1], -1)
+    arguments = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    log_probs = torch.log_softmax(model(**arguments, use_cache=False).logits[:, :-1], -1)
     scored = log_probs.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
     return (scored * (batch["labels"][:, 1:] > 0)).sum()
 
@@ -701,18 +712,18 @@ def lazy(model, batch):
 def test_hidden_states_are_never_those_of_all_rows(loss_of):
     """The head reads them in the packed row: one where rows part once for each label, and one that
     stands for padding."""
-    most, tree, rows = most_rows(loss_of)
-    assert VOCABULARY < most <= tree + 12 < rows / 2
+    max_rows, tree, rows = most_rows(loss_of)
+    assert VOCABULARY < max_rows <= tree + 12 < rows / 2
 
 
-@pytest.mark.parametrize("wanted", [{}, {"output_log_probs": True}])
-def test_labelled_tokens_that_rows_share_are_scored_once(wanted):
+@pytest.mark.parametrize("arguments", [{}, {"output_log_probs": True}])
+def test_labelled_tokens_that_rows_share_are_scored_once(arguments):
     batch = make_batch("equal", completion=40)  # 4 rows
     ours = sharing(build("llama"))
-    ours(**batch, use_cache=False, **wanted).loss.backward()
+    ours(**batch, use_cache=False, **arguments).loss.backward()
     with Widths(VOCABULARY) as widths:  # of logits
-        ours(**batch, use_cache=False, **wanted).loss.backward()
-    assert widths.most == 40
+        ours(**batch, use_cache=False, **arguments).loss.backward()
+    assert widths.max_rows == 40
 
 
 @pytest.mark.full
@@ -721,14 +732,14 @@ def test_a_head_that_reads_rows_is_found(monkeypatch):
         return spread.LazyHidden.make(spread.spread(x.source, tree), x.recipe, x.dtype)
 
     monkeypatch.setattr(spread, "_at_places", mutant)
-    most, _, rows = most_rows(labelled)
-    assert most >= rows
+    max_rows, _, rows = most_rows(labelled)
+    assert max_rows >= rows
 
 
 def half_sums(ctx, grad):
     total = grad.new_zeros(ctx.tree.length, *grad.shape[2:])
-    for row, here, there in spread._places(ctx.tree):
-        total[there] += grad[row, here]
+    for row, columns, positions in spread._places(ctx.tree):
+        total[positions] += grad[row, columns]
     return total, None
 
 
@@ -736,28 +747,28 @@ def packed_positions(monkeypatch):
     real_packed = calls.packed
 
     def mutant(kwargs, tree):
-        found = real_packed(kwargs, tree)
-        return {**found, "position_ids": torch.arange(found["input_ids"].shape[1])[None]}
+        arguments = real_packed(kwargs, tree)
+        return {**arguments, "position_ids": torch.arange(arguments["input_ids"].shape[1])[None]}
 
     monkeypatch.setattr(calls, "packed", mutant)
     check(sharing(build("llama")), "llama", "plain")
 
 
 def no_shift(monkeypatch):
-    real_pieces = Tree._pieces_within
+    real_pieces = Tree._shared_runs_within
     monkeypatch.setattr(
         Tree,
-        "_pieces_within",
+        "_shared_runs_within",
         lambda self, w: (Run(r.q0, r.q1, r.k0, r.k1) for r in real_pieces(self, w)),
     )
     check(sharing(build("mistral")), "mistral", "deep")
 
 
 def a_sibling(monkeypatch):
-    real_pieces = Tree._whole_pieces
+    real_pieces = Tree._shared_runs
     monkeypatch.setattr(
         Tree,
-        "_whole_pieces",
+        "_shared_runs",
         lambda self: (Run(r.q0, r.q1, r.k0, min(r.k1 + 1, r.q0)) for r in real_pieces(self)),
     )
     check(sharing(build("llama")), "llama", "deep")
@@ -769,7 +780,7 @@ def sums_in_half_precision(monkeypatch):
 
 
 def any_prefix_shares(monkeypatch):
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=1, saves=0.0))
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, min_prefix=1, saves=0.0))
     test_with_nothing_shared_the_step_is_that_of_rows("llama")
 
 
@@ -789,9 +800,11 @@ def test_a_trial_leaves_no_trace(module, trusted):
     for model in (stock, ours):
         model.model.layers[0].mlp = module(model.model.layers[0].mlp)
     streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="packed"))
-    (_, expected), (_, found) = (gradients(model, **make_batch("plain")) for model in (stock, ours))
-    assert worst_error(found, expected) <= EXACT
-    assert isinstance(told(ours), str)
+    (_, expected), (_, our_gradients) = (
+        gradients(model, **make_batch("plain")) for model in (stock, ours)
+    )
+    assert worst_error(our_gradients, expected) <= EXACT
+    assert isinstance(tokens_or_reason(ours), str)
     assert all(map(torch.equal, stock.buffers(), ours.buffers()))
 
 

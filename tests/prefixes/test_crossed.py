@@ -19,7 +19,7 @@ from tests.prefixes.test_calls import (
     float64_everywhere,  # noqa: F401 - a fixture
     policy_loss,
     sharing,
-    told,
+    tokens_or_reason,
 )
 from tests.prefixes.test_states import tree_of
 from tests.versions import needs_states
@@ -66,10 +66,13 @@ def test_gradients_are_exact(family, mode, chunk_size, saves, offload, lazy):
         sharing(build(family), chunk_size, saves=saves, offload=offload, lazy_logits=lazy),
         make_batch(mode),
     )
-    loss, found = policy_loss(model, batch) if lazy else gradients(model, **batch)
+    loss, our_gradients = policy_loss(model, batch) if lazy else gradients(model, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= EXACT
     if mode == "nothing shared":
-        assert "saves too little" in told(model)
+        assert "saves too little" in tokens_or_reason(model)
     else:
-        assert told(model)[1] == tree_of(batch, apart=2 if family in WITH_STATES else 1).tokens
+        assert (
+            tokens_or_reason(model)[1]
+            == tree_of(batch, fork_distance=2 if family in WITH_STATES else 1).tokens
+        )

@@ -53,11 +53,11 @@ def calls(monkeypatch, branches):
 
 def check_counts(monkeypatch):
     """As many for 64 branches as for 16: none is a block of its own."""
-    few = calls(monkeypatch, 16)
-    assert few == calls(monkeypatch, 64)
+    few_calls = calls(monkeypatch, 16)
+    assert few_calls == calls(monkeypatch, 64)
     chunks = -(-(PROMPT + TOKENS) // CHUNK)
     # one in each chunk that has branches
-    assert few["varlen"] == few["varlen backward"] == chunks - PROMPT // CHUNK
+    assert few_calls["varlen"] == few_calls["varlen backward"] == chunks - PROMPT // CHUNK
 
 
 def test_branches_of_a_chunk_are_one_call(monkeypatch):
@@ -74,8 +74,8 @@ def test_a_block_for_each_branch_is_found(monkeypatch):
 def padded(rows, mean):
     """The packed row of a padded batch, whose rows have nothing in common."""
     draw = random.Random(seed_of(0))
-    half = [draw.randint(-mean // 2, mean // 2) for _ in range(rows // 2)]
-    lengths = [mean + way * more for more in half for way in (1, -1)]
+    differences = [draw.randint(-mean // 2, mean // 2) for _ in range(rows // 2)]
+    lengths = [mean + sign * difference for difference in differences for sign in (1, -1)]
     starts = torch.tensor([sum(lengths[:row]) for row in range(rows)])[:, None]
     column = torch.arange(max(lengths))
     tree = find_tree(starts + column, (column < torch.tensor(lengths)[:, None]).long())
@@ -94,14 +94,14 @@ def launches(monkeypatch, layout, chunk_size):
 def check_launches(monkeypatch, chunk_size, window):
     """64 rows of 500 tokens beside one of 32,000: one call for all rows in a chunk, forward and
     backward."""
-    many = launches(monkeypatch, padded(64, 500).spans(window), chunk_size)
-    one = launches(monkeypatch, Spans.causal(1, 32_000, window), chunk_size)
+    of_many_rows = launches(monkeypatch, padded(64, 500).spans(window), chunk_size)
+    of_one_row = launches(monkeypatch, Spans.causal(1, 32_000, window), chunk_size)
     print(
-        f"chunks of {chunk_size}, window {window}: attention {many[0]} and {one[0]} calls, with "
-        f"merges, copies and views {many[1]} and {one[1]}"
+        f"chunks of {chunk_size}, window {window}: attention {of_many_rows[0]} and {of_one_row[0]} "
+        f"calls, with merges, copies and views {of_many_rows[1]} and {of_one_row[1]}"
     )
-    assert many[0] == 2 * -(-32_000 // chunk_size)
-    assert many[0] <= 1.1 * one[0]
+    assert of_many_rows[0] == 2 * -(-32_000 // chunk_size)
+    assert of_many_rows[0] <= 1.1 * of_one_row[0]
 
 
 @pytest.mark.parametrize("window", [None, 128, 1024])
@@ -135,6 +135,6 @@ def test_a_long_document_before_the_chunk_goes_to_the_faster_kernel(monkeypatch)
         20_000, ((Run(0, 15_000, 0), Run(15_000, 17_000, 15_000), Run(17_000, 20_000, 17_000)),)
     )
     recorder, _ = run(monkeypatch, packed, 8192)
-    found = Counter(operator for operator, *_ in recorder.calls)
-    assert found["varlen"] == 2  # of the second chunk and the third
-    assert found["cudnn"] > 2
+    calls_by_kernel = Counter(operator for operator, *_ in recorder.calls)
+    assert calls_by_kernel["varlen"] == 2  # of the second chunk and the third
+    assert calls_by_kernel["cudnn"] > 2

@@ -21,7 +21,7 @@ from tests.oracle import EXACT, gradients, worst_error
 from tests.prefixes.test_arguments import check, qwen3_vl, three_positions
 from tests.prefixes.test_calls import (
     float64_everywhere,  # noqa: F401 - a fixture
-    told,
+    tokens_or_reason,
 )
 from tests.prefixes.test_padding import (
     any_saving,  # noqa: F401 - a fixture
@@ -37,7 +37,7 @@ STEPS = {
     "known kinds": (Trials, "knows"),
     "what tokens are known by": (calls, "known_by"),
     "labels": (calls, "_labelled"),
-    "chunk ends": (calls, "_apart"),
+    "chunk ends": (calls, "_fork_distance"),
     "chunk costs": (calls, "_a_chunk"),
     "tree": (calls, "find_tree"),
     "rows": (tree, "_look_at"),
@@ -63,10 +63,10 @@ def default(stock, **settings):
 
 def cases():
     for number, step in enumerate(STEPS):
-        for which, error in enumerate(ERRORS):
+        for index, error in enumerate(ERRORS):
             if step in OWN and isinstance(error, torch.OutOfMemoryError):
                 continue
-            marks = () if which == number % 2 * 2 or step in OWN else pytest.mark.full
+            marks = () if index == number % 2 * 2 or step in OWN else pytest.mark.full
             yield pytest.param(step, error, id=f"{step}-{type(error).__name__}", marks=marks)
 
 
@@ -88,14 +88,16 @@ def test_whatever_a_look_raises_is_a_reason(step, error, monkeypatch):
         *STEPS[step], staticmethod(raising) if isinstance(real, staticmethod) else raising
     )
     for _ in range(2):
-        loss, found = gradients(ours, **batch)
+        loss, our_gradients = gradients(ours, **batch)
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(found, expected) <= EXACT
-        assert f"{type(error).__name__}: {error}" in told(ours) or isinstance(error, StreamBPError)
+        assert worst_error(our_gradients, expected) <= EXACT
+        assert f"{type(error).__name__}: {error}" in tokens_or_reason(ours) or isinstance(
+            error, StreamBPError
+        )
     assert reached
     monkeypatch.setattr(*STEPS[step], real)
-    loss, found = gradients(ours, **batch)
-    assert worst_error(found, expected) <= EXACT
+    loss, our_gradients = gradients(ours, **batch)
+    assert worst_error(our_gradients, expected) <= EXACT
 
 
 def counted(batch, dtype):
@@ -156,11 +158,11 @@ def test_positions_of_any_dtype(shape, kind, dtype):
     if not dtype.is_floating_point and kind in ("halves", "stretched"):
         batch["position_ids"] = batch["position_ids"].to(dtype)
     (expected_loss, expected), ours = gradients(copy.deepcopy(stock), **batch), default(stock)
-    loss, found = gradients(ours, **batch)
+    loss, our_gradients = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= EXACT
     if kind in ("counted", "padding at one") and dtype in DTYPES[:2]:
-        assert isinstance(told(ours), tuple)
+        assert isinstance(tokens_or_reason(ours), tuple)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25])
@@ -176,20 +178,20 @@ def test_positions_of_several_axes_in_floats(fraction):
         hidden = model.model.language_model(**batch, use_cache=False)[0]
         return (hidden * batch["attention_mask"][..., None]).pow(2).mean()
 
-    assert told(check(qwen3_vl(), run)) == (44, 11 if fraction == 0.0 else 22)
+    assert tokens_or_reason(check(qwen3_vl(), run)) == (44, 11 if fraction == 0.0 else 22)
 
 
 def no_net(monkeypatch):
     """A look that raises in the user's step."""
 
-    def wanted(self, kwargs, layer_states, labels, padding_unseen, together=False):
+    def find_without_net(self, kwargs, layer_states, labels, padding_unseen, on_all_ranks=False):
         reason = self._why_not(kwargs, layer_states())
         tree = (
             self._look(kwargs, layer_states(), labels, padding_unseen) if reason is None else reason
         )
         return tree, reason is None
 
-    monkeypatch.setattr(SharedPrefixes, "_wanted", wanted)
+    monkeypatch.setattr(SharedPrefixes, "_wanted", find_without_net)
     try:
         test_whatever_a_look_raises_is_a_reason("tree", RuntimeError("odd"), monkeypatch)
     except RuntimeError as error:

@@ -14,7 +14,7 @@ from streambp.device import RandomState
 from streambp.errors import BackwardError
 from streambp.prefixes import calls
 from tests import zoo
-from tests.prefixes.test_calls import float64_everywhere, told  # noqa: F401 - a fixture
+from tests.prefixes.test_calls import float64_everywhere, tokens_or_reason  # noqa: F401 - a fixture
 from tests.prefixes.test_padding import WIDTH, any_saving, build, make, packed  # noqa: F401 - a fixture
 from tests.seeds import seed_torch
 
@@ -45,7 +45,7 @@ def check_dropout(family):
             for p, d in zip(ours.parameters(), direction, strict=True):
                 p.add_(d, alpha=way * step)
             ends.append(loss())
-    assert isinstance(told(ours), tuple)
+    assert isinstance(tokens_or_reason(ours), tuple)
     assert abs((ends[0] - ends[1]) / (2 * step) - slope) <= 1e-6 * abs(slope)
     assert not torch.equal(value, ours.eval()(**batch, use_cache=False).loss)
 
@@ -73,11 +73,11 @@ def test_equal_rows_draw_noise_of_their_own():
     columns = torch.arange(WIDTH)
     batch["position_ids"] = torch.stack([columns, columns + 1])
     ours = packed(zoo.build("qwen3", attention_dropout=0.5), lazy_logits=True)
-    here = batch["attention_mask"][0] > 0
+    is_token = batch["attention_mask"][0] > 0
     for training in (True, False):
         with torch.no_grad():
-            logits = ours.train(training)(**batch, use_cache=False).logits[:, here]
-        assert told(ours) == (22, 22)
+            logits = ours.train(training)(**batch, use_cache=False).logits[:, is_token]
+        assert tokens_or_reason(ours) == (22, 22)
         assert torch.allclose(logits[0] + 0, logits[1] + 0, rtol=1e-9, atol=1e-9) != training
 
 
@@ -86,24 +86,24 @@ def test_neftune_computes_rows():
     ours = packed(build("llama"))
     ours.model.embed_tokens.neftune_noise_alpha = 5.0
     ours(**make("both"))
-    assert "NEFTune" in told(ours)
+    assert "NEFTune" in tokens_or_reason(ours)
 
 
 def check_noise_of_each_row(family):
     """By default rows that begin alike draw noise of their own where they are trained, and share
     where it is off."""
     batch = make("all alike")
-    whole = {"input_ids": batch["input_ids"]}
+    unpadded = {"input_ids": batch["input_ids"]}
     ours = packed(zoo.build(family, **DROPPED[family]), rows="auto")
     ours(**batch, use_cache=False)
-    assert told(ours) == (44, 44)  # without the padding
-    ours(**whole, use_cache=False)
-    assert "same noise" in told(ours)
+    assert tokens_or_reason(ours) == (44, 44)  # without the padding
+    ours(**unpadded, use_cache=False)
+    assert "same noise" in tokens_or_reason(ours)
     for model in (ours.eval(), packed(zoo.build(family, **DROPPED[family]))):
         model(**batch, use_cache=False)
-        assert told(model) == (44, 11)
-        model(**whole, use_cache=False)
-        assert told(model) == (4 * WIDTH, WIDTH)
+        assert tokens_or_reason(model) == (44, 11)
+        model(**unpadded, use_cache=False)
+        assert tokens_or_reason(model) == (4 * WIDTH, WIDTH)
 
 
 @pytest.mark.parametrize("family", DROPPED)
@@ -113,12 +113,12 @@ def test_by_default_rows_share_no_noise(family):
 
 def test_by_default_rows_share_no_jitter():
     """Mixtral's routers scale what they read at random."""
-    whole = {"input_ids": make("all alike")["input_ids"]}
+    unpadded = {"input_ids": make("all alike")["input_ids"]}
     ours = packed(zoo.build("mixtral", router_jitter_noise=0.1), rows="auto")
-    ours(**whole, use_cache=False)
-    assert "same noise" in told(ours)
-    ours.eval()(**whole, use_cache=False)
-    assert told(ours) == (4 * WIDTH, WIDTH)
+    ours(**unpadded, use_cache=False)
+    assert "same noise" in tokens_or_reason(ours)
+    ours.eval()(**unpadded, use_cache=False)
+    assert tokens_or_reason(ours) == (4 * WIDTH, WIDTH)
 
 
 def test_shared_noise_is_found(monkeypatch):

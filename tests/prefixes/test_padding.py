@@ -30,7 +30,7 @@ from tests.families import VOCABULARY
 from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
 from tests.prefixes.test_calls import (
     float64_everywhere,  # noqa: F401 - a fixture
-    told,
+    tokens_or_reason,
 )
 from tests.seeds import seeded
 from tests.versions import needs_states
@@ -59,28 +59,28 @@ ALL_SHAPES = {**SHAPES, "one token, then many": [(0, 1), (0, 15), (3, 5)]}
 
 
 @functools.cache
-def made(shape):
+def padded_batch(shape):
     """Labels are of all tokens but a row's first two."""
-    generator, places = seeded(len(shape)), ALL_SHAPES[shape]
-    ids = torch.randint(3, VOCABULARY, (len(places), WIDTH), generator=generator)
+    generator, ranges = seeded(len(shape)), ALL_SHAPES[shape]
+    ids = torch.randint(3, VOCABULARY, (len(ranges), WIDTH), generator=generator)
     if shape == "all alike":
         ids[:] = ids[0].clone()
     mask = torch.zeros_like(ids)
     labels = torch.full_like(ids, -100)
-    for row, (start, length) in enumerate(places):
+    for row, (start, length) in enumerate(ranges):
         mask[row, start : start + length] = 1
         labels[row, start + 2 : start + length] = ids[row, start + 2 : start + length]
     return {"input_ids": ids.masked_fill(mask == 0, 0), "labels": labels, "attention_mask": mask}
 
 
 def make(shape):
-    return {name: value.clone() for name, value in made(shape).items()}
+    return {name: value.clone() for name, value in padded_batch(shape).items()}
 
 
 @pytest.fixture(autouse=True)
 def any_saving(monkeypatch, float64_everywhere):  # noqa: F811
     """One token of padding in 46 is too little."""
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, saves=0.0, least=8))
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, saves=0.0, min_prefix=8))
 
 
 def build(family):
@@ -121,12 +121,12 @@ def reference(family, shape, how):
 
 def check(ours, family, shape, how="labels", expected=None, **batch):
     expected_loss, expected = expected or reference(family, shape, how)
-    loss, found = HOW[how](ours, **(batch or make(shape)))
+    loss, our_gradients = HOW[how](ours, **(batch or make(shape)))
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= EXACT
-    places = ALL_SHAPES[shape]
-    tokens = places[0][1] if shape == "all alike" else sum(length for _, length in places)
-    assert told(ours) == (sum(length for _, length in places), tokens)
+    assert worst_error(our_gradients, expected) <= EXACT
+    ranges = ALL_SHAPES[shape]
+    tokens = ranges[0][1] if shape == "all alike" else sum(length for _, length in ranges)
+    assert tokens_or_reason(ours) == (sum(length for _, length in ranges), tokens)
 
 
 SAVES = {"saves that fit": {}, "no saves": {"saves": ()}, "saves": {"saves": ("attn_out", "kv")}}
@@ -157,17 +157,17 @@ def cases():
 
 
 def test_cases_cover_the_product():
-    found = [case.values for case in cases()]
+    combinations = [case.values for case in cases()]
     for triple, number in {
         (0, 2, 3): 12 * 2 * 8,
         (1, 2, 3): 8 * 2 * 8,
         (0, 1, 2): 12 * 8 * 2,
     }.items():
-        assert len({tuple(case[place] for place in triple) for case in found}) == number
-    whole = len(FAMILIES) * len(SHAPES) * len(HOW) * len(SETTINGS)
+        assert len({tuple(case[index] for index in triple) for case in combinations}) == number
+    product_size = len(FAMILIES) * len(SHAPES) * len(HOW) * len(SETTINGS)
     print(
-        f"{len(found)} of {whole:,} combinations, {sum(not case.marks for case in cases())} in the "
-        "fast tier"
+        f"{len(combinations)} of {product_size:,} combinations, {sum(not case.marks for case in cases())} "
+        "in the fast tier"
     )
 
 
@@ -232,16 +232,16 @@ def test_random_lengths(family, number):
     def draw(low, high):
         return int(torch.randint(low, high + 1, (), generator=generator))
 
-    places = [(start, draw(0, WIDTH - start)) for start in (draw(0, 6) for _ in range(draw(2, 7)))]
-    places.insert(draw(0, len(places)), (0, WIDTH))
-    batch = {"input_ids": torch.randint(3, VOCABULARY, (len(places), WIDTH), generator=generator)}
+    ranges = [(start, draw(0, WIDTH - start)) for start in (draw(0, 6) for _ in range(draw(2, 7)))]
+    ranges.insert(draw(0, len(ranges)), (0, WIDTH))
+    batch = {"input_ids": torch.randint(3, VOCABULARY, (len(ranges), WIDTH), generator=generator)}
     begin_alike = number % 2 == 1
     mask = torch.zeros_like(batch["input_ids"])
-    for row, (start, length) in enumerate(places):
+    for row, (start, length) in enumerate(ranges):
         mask[row, start : start + length] = 1
         if begin_alike and row % 2 and length:
-            common = min(length, WIDTH - places[row - 1][0], draw(1, 20))
-            first = places[row - 1][0]
+            common = min(length, WIDTH - ranges[row - 1][0], draw(1, 20))
+            first = ranges[row - 1][0]
             batch["input_ids"][row, start : start + common] = batch["input_ids"][
                 row - 1, first : first + common
             ]
@@ -252,10 +252,10 @@ def test_random_lengths(family, number):
     ours = packed(stock, chunk_size=draw(1, 24), saves=saves, lazy_logits=bool(draw(0, 1)))
     how = HOW["lazy" if ours._streambp.config.lazy_logits else "labels"]
     expected_loss, expected = how(stock, **batch)
-    loss, found = how(ours, **batch)
+    loss, our_gradients = how(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert found.keys() == expected.keys()
-    assert worst_error(found, expected) <= EXACT
+    assert our_gradients.keys() == expected.keys()
+    assert worst_error(our_gradients, expected) <= EXACT
 
 
 @needs_states
@@ -270,7 +270,7 @@ def test_a_batch_of_padding_alone():
     batch["attention_mask"].zero_()
     ours = packed(build("llama"))
     ours(**{**batch, "labels": torch.full_like(batch["labels"], -100)})
-    assert "padding alone" in told(ours)
+    assert "padding alone" in tokens_or_reason(ours)
 
 
 class Repacked(torch.nn.Module):
@@ -297,10 +297,10 @@ def test_a_trial_leaves_quantised_weights_as_they_are(monkeypatch):
     for layer in stock.model.layers:
         layer.mlp.up_proj = Repacked(layer.mlp.up_proj)
     model, batch = packed(stock, rows="auto"), make("right")
-    found = gradients(model, **batch)[1]
-    assert told(model) == (45, 45)
+    our_gradients = gradients(model, **batch)[1]
+    assert tokens_or_reason(model) == (45, 45)
     assert not any(layer.mlp.up_proj.for_evaluation for layer in model.model.layers)
-    assert worst_error(found, gradients(stock, **batch)[1]) <= EXACT
+    assert worst_error(our_gradients, gradients(stock, **batch)[1]) <= EXACT
 
 
 def test_the_token_at_the_highest_position_of_padding_has_a_gradient():
@@ -309,18 +309,18 @@ def test_the_token_at_the_highest_position_of_padding_has_a_gradient():
     batch = {name: value[1:2] for name, value in batch.items()}  # one row, with padding behind it
     stock = zoo.build("gemma3n_text")
     model = packed(stock, rows="auto")
-    found = gradients(model, **batch)[1]
-    assert told(model) == (14, 14)
+    our_gradients = gradients(model, **batch)[1]
+    assert tokens_or_reason(model) == (14, 14)
     expected = gradients(copy.deepcopy(stock), **batch)[1]
     assert all(bool(gradient.isfinite().all()) for gradient in expected.values())
-    assert worst_error(found, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= EXACT
 
 
 def test_a_tenth_has_to_be_saved(monkeypatch):
     monkeypatch.setattr(calls, "find_tree", find_tree)
     ours = packed(build("llama"))
     gradients(ours, **make("one token of padding"))
-    assert "saves too little: the last call's 46 tokens would be 44" in told(ours)
+    assert "saves too little: the last call's 46 tokens would be 44" in tokens_or_reason(ours)
 
 
 def test_layers_compute_no_padding(attended_chunks):
@@ -387,27 +387,27 @@ CALLERS = {  # of the model, settings, whether it trains, whether padding is sho
 @pytest.mark.parametrize("caller", CALLERS)
 def test_auto_packs_where_nobody_sees_padding(caller):
     """Where somebody does, all values at padding are the unpatched model's."""
-    call, settings, trains, shown = CALLERS[caller]
+    call, settings, trains, reads_padding = CALLERS[caller]
     stock, batch = zoo.build("qwen3_moe"), make("both")
     ours = packed(stock, rows="auto", **settings).train(trains)
     output = call(ours, batch)
-    assert ("gets values at padding" in told(ours)) == shown
-    assert isinstance(told(ours), str) == shown
-    if shown:
+    assert ("gets values at padding" in tokens_or_reason(ours)) == reads_padding
+    assert isinstance(tokens_or_reason(ours), str) == reads_padding
+    if reads_padding:
         expected = call(stock.train(trains), batch)
         for name in ("logits", "last_hidden_state"):
             if getattr(output, name, None) is not None:
                 torch.testing.assert_close(output[name], expected[name], rtol=1e-10, atol=1e-12)
-    asked = packed(stock, rows="packed", **settings).train(trains)
-    call(asked, batch)
-    assert isinstance(told(asked), tuple)
+    packed_model = packed(stock, rows="packed", **settings).train(trains)
+    call(packed_model, batch)
+    assert isinstance(tokens_or_reason(packed_model), tuple)
 
 
 def test_auto_shares_prefixes_where_there_is_no_padding():
     batch = {"input_ids": make("all alike")["input_ids"]}
     ours = packed(build("llama"), rows="auto")
     logits = ours(**batch, use_cache=False).logits
-    assert told(ours) == (4 * WIDTH, WIDTH)
+    assert tokens_or_reason(ours) == (4 * WIDTH, WIDTH)
     torch.testing.assert_close(
         logits, build("llama")(**batch, use_cache=False).logits, rtol=1e-10, atol=1e-12
     )
@@ -419,7 +419,7 @@ def test_it_is_the_default():
     stock, batch = build("llama"), make("both")
     (_, expected), ours = gradients(stock, **batch), streambp.patch(copy.deepcopy(stock))
     assert worst_error(gradients(ours, **batch)[1], expected) <= EXACT
-    assert isinstance(told(ours), tuple)
+    assert isinstance(tokens_or_reason(ours), tuple)
 
 
 def test_auto_is_found_where_it_looks_at_no_caller(monkeypatch):
@@ -434,10 +434,10 @@ def test_labels_that_padding_predicts_compute_rows(shape):
     batch, stock = make(shape), build("llama")
     batch["labels"] = batch["input_ids"].clone()
     (expected_loss, expected), ours = gradients(stock, **batch), packed(stock)
-    loss, found = gradients(ours, **batch)
+    loss, our_gradients = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= EXACT
-    assert "predicts a label" in told(ours)
+    assert worst_error(our_gradients, expected) <= EXACT
+    assert "predicts a label" in tokens_or_reason(ours)
 
 
 def router_losses():
@@ -462,13 +462,13 @@ def test_router_losses_that_leave_padding_out(home):
     loss = importlib.import_module(home).load_balancing_loss_func
     mask, generator = make("both")["attention_mask"], seeded(3)
     logits = [torch.randn(mask.numel(), 4, generator=generator) for _ in range(2)]
-    other = [
+    other_logits = [
         x.where(mask.flatten()[:, None] > 0, torch.randn(x.shape, generator=generator))
         for x in logits
     ]
     assert "attention_mask" in inspect.signature(loss).parameters
-    found, expected = (loss(tuple(x), 4, 2, attention_mask=mask) for x in (other, logits))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    computed, expected = (loss(tuple(x), 4, 2, attention_mask=mask) for x in (other_logits, logits))
+    torch.testing.assert_close(computed, expected, rtol=1e-12, atol=0)
 
 
 @needs_states
@@ -477,7 +477,7 @@ def test_a_loss_that_takes_padding_in_computes_rows():
     stock, batch = zoo.build("bamba", z_loss_coefficient=0.1), make("right")
     ours = packed(stock)
     assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
-    assert "z_loss_coefficient" in told(ours)
+    assert "z_loss_coefficient" in tokens_or_reason(ours)
 
 
 def first_tokens_that_read_the_row_before(monkeypatch):

@@ -23,7 +23,7 @@ from tests import zoo
 from tests.oracle import EXACT, worst_error
 from tests.prefixes.test_calls import (
     float64_everywhere,  # noqa: F401 - a fixture
-    told,
+    tokens_or_reason,
 )
 from tests.prefixes.test_padding import build, make
 
@@ -34,7 +34,7 @@ READ = "has read logits at padding"
 @pytest.fixture(autouse=True)
 def any_saving(monkeypatch, float64_everywhere):  # noqa: F811
     """One token of padding is enough for a packed row."""
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, saves=0.0, least=8))
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, saves=0.0, min_prefix=8))
 
 
 def at_padding(logits, batch):
@@ -149,8 +149,8 @@ def value_of(model, batch, read):
     value = read(output.logits, batch)
     if value.requires_grad:
         (value if output.loss is None else value + output.loss).backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return value.detach(), found
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return value.detach(), gradients
 
 
 def batch_of(labelled, shape="both"):
@@ -158,12 +158,12 @@ def batch_of(labelled, shape="both"):
 
 
 def check(ours, plain, batch, read):
-    (value, found), (expected, gradients) = (
+    (value, our_gradients), (expected, gradients) = (
         value_of(model, batch, read) for model in (ours, plain)
     )
     torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-12)
-    assert found.keys() == gradients.keys()
-    assert not gradients or worst_error(found, gradients) <= EXACT
+    assert our_gradients.keys() == gradients.keys()
+    assert not gradients or worst_error(our_gradients, gradients) <= EXACT
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
@@ -176,9 +176,9 @@ def test_statistics_are_the_unpatched_models(name, labelled, trains):
     ours, plain = launched().train(trains), copy.deepcopy(stock()).train(trains)
     batch = batch_of(labelled)
     check(ours, plain, batch, read)
-    assert READ in told(ours)
+    assert READ in tokens_or_reason(ours)
     check(ours, plain, batch, read)
-    assert READ in told(ours)
+    assert READ in tokens_or_reason(ours)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -234,27 +234,27 @@ def test_whoever_leaves_padding_out_by_a_rule_has_a_packed_row():
     ours, plain = launched(), copy.deepcopy(stock())
     for _ in range(2):
         check(ours, plain, batch_of(labelled=False), masked_loss)
-        assert isinstance(told(ours), tuple)
+        assert isinstance(tokens_or_reason(ours), tuple)
 
 
 def test_the_first_read_comes_late():
     """A statistic every third step, and one of evaluations alone."""
     ours, plain, batch = launched(), copy.deepcopy(stock()), batch_of(labelled=True)
-    nothing = lambda logits, _: torch.zeros(())  # noqa: E731
+    zero = lambda logits, _: torch.zeros(())  # noqa: E731
     for step in range(6):
-        check(ours, plain, batch, nothing if step % 3 < 2 else STATISTICS["std"])
-        assert isinstance(told(ours), tuple) == (step < 2)
-    check(ours.eval(), plain.eval(), batch, nothing)
-    assert isinstance(told(ours), tuple)
+        check(ours, plain, batch, zero if step % 3 < 2 else STATISTICS["std"])
+        assert isinstance(tokens_or_reason(ours), tuple) == (step < 2)
+    check(ours.eval(), plain.eval(), batch, zero)
+    assert isinstance(tokens_or_reason(ours), tuple)
 
 
 def test_one_position_is_real():
     """The last column, which is padding on the right."""
     ours, plain, batch = launched(), copy.deepcopy(stock()), batch_of(False, "right")
     expected = plain(**batch, use_cache=False, logits_to_keep=1).logits
-    found = ours(**batch, use_cache=False, logits_to_keep=1).logits
-    assert not isinstance(found, LazyLogits)
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    logits = ours(**batch, use_cache=False, logits_to_keep=1).logits
+    assert not isinstance(logits, LazyLogits)
+    torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-12)
 
 
 def scale_by_three(gradient):
@@ -323,7 +323,7 @@ def test_a_model_that_drops_values_and_has_changed_is_noticed(change):
         layer.self_attn.attention_dropout = 0.1
     ours, batch = launched(noisy), batch_of(labelled=True)
     logits = ours(**batch, use_cache=False).logits
-    assert isinstance(told(ours), tuple)
+    assert isinstance(tokens_or_reason(ours), tuple)
     change(ours)
     with pytest.raises(StreamBPError, match="after the model has changed"):
         STATISTICS["std"](logits, batch)

@@ -67,9 +67,9 @@ def build(kind, rope):
 def padded(length, pads, seed):
     """Rows [B, length] with so many tokens of padding on the right."""
     ids = torch.randint(3, 53, (len(pads), length), generator=seeded(seed))
-    kept = torch.arange(length) < length - torch.tensor(pads)[:, None]
-    labels = torch.where(kept, ids, -100)
-    return {"input_ids": ids * kept, "labels": labels, "attention_mask": kept.long()}
+    is_token = torch.arange(length) < length - torch.tensor(pads)[:, None]
+    labels = torch.where(is_token, ids, -100)
+    return {"input_ids": ids * is_token, "labels": labels, "attention_mask": is_token.long()}
 
 
 def results(model, generates, batches):
@@ -78,15 +78,15 @@ def results(model, generates, batches):
         ids = torch.randint(3, 53, (1, 90), generator=seeded(9))
         model.eval().generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
         model.train()
-    found = {}
+    by_name = {}
     for number, (length, pads) in enumerate(batches):
         steps = gradients(model, **padded(length, pads, number))[1]
-        found |= {f"{number} {name}": grad for name, grad in steps.items()}
+        by_name |= {f"{number} {name}": grad for name, grad in steps.items()}
     (rotary,) = (module for name, module in model.named_modules() if name.endswith("rotary_emb"))
     values = {
         name: float(value) for name, value in vars(rotary).items() if "max_seq_len_cached" in name
     }
-    return found, values, {name: buffer.clone() for name, buffer in rotary.named_buffers()}
+    return by_name, values, {name: buffer.clone() for name, buffer in rotary.named_buffers()}
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ def test_frequencies_are_those_of_the_unpatched_model(
         build(kind, rope),
         streambp.patch(build(kind, rope), streambp.StreamConfig(chunk_size=16, saves=())),
     )
-    expected, kept, buffers = results(stock, generates, BATCHES[batches])
-    found, now, ours_buffers = results(ours, generates, BATCHES[batches])
-    assert worst_error(found, expected) <= EXACT
-    assert now == kept
+    expected, expected_values, buffers = results(stock, generates, BATCHES[batches])
+    our_gradients, our_values, ours_buffers = results(ours, generates, BATCHES[batches])
+    assert worst_error(our_gradients, expected) <= EXACT
+    assert our_values == expected_values
     assert all(torch.equal(ours_buffers[name], buffer) for name, buffer in buffers.items())
     assert streambp.last_step(ours).shared is not None
 

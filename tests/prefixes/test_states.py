@@ -31,7 +31,7 @@ from tests.prefixes.test_calls import (
     reference,
     rows_instead,
     sharing,
-    told,
+    tokens_or_reason,
 )
 from tests.versions import needs_states
 
@@ -40,21 +40,26 @@ FAMILIES = ("lfm2", "qwen3_5_text", "qwen3_next", "mamba2", "mamba", "falcon_h1"
 APART = 2  # tokens of a chunk that starts from a state
 
 
-def tree_of(batch, apart=APART):
-    return find_tree(batch["input_ids"], batch.get("attention_mask"), least=LEAST_HERE, apart=apart)
+def tree_of(batch, fork_distance=APART):
+    return find_tree(
+        batch["input_ids"],
+        batch.get("attention_mask"),
+        min_prefix=LEAST_HERE,
+        fork_distance=fork_distance,
+    )
 
 
 def check(model, family, mode):
     expected_loss, expected = reference(family, mode)
-    loss, found = gradients(model, **make_batch(mode))
+    loss, our_gradients = gradients(model, **make_batch(mode))
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= EXACT
     if mode == "nothing shared":
-        assert "saves too little" in told(model)
+        assert "saves too little" in tokens_or_reason(model)
     else:
         rows, fewest = counted(make_batch(mode))
-        assert told(model) == (rows, tree_of(make_batch(mode)).tokens)
-        assert fewest <= told(model)[1] <= fewest + 4  # a token again for a branch
+        assert tokens_or_reason(model) == (rows, tree_of(make_batch(mode)).tokens)
+        assert fewest <= tokens_or_reason(model)[1] <= fewest + 4  # a token again for a branch
 
 
 def cases():
@@ -106,12 +111,12 @@ def test_settings(family, mode, setting):
 def test_a_loss_of_lazy_logits(family, mode):
     batch = make_batch(mode)
     ours = sharing(build(family), lazy_logits=True)
-    (expected_loss, expected), (loss, found) = (
+    (expected_loss, expected), (loss, our_gradients) = (
         policy_loss(model, batch) for model in (build(family), ours)
     )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= EXACT
-    assert told(ours)[1] == tree_of(batch).tokens
+    assert worst_error(our_gradients, expected) <= EXACT
+    assert tokens_or_reason(ours)[1] == tree_of(batch).tokens
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,7 @@ def test_a_token_that_no_row_has(family):
     assert tree_of(batch).forks[-1] == (tree_of(batch).tokens, 0)
     ours = sharing(build(family))
     assert worst_error(gradients(ours, **batch)[1], gradients(build(family), **batch)[1]) <= EXACT
-    assert told(ours)[1] == tree_of(batch).tokens
+    assert tokens_or_reason(ours)[1] == tree_of(batch).tokens
 
 
 @pytest.mark.parametrize(
@@ -159,9 +164,9 @@ def test_documents_that_a_models_positions_mark():
     positions = torch.cat([torch.arange(PROMPT - 3), torch.arange(length - PROMPT + 3)])
     ours = sharing(build("mamba"))
     plain = streambp.patch(build("mamba"), streambp.StreamConfig(chunk_size=7))
-    given = {**batch, "position_ids": positions.repeat(4, 1)}
-    assert worst_error(gradients(ours, **given)[1], gradients(plain, **given)[1]) <= EXACT
-    assert "mark documents" in told(ours)
+    arguments = {**batch, "position_ids": positions.repeat(4, 1)}
+    assert worst_error(gradients(ours, **arguments)[1], gradients(plain, **arguments)[1]) <= EXACT
+    assert "mark documents" in tokens_or_reason(ours)
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
@@ -180,19 +185,19 @@ def test_states_of_branches_are_kept_once_each(offload, monkeypatch):
 
     monkeypatch.setattr(SavedForBackward, "seal", seal)
     store = InMemory if offload == "none" else HostTensors
-    for name, seen in {"put": put_in, "peek": read, "take": read}.items():
+    for name, accesses in {"save": put_in, "peek": read, "take": read}.items():
         if (store, name) != (HostTensors, "take"):  # which peeks
-            monkeypatch.setattr(store, name, noted(getattr(store, name), seen))
+            monkeypatch.setattr(store, name, noted(getattr(store, name), accesses))
     gradients(ours, **batch)
     assert read == [access for layer in reversed(announced) for access in layer]
     states = [("state.0", 1), ("state.1", 1)]
     assert [access for access in put_in if access[0] != "x"] == states * len(announced)
 
 
-def noted(real, seen):
-    def call(self, name, chunk, *rest):
-        seen.append((name, chunk))
-        return real(self, name, chunk, *rest)
+def noted(real, accesses):
+    def call(self, name, chunk, *args):
+        accesses.append((name, chunk))
+        return real(self, name, chunk, *args)
 
     return call
 
@@ -207,7 +212,7 @@ def check_rows_of_a_chunk_each(monkeypatch):
     )
     ours = sharing(build("qwen3"))  # whose chunks hold several rows
     gradients(ours, **batch)
-    assert told(ours) == (47, 47)
+    assert tokens_or_reason(ours) == (47, 47)
 
 
 def test_short_rows_are_computed_where_each_is_a_chunk(monkeypatch):
@@ -226,7 +231,7 @@ def test_chunks_count_beside_the_padding_of_a_batch(length, packs):
     ids = torch.arange(8 * length).view(8, length)
     mask = (torch.arange(length) < torch.linspace(1, length, 8).long()[:, None]).long()
     assert isinstance(find_tree(ids, mask), Tree)
-    assert isinstance(find_tree(ids, mask, apart=APART, a_chunk=A_CHUNK), Tree) == packs
+    assert isinstance(find_tree(ids, mask, fork_distance=APART, a_chunk=A_CHUNK), Tree) == packs
 
 
 def check_tree():
@@ -238,12 +243,16 @@ def the_chunk_before(plan):
 
 
 def without_sums(self, plan, chunk, grads):
-    if plan.before[chunk.index] is not None:
-        self.upstream[plan.before[chunk.index]] = grads
+    if plan.predecessors[chunk.index] is not None:
+        self.upstream[plan.predecessors[chunk.index]] = grads
 
 
 MUTANTS = {
-    "a branch goes on from the chunk before it": (ChunkPlan, "before", property(the_chunk_before)),
+    "a branch goes on from the chunk before it": (
+        ChunkPlan,
+        "predecessors",
+        property(the_chunk_before),
+    ),
     "gradients of states are not summed": (Carried, "went_on", without_sums),
 }
 
@@ -270,18 +279,18 @@ def test_sums_of_states_are_wide():
 def test_states_stay_until_the_last_branch_has_started():
     plan = ChunkPlan(10, 100).forked(((0, 0), (4, 2), (6, 2), (8, 6)), APART)
     assert plan.ends == (2, 4, 6, 8, 10)
-    assert plan.before == (None, 0, 0, 0, 2)
+    assert plan.predecessors == (None, 0, 0, 0, 2)
     assert plan.behind == {0: (1, 3), 2: (4, 4)}
     carried = Carried.__new__(Carried)
     carried.states = {}
-    held = []
+    saved_keys = []
     for chunk in plan:
-        before = plan.before[chunk.index]
-        assert carried.start(plan, chunk) == ({} if before is None else {"state": before})
+        predecessor = plan.predecessors[chunk.index]
+        assert carried.start(plan, chunk) == ({} if predecessor is None else {"state": predecessor})
         if chunk.index in plan.behind:
             carried.states[chunk.index] = {"state": chunk.index}
-        held.append(sorted(carried.states))
-    assert held == [[0], [0], [0, 2], [2], []]
+        saved_keys.append(sorted(carried.states))
+    assert saved_keys == [[0], [0], [0, 2], [2], []]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])

@@ -19,7 +19,7 @@ from streambp.prefixes import admission, calls
 from streambp.prefixes.tree import find_tree
 from tests.layer.test_choices import mixture, step
 from tests.prefixes.batches import counted, make_batch
-from tests.prefixes.test_calls import told
+from tests.prefixes.test_calls import tokens_or_reason
 
 FAMILIES = ("gpt_oss", "mixtral", "deepseek_v3")
 PRECISIONS = ("weights", "autocast", "float32")
@@ -31,7 +31,7 @@ def first_step(family, precision, monkeypatch, mode="padded", change=None):
     Args:
         change: of scores [..., n] in the trial's packed row; None: the tie falls otherwise.
     """
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, min_prefix=8))
     model, batch = (
         mixture(family, "weights" if precision == "weights" else "autocast"),
         make_batch(mode),
@@ -40,29 +40,35 @@ def first_step(family, precision, monkeypatch, mode="padded", change=None):
     streambp.patch(model, streambp.StreamConfig(chunk_size=7, saves=(), rows="packed"))
     one_row = {name: value[:1] for name, value in batch.items() if name != "attention_mask"}
     step(model, precision, **one_row)  # the layers' own trials are over, and no rows were tried
-    packed, real, now = admission.packed, torch.topk, []
+    packed, real, in_second_run = admission.packed, torch.topk, []
 
     def topk(x, k, *args, **kwargs):
         if k >= x.shape[-1] or x.dim() > 2:
             return real(x, k, *args, **kwargs)
         if change is None:
             last, following = real(x.detach(), k + 1).indices[..., k - 1 :].unbind(-1)
-            first, second = (following, last) if now else (last, following)
+            first, second = (following, last) if in_second_run else (last, following)
             best = x.gather(-1, last[..., None])
-            less = best - torch.finfo(x.dtype).eps * best.detach().abs()
-            x = x.scatter(-1, first[..., None], best).scatter(-1, second[..., None], less)
-        return real(change(x) if change and now else x, k, *args, **kwargs)
+            second_best = best - torch.finfo(x.dtype).eps * best.detach().abs()
+            x = x.scatter(-1, first[..., None], best).scatter(-1, second[..., None], second_best)
+        return real(change(x) if change and in_second_run else x, k, *args, **kwargs)
 
     monkeypatch.setattr(torch, "topk", topk)
-    monkeypatch.setattr(admission, "packed", lambda *given: now.append(True) or packed(*given))
+    monkeypatch.setattr(
+        admission, "packed", lambda *given: in_second_run.append(True) or packed(*given)
+    )
     trial_of = admission.trial_of
     monkeypatch.setattr(
-        admission, "trial_of", lambda *given, **named: now.clear() or trial_of(*given, **named)
+        admission,
+        "trial_of",
+        lambda *given, **named: in_second_run.clear() or trial_of(*given, **named),
     )
     over = admission.Trials._try
-    monkeypatch.setattr(admission.Trials, "_try", lambda *given: (over(*given), now.clear())[0])
+    monkeypatch.setattr(
+        admission.Trials, "_try", lambda *given: (over(*given), in_second_run.clear())[0]
+    )
     step(model, precision, **batch)
-    return told(model), counted(batch)
+    return tokens_or_reason(model), counted(batch)
 
 
 @pytest.mark.fast(4)
@@ -75,16 +81,16 @@ def test_a_tie_keeps_no_rows_apart(family, precision, monkeypatch):
         "_note",
         lambda self, *given: (note(self, *given), differing.append(self.differing)),
     )
-    found, expected = first_step(family, precision, monkeypatch)
+    outcome, expected = first_step(family, precision, monkeypatch)
     assert max(differing) >= 20  # of 36 tokens of a packed row
-    assert found == expected
+    assert outcome == expected
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_mutant_a_tie_decides(precision, monkeypatch):
     monkeypatch.setattr(ReplayedChoices, "rearranged", lambda self, change: ReplayedChoices())
-    found, _ = first_step("mixtral", precision, monkeypatch)
-    assert "gave something else than rows do" in found
+    outcome, _ = first_step("mixtral", precision, monkeypatch)
+    assert "gave something else than rows do" in outcome
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -94,5 +100,5 @@ def test_mutant_a_tie_decides(precision, monkeypatch):
 )
 def test_other_scores_are_found(change, precision, monkeypatch):
     """The choices of the rows hide what the packed row would have chosen."""
-    found, _ = first_step("mixtral", precision, monkeypatch, change=change)
-    assert "gave something else than rows do" in found
+    outcome, _ = first_step("mixtral", precision, monkeypatch, change=change)
+    assert "gave something else than rows do" in outcome

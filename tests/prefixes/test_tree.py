@@ -19,23 +19,23 @@ from tests.attention.test_spans import counted_pairs
 from tests.seeds import seed_of
 
 
-def tree_of(rows, width, least=1, positions=None):
+def tree_of(rows, width, min_prefix=1, positions=None):
     """The tree of rows, each (padding on the left, its tokens); None where nothing is shared."""
     ids, mask = torch.full((len(rows), width), 9), torch.zeros(len(rows), width, dtype=torch.long)
-    for index, (left, tokens) in enumerate(rows):
-        ids[index, left : left + len(tokens)] = torch.tensor(tokens, dtype=torch.long)
-        mask[index, left : left + len(tokens)] = 1
-    found = find_tree(ids, mask, positions, least=least, saves=0.0)
-    return found if isinstance(found, Tree) else None
+    for index, (column, tokens) in enumerate(rows):
+        ids[index, column : column + len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+        mask[index, column : column + len(tokens)] = 1
+    tree = find_tree(ids, mask, positions, min_prefix=min_prefix, saves=0.0)
+    return tree if isinstance(tree, Tree) else None
 
 
-def places(row):
+def packed_positions(row):
     """The packed place of each of a row's tokens."""
-    found = []
-    for piece in row.pieces:
-        assert piece.at == len(found)
-        found += range(piece.start, piece.stop)
-    return found
+    positions = []
+    for span in row.packed_spans:
+        assert span.at == len(positions)
+        positions += range(span.start, span.stop)
+    return positions
 
 
 def allowed(spans):
@@ -52,16 +52,16 @@ def allowed(spans):
 
 def check(tree, rows, window):
     """Every token of every row is computed once, and reads what stands before it in its row."""
-    keys, used = allowed(tree.spans(window)), set()
-    for row, (left, tokens) in zip(tree.rows, rows, strict=True):
-        here = places(row)
-        assert len(here) == len(tokens)
-        assert row.column == left or not tokens
-        used |= set(here)
-        for index, q in enumerate(here):
+    keys, used_positions = allowed(tree.spans(window)), set()
+    for row, (column, tokens) in zip(tree.rows, rows, strict=True):
+        row_positions = packed_positions(row)
+        assert len(row_positions) == len(tokens)
+        assert row.column == column or not tokens
+        used_positions |= set(row_positions)
+        for index, q in enumerate(row_positions):
             first = 0 if window is None else max(0, index - window + 1)
-            assert keys[q] == set(here[first : index + 1]), (rows, index)
-    assert used == set(range(tree.tokens))
+            assert keys[q] == set(row_positions[first : index + 1]), (rows, index)
+    assert used_positions == set(range(tree.tokens))
     assert tree.tokens_of_rows == sum(len(tokens) for _, tokens in rows)
 
 
@@ -74,15 +74,19 @@ def check_with_and_without_window(tree, rows):
 def nodes(rows, by_column=True):
     """How many different tokens there are: by what stands up to them, and by their position."""
     return len(
-        {(left * by_column, tokens[: i + 1]) for left, tokens in rows for i in range(len(tokens))}
+        {
+            (column * by_column, tokens[: i + 1])
+            for column, tokens in rows
+            for i in range(len(tokens))
+        }
     )
 
 
 def all_rows(width):
-    for left in range(width + 1):
-        for length in range(width - left + 1):
+    for column in range(width + 1):
+        for length in range(width - column + 1):
             for tokens in itertools.product((0, 1), repeat=length):
-                yield left, tokens
+                yield column, tokens
 
 
 def check_all(batches, width):
@@ -104,11 +108,11 @@ def test_all_pairs_of_short_rows_with_any_padding():
 
 
 def test_all_batches_of_three_short_rows():
-    whole = [(0, tokens) for tokens in itertools.product((0, 1), repeat=3)]
+    full_rows = [(0, tokens) for tokens in itertools.product((0, 1), repeat=3)]
     ending = [
         (0, tokens) for length in (0, 1, 2) for tokens in itertools.product((0, 1), repeat=length)
     ]
-    assert check_all(itertools.product(whole, whole, [*whole, *ending]), 3) > 500
+    assert check_all(itertools.product(full_rows, full_rows, [*full_rows, *ending]), 3) > 500
 
 
 def random_rows(draw, width):
@@ -117,8 +121,10 @@ def random_rows(draw, width):
     for _ in range(draw.randint(2, 8)):
         start = () if not rows or draw.random() < 0.2 else draw.choice(rows)[1]
         start = start[: draw.randrange(len(start) + 1)]
-        more = tuple(draw.randrange(3) for _ in range(draw.randrange(width - len(start) + 1)))
-        rows.append((draw.choice((0, 0, 2)), start + more))
+        continuation = tuple(
+            draw.randrange(3) for _ in range(draw.randrange(width - len(start) + 1))
+        )
+        rows.append((draw.choice((0, 0, 2)), start + continuation))
     return rows
 
 
@@ -126,12 +132,12 @@ def random_rows(draw, width):
 def test_random_trees(seed):
     draw = random.Random(seed_of(seed))
     rows = random_rows(draw, 24)
-    least = draw.choice((1, 2, 5))
-    tree = tree_of(rows, 26, least)
+    min_prefix = draw.choice((1, 2, 5))
+    tree = tree_of(rows, 26, min_prefix)
     if tree is None:
         return
     assert nodes(rows) <= tree.tokens <= tree.tokens_of_rows
-    assert least > 1 or tree.tokens == nodes(rows)
+    assert min_prefix > 1 or tree.tokens == nodes(rows)
     for window in (None, 1, 3, 7):
         check(tree, rows, window)
 
@@ -199,19 +205,19 @@ def test_the_highest_position_of_padding_is_in_the_packed_row():
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("arguments", "why"),
     [
         ({"mask": [[1, 0, 1], [1, 1, 1]]}, "leaves out tokens between others"),
         ({"positions": [[0, 1, 0]]}, "do not grow by one"),
         ({"mask": [[0, 1, 1], [0, 1, 1]], "labelled": [[1, 0, 0], [0, 0, 0]]}, "predicts a label"),
     ],
 )
-def test_what_cannot_share(given, why):
+def test_what_cannot_share(arguments, why):
     ids = torch.tensor([[5, 6, 7], [5, 6, 8]])
-    given = {name: torch.tensor(value) for name, value in given.items()}
-    if "labelled" in given:
-        given["labelled"] = given["labelled"].bool()
-    assert why in find_tree(ids, **given, least=1)
+    arguments = {name: torch.tensor(value) for name, value in arguments.items()}
+    if "labelled" in arguments:
+        arguments["labelled"] = arguments["labelled"].bool()
+    assert why in find_tree(ids, **arguments, min_prefix=1)
 
 
 @pytest.mark.parametrize(
@@ -220,17 +226,17 @@ def test_what_cannot_share(given, why):
 def test_mutants_are_found(mutant, monkeypatch):
     rows = [(0, (1, 2, 3, 4)), (0, (1, 2, 5, 6)), (0, (1, 2, 5, 7))]
     if mutant == "a sibling is read":
-        real = Tree._whole_pieces
+        real = Tree._shared_runs
         monkeypatch.setattr(
             Tree,
-            "_whole_pieces",
+            "_shared_runs",
             lambda self: (Run(r.q0, r.q1, r.k0, r.k1 + 1) for r in real(self)),
         )
     elif mutant == "windows count packed tokens":
-        real_within = Tree._pieces_within
+        real_within = Tree._shared_runs_within
         monkeypatch.setattr(
             Tree,
-            "_pieces_within",
+            "_shared_runs_within",
             lambda self, w: (Run(r.q0, r.q1, r.k0, r.k1) for r in real_within(self, w)),
         )
     else:

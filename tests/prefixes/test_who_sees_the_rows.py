@@ -27,7 +27,7 @@ from streambp.prefixes.tree import find_tree
 from tests import families
 from tests.oracle import EXACT, worst_error
 from tests.prefixes.batches import counted, make_batch
-from tests.prefixes.test_calls import told
+from tests.prefixes.test_calls import tokens_or_reason
 
 PLACES = slice(43, 47)  # of rows of 49 tokens; the trial's packed row has 40
 
@@ -35,7 +35,7 @@ PLACES = slice(43, 47)  # of rows of 49 tokens; the trial's packed row has 40
 @pytest.fixture(autouse=True)
 def float64_everywhere(float64_oracle, monkeypatch):
     torch.set_default_dtype(torch.float64)
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
+    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, min_prefix=8))
     yield
     torch.set_default_dtype(torch.float32)
 
@@ -46,11 +46,11 @@ def steered(x):
     return x
 
 
-def after(module, _, output):
+def forward_hook(module, _, output):
     return (steered(output[0]), *output[1:]) if isinstance(output, tuple) else steered(output)
 
 
-def before(module, args):
+def forward_pre_hook(module, args):
     return (steered(args[0]), *args[1:])
 
 
@@ -68,8 +68,8 @@ class Steering(nn.Module):
 
 
 def replace_forward(module):
-    own = module.forward
-    module.forward = lambda x: steered(own(x))
+    own_forward = module.forward
+    module.forward = lambda x: steered(own_forward(x))
 
 
 def everywhere(model):
@@ -80,16 +80,18 @@ def everywhere(model):
 
 
 PROGRAMS = {
-    "a layer": lambda m: m.model.layers[1].register_forward_hook(after),
-    "before a layer": lambda m: m.model.layers[1].register_forward_pre_hook(before),
-    "embeddings": lambda m: m.model.embed_tokens.register_forward_hook(after),
-    "attention": lambda m: m.model.layers[0].self_attn.register_forward_hook(after),
-    "a projection": lambda m: m.model.layers[0].self_attn.o_proj.register_forward_pre_hook(before),
-    "an MLP": lambda m: m.model.layers[0].mlp.register_forward_hook(after),
+    "a layer": lambda m: m.model.layers[1].register_forward_hook(forward_hook),
+    "before a layer": lambda m: m.model.layers[1].register_forward_pre_hook(forward_pre_hook),
+    "embeddings": lambda m: m.model.embed_tokens.register_forward_hook(forward_hook),
+    "attention": lambda m: m.model.layers[0].self_attn.register_forward_hook(forward_hook),
+    "a projection": lambda m: m.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
+        forward_pre_hook
+    ),
+    "an MLP": lambda m: m.model.layers[0].mlp.register_forward_hook(forward_hook),
     "an MLP's gradient": lambda m: m.model.layers[0].mlp.register_full_backward_hook(
         backward_after
     ),
-    "the final norm": lambda m: m.model.norm.register_forward_hook(after),
+    "the final norm": lambda m: m.model.norm.register_forward_hook(forward_hook),
     "all modules": everywhere,
     "a forward": lambda m: replace_forward(m.model.layers[0].mlp),
     "a module": lambda m: setattr(m.model.layers[0], "mlp", Steering(m.model.layers[0].mlp)),
@@ -97,19 +99,19 @@ PROGRAMS = {
 WHOLE = "an MLP's gradient"  # such a layer runs whole, which keeps its rows apart by itself
 
 
-def collecting(model, kept, module):
+def collecting(model, outputs, module):
     """An auxiliary loss of what a hook collects."""
-    return module.register_forward_hook(lambda _, __, output: kept.append(output))
+    return module.register_forward_hook(lambda _, __, output: outputs.append(output))
 
 
-def step(model, batch, kept=()):
+def step(model, batch, outputs=()):
     model.zero_grad(set_to_none=True)
     loss = model(**batch, use_cache=False).loss
-    for x in kept:
+    for x in outputs:
         loss = loss + x.pow(2).mean()
     loss.backward()
-    if kept:
-        kept.clear()
+    if outputs:
+        outputs.clear()
     return loss.detach(), {
         name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
     }
@@ -133,25 +135,25 @@ def check(program, first, chunk_size=1000):
     (stock, ours), handles = pair(chunk_size), []
     if not first:
         step(ours, batches()[0])
-        assert told(ours) == counted(batches()[0])
+        assert tokens_or_reason(ours) == counted(batches()[0])
     try:
         handles = [program(model) for model in (stock, ours)] if program is not everywhere else []
         for batch in batches():
-            found = []
+            steps = []
             for model in (stock, ours):
                 handle = everywhere(model) if program is everywhere else None
-                found.append(step(model, batch))
+                steps.append(step(model, batch))
                 if handle is not None:
                     handle.remove()
-            (expected_loss, expected), (loss, gradients) = found
+            (expected_loss, expected), (loss, gradients) = steps
             assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
             assert worst_error(gradients, expected) <= EXACT
-            assert isinstance(told(ours), str)
+            assert isinstance(tokens_or_reason(ours), str)
     finally:
         for handle in handles:
             if handle is not None:
                 handle.remove()
-    return told(ours)
+    return tokens_or_reason(ours)
 
 
 @pytest.mark.fast(
@@ -185,39 +187,43 @@ def test_programs_at_positions_in_chunks(program):
 )
 def test_what_a_hook_collects_joins_the_loss(where):
     stock, ours = pair()
-    found = []
+    gradients_by_model = []
     for model in (stock, ours):
-        kept = []
-        collecting(model, kept, model.get_submodule(where))
-        found.append([])
+        outputs = []
+        collecting(model, outputs, model.get_submodule(where))
+        gradients_by_model.append([])
         for batch in batches():
-            kept.clear()  # of a first call's trials
+            outputs.clear()  # of a first call's trials
             model.zero_grad(set_to_none=True)
             loss = model(**batch, use_cache=False).loss
-            loss = loss + kept[-1].pow(2).mean()
+            loss = loss + outputs[-1].pow(2).mean()
             loss.backward()
-            found[-1].append({name: p.grad.clone() for name, p in model.named_parameters()})
-    assert all(worst_error(ours, stock) <= EXACT for stock, ours in zip(*found, strict=True))
-    assert "would see another row" in told(ours)
+            gradients_by_model[-1].append(
+                {name: p.grad.clone() for name, p in model.named_parameters()}
+            )
+    assert all(
+        worst_error(ours, stock) <= EXACT for stock, ours in zip(*gradients_by_model, strict=True)
+    )
+    assert "would see another row" in tokens_or_reason(ours)
 
 
 def test_a_backbones_forward_that_stood_there_before():
     def replace(model):
-        own = model.model.forward
+        own_forward = model.model.forward
 
         def forward(input_ids, **kwargs):
             ids = input_ids.clone()
             ids[:, PLACES] = (ids[:, PLACES] + 1) % 50
-            return own(input_ids=ids, **kwargs)
+            return own_forward(input_ids=ids, **kwargs)
 
-        model.model.forward = functools.wraps(own)(forward)
+        model.model.forward = functools.wraps(own_forward)(forward)
         return model
 
     stock, ours = (replace(families.build("llama", torch.float64)) for _ in range(2))
     streambp.patch(ours, streambp.StreamConfig(chunk_size=1000, rows="packed"))
-    (_, expected), (_, found) = (step(model, batches()[0]) for model in (stock, ours))
-    assert worst_error(found, expected) <= EXACT
-    assert "would see another row" in told(ours)
+    (_, expected), (_, our_gradients) = (step(model, batches()[0]) for model in (stock, ours))
+    assert worst_error(our_gradients, expected) <= EXACT
+    assert "would see another row" in tokens_or_reason(ours)
 
 
 class Mixing(nn.Linear):
@@ -278,10 +284,10 @@ def test_who_reads_padding_behind_the_backbone_gets_rows(reader, monkeypatch):
     for model in (stock, ours):
         READERS[reader](model)
     streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="auto"))
-    (expected_loss, expected), (loss, found) = step(stock, batch), step(ours, batch)
+    (expected_loss, expected), (loss, our_gradients) = step(stock, batch), step(ours, batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= EXACT
-    assert "may read them" in told(ours)
+    assert worst_error(our_gradients, expected) <= EXACT
+    assert "may read them" in tokens_or_reason(ours)
 
 
 def test_who_stands_around_the_model_sees_no_padding():
@@ -292,21 +298,21 @@ def test_who_stands_around_the_model_sees_no_padding():
     inner = ours.forward
     ours.forward = functools.wraps(inner)(lambda **kwargs: inner(**kwargs))
     step(ours, batch)
-    assert told(ours) == counted(batch)
+    assert tokens_or_reason(ours) == counted(batch)
 
 
 @pytest.mark.parametrize("mode", ["plain", "padded"])
 def test_who_reads_padding_is_asked_where_there_is_some(mode, monkeypatch):
     """It takes a walk through all modules beside the backbone, of which a model of images has
     hundreds."""
-    asked, reads = [], padding.others_read_rows
+    calls_seen, reads = [], padding.others_read_rows
     monkeypatch.setattr(
-        padding, "others_read_rows", lambda *given: asked.append(given) or reads(*given)
+        padding, "others_read_rows", lambda *given: calls_seen.append(given) or reads(*given)
     )
     ours = families.build("llama", torch.float64)
     streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="auto"))
     step(ours, make_batch(mode, prompt=40))
-    assert bool(asked) == (mode == "padded")
+    assert bool(calls_seen) == (mode == "padded")
 
 
 def test_labels_of_padding_at_some_tokens_compute_rows():
@@ -316,7 +322,7 @@ def test_labels_of_padding_at_some_tokens_compute_rows():
     stock, ours = (families.build("llama", torch.float64) for _ in range(2))
     streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="auto"))
     assert worst_error(step(ours, batch)[1], step(stock, batch)[1]) <= EXACT
-    assert "predicts a label" in told(ours)
+    assert "predicts a label" in tokens_or_reason(ours)
 
 
 def engines_hook(module, args):
@@ -334,43 +340,45 @@ def test_known_hooks_share():
     (_, ours), batch = pair(), batches()[0]
     ours.enable_input_require_grads()
     ours.model.layers[0].register_forward_pre_hook(ENGINES_HOOK)
-    seen = []
+    shapes = []
     ours.model.register_forward_hook(
-        lambda _, __, output: seen.append(output.last_hidden_state.shape)
+        lambda _, __, output: shapes.append(output.last_hidden_state.shape)
     )
     ours.lm_head.register_forward_hook(lambda _, __, ___: None)
     step(ours, batch)
-    assert told(ours) == counted(batch)
-    assert seen == [(*batch["input_ids"].shape, 32)]
+    assert tokens_or_reason(ours) == counted(batch)
+    assert shapes == [(*batch["input_ids"].shape, 32)]
 
 
 def test_no_hook_sees_a_trial_of_sharing(monkeypatch):
-    (_, ours), shapes, tried = pair(), [], []
-    monkeypatch.setattr(Trials, "_try", lambda *_: tried.append(1))
+    (_, ours), shapes, trials = pair(), [], []
+    monkeypatch.setattr(Trials, "_try", lambda *_: trials.append(1))
     ours.model.embed_tokens.register_forward_hook(
         lambda _, __, output: shapes.append(tuple(output.shape[:2]))
     )
     batch = batches()[0]
     step(ours, batch)
     assert shapes == [tuple(batch["input_ids"].shape)]
-    assert not tried
+    assert not trials
 
 
 def test_other_ranks_learn_that_hooks_keep_the_rows(monkeypatch):
     """A trial gathers the weights of all ranks: one whose hooks want the rows says so before any,
     and tries nothing."""
-    (_, ours), batch, tried, said = pair(), batches()[0], [], []
+    (_, ours), batch, trials, replies = pair(), batches()[0], [], []
     real_try = Trials._try
-    monkeypatch.setattr(Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
+    monkeypatch.setattr(Trials, "_try", lambda *args: trials.append(1) or real_try(*args))
     monkeypatch.setattr(calls, "must_agree", lambda _: True)
     monkeypatch.setattr(
-        calls, "everyones_numbers", lambda _, mine, device: said.append(mine) or [mine, [1, True]]
+        calls,
+        "everyones_numbers",
+        lambda _, mine, device: replies.append(mine) or [mine, [1, True]],
     )
-    ours.model.embed_tokens.register_forward_hook(after)
+    ours.model.embed_tokens.register_forward_hook(forward_hook)
     step(ours, batch)
-    assert not tried
-    assert said == [[0, False]]
-    assert "would see another row" in told(ours)
+    assert not trials
+    assert replies == [[0, False]]
+    assert "would see another row" in tokens_or_reason(ours)
 
 
 @pytest.mark.fast("embeddings", "a module")

@@ -63,10 +63,10 @@ def check_packed(stock, batch, chunk_sizes):
     expected_loss, expected = gradients(copy.deepcopy(stock), **batch)
     for chunk_size in chunk_sizes:
         ours = patched(stock, chunk_size=chunk_size)
-        loss, found = gradients(ours, **batch)
+        loss, our_gradients = gradients(ours, **batch)
         assert paths(ours) == {"streams"}, str(streambp.describe(ours))
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(found, expected) <= 1e-12
+        assert worst_error(our_gradients, expected) <= 1e-12
 
 
 CASES = [("qwen3_next", {}), ("bamba", {"ends": False}), ("lfm2", {"ends": False})]
@@ -101,10 +101,10 @@ def test_what_the_kernels_are_told_counts(name, monkeypatch):
     """The documents of attention are told by position_ids: what differs is the layer with
     states."""
     model, batch = build(name, monkeypatch), packed()
-    _, apart = gradients(model, **batch)
+    _, separate = gradients(model, **batch)
     del batch["seq_idx"], batch["cu_seq_lens_q"]
     _, mixed = gradients(model, **batch)
-    assert worst_error(mixed, apart) >= 1e-5
+    assert worst_error(mixed, separate) >= 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
@@ -112,23 +112,23 @@ def test_without_a_graph(name, monkeypatch):
     stock, batch = build(name, monkeypatch).eval(), packed()
     ours = patched(copy.deepcopy(stock), chunk_size=5)
     with torch.no_grad():
-        expected, found = (model(**batch, use_cache=False).loss for model in (stock, ours))
+        expected, our_loss = (model(**batch, use_cache=False).loss for model in (stock, ours))
     assert paths(ours) == {"streams"}
-    assert abs(found - expected) <= 1e-12
+    assert abs(our_loss - expected) <= 1e-12
 
 
 def test_two_calls_before_their_backward(monkeypatch):
     """A backward goes by its own call's documents, whatever the layer was called with since."""
     stock, batches = build("bamba", monkeypatch), (packed(ends=False), make_batch("plain"))
     ours = patched(copy.deepcopy(stock), chunk_size=5)
-    expected, found = (
+    expected, our_gradients = (
         torch.autograd.grad(
             sum(model(**batch, use_cache=False).loss for batch in batches), model.parameters()
         )
         for model in (stock, ours)
     )
     assert paths(ours) == {"streams"}
-    assert worst_error(dict(enumerate(found)), dict(enumerate(expected))) <= 1e-12
+    assert worst_error(dict(enumerate(our_gradients)), dict(enumerate(expected))) <= 1e-12
 
 
 def test_describe_names_what_tells(monkeypatch):
@@ -144,8 +144,8 @@ def test_describe_names_what_tells(monkeypatch):
 def test_offloading_changes_no_bit(monkeypatch):
     stock, batch = build("falcon_h1", monkeypatch).float(), packed(ends=False)
     expected = gradients(patched(copy.deepcopy(stock), chunk_size=5), **batch)[1]
-    found = gradients(patched(stock, chunk_size=5, offload="cpu", gpu_memory=1), **batch)[1]
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    our_gradients = gradients(patched(stock, chunk_size=5, offload="cpu", gpu_memory=1), **batch)[1]
+    assert all(torch.equal(our_gradients[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -164,17 +164,17 @@ def test_the_trace_of_unread_products_sees_one_document(name, trained, monkeypat
     )
     for parameter_name, parameter in stock.named_parameters():
         parameter.requires_grad_(trained in parameter_name)
-    seen = []
+    recorded = []
     real = trials.Trial.recompute
     monkeypatch.setattr(
         trials.Trial,
         "recompute",
-        lambda self: seen.append(self.call.arguments.documents) or real(self),
+        lambda self: recorded.append(self.call.arguments.documents) or real(self),
     )
     check_packed(stock, batch, [5])
-    told = [of for of in seen if of is not None]
-    assert told
-    assert all(of.ids.unique().numel() == 1 and len(of.ends) in (0, 2) for of in told)
+    all_documents = [of for of in recorded if of is not None]
+    assert all_documents
+    assert all(of.ids.unique().numel() == 1 and len(of.ends) in (0, 2) for of in all_documents)
 
 
 def ends_too_soon(batch):
@@ -190,12 +190,13 @@ def padding_behind(batch):
     return "cu_seq_lens_q does not rise from 0 to the sequence's 23 tokens (append 23, "
 
 
-def nothing(_):
+def without_a_change(_):
     return "its selective scan takes no notice"
 
 
 @pytest.mark.parametrize(
-    ("name", "change"), [("lfm2", ends_too_soon), ("lfm2", padding_behind), ("jamba", nothing)]
+    ("name", "change"),
+    [("lfm2", ends_too_soon), ("lfm2", padding_behind), ("jamba", without_a_change)],
 )
 def test_what_chunks_cannot_be_told_runs_whole(name, change, monkeypatch):
     stock = build(
@@ -204,11 +205,11 @@ def test_what_chunks_cannot_be_told_runs_whole(name, change, monkeypatch):
         **({"num_hidden_layers": 1, "layer_types": ["conv"]} if name == "lfm2" else {}),
     )
     batch = packed()
-    because = change(batch)
+    reason = change(batch)
     expected = gradients(copy.deepcopy(stock), **batch)[1]
     ours = patched(stock, chunk_size=5)
     assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-12
-    assert because in str(streambp.describe(ours))
+    assert reason in str(streambp.describe(ours))
     gradients(ours, **make_batch("plain"))
     assert paths(ours) == {"streams"}
 
@@ -244,6 +245,6 @@ def test_a_kernel_that_does_something_else_is_found_out(kernel, monkeypatch):
 
 
 def test_a_probe_of_one_document_would_not_find_it(monkeypatch):
-    monkeypatch.setattr(probe, "in_several", lambda named, length: documents.in_one(named))
+    monkeypatch.setattr(probe, "in_several", lambda arguments, length: documents.in_one(arguments))
     with pytest.raises(AssertionError):
         check_found_out(state_for_every_document, monkeypatch)

@@ -56,8 +56,8 @@ def float64_everywhere(float64_oracle):
 
 
 def packed(rows=1, length=26):
-    cuts = [[*(cut for cut in row if cut < length), length] for row in CUTS[:rows]]
-    return packed_batch(cuts, ids=False, ends=False), cuts
+    ends_by_row = [[*(end for end in row if end < length), length] for row in CUTS[:rows]]
+    return packed_batch(ends_by_row, ids=False, ends=False), ends_by_row
 
 
 def summed_loss(model, batch):
@@ -81,31 +81,35 @@ def differentiated(model, losses):
     }
 
 
-def one_by_one(stock, batch, cuts):
+def one_by_one(stock, batch, ends_by_row):
     """Loss and gradients of the unpatched model, each document a row of its own."""
     documents = [
         {name: value[row : row + 1, a:b] for name, value in batch.items()}
-        for row, ends in enumerate(cuts)
+        for row, ends in enumerate(ends_by_row)
         for a, b in itertools.pairwise(ends)
     ]
     return differentiated(stock, [summed_loss(stock, document) for document in documents])
 
 
-def check_one_by_one(name, chunk_sizes, rows=1, length=26, changes=None, cuts=None, **settings):
-    fresh = zoo.build(name, **(changes or {}))
-    batch, cuts = (
-        packed(rows, length) if cuts is None else (packed_batch(cuts, ids=False, ends=False), cuts)
+def check_one_by_one(
+    name, chunk_sizes, rows=1, length=26, changes=None, ends_by_row=None, **settings
+):
+    base = zoo.build(name, **(changes or {}))
+    batch, ends_by_row = (
+        packed(rows, length)
+        if ends_by_row is None
+        else (packed_batch(ends_by_row, ids=False, ends=False), ends_by_row)
     )
-    expected_loss, expected = one_by_one(copy.deepcopy(fresh), batch, cuts)
+    expected_loss, expected = one_by_one(copy.deepcopy(base), batch, ends_by_row)
     for chunk_size in chunk_sizes:
-        ours = patched(fresh, chunk_size=chunk_size, **settings)
-        loss, found = differentiated(ours, [summed_loss(ours, batch)])
-        whole = {"checkpoints"} if name in WHOLE else set()
-        assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"} | whole, str(
-            streambp.describe(ours)
-        )
+        ours = patched(base, chunk_size=chunk_size, **settings)
+        loss, our_gradients = differentiated(ours, [summed_loss(ours, batch)])
+        unchunked = {"checkpoints"} if name in WHOLE else set()
+        assert {layer.path for layer in streambp.describe(ours).layers} == {
+            "streams"
+        } | unchunked, str(streambp.describe(ours))
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(found, expected) <= 1e-12, chunk_size
+        assert worst_error(our_gradients, expected) <= 1e-12, chunk_size
 
 
 @pytest.mark.fast("lfm2")
@@ -131,7 +135,7 @@ def test_documents_of_several_rows_are_alone(name):
 def test_a_trial_cuts_by_its_own_documents(name, ends):
     """And not by the batch's, which would leave a document of the trial with one token in a
     chunk."""
-    check_one_by_one(name, (4,), cuts=[[0, ends, 40]])
+    check_one_by_one(name, (4,), ends_by_row=[[0, ends, 40]])
 
 
 def test_mutant_a_trial_cuts_by_the_batchs_documents(monkeypatch):
@@ -161,18 +165,18 @@ def test_a_layer_that_runs_whole_has_its_documents(monkeypatch):
     """Such as one whose kernel the trial finds to compute something else in chunks."""
     monkeypatch.setattr(probe, "_unread_state", lambda call, x: "no reason")
     stock = zoo.build("bamba")
-    batch, cuts = packed(rows=2)
-    expected_loss, expected = one_by_one(copy.deepcopy(stock), batch, cuts)
+    batch, ends_by_row = packed(rows=2)
+    expected_loss, expected = one_by_one(copy.deepcopy(stock), batch, ends_by_row)
     ours = patched(stock, chunk_size=5)
-    loss, found = differentiated(ours, [summed_loss(ours, batch)])
+    loss, our_gradients = differentiated(ours, [summed_loss(ours, batch)])
     assert "checkpoints" in {layer.path for layer in streambp.describe(ours).layers}
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-12
+    assert worst_error(our_gradients, expected) <= 1e-12
 
 
 def test_without_a_graph():
-    stock, (batch, cuts) = zoo.build("bamba").eval(), packed()
-    expected, _ = one_by_one(copy.deepcopy(stock), batch, cuts)
+    stock, (batch, ends_by_row) = zoo.build("bamba").eval(), packed()
+    expected, _ = one_by_one(copy.deepcopy(stock), batch, ends_by_row)
     ours = patched(stock, chunk_size=5)
     with torch.no_grad():
         assert abs(summed_loss(ours, batch) - expected) <= 1e-12 * abs(expected)
@@ -201,10 +205,10 @@ def test_describe_and_a_warning():
         UserWarning, match="let its recurrences and convolutions go on from one to the next"
     ):
         gradients(ours, **batch)
-    said = str(streambp.describe(ours))
+    description = str(streambp.describe(ours))
     assert (
         "5 documents of packed rows, told by position_ids: its mixers are called for one after the "
-        "other" in said
+        "other" in description
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -222,9 +226,9 @@ def test_states_that_are_an_argument_are_refused():
 
 
 def shifted(position_ids, rows):
-    found = documents.packed_rows(position_ids, rows)
+    rows_of_documents = documents.packed_rows(position_ids, rows)
     return documents.PackedRows(
-        tuple((0, *(end + 1 for end in row[1:-1]), row[-1]) for row in found.ends)
+        tuple((0, *(end + 1 for end in row[1:-1]), row[-1]) for row in rows_of_documents.ends)
     )
 
 
@@ -301,16 +305,16 @@ def built(monkeypatch, name, **kernels):
     return stock
 
 
-def check_with_kernels(stock, rows, said):
-    batch, cuts = packed(rows)
-    expected_loss, expected = one_by_one(copy.deepcopy(stock), batch, cuts)
+def check_with_kernels(stock, rows, sentence):
+    batch, ends_by_row = packed(rows)
+    expected_loss, expected = one_by_one(copy.deepcopy(stock), batch, ends_by_row)
     for chunk_size in (5, 7):
         ours = patched(stock, chunk_size=chunk_size)
-        loss, found = differentiated(ours, [summed_loss(ours, batch)])
-        assert said in str(streambp.describe(ours))
+        loss, our_gradients = differentiated(ours, [summed_loss(ours, batch)])
+        assert sentence in str(streambp.describe(ours))
         assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(found, expected) <= 1e-12
+        assert worst_error(our_gradients, expected) <= 1e-12
 
 
 @pytest.mark.fast(3)
@@ -325,8 +329,8 @@ def test_kernels_are_told(name, rows, monkeypatch):
     """A delta rule takes documents of a single row, and the mixer of older LFM2s passes nothing
     on."""
     calls = (rows == 2 and name == "qwen3_next") or (name == "lfm2" and not LFM2_PASSES_ON)
-    said = "its mixers are called" if calls else f"told to its kernels as {TOLD[name]}"
-    check_with_kernels(built(monkeypatch, name), rows, said)
+    sentence = "its mixers are called" if calls else f"told to its kernels as {TOLD[name]}"
+    check_with_kernels(built(monkeypatch, name), rows, sentence)
 
 
 @pytest.mark.fast("jamba")
@@ -355,7 +359,7 @@ def test_a_trial_of_one_document_would_not_find_it(monkeypatch):
     monkeypatch.setattr(
         probe, "tried_rows", lambda rows, length: documents.PackedRows(((0, length),) * rows)
     )
-    monkeypatch.setattr(probe, "in_several", lambda named, length: documents.in_one(named))
+    monkeypatch.setattr(probe, "in_several", lambda arguments, length: documents.in_one(arguments))
     with pytest.raises(AssertionError):
         check_with_kernels(
             built(monkeypatch, "bamba", mamba2_chunk_scan=deaf), 1, "told to its kernels"

@@ -37,19 +37,21 @@ def oracle(name="qwen3_next"):
 
 
 def detached_end(self, recurrent_states, layer_idx, state_idx=0, **_):
-    self.after[Key("recurrent", layer_idx, state_idx)] = recurrent_states.detach().requires_grad_()
+    self.end_states[Key("recurrent", layer_idx, state_idx)] = (
+        recurrent_states.detach().requires_grad_()
+    )
     return recurrent_states
 
 
-def leaves_without_gradient(found):
-    return {key: state.detach() for key, state in found.items()}
+def leaves_without_gradient(start_states):
+    return {key: state.detach() for key, state in start_states.items()}
 
 
 class ConstantSteps:
     """The step and the decay of the tokens that write, without their history."""
 
     @staticmethod
-    def written(start, raw, a, bias, softplus, dtype, parts, real=scans._written):
+    def constant_decays(start, raw, a, bias, softplus, dtype, parts, real=scans._written):
         return real(
             start, raw, a.detach(), None if bias is None else bias.detach(), softplus, dtype, parts
         )
@@ -58,16 +60,20 @@ class ConstantSteps:
 def states_of_the_chunk_before(self, real=call.SavedForBackward.states):
     """Of the chunk that was read before this one."""
     states = real(self)
-    before = vars(self).get("read_before", states)
+    previous_states = vars(self).get("read_before", states)
     self.read_before = states
-    return before or states
+    return previous_states or states
 
 
-def whole_masks(self, chunk, leaves=None, real=arguments.Arguments.cut):
-    named = real(self, chunk, leaves)
+def whole_masks(self, chunk, leaves=None, real=arguments.Arguments.slice_chunk):
+    slices = real(self, chunk, leaves)
     return {
-        **named,
-        **{n: self.named[n][:, : chunk.stop - chunk.start] for n in named if n == "attention_mask"},
+        **slices,
+        **{
+            n: self.by_name[n][:, : chunk.stop - chunk.start]
+            for n in slices
+            if n == "attention_mask"
+        },
     }
 
 
@@ -85,11 +91,11 @@ def check_no_cycle():
     cache = StateCache(0, {Key("conv", 1, 0): torch.randn(2, 3)})
     assert cache.layers[1].conv_states.keys() == {0}
     assert cache.layers[0].recurrent_states == {}
-    seen = weakref.ref(cache)
+    reference = weakref.ref(cache)
     gc.disable()
     try:
         del cache
-        assert seen() is None
+        assert reference() is None
     finally:
         gc.enable()
 
@@ -109,36 +115,42 @@ class LayersOnTheCache:
 NO_UPSTREAM = property(lambda self: {}, lambda self, gradients: None)
 
 
-def ids_of_the_whole_row(real, told, chunk, *args, **kwargs):
+def ids_of_the_whole_row(real, row_documents, chunk, *args, **kwargs):
     """seq_idx of the chunk, counted from the row's first document."""
-    return real(*args, **{**kwargs, "seq_idx": told.ids[:, chunk.start : chunk.stop].contiguous()})
+    return real(
+        *args, **{**kwargs, "seq_idx": row_documents.ids[:, chunk.start : chunk.stop].contiguous()}
+    )
 
 
-def ids_of_the_chunk(real, told, chunk, x, *args, **kwargs):
+def ids_of_the_chunk(real, row_documents, chunk, x, *args, **kwargs):
     """All that its cache has put in front of the chunk, taken for its first token's document."""
-    before = x.shape[-1] - (chunk.stop - chunk.start)
-    ids = told.ids[:, [chunk.start] * before + list(range(chunk.start, chunk.stop))]
+    earlier_tokens = x.shape[-1] - (chunk.stop - chunk.start)
+    ids = row_documents.ids[
+        :, [chunk.start] * earlier_tokens + list(range(chunk.start, chunk.stop))
+    ]
     return real(x, *args, **{**kwargs, "seq_idx": ids})
 
 
-def state_of_one_document(real, told, chunk, *args, **kwargs):
+def state_of_one_document(real, row_documents, chunk, *args, **kwargs):
     out, end = real(*args, **kwargs)
     return out, end[-1:]
 
 
-def end_of_the_first_document(real, told, chunk, *args, tell=documents._tell_rule, **kwargs):
+def end_of_the_first_document(
+    real, row_documents, chunk, *args, tell=documents._tell_rule, **kwargs
+):
     def first(*args, **kwargs):
         out, end = real(*args, **kwargs)
         return out, end[:1]
 
-    return tell(first, told, chunk, *args, **kwargs)
+    return tell(first, row_documents, chunk, *args, **kwargs)
 
 
 MUTANTS = {
     "end state without its gradient": (StateCache, "update_recurrent_state", detached_end, oracle()),
     "start states without their gradient": (function, "leaves_of", leaves_without_gradient, oracle("bamba")),
     "states of another chunk": (call.SavedForBackward, "states", states_of_the_chunk_before, oracle("bamba")),
-    "written by constant steps": (scans, "_written", ConstantSteps.written, oracle("jamba")),
+    "written by constant steps": (scans, "_written", ConstantSteps.constant_decays, oracle("jamba")),
     "read without a gradient": (
         scans.EndState, "backward", staticmethod(lambda ctx, grad: (None, *[torch.zeros_like(grad)] * ctx.parts)),
         oracle("jamba"),
@@ -157,7 +169,9 @@ MUTANTS = {
     "start states where a document starts": (
         documents.Documents, "goes_on", lambda self, chunk: True, packed_oracle("qwen3_next")
     ),
-    "the first tokens' padding for every chunk": (arguments.Arguments, "cut", whole_masks, lambda: check_padded("bamba")),
+    "the first tokens' padding for every chunk": (
+        arguments.Arguments, "slice_chunk", whole_masks, lambda: check_padded("bamba")
+    ),
 }  # fmt: skip
 
 
@@ -209,14 +223,14 @@ def test_what_is_kept_of_a_convolution_is_its_last_inputs_alone():
     cache = StateCache(0, {})
     x = torch.randn(2, 64, 6).mT  # [B, D, C], channels last
     assert cache.update_conv_state(x, 0, conv_kernel_size=4) is x
-    state = cache.after[Key("conv", 0, 0)]
+    state = cache.end_states[Key("conv", 0, 0)]
     assert torch.equal(state, x[..., -4:])
     assert state.untyped_storage().nbytes() == state.nbytes
-    following = StateCache(64, cache.after)
+    following = StateCache(64, cache.end_states)
     joined = following.update_conv_state(x, 0, conv_kernel_size=4)
     assert torch.equal(joined, torch.cat((state, x), -1))
     assert joined.mT.is_contiguous()  # as convolution kernels want it
-    assert following.before[Key("conv", 0, 0)] is state
+    assert following.start_states[Key("conv", 0, 0)] is state
     assert (
         states.leaves_of({Key("conv", 0, 0): torch.ones(2, dtype=torch.long)})[
             Key("conv", 0, 0)

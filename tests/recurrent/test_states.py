@@ -65,22 +65,22 @@ def patched(stock, **settings):
 
 
 def check_exact(name, length, chunk_sizes, **settings):
-    fresh = zoo.build(name)
-    stock, batch = copy.deepcopy(fresh), make_batch("plain", length=length)
+    built = zoo.build(name)
+    stock, batch = copy.deepcopy(built), make_batch("plain", length=length)
     expected_loss, expected = gradients(stock, **batch)
     for chunk_size in chunk_sizes:
-        ours = patched(fresh, chunk_size=chunk_size, **settings)
-        loss, found = gradients(ours, **batch)
+        ours = patched(built, chunk_size=chunk_size, **settings)
+        loss, our_gradients = gradients(ours, **batch)
         assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(found, expected) <= 1e-10
+        assert worst_error(our_gradients, expected) <= 1e-10
 
 
 def check_padded(name):
-    fresh = zoo.build(name)
-    stock, batch = copy.deepcopy(fresh), make_batch("left-padded")
+    built = zoo.build(name)
+    stock, batch = copy.deepcopy(built), make_batch("left-padded")
     _, expected = gradients(stock, **batch)
-    assert worst_error(gradients(patched(fresh, chunk_size=5), **batch)[1], expected) <= 1e-10
+    assert worst_error(gradients(patched(built, chunk_size=5), **batch)[1], expected) <= 1e-10
 
 
 @pytest.mark.fast("lfm2")
@@ -96,8 +96,8 @@ def test_a_single_token(name, float64_states):
     stock = zoo.build(name)
     ours = patched(stock, chunk_size=1)
     ids = make_batch("plain", length=1)["input_ids"]
-    expected, found = (model(ids, use_cache=False).logits for model in (stock, ours))
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    expected, logits = (model(ids, use_cache=False).logits for model in (stock, ours))
+    assert torch.allclose(logits, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.full
@@ -121,17 +121,17 @@ def test_every_family_over_several_blocks_of_the_kernels(name, float64_states):
 
 def check_memory(name):
     """Some mixers hand their cache a view: the last of all blocks' or tokens' states."""
-    seen = []
+    states = []
     real = kept.SavedForBackward.keep_states
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             kept.SavedForBackward,
             "keep_states",
-            lambda *args: seen.extend(args[2].values()) or real(*args),
+            lambda *args: states.extend(args[2].values()) or real(*args),
         )
         gradients(patched(zoo.build(name), chunk_size=5), **make_batch("plain"))
-    assert seen
-    assert all(state.untyped_storage().nbytes() == state.nbytes for state in seen)
+    assert states
+    assert all(state.untyped_storage().nbytes() == state.nbytes for state in states)
 
 
 @pytest.mark.fast(3)
@@ -162,8 +162,10 @@ def test_offloading_changes_no_bit(name):
     for saves in ((), ("attn_out", "kv")):
         _, expected = gradients(patched(stock, chunk_size=5, saves=saves), **batch)
         for settings in ({"offload": "cpu"}, {"offload": "cpu", "gpu_memory": 1}):
-            _, found = gradients(patched(stock, chunk_size=5, saves=saves, **settings), **batch)
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            _, our_gradients = gradients(
+                patched(stock, chunk_size=5, saves=saves, **settings), **batch
+            )
+            assert all(torch.equal(our_gradients[name], expected[name]) for name in expected)
 
 
 def test_without_a_graph_and_generation():
@@ -174,10 +176,10 @@ def test_without_a_graph_and_generation():
         losses = [model(**batch, use_cache=False).loss for model in (stock, ours)]
     assert abs(losses[0] - losses[1]) <= 1e-5
     prompt = make_batch("plain")["input_ids"]
-    expected, found = (
+    expected, computed = (
         model.generate(prompt, max_new_tokens=6, do_sample=False) for model in (stock, ours)
     )
-    assert torch.equal(expected, found)
+    assert torch.equal(expected, computed)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba"])
@@ -187,17 +189,17 @@ def test_packed_documents_without_kernels_are_what_they_are_unpatched(name, floa
     stock = zoo.build(name)
     ours = patched(copy.deepcopy(stock), chunk_size=5)
     batch = packed_batch([[0, 5, 6, 15, 23]])
-    expected, refused = {}, None
+    expected, message = {}, None
     try:
         expected = gradients(stock, **batch)[1]
     except ValueError as error:
-        refused = str(error)
-    if refused is None:
+        message = str(error)
+    if message is None:
         assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
     else:
-        with pytest.raises(ValueError, match="packed sequences") as found:
+        with pytest.raises(ValueError, match="packed sequences") as error_info:
             gradients(ours, **batch)
-        assert str(found.value) == refused
+        assert str(error_info.value) == message
         assert "checkpoints: 1" in str(streambp.describe(ours))
     gradients(ours, **make_batch("plain"))
     assert "checkpoints" not in str(streambp.describe(ours))
@@ -208,12 +210,12 @@ def test_a_chunk_ends_with_its_backward(name):
     """Without the garbage collector: nothing that a chunk's graph holds outlives its step in a
     cycle."""
     ours = patched(zoo.build(name, dtype=torch.float32), chunk_size=5)
-    made: list[weakref.ref] = []
+    references: list[weakref.ref] = []
     real = streambp.recurrent.states.StateCache.__init__
 
     def remember(self, *args, **kwargs):
         real(self, *args, **kwargs)
-        made.append(weakref.ref(self))
+        references.append(weakref.ref(self))
 
     gc.collect()
     gc.disable()
@@ -221,8 +223,8 @@ def test_a_chunk_ends_with_its_backward(name):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(streambp.recurrent.states.StateCache, "__init__", remember)
             gradients(ours, **make_batch("plain"))
-        assert made
-        assert not [cache for cache in made if cache() is not None]
+        assert references
+        assert not [cache for cache in references if cache() is not None]
     finally:
         gc.enable()
 
@@ -242,8 +244,8 @@ def test_an_exception_inside_a_scan_leaves_no_forward_behind():
     mixers = [module for module in ours.modules() if "Mixer" in type(module).__name__]
     assert mixers
     assert not any("forward" in module.__dict__ for module in mixers)
-    found = gradients(ours, **batch)[1]
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    our_gradients = gradients(ours, **batch)[1]
+    assert all(torch.equal(our_gradients[name], expected[name]) for name in expected)
 
 
 SLOW = ("bamba", "lfm2", "qwen3_next", "zaya")
@@ -260,8 +262,8 @@ def errors_in_half_precision(name, autocast):
         stock = oracle if autocast else oracle.to(torch.bfloat16)
         ours = patched(copy.deepcopy(stock), chunk_size=8)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            found = [gradients(model, **batch)[1] for model in (ours, stock)]
-        yield tuple(relative_l2(one, truth) for one in found)
+            both_gradients = [gradients(model, **batch)[1] for model in (ours, stock)]
+        yield tuple(relative_l2(computed, truth) for computed in both_gradients)
         assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
 
@@ -287,8 +289,8 @@ def test_torchs_own_selective_scan_is_no_further_off_in_chunks_of_a_few_tokens()
     from_nothing = dataclasses.replace(kernel, make=lambda *args: (*kernel.make(*args)[:2], None))
     ours = state_rows.errors(from_nothing, kernel.function, sizes, "cpu", chunk_size=5)
     unpatched = state_rows.errors(from_nothing, kernel.truth, sizes, "cpu", chunk_size=sizes.length)
-    for (chunks, _), (_, one) in itertools.islice(zip(ours, unpatched, strict=False), 2):
-        assert not [name for name, error in chunks.items() if error > 1.05 * one[name]]
+    for (chunks, _), (_, one_chunk) in itertools.islice(zip(ours, unpatched, strict=False), 2):
+        assert not [name for name, error in chunks.items() if error > 1.05 * one_chunk[name]]
 
 
 @pytest.mark.full
@@ -345,7 +347,9 @@ def test_decays_that_are_large(largest, float64_states):
         for layer in stock.backbone.layers:
             layer.mixer.A_log[:, 0] = largest
     ours = patched(stock, chunk_size=8)
-    (_, expected), (_, found) = (gradients(model, **make_batch("plain")) for model in (stock, ours))
-    assert all(gradient.isfinite().all() for gradient in found.values())
-    assert relative_l2(found, expected) <= 1e-4
+    (_, expected), (_, our_gradients) = (
+        gradients(model, **make_batch("plain")) for model in (stock, ours)
+    )
+    assert all(gradient.isfinite().all() for gradient in our_gradients.values())
+    assert relative_l2(our_gradients, expected) <= 1e-4
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}

@@ -132,9 +132,9 @@ def mutated_configs(folder: Path) -> Iterator[tuple[str, str]]:
     read and built."""
     choose, file = drawn(1), folder / "config.json"
     bases = {}
-    for name, more in BASES.items():
-        made = getattr(transformers, f"{name}Config")(**SIZES, **more)
-        bases[name] = json.loads(made.to_json_string(use_diff=False))
+    for name, base_fields in BASES.items():
+        config = getattr(transformers, f"{name}Config")(**SIZES, **base_fields)
+        bases[name] = json.loads(config.to_json_string(use_diff=False))
     layers = [
         ("Llama", "num_hidden_layers", 100_000),
         ("Llama", "hidden_size", 10**18),
@@ -180,8 +180,8 @@ def settings() -> Iterator[tuple[str, str]]:
         value = choose.choice(JSON if way == "file" else PYTHON)
         if way == "StreamConfig" and field in ("at", "surplus"):
             continue
-        given = {**NEEDS.get(field, {}), field: value}
-        outcome = judge(lambda ways=ways, way=way, given=given: ways[way](given), field)
+        arguments = {**NEEDS.get(field, {}), field: value}
+        outcome = judge(lambda ways=ways, way=way, arguments=arguments: ways[way](arguments), field)
         if outcome == "accepted" and not _sensible(field, value):
             outcome = "accepted silently"
         yield f"{way}: {field} = {_told(value)}", outcome
@@ -289,15 +289,15 @@ def command_lines(model: Path) -> Iterator[tuple[str, str]]:
 def run_line(words: list[str], option: str) -> str:
     """What became of a command line: code 2 and an error that names the option, or the field it
     sets."""
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
             code = main(words)
     except SystemExit as end:
         code = end.code
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
-    text = said.getvalue()
+    text = stderr.getvalue()
     field = option.strip("-").replace("-", "_")
     if code != 2:
         return f"accepted silently: {code}"
@@ -320,18 +320,18 @@ def rates_files(folder: Path) -> Iterator[tuple[str, str]]:
     """A field of a file of `--measure-device` with another value, left out, or the file cut off."""
     choose, file = drawn(4), folder / "rates.json"
     write_rates(DEVICES["H200"], file)
-    whole = file.read_text()
-    good = json.loads(whole)
+    content = file.read_text()
+    good = json.loads(content)
     required = ("name", "products", "forward", "backward", "bandwidth", "link")
     while True:
         field, value = choose.choice(sorted(good)), choose.choice((*JSON, dict, ...))
         fields = (
-            {name: other for name, other in good.items() if name != field}
+            {name: other_value for name, other_value in good.items() if name != field}
             if value is dict
             else {**good, field: value}
         )
         if value is ...:
-            file.write_text(whole[: choose.randrange(len(whole) - 3)])
+            file.write_text(content[: choose.randrange(len(content) - 3)])
             outcome = judge(lambda: read_rates(file), "rates of a device")
         else:
             file.write_text(json.dumps(fields))
@@ -366,13 +366,13 @@ def report_files(folder: Path) -> Iterator[tuple[str, str]]:
         except Exception as error:
             yield f"report: {field} = {_told(value)}", f"{type(error).__name__}: {str(error)[:200]}"
             continue
-        told = len(accounts) + len(lost) == 1 and all(
+        is_reported = len(accounts) + len(lost) == 1 and all(
             isinstance(account, Account) for account in accounts
         )
-        told = told and all(len(line.splitlines()) == 1 for line in lost)
+        is_reported = is_reported and all(len(line.splitlines()) == 1 for line in lost)
         yield (
             f"report: {field} = {_told(value)}",
-            ("refused" if lost else "accepted") if told else f"{accounts}, {lost}",
+            ("refused" if lost else "accepted") if is_reported else f"{accounts}, {lost}",
         )
 
 

@@ -48,17 +48,17 @@ def main():
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["step"]
     kill = case.get("kill") or [None, None, None]
-    now = [start, ""]
+    position = [start, ""]
 
     def dies(phase):
-        if [rank, now[0], phase] == kill:
+        if [rank, position[0], phase] == kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
     inner.model.layers[1].register_forward_pre_hook(lambda *_: dies("forward"))
     inner.model.layers[0].mlp.up_proj.weight.register_hook(lambda _: dies("backward"))
     optimizer.register_step_pre_hook(lambda *_: dies("optimizer"))
     for step in range(start, case["until"]):
-        now[0] = step
+        position[0] = step
         ids = torch.randint(1, 50, (ROWS, LENGTH), generator=seeded(step))[rank::ranks]  # [B, T]
         optimizer.zero_grad(set_to_none=True)
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -71,7 +71,7 @@ def main() -> int:
         "|\n|---|---|---|---|---|",
         flush=True,
     )
-    for name, (tests, *chosen) in ROWS.items():
+    for name, (tests, *filters) in ROWS.items():
         if words and not any(word in name for word in words):
             continue
         counted, start = Counted(), time.monotonic()
@@ -79,12 +79,12 @@ def main() -> int:
             "-q",
             "-m",
             "not full and not gpu" if fast else "not gpu",
-            *(["-k", chosen[0]] if chosen else []),
+            *(["-k", filters[0]] if filters else []),
         ]
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
             pytest.main([*flags, tests], plugins=[counted])
         if counted.failed or not counted.cases:
-            print(said.getvalue(), file=sys.stderr)
+            print(stdout.getvalue(), file=sys.stderr)
         failed = ", ".join(counted.failed) or "0"
         print(
             f"| {name} | {counted.cases} | {failed} | {counted.skipped} | "

@@ -25,10 +25,10 @@ EXPECTED = {"accepted", "refused"}
 
 
 def wrong(cases, budget):
-    found = list(itertools.islice(cases, budget))
-    assert len(found) == budget
-    assert {outcome for _, outcome in found} >= {"refused"}
-    return [case for case in found if case[1] not in EXPECTED]
+    outcomes = list(itertools.islice(cases, budget))
+    assert len(outcomes) == budget
+    assert {outcome for _, outcome in outcomes} >= {"refused"}
+    return [case for case in outcomes if case[1] not in EXPECTED]
 
 
 BUDGETS = {"few": {"configs": 24, "settings": 200, "rates": 40, "reports": 40}, "many": {}}
@@ -61,14 +61,14 @@ def test_command_lines_end_with_a_code_that_is_no_verdict(
 ):
     # names of no model are asked for nowhere
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    found = list(itertools.islice(hostile.command_lines(checkpoint), number))
-    assert len(found) == number
-    assert [case for case in found if case[1] != "refused"] == []
-    record_property("cases", len(found))
+    outcomes = list(itertools.islice(hostile.command_lines(checkpoint), number))
+    assert len(outcomes) == number
+    assert [case for case in outcomes if case[1] != "refused"] == []
+    record_property("cases", len(outcomes))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "named"),
+    ("sizes", "message"),
     [
         ({"num_hidden_layers": 100_000}, "num_hidden_layers of LlamaConfig is 100000"),
         ({"hidden_size": 10**18}, "hidden_size of LlamaConfig is 1000000000000000000"),
@@ -77,9 +77,9 @@ def test_command_lines_end_with_a_code_that_is_no_verdict(
         ({"pad_token_id": 10**6}, "pad_token_id is 1000000"),
     ],
 )
-def test_a_configuration_that_cannot_be_built_names_its_field(sizes, named):
+def test_a_configuration_that_cannot_be_built_names_its_field(sizes, message):
     config = transformers.LlamaConfig(**{**hostile.SIZES, **sizes})
-    with pytest.raises(streambp.StreamBPError, match=named):
+    with pytest.raises(streambp.StreamBPError, match=message):
         streambp.planner.estimate(config, 64)
 
 
@@ -113,10 +113,10 @@ def test_no_uncaught_error_is_a_verdict(error, command, monkeypatch, capsys):
         "launch": ["--", "true"],
     }[command]
     assert main([command, *words]) == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert type(error).__name__ in said
-    assert "line " in said
+    stderr = capsys.readouterr().err
+    assert len(stderr.splitlines()) == 1
+    assert type(error).__name__ in stderr
+    assert "line " in stderr
 
 
 @pytest.mark.parametrize("value", [True, float("inf"), float("nan"), 0, 1.5, "4", 10**30])

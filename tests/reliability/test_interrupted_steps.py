@@ -87,7 +87,7 @@ class Subject:
         with Failing() as counting:
             step(self.model)
         self.operations = counting.count
-        self.before = switches(self.model)
+        self.initial_switches = switches(self.model)
 
 
 def interrupted(at):
@@ -106,24 +106,24 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("places", thinned([3, 40], lambda places: places == 3))
+@pytest.mark.parametrize("positions", thinned([3, 40], lambda positions: positions == 3))
 @pytest.mark.parametrize("setting", thinned(SETTINGS, lambda setting: setting == "auto"))
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_at_an_operation(error, setting, places, record_property):
+def test_an_error_at_an_operation(error, setting, positions, record_property):
     subject, (kind, failing) = Subject(setting), ERRORS[error]
-    first = drawn(7).randrange(subject.operations // places)
-    ats = range(1 + first, subject.operations, subject.operations // places)
+    first = drawn(7).randrange(subject.operations // positions)
+    ats = range(1 + first, subject.operations, subject.operations // positions)
     ended = 0
     for at in ats:
         with failing(at):
             try:
-                found = step(subject.model)
+                result = step(subject.model)
             except kind:
-                found, ended = None, ended + 1
-        if found is not None:
-            assert_same(found, subject.expected)
+                result, ended = None, ended + 1
+        if result is not None:
+            assert_same(result, subject.expected)
         gc.collect()
-        assert switches(subject.model) == subject.before, at
+        assert switches(subject.model) == subject.initial_switches, at
         assert_same(step(subject.model), subject.expected)
     assert ended > 0 or error == "out of memory"
     record_property("cases", len(ats))
@@ -138,7 +138,7 @@ def test_an_interrupt_at_any_bytecode(setting, times, record_property):
     start = time.perf_counter()
     step(subject.model)
     longest = time.perf_counter() - start
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    previous_handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for _ in range(times):
             try:
@@ -149,11 +149,11 @@ def test_an_interrupt_at_any_bytecode(setting, times, record_property):
                 pass
             signal.setitimer(signal.ITIMER_REAL, 0)
             gc.collect()
-            assert switches(subject.model) == subject.before
+            assert switches(subject.model) == subject.initial_switches
             assert_same(step(subject.model), subject.expected)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
     record_property("cases", times)
 
 
@@ -185,22 +185,23 @@ PLACES = {
 )
 def test_a_users_hook_raises(setting, record_property):
     subject = Subject(setting)
-    never = []
-    for place, register in PLACES.items():
+    uncalled_hooks = []
+    for hook_name, register in PLACES.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of hooks that do not see gradients
             hook = register(subject.model)
             try:
                 step(subject.model)
-                never.append(place)
+                uncalled_hooks.append(hook_name)
             except HookError:
                 pass
             hook.remove()
         gc.collect()
-        assert switches(subject.model) == subject.before, place
+        assert switches(subject.model) == subject.initial_switches, hook_name
         assert_same(step(subject.model), subject.expected)
-    assert len(never) <= 2, never  # the logits are never built, nor is the final norm called
-    record_property("cases", len(PLACES) - len(never))
+    # the logits are never built, nor is the final norm called
+    assert len(uncalled_hooks) <= 2, uncalled_hooks
+    record_property("cases", len(PLACES) - len(uncalled_hooks))
 
 
 def loss_of(model, seed=0):
@@ -300,4 +301,4 @@ def test_what_is_compared_notices_a_slot_that_stays_switched():
     subject = Subject("plain")
     projection = subject.model.model.layers[0].mlp.up_proj
     projection._parameters["weight"] = nn.Parameter(projection.weight.detach())
-    assert switches(subject.model) != subject.before
+    assert switches(subject.model) != subject.initial_switches

@@ -53,12 +53,12 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on(
     # it ends by itself, with an error, and nobody waits for ever
     assert codes[0] not in (0, -signal.SIGKILL), outputs
     # gradients were exchanged: the other rank ends its step
-    done = KILLED_AT + (phase == "optimizer")
-    assert torch.load(checkpoint(tmp_path), weights_only=True)["step"] == done
+    last_step = KILLED_AT + (phase == "optimizer")
+    assert torch.load(checkpoint(tmp_path), weights_only=True)["step"] == last_step
     outputs, codes = trained(tmp_path, ranks)
     assert codes == [0] * ranks, outputs
-    found = weights(tmp_path)
-    assert found.keys() == unbroken.keys()
+    actual = weights(tmp_path)
+    assert actual.keys() == unbroken.keys()
     for name, expected in unbroken.items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-9, msg=name)
+        torch.testing.assert_close(actual[name], expected, rtol=1e-6, atol=1e-9, msg=name)
     record_property("cases", 1)

@@ -24,7 +24,7 @@ WARM = 10  # steps after which nothing more is learned
 
 def tensors():
     gc.collect()
-    return sum(isinstance(found, torch.Tensor) for found in gc.get_objects())
+    return sum(isinstance(candidate, torch.Tensor) for candidate in gc.get_objects())
 
 
 def handles():
@@ -37,7 +37,7 @@ def handles():
 def test_many_steps_leave_nothing_behind(setting, steps, record_property):
     # what a process loads once
     step(streambp.unpatch(streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))))
-    before = tensors(), threading.active_count(), handles()
+    counts_before = tensors(), threading.active_count(), handles()
     config = streambp.StreamConfig(**{"chunk_size": 5, **SETTINGS[setting]})
     model = streambp.patch(build("qwen3"), config)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -51,5 +51,5 @@ def test_many_steps_leave_nothing_behind(setting, steps, record_property):
     assert alive[0] == alive[1]
     streambp.unpatch(model)
     del model, optimizer, config
-    assert (tensors(), threading.active_count(), handles()) == before
+    assert (tensors(), threading.active_count(), handles()) == counts_before
     record_property("cases", 1)

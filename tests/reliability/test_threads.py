@@ -47,7 +47,7 @@ def expected(float64_oracle):
 
 
 @pytest.fixture
-def other():
+def in_other_thread():
     with ThreadPoolExecutor(1) as pool:
         yield lambda function: pool.submit(function).result()
 
@@ -60,56 +60,58 @@ def evaluate(model):
 def in_the_middle(model, when, action):
     """Call `action` once in the first layer's MLP, in forward or in its recomputation in
     backward."""
-    done = queue.SimpleQueue()  # a list would be put back after a trial
+    results = queue.SimpleQueue()  # a list would be put back after a trial
 
     def act(module, args):
-        if done.empty() and torch.is_grad_enabled() == (when == "backward"):
-            done.put(action())
+        if results.empty() and torch.is_grad_enabled() == (when == "backward"):
+            results.put(action())
 
-    return model.model.layers[0].mlp.register_forward_pre_hook(act), done
+    return model.model.layers[0].mlp.register_forward_pre_hook(act), results
 
 
 @pytest.mark.parametrize("thread", ["caller's", "device's"])
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_thread_that_comes_between_is_refused(when, thread, expected, other, monkeypatch):
+def test_a_thread_that_comes_between_is_refused(
+    when, thread, expected, in_other_thread, monkeypatch
+):
     model, ran = streamed(), None
     if thread == "device's":
         ran = device_thread.use(monkeypatch)
 
     def come_between():
         with pytest.raises(streambp.StreamBPError, match=REFUSED):
-            other(lambda: evaluate(model))
+            in_other_thread(lambda: evaluate(model))
         return True
 
-    hook, done = in_the_middle(model, when, come_between)
+    hook, results = in_the_middle(model, when, come_between)
     loss = model(**make_batch("plain"), use_cache=False).loss
     loss.backward()
     hook.remove()
-    assert done.get_nowait()
-    assert done.empty()
+    assert results.get_nowait()
+    assert results.empty()
     assert ran is None or ran
     assert worst_error(gradients(model), expected) <= EXACT
-    assert other(lambda: evaluate(model)).isfinite()  # its turn
+    assert in_other_thread(lambda: evaluate(model)).isfinite()  # its turn
 
 
-def test_backward_that_comes_between_is_refused_and_can_be_repeated(expected, other):
+def test_backward_that_comes_between_is_refused_and_can_be_repeated(expected, in_other_thread):
     model = streamed()
     loss = model(**make_batch("plain"), use_cache=False).loss
 
     def come_between():
         with pytest.raises(streambp.StreamBPError, match=REFUSED):
-            other(lambda: loss.backward(retain_graph=True))
+            in_other_thread(lambda: loss.backward(retain_graph=True))
         return True
 
     model.eval()
-    done = queue.SimpleQueue()
+    results = queue.SimpleQueue()
     hook = model.model.layers[0].mlp.register_forward_pre_hook(
-        lambda *_: done.put(come_between()) if done.empty() else None
+        lambda *_: results.put(come_between()) if results.empty() else None
     )
     evaluate(model)
     hook.remove()
     model.train()
-    assert done.get_nowait()
+    assert results.get_nowait()
 
 
 def test_threads_that_take_turns(expected):
@@ -139,12 +141,12 @@ def test_a_checkpoint_around_the_model_is_its_own(reentrant, thread, expected, m
     assert worst_error(gradients(model), expected) <= EXACT
 
 
-def test_copies_and_what_an_exception_left_behind_belong_to_nobody(other):
+def test_copies_and_what_an_exception_left_behind_belong_to_nobody(in_other_thread):
     model = streamed()
     with model._streambp.owner.enter():
         clone, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-        assert other(lambda: evaluate(clone)).isfinite()
-        assert other(lambda: evaluate(loaded)).isfinite()
+        assert in_other_thread(lambda: evaluate(clone)).isfinite()
+        assert in_other_thread(lambda: evaluate(loaded)).isfinite()
     layer_states = {
         id(wrapper.layer_state.owner)
         for wrapper in clone._streambp.wrappers
@@ -153,28 +155,28 @@ def test_copies_and_what_an_exception_left_behind_belong_to_nobody(other):
     assert layer_states == {id(clone._streambp.owner)}
     use = model._streambp.owner.enter()  # an interrupt came before `with`
     with pytest.raises(streambp.StreamBPError, match=REFUSED):
-        other(lambda: evaluate(model))
+        in_other_thread(lambda: evaluate(model))
     del use
     gc.collect()
-    assert other(lambda: evaluate(model)).isfinite()
+    assert in_other_thread(lambda: evaluate(model)).isfinite()
 
 
 def test_a_backward_within_a_forward_is_its_owners_in_any_thread():
     owner = StepOwner()
     with owner.enter() as use:
         began = owner.current
-        thread = threading.Thread(target=lambda: seen.append(owner.enter(began)))
-        seen = []
+        thread = threading.Thread(target=lambda: uses.append(owner.enter(began)))
+        uses = []
         thread.start()
         thread.join()
-        assert seen == [use]
+        assert uses == [use]
 
 
-def test_without_an_owner_another_thread_is_let_in(other, monkeypatch):
+def test_without_an_owner_another_thread_is_let_in(in_other_thread, monkeypatch):
     """The mutant of the owner."""
     monkeypatch.setattr(StepOwner, "enter", lambda self, began=None: Use(self, 0, 0))
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        test_copies_and_what_an_exception_left_behind_belong_to_nobody(other)
+        test_copies_and_what_an_exception_left_behind_belong_to_nobody(in_other_thread)
 
 
 def test_a_cache_of_parametrized_weights_is_its_own_threads(monkeypatch):
@@ -197,9 +199,9 @@ def test_threads_that_watch_one_hook_leave_it_as_it_was():
     """Of two models that share a module: the watches overlap, and the first to begin is the first
     to end."""
     layer = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    layer[0].register_forward_hook(hook := lambda module, given, output: 2 * output)
+    layer[0].register_forward_hook(hook := lambda module, args, output: 2 * output)
     body = ModuleSnapshot(layer, set())
-    hooks = hooks_of(body.hooks, body.named, set(), None)
+    hooks = hooks_of(body.hooks, body.modules_by_name, set(), None)
     first, second = watching(hooks), watching(hooks)
     first.__enter__()
     second.__enter__()

@@ -55,26 +55,26 @@ def mutant(tmp_path):
 @pytest.mark.full
 def test_what_a_mutant_changes_is_told_and_nothing_else(mutant, monkeypatch):
     monkeypatch.setattr(compare_commits, "KNOWN", (Known("a mutant", lines="^.note +mutant$"),))
-    said = []
-    assert compare(settings(mutant), said.append) == 3
-    told = {line.split(": ")[1]: line for line in said[:-2]}
-    assert said[-1] == "7 cases: 3 equal, 1 known to differ, 3 not known"
-    assert said[-2] == "known in 1 cases: a mutant"
-    assert told.pop("llama plain, saves attn_out, kept, float64").startswith("known: ")
-    assert all(line.startswith("DIFFERS: ") for line in told.values())
+    messages = []
+    assert compare(settings(mutant), messages.append) == 3
+    message_of_case = {line.split(": ")[1]: line for line in messages[:-2]}
+    assert messages[-1] == "7 cases: 3 equal, 1 known to differ, 3 not known"
+    assert messages[-2] == "known in 1 cases: a mutant"
+    assert message_of_case.pop("llama plain, saves attn_out, kept, float64").startswith("known: ")
+    assert all(line.startswith("DIFFERS: ") for line in message_of_case.values())
     assert (
         "here RuntimeError: mutant; there no error"
-        in told["llama plain, saves none, offloaded, float64"]
+        in message_of_case["llama plain, saves none, offloaded, float64"]
     )
-    rounding = told["llama plain, saves kv, kept, float64"]
+    rounding = message_of_case["llama plain, saves kv, kept, float64"]
     assert "2 of 44 tensors differ, by up to " in rounding
     assert "e-16 (first model.embed_tokens.weight); from the unpatched model: here " in rounding
-    absent = told["llama plain, saves kv, offloaded, float64"]
+    absent = message_of_case["llama plain, saves kv, offloaded, float64"]
     assert "only there: first model.embed_tokens.weight, warm model.embed_tokens.weight" in absent
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "message"),
     [
         ("print('\"/elsewhere\"')", "the streambp that its process imports is in /elsewhere"),
         (
@@ -83,11 +83,11 @@ def test_what_a_mutant_changes_is_told_and_nothing_else(mutant, monkeypatch):
         ),
     ],
 )
-def test_a_process_that_does_not_serve_its_tree(script, told, tmp_path, monkeypatch):
+def test_a_process_that_does_not_serve_its_tree(script, message, tmp_path, monkeypatch):
     served = tmp_path / "served.py"
     served.write_text(script)
     monkeypatch.setattr(compare_commits, "SERVED", served)
-    with pytest.raises(SystemExit, match=told):
+    with pytest.raises(SystemExit, match=message):
         compare_commits.Tree(tmp_path)
 
 
@@ -103,20 +103,20 @@ class Raises:
 
 def test_a_case_that_raises_in_both_trees_is_no_equal_one(monkeypatch):
     monkeypatch.setattr(compare_commits, "Tree", Raises)
-    said = []
-    assert compare(settings(HERE, saves=("kv",), offload=("none",)), said.append) == 1
+    messages = []
+    assert compare(settings(HERE, saves=("kv",), offload=("none",)), messages.append) == 1
     assert (
-        said[0]
+        messages[0]
         == "NOTHING COMPARED: llama plain, saves kv, kept, float64: both trees: TypeError: no such argument"
     )
-    assert said[1] == "1 cases: 0 equal, 0 known to differ, 1 not known"
+    assert messages[1] == "1 cases: 0 equal, 0 known to differ, 1 not known"
 
 
 PACKED = Case("bamba", "packed")
 
 
 @pytest.mark.parametrize(
-    ("known", "found", "reasons"),
+    ("known_difference", "difference", "reasons"),
     [
         (Known("all", within=1e-15), Difference("2 tensors", 1e-16, ()), ["all"]),
         (Known("less", within=1e-15), Difference("2 tensors", 1e-14, ()), []),
@@ -132,9 +132,14 @@ PACKED = Case("bamba", "packed")
     ],
     ids=lambda value: value.reason if isinstance(value, Known) else "",
 )
-def test_what_is_known_explains_all_of_a_difference_or_nothing(known, found, reasons, monkeypatch):
-    monkeypatch.setattr(compare_commits, "KNOWN", (known,))
-    assert found.known(PACKED, lambda settings: settings == {"documents": "as_given"}) == reasons
+def test_what_is_known_explains_all_of_a_difference_or_nothing(
+    known_difference, difference, reasons, monkeypatch
+):
+    monkeypatch.setattr(compare_commits, "KNOWN", (known_difference,))
+    assert (
+        difference.known_reasons(PACKED, lambda settings: settings == {"documents": "as_given"})
+        == reasons
+    )
 
 
 def test_documents_of_packed_rows_by_themselves():

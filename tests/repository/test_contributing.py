@@ -65,14 +65,14 @@ def files_that_know(name, package):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_names_the_files_that_change(task):
-    _, files, shown = row_of(task, (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
-    named = files_in(files)
-    assert named
-    assert [name for name in named if not (PACKAGE / name).exists()] == []
-    assert [name for name in files_in(shown) if not (ROOT / name).exists()] == []
+    _, files, tests = row_of(task, (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    names = files_in(files)
+    assert names
+    assert [name for name in names if not (PACKAGE / name).exists()] == []
+    assert [name for name in files_in(tests) if not (ROOT / name).exists()] == []
     if TASKS[task]:
-        known = set().union(*(files_that_know(name, PACKAGE) for name in TASKS[task]))
-        assert named == known | BESIDE.get(task, set())
+        files_with_names = set().union(*(files_that_know(name, PACKAGE) for name in TASKS[task]))
+        assert names == files_with_names | BESIDE.get(task, set())
 
 
 def files_that_ask_for(kind, package):
@@ -96,16 +96,16 @@ def test_the_task_of_a_mask_names_the_files_that_tell_masks_apart():
 def test_the_places_of_a_family_are_there():
     """Of the table by symptom; a file goes by its name alone where that is enough."""
     text = (ROOT / "docs" / "adding-a-family.md").read_text("utf-8")
-    named = {name for name in files_in(text) if not name.startswith(("tests/", "scripts/"))}
-    assert len(named) > 5
-    there = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+    names = {name for name in files_in(text) if not name.startswith(("tests/", "scripts/"))}
+    assert len(names) > 5
+    paths = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
     assert [
-        name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in there)
+        name for name in names if not any(f"/{path}".endswith(f"/{name}") for path in paths)
     ] == []
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "expected"),
     [
         ('x = "attn_out"', True),
         ('x = f"attn_out.{i}"', True),
@@ -114,8 +114,8 @@ def test_the_places_of_a_family_are_there():
         ("attn_out = 1", False),
     ],
 )
-def test_what_counts_as_knowing_a_name(source, found):
-    assert knows(source, "attn_out") == found
+def test_what_counts_as_knowing_a_name(source, expected):
+    assert knows(source, "attn_out") == expected
 
 
 DECISIONS = ROOT / "docs" / "decisions.md"
@@ -152,9 +152,9 @@ def faults_of_a_decision(body):
 
 
 def test_decisions_have_three_parts_and_name_files_that_exist():
-    found = list(decisions(DECISIONS.read_text("utf-8")))
-    assert len(found) >= 30
-    faults = {title: list(faults_of_a_decision(body)) for title, body in found}
+    sections = list(decisions(DECISIONS.read_text("utf-8")))
+    assert len(sections) >= 30
+    faults = {title: list(faults_of_a_decision(body)) for title, body in sections}
     assert {title: some for title, some in faults.items() if some} == {}
 
 
@@ -169,7 +169,7 @@ def test_decisions_have_three_parts_and_name_files_that_exist():
 def test_a_decision_that_breaks_the_form_is_found(change, fault):
     body = "\n\n".join(f"**{part}.** " + "word " * 20 for part in PARTS) + " `layer/call.py`"
     assert list(faults_of_a_decision(body)) == []
-    assert any(fault in found for found in faults_of_a_decision(body.replace(*change)))
+    assert any(fault in message for message in faults_of_a_decision(body.replace(*change)))
 
 
 def anchors(text):
@@ -191,14 +191,14 @@ def table_of_folders(text):
 
 
 def test_the_design_has_the_table_of_imports():
-    found = table_of_folders((ROOT / "docs" / "DESIGN.md").read_text("utf-8"))
-    assert found == list(FOLDERS.items())
+    folders = table_of_folders((ROOT / "docs" / "DESIGN.md").read_text("utf-8"))
+    assert folders == list(FOLDERS.items())
 
 
 def test_the_design_names_files_that_exist():
-    named = files_in((ROOT / "docs" / "DESIGN.md").read_text("utf-8"))
-    assert len(named) > 15
-    assert [n for n in named if not (PACKAGE / n).exists() and not (ROOT / n).exists()] == []
+    names = files_in((ROOT / "docs" / "DESIGN.md").read_text("utf-8"))
+    assert len(names) > 15
+    assert [n for n in names if not (PACKAGE / n).exists() and not (ROOT / n).exists()] == []
 
 
 def words_of_the_code(text):
@@ -215,6 +215,6 @@ def test_the_glossary_has_each_word_once_and_classes_that_exist():
     assert len(words) > 30
     assert words == sorted(set(words))
     assert [row for row in rows if not all(row)] == []
-    named = set(re.findall(r"`(\w+)`", " ".join(meaning for _, meaning, _ in rows)))
+    names = set(re.findall(r"`(\w+)`", " ".join(meaning for _, meaning, _ in rows)))
     source = "\n".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))
-    assert [n for n in named if not re.search(rf"^class {n}\b", source, re.MULTILINE)] == []
+    assert [n for n in names if not re.search(rf"^class {n}\b", source, re.MULTILINE)] == []

@@ -28,20 +28,24 @@ def modules(package):
 def covered(file):
     """The modules that a test file's docstring says it covers."""
     docstring = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
-    found = COVERS.search(docstring)
-    return {name.strip() for name in found[1].split(",")} if found else set()
+    match = COVERS.search(docstring)
+    return {name.strip() for name in match[1].split(",")} if match else set()
 
 
 def problems(package, files):
     """Modules that no file names, and names of modules that are not there."""
-    there, named = set(modules(package)), {file: covered(file) for file in files}
+    existing_modules, covered_modules = (
+        set(modules(package)),
+        {file: covered(file) for file in files},
+    )
     yield from (
-        f"no test file covers {name}" for name in sorted(there - set().union(*named.values()))
+        f"no test file covers {name}"
+        for name in sorted(existing_modules - set().union(*covered_modules.values()))
     )
     yield from (
         f"{file.name} covers {name}, which is not there"
-        for file in named
-        for name in sorted(named[file] - there)
+        for file in covered_modules
+        for name in sorted(covered_modules[file] - existing_modules)
     )
 
 
@@ -74,6 +78,6 @@ def test_what_is_missing_is_named(covers, expected, tmp_path):
     }.items():
         (tmp_path / "package" / f"{name}.py").write_text(text)
     (tmp_path / "test_x.py").write_text(f'"""What it is about.\n\n{covers}\n"""\n')
-    found = list(problems(tmp_path / "package", [tmp_path / "test_x.py"]))
-    assert len(found) == len(expected)
-    assert all(name in problem for name, problem in zip(expected, found, strict=True))
+    messages = list(problems(tmp_path / "package", [tmp_path / "test_x.py"]))
+    assert len(messages) == len(expected)
+    assert all(name in problem for name, problem in zip(expected, messages, strict=True))

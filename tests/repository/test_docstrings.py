@@ -43,13 +43,21 @@ def assigned(body):
 
 def has_tensors(function):
     """Whether the annotation of a parameter or of the result names Tensor."""
-    given = function.args
-    every = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
-    annotations = [parameter.annotation for parameter in every if parameter is not None] + [
+    arguments = function.args
+    parameters = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        arguments.vararg,
+        *arguments.kwonlyargs,
+        arguments.kwarg,
+    ]
+    annotations = [parameter.annotation for parameter in parameters if parameter is not None] + [
         function.returns
     ]
     return any(
-        re.search(r"\bTensor\b", ast.unparse(found)) for found in annotations if found is not None
+        re.search(r"\bTensor\b", ast.unparse(annotation))
+        for annotation in annotations
+        if annotation is not None
     )
 
 
@@ -73,14 +81,16 @@ def families(trees):
     """Of each class in the package that descends from StreamBPError: its name and those of its
     ancestors, up to that."""
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    found, before = {"StreamBPError": {"StreamBPError"}}, None
-    while found != before:
-        before = dict(found)
+    ancestors, previous = {"StreamBPError": {"StreamBPError"}}, None
+    while ancestors != previous:
+        previous = dict(ancestors)
         for node in classes:
-            known = [before[name] for name in map(last, node.bases) if name in before]
-            if known:
-                found[node.name] = {node.name}.union(*known)
-    return found
+            ancestors_of_bases = [
+                previous[name] for name in map(last, node.bases) if name in previous
+            ]
+            if ancestors_of_bases:
+                ancestors[node.name] = {node.name}.union(*ancestors_of_bases)
+    return ancestors
 
 
 def problems(package):
@@ -99,7 +109,9 @@ def problems(package):
                 if has_tensors(node) and not SHAPE.search(docstring):
                     yield f"{where} gives no shape"
                 for name in sorted(set(raised(node)) & errors.keys()):
-                    if not any(re.search(rf"\b{said}\b", docstring) for said in errors[name]):
+                    if not any(
+                        re.search(rf"\b{error_name}\b", docstring) for error_name in errors[name]
+                    ):
                         yield f"{where} does not say that it raises {name}"
 
 
@@ -157,5 +169,5 @@ def test_what_is_missing_is_named(source, expected, tmp_path):
     (tmp_path / "part").mkdir()
     (tmp_path / "errors.py").write_text(HEADER)
     (tmp_path / "part" / "module.py").write_text(source)
-    found = [problem.partition(" ")[2] for problem in problems(tmp_path)]
-    assert found[:1] == ([] if expected is None else [expected])
+    messages = [problem.partition(" ")[2] for problem in problems(tmp_path)]
+    assert messages[:1] == ([] if expected is None else [expected])

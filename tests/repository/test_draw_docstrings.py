@@ -25,7 +25,10 @@ if True:
 
 def test_each_definition_with_a_docstring_is_drawn_with_its_qualified_signature(tmp_path):
     (tmp_path / "module.py").write_text(SOURCE)
-    drawn = {one.signature: one.docstring for one in draw(tmp_path, seed=1, count=60)}
+    drawn = {
+        definition.signature: definition.docstring
+        for definition in draw(tmp_path, seed=1, count=60)
+    }
     assert drawn == {
         "class Base(Other)": "Base of all.",
         "def Base.method(self, x: int=1) -> str": "Return x as text.",

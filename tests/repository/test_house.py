@@ -68,8 +68,11 @@ def test_sums_keep_the_longest_function():
 
 
 def test_a_table_shows_what_differs():
-    before, after = {"all": Counts(lines=1000)}, {"all": Counts(lines=2000), "new": Counts(files=1)}
-    rows = table(before, after).splitlines()
+    old_counts, new_counts = (
+        {"all": Counts(lines=1000)},
+        {"all": Counts(lines=2000), "new": Counts(files=1)},
+    )
+    rows = table(old_counts, new_counts).splitlines()
     assert rows[2].startswith("| new | 0 -> 1 | 0 |")
     assert rows[3].startswith("| all | 0 | 1,000 -> 2,000 | 0 |")
 

@@ -46,7 +46,7 @@ TOP = ("", "__main__", "cli")  # import whatever they start
 
 
 @functools.cache
-def known():
+def names_of_modules():
     return frozenset(name for _, name in module_names())
 
 
@@ -61,12 +61,14 @@ def by_string(tree):
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or "import_module" not in ast.unparse(node.func):
             continue
-        yield from (given.value for given in node.args[:1] if isinstance(given, ast.Constant))
+        yield from (
+            argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)
+        )
 
 
 def imported(path):
     """Modules of this package that a file imports, wherever the statement stands."""
-    names = known()
+    names = names_of_modules()
     tree = ast.parse(path.read_text())
     for name in by_string(tree):
         if name.split(".")[0] == "streambp":
@@ -88,7 +90,7 @@ def edges():
     return tuple((name, target) for path, name in module_names() for target in imported(path))
 
 
-def place(name):
+def folder_of(name):
     """The folder of a module, or a module at the top by its own name."""
     return name.split(".")[0]
 
@@ -96,28 +98,32 @@ def place(name):
 def not_allowed(folders):
     """Imports that the table does not allow."""
     for name, target in edges():
-        here = place(name)
-        if here not in TOP and place(target) not in {here, *GROUND, *folders.get(here, ())}:
+        folder = folder_of(name)
+        if folder not in TOP and folder_of(target) not in {
+            folder,
+            *GROUND,
+            *folders.get(folder, ()),
+        }:
             yield f"{name} imports {target or 'the package'}"
 
 
 def test_every_module_has_its_place():
-    assert {place(name) for _, name in module_names()} == {*GROUND, *FOLDERS, *TOP}
+    assert {folder_of(name) for _, name in module_names()} == {*GROUND, *FOLDERS, *TOP}
 
 
 def test_folders_import_downwards():
     order = list(FOLDERS)
-    for folder, below in FOLDERS.items():
-        assert set(below) <= set(order[: order.index(folder)]), folder
+    for folder, lower_folders in FOLDERS.items():
+        assert set(lower_folders) <= set(order[: order.index(folder)]), folder
     assert list(not_allowed(FOLDERS)) == []
 
 
 def test_the_table_is_as_short_as_it_can_be():
     """Every pair in it is needed: without it some import is not allowed."""
-    for folder, others in FOLDERS.items():
-        for below in others:
-            fewer = {**FOLDERS, folder: tuple(other for other in others if other != below)}
-            assert list(not_allowed(fewer)), (folder, below)
+    for folder, lower_folders in FOLDERS.items():
+        for lower in lower_folders:
+            fewer = {**FOLDERS, folder: tuple(name for name in lower_folders if name != lower)}
+            assert list(not_allowed(fewer)), (folder, lower)
 
 
 def modules_under(root):
@@ -134,20 +140,22 @@ def imports_of(name, path, modules):
     neighbours have bare names."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     tree = ast.parse(path.read_text("utf-8"))
-    asked = set(by_string(tree))
+    targets = set(by_string(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            asked |= {alias.name for alias in node.names}
+            targets |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
-            above = (
+            ancestor = (
                 ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level])
                 if node.level
                 else ""
             )
-            source = ".".join(part for part in (above, node.module) if part)
+            source = ".".join(part for part in (ancestor, node.module) if part)
             members = {f"{source}.{alias.name}" for alias in node.names}
-            asked |= {found for found in members if found in modules} or {source}
-    return {f for target in asked for f in (target, f"{package}.{target}") if f in modules} - {name}
+            targets |= {member for member in members if member in modules} or {source}
+    return {f for target in targets for f in (target, f"{package}.{target}") if f in modules} - {
+        name
+    }
 
 
 def cycle(root):

@@ -60,12 +60,12 @@ def sources(library, starts=("modeling_", *COMMON)):
     common."""
     [folder] = importlib.util.find_spec(library).submodule_search_locations
     root = Path(folder, "distributed", "fsdp") if library == "torch" else Path(folder)
-    found = (
+    paths = (
         path
         for path in root.rglob("*.py")
         if library != "transformers" or path.name.startswith(starts)
     )
-    return [path.read_text("utf-8", errors="replace") for path in found]
+    return [path.read_text("utf-8", errors="replace") for path in paths]
 
 
 @functools.cache
@@ -80,13 +80,13 @@ def words(library):
 def arguments():
     """The parameters of all forwards of transformers' models, and the keywords that these hand
     on."""
-    found: set[str] = set()
+    names: set[str] = set()
     for text in sources("transformers", "modeling_"):
         for part in re.findall(r"def forward\(([^()]*(?:\([^()]*\)[^()]*)*)\)", text):
-            found.update(re.findall(r"(?:^|[,\n])\s*(\w+)\s*(?=[:=,]|$)", part))
+            names.update(re.findall(r"(?:^|[,\n])\s*(\w+)\s*(?=[:=,]|$)", part))
         for part in re.findall(r"\(TypedDict[^)]*\):(.*?)\n\n\n", text, re.S):
-            found.update(re.findall(r"\n    (\w+):", part))
-    return frozenset(found)
+            names.update(re.findall(r"\n    (\w+):", part))
+    return frozenset(names)
 
 
 def of_torch():
@@ -105,8 +105,8 @@ def of_torch():
         ring._cp_options,
         *compiled,
     )
-    named = (node, fsdp.FSDPModule, fsdp.FullyShardedDataParallel, torch.distributed)
-    names = {type(leaf).__name__, *(value.__name__ for value in named)}
+    classes = (node, fsdp.FSDPModule, fsdp.FullyShardedDataParallel, torch.distributed)
+    names = {type(leaf).__name__, *(value.__name__ for value in classes)}
     return names.union(*map(dir, of_objects), *(vars(o) for o in compiled), words("torch"))
 
 
@@ -227,29 +227,31 @@ def constants():
     return {name: value for name, value in vars(known_names).items() if name.isupper()}
 
 
-def missing(constant, names):
+def missing_names(constant, names):
     """Those of a constant's names that the installed library does not have, though its version
     should."""
     library, tells = CHECKS[constant]
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
-    here = version.parse(importlib.metadata.version(library))
-    known = words(library) if tells is None else tells()
-    wanted = [STARTS.get(name, name) for name in ([names] if isinstance(names, str) else names)]
+    installed = version.parse(importlib.metadata.version(library))
+    names_of_library = words(library) if tells is None else tells()
+    names_to_find = [
+        STARTS.get(name, name) for name in ([names] if isinstance(names, str) else names)
+    ]
     lacking = [
         name
-        for name in wanted
-        if name not in known and name not in PACKAGES_ELSEWHERE | GONE.keys()
+        for name in names_to_find
+        if name not in names_of_library and name not in PACKAGES_ELSEWHERE | GONE.keys()
     ]
-    if lacking and here < version.parse(VERSIONS.get(library, "0")) and MADE_UP not in lacking:
-        pytest.skip(f"{library} {here} is older than {VERSIONS[library]} and has no {lacking}")
+    if lacking and installed < version.parse(VERSIONS.get(library, "0")) and MADE_UP not in lacking:
+        pytest.skip(f"{library} {installed} is older than {VERSIONS[library]} and has no {lacking}")
     return lacking
 
 
 @pytest.mark.parametrize("constant", CHECKS)
 def test_the_installed_version_has_it(constant):
     library, _ = CHECKS[constant]
-    lacking = missing(constant, constants()[constant])
+    lacking = missing_names(constant, constants()[constant])
     assert not lacking, (
         f"{library} {importlib.metadata.version(library)} has no {lacking} any more: what "
         f"{constant} is for"
@@ -258,9 +260,10 @@ def test_the_installed_version_has_it(constant):
 
 @pytest.mark.parametrize("constant", CHECKS)
 def test_a_name_that_nobody_has_is_found(constant):
-    known = constants()[constant]
+    names = constants()[constant]
     assert (
-        missing(constant, [*([known] if isinstance(known, str) else known), MADE_UP])[-1] == MADE_UP
+        missing_names(constant, [*([names] if isinstance(names, str) else names), MADE_UP])[-1]
+        == MADE_UP
     )
 
 
@@ -320,11 +323,11 @@ def test_private_names_stand_in_one_module():
     # an argument and an operation, which torch checks by itself
     of_torchs_functions = {"_stacklevel", "_grouped_mm"}
     paths = [path for path in PACKAGE.rglob("*.py") if path.name != "known_names.py"]
-    found = {
+    names_of_module = {
         path.name: private_names(ast.parse(path.read_text())) - of_torchs_functions
         for path in paths
     }
-    assert {name: names for name, names in found.items() if names} == {}
+    assert {name: names for name, names in names_of_module.items() if names} == {}
     assert private_names(ast.parse('hasattr(module, "_hf_hook")')) == {"_hf_hook"}
 
 

@@ -18,7 +18,7 @@ def test_messages_of_errors_are_plain():
     for message in rows:
         rules = rules_broken(message.text)
         if rules:
-            flagged.append(f"{message.place} {rules} {message.text}")
+            flagged.append(f"{message.location} {rules} {message.text}")
     assert len(rows) > 200
     assert len(flagged) <= SHARE * len(rows), "\n".join(flagged)
 

@@ -21,9 +21,9 @@ NOTE = re.compile(r"\[Note:\s+([^\]\\.]+)\]")
 TEXT = re.compile(r"(?:\A|\n\s*\n)\s*(?:#\s*)?\[Note:\s+([^\]\\.]+)\](?: |\n[ ]*)[\w`]")
 
 
-def named(pattern, source):
+def note_names(pattern, source):
     """Names of the notes that a pattern finds in a source, without its line breaks."""
-    return [re.sub(r"\s*#?\s+", " ", found) for found in pattern.findall(source)]
+    return [re.sub(r"\s*#?\s+", " ", name) for name in pattern.findall(source)]
 
 
 def problems(sources):
@@ -32,8 +32,8 @@ def problems(sources):
     mentions = collections.Counter()
     ours = set()
     for path, source in sources.items():
-        mentions.update(named(NOTE, source))
-        for name in named(TEXT, source):
+        mentions.update(note_names(NOTE, source))
+        for name in note_names(TEXT, source):
             texts[name].append(path)
             if path.startswith("streambp/"):
                 ours.add(name)
@@ -50,12 +50,12 @@ def problems(sources):
 
 def sources_of(root):
     """The text of all files that may cite a note, by path."""
-    found = {}
+    texts = {}
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*")):
             if path.suffix in SUFFIXES and path.name not in INVENTED:
-                found[path.relative_to(root).as_posix()] = path.read_text("utf-8")
-    return found
+                texts[path.relative_to(root).as_posix()] = path.read_text("utf-8")
+    return texts
 
 
 def test_each_note_has_one_text_and_is_read_from_several_places():
@@ -72,7 +72,7 @@ def listed(page):
 def test_the_page_lists_all_notes():
     sources = sources_of(ROOT)
     package = {path: text for path, text in sources.items() if path.startswith("streambp/")}
-    texts = [(name, path) for path, text in package.items() for name in named(TEXT, text)]
+    texts = [(name, path) for path, text in package.items() for name in note_names(TEXT, text)]
     assert sorted(listed(sources[PAGE])) == sorted(texts)
 
 

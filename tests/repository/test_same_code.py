@@ -46,16 +46,16 @@ CODE = {
 
 @pytest.mark.parametrize("old", WORDS)
 def test_words_alone_are_no_difference(old):
-    after = BEFORE.replace(old, WORDS[old])
-    assert after != BEFORE
-    assert difference(BEFORE, after) is None
+    new_source = BEFORE.replace(old, WORDS[old])
+    assert new_source != BEFORE
+    assert difference(BEFORE, new_source) is None
 
 
 @pytest.mark.parametrize("old", CODE)
 def test_code_is_a_difference(old):
-    after = BEFORE.replace(old, CODE[old])
-    assert after != BEFORE
-    assert difference(BEFORE, after) is not None
+    new_source = BEFORE.replace(old, CODE[old])
+    assert new_source != BEFORE
+    assert difference(BEFORE, new_source) is not None
 
 
 @pytest.fixture

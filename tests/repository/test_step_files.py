@@ -31,10 +31,10 @@ def step(request: pytest.FixtureRequest) -> tuple[str, StepCalls]:
     """A warm step in a process of its own: a process in which other tests have run has other
     caches, and then a step enters up to five functions more."""
     command = [sys.executable, "-m", "scripts.step_files", "--saves", request.param, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     record = StepCalls(ROOT)
-    record.calls = [(file, name) for file, name in json.loads(done.stdout)]
+    record.calls = [(file, name) for file, name in json.loads(process.stdout)]
     return request.param, record
 
 
@@ -48,15 +48,15 @@ def test_a_step_enters_no_more_files_and_functions_than_before(step: tuple[str, 
         files_of(chunk),
         len(set(chunk)),
     )
-    assert all(found <= limit for found, limit in zip(counts, LIMITS[saves], strict=True)), counts
+    assert all(count <= limit for count, limit in zip(counts, LIMITS[saves], strict=True)), counts
 
 
 def test_the_parts_of_a_step_are_found(step: tuple[str, StepCalls]) -> None:
     """The limits hold for parts that exist: a renamed function must not make a part empty."""
     _, record = step
-    before = record.before_first_chunk()
+    first_calls = record.before_first_chunk()
     chunk = record.gradient_chunk()
-    assert ("layer/call.py", "LayerCall.__init__") in before
+    assert ("layer/call.py", "LayerCall.__init__") in first_calls
     assert ("layer/function.py", "_differentiated") in chunk
     assert ("attention/attend.py", "PrefixAttention.backward") in chunk
-    assert len(before) + len(chunk) < len(record.calls)
+    assert len(first_calls) + len(chunk) < len(record.calls)

@@ -22,8 +22,8 @@ class Case:
     def get_closest_marker(self, name):
         return self.marks.get(name)
 
-    def add_marker(self, mark):
-        self.marks[mark.name] = mark.mark
+    def add_marker(self, marker):
+        self.marks[marker.name] = marker.mark
 
 
 def fast_ones(cases):

@@ -72,7 +72,7 @@ def test_what_is_not_finite_or_missing_is_found():
         worst_error({name: g for name, g in reference.items() if name != "c"}, reference)
 
 
-def judged(ratio, scatter, number):
+def passes(ratio, scatter, number):
     """Whether models whose ratio is `ratio`, but for noise of a given scatter in its logarithm,
     pass."""
     generator = seeded(number)
@@ -94,12 +94,12 @@ def judged(ratio, scatter, number):
 )
 def test_the_bar_tells_one_from_a_tenth_more(scatter):
     # at some seeds one in 200 fails
-    assert sum(judged(1.0, scatter, number) for number in range(200)) >= 197
-    assert sum(judged(1.10, scatter, number) for number in range(200)) <= 20
+    assert sum(passes(1.0, scatter, number) for number in range(200)) >= 197
+    assert sum(passes(1.10, scatter, number) for number in range(200)) <= 20
 
 
 def test_too_much_scatter_is_no_verdict():
-    assert not judged(1.0, 0.5, 0)
+    assert not passes(1.0, 0.5, 0)
     with pytest.raises(AssertionError, match="too few"):
         assert_as_precise([(1.0, 1.0), (1.1, 1.0), (0.9, 1.0)])
 
@@ -132,17 +132,17 @@ def check_key_sums():
     for part in parts:
         kv_storage.add(Block(Kind.FULL, 0, 1, 0, 1, 0, 5), part, -part)
     expected = torch.stack(parts).double().sum(0)
-    for found, sign in zip(kv_storage.take_gradients(ChunkPlan(5, 5)[0]), (1, -1), strict=True):
-        check_rounded_once(found.bfloat16(), sign * expected)
+    for gradient, sign in zip(kv_storage.take_gradients(ChunkPlan(5, 5)[0]), (1, -1), strict=True):
+        check_rounded_once(gradient.bfloat16(), sign * expected)
 
 
-def check_rounded_once(found, expected):
+def check_rounded_once(result, expected):
     """Half an ulp, and what 300 additions in float32 may add to it."""
     bound = (
         torch.finfo(torch.bfloat16).eps / 2 * expected.abs()
         + 300 * torch.finfo(torch.float32).eps * 5
     )
-    assert ((found.double() - expected).abs() <= bound).all()
+    assert ((result.double() - expected).abs() <= bound).all()
 
 
 def check_head_sums():
@@ -201,13 +201,13 @@ def test_every_draw_follows_from_the_base_seed(monkeypatch):
 
 def test_nothing_seeds_itself():
     pattern = re.compile(r"manual_seed\(|random\.seed\(|randrange\(2")
-    alone = ("seeds.py", "programs.py", "first_day.py")  # the latter two run by themselves
+    programs = ("seeds.py", "programs.py", "first_day.py")  # the latter two run by themselves
     by_hand = ("gpu", "frameworks")
-    asked = ("backend.py",)  # it hands a seed on, from who asks for it
+    seed_helpers = ("backend.py",)  # it hands a seed on, from who asks for it
     files = [
         path
         for path in TESTS.rglob("*.py")
-        if path.name not in (*alone, *asked) and path.parent.name not in by_hand
+        if path.name not in (*programs, *seed_helpers) and path.parent.name not in by_hand
     ]
     assert [
         path.name for path in files if pattern.search(path.read_text()) and path != Path(__file__)

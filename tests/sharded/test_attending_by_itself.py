@@ -64,8 +64,10 @@ def gradients(model, batch):
     model.zero_grad(set_to_none=True)
     loss = model(**batch).loss
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found
+    parameter_gradients = {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+    return loss.detach(), parameter_gradients
 
 
 def check(name, kind, **settings):
@@ -75,9 +77,9 @@ def check(name, kind, **settings):
     config = streambp.StreamConfig(**{"chunk_size": CHUNK, **settings})
     ours = streambp.patch(copy.deepcopy(stock), config)
     for _ in range(2):
-        ours_loss, found = gradients(ours, batch)
+        ours_loss, our_gradients = gradients(ours, batch)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= EXACT
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * 2
     return described
@@ -145,13 +147,13 @@ def test_an_encoder_beside_a_decoder_stays_as_it_is(in_halves):
 class ForgetsKeys(ReadByChunk):
     """Leaves out what other chunks give to keys and values."""
 
-    def put(self, chunk, gradients):
+    def store_gradients(self, chunk, gradients):
         parts = []
         for gradient in gradients:
-            own = torch.zeros_like(gradient)
-            own[:, :, chunk.start : chunk.stop] = gradient[:, :, chunk.start : chunk.stop]
-            parts.append(own)
-        super().put(chunk, parts)
+            own_part = torch.zeros_like(gradient)
+            own_part[:, :, chunk.start : chunk.stop] = gradient[:, :, chunk.start : chunk.stop]
+            parts.append(own_part)
+        super().store_gradients(chunk, parts)
 
 
 def own_keys_alone(self, k, v):
@@ -177,7 +179,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", list(MUTANTS))
 def test_mutants(mutant, monkeypatch, in_halves):
-    module, name, changed = MUTANTS[mutant]
-    monkeypatch.setattr(module, name, changed)
+    module, name, replacement = MUTANTS[mutant]
+    monkeypatch.setattr(module, name, replacement)
     with pytest.raises((AssertionError, RuntimeError, TypeError)):
         test_exact("megatron_bert", "right", in_halves)

@@ -45,8 +45,8 @@ pytestmark = [
 ]
 
 
-def model_of(name, implementation="eager", **more):
-    return test_biased.with_large_biases(MAKE[name](**more), implementation)
+def model_of(name, implementation="eager", **config_changes):
+    return test_biased.with_large_biases(MAKE[name](**config_changes), implementation)
 
 
 def batch_of(padding):
@@ -68,8 +68,10 @@ def gradients(model, batch, weights):
     model.zero_grad(set_to_none=True)
     loss = (model(**batch).last_hidden_state * weights).sum()
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found
+    parameter_gradients = {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+    return loss.detach(), parameter_gradients
 
 
 def check(name, implementation="eager", padding="right", make=lambda model: model, **settings):
@@ -80,9 +82,9 @@ def check(name, implementation="eager", padding="right", make=lambda model: mode
     config = streambp.StreamConfig(**{"chunk_size": 7, **settings})
     streambp.patch(ours, config)
     for _ in range(2):
-        ours_loss, found = gradients(ours, batch, weights)
+        ours_loss, our_gradients = gradients(ours, batch, weights)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= EXACT
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * 2
     return expected
@@ -161,10 +163,10 @@ def test_a_decoder_reads_a_streamed_encoder():
     batch = test_biased.batch_of(19, "left")
     loss, expected = gradients_of_loss(stock, batch)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=7))
-    found_loss, found = gradients_of_loss(ours, batch)
+    found_loss, our_gradients = gradients_of_loss(ours, batch)
     assert abs(found_loss - loss) <= 1e-12 * abs(loss)
-    assert worst_error(found, expected) <= EXACT
-    assert sum("relative_attention_bias" in n for n in found) == 2
+    assert worst_error(our_gradients, expected) <= EXACT
+    assert sum("relative_attention_bias" in n for n in our_gradients) == 2
     names = [layer.name for layer in streambp.describe(ours).layers]
     assert [name.split(".")[0] for name in names] == ["decoder"] * 3 + ["encoder"] * 3
 
@@ -184,22 +186,26 @@ def test_dropout(name):
         seed_torch(11)
         with torch.no_grad():
             table.add_(direction, alpha=step)
-        loss, found = gradients(model, batch, weights)
+        loss, our_gradients = gradients(model, batch, weights)
         with torch.no_grad():
             table.sub_(direction, alpha=step)
-        return loss, found
+        return loss, our_gradients
 
-    _, found = loss_at(0.0)
-    own = next(gradient for n, gradient in found.items() if "relative_attention_bias" in n)
+    _, dropout_gradients = loss_at(0.0)
+    bias_gradient = next(
+        gradient for n, gradient in dropout_gradients.items() if "relative_attention_bias" in n
+    )
     step = 1e-5
     slope = (loss_at(step)[0] - loss_at(-step)[0]) / (2 * step)
-    assert abs((own * direction).sum() - slope) <= 1e-6 * abs(slope)
+    assert abs((bias_gradient * direction).sum() - slope) <= 1e-6 * abs(slope)
 
 
-def lose_the_bias(self, chunk, found, real=attended.AttendedByChunk.put):
+def lose_the_bias(self, chunk, leaf_gradients, real=attended.AttendedByChunk.store_gradients):
     """No gradient for the bias from the first chunk."""
-    kept = [None if g is not None and g.dim() == 3 and chunk.start == 0 else g for g in found]
-    real(self, chunk, kept)
+    other_gradients = [
+        None if g is not None and g.dim() == 3 and chunk.start == 0 else g for g in leaf_gradients
+    ]
+    real(self, chunk, other_gradients)
 
 
 def without_bias(one_call, chunk, real=attended.params_of):
@@ -212,10 +218,10 @@ def shifted(module, length, device, real=interface.by_distance):
 
 MUTANTS = {
     "the table loses one chunk's gradient": (
-        attended.AttendedByChunk, "put", lose_the_bias, "t5",
+        attended.AttendedByChunk, "store_gradients", lose_the_bias, "t5",
     ),
     "the module's table loses one chunk's gradient": (
-        attended.AttendedByChunk, "put", lose_the_bias, "umt5",
+        attended.AttendedByChunk, "store_gradients", lose_the_bias, "umt5",
     ),
     "attention adds no bias": (attended, "params_of", without_bias, "t5"),
     "distances are of the other sign": (
@@ -228,8 +234,8 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", list(MUTANTS))
 def test_mutants(mutant, monkeypatch):
-    module, attribute, changed, name = MUTANTS[mutant]
+    module, attribute, replacement, name = MUTANTS[mutant]
     seed_torch(8)
-    monkeypatch.setattr(module, attribute, changed)
+    monkeypatch.setattr(module, attribute, replacement)
     with pytest.raises((AssertionError, StreamingMismatchError)):
         check(name)

@@ -125,21 +125,23 @@ def batch_of(kind):
 def gradients(model, batch, weights):
     """The loss and all gradients; padding's outputs have no part in the loss."""
     model.zero_grad(set_to_none=True)
-    kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     if hasattr(model, "classifier"):
         loss = model(**batch, labels=torch.tensor([0, 1, 0])).loss
     elif "MaskedLM" in type(model).__name__:
-        labels = batch["input_ids"].masked_fill(kept == 0, -100)
+        labels = batch["input_ids"].masked_fill(mask == 0, -100)
         labels[:, ::3] = -100
         loss = model(**batch, labels=labels).loss
     else:
         output = model(**batch)
-        loss = (output.last_hidden_state * weights * kept[..., None]).sum()
+        loss = (output.last_hidden_state * weights * mask[..., None]).sum()
         pooled = getattr(output, "pooler_output", None)
         loss = loss if pooled is None else loss + pooled.square().sum()
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found
+    parameter_gradients = {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+    return loss.detach(), parameter_gradients
 
 
 def check(stock, batch, **settings):
@@ -148,9 +150,9 @@ def check(stock, batch, **settings):
     loss, expected = gradients(stock, batch, weights)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(**settings))
     for _ in range(2):
-        ours_loss, found = gradients(ours, batch, weights)
+        ours_loss, our_gradients = gradients(ours, batch, weights)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= EXACT
     return streambp.describe(ours)
 
 
@@ -203,9 +205,9 @@ def test_tiles_of_a_window_that_nobody_reads_are_left_out(name, in_halves, monke
     blocks = masks.DenseMask.blocks
 
     def noted(self, start, stop, tiling):
-        found = blocks(self, start, stop, tiling)
-        read.extend((block.k0, block.k1) for block in found if self.reach)
-        return found
+        tiles = blocks(self, start, stop, tiling)
+        read.extend((block.k0, block.k1) for block in tiles if self.reach)
+        return tiles
 
     monkeypatch.setattr(masks.DenseMask, "blocks", noted)
     check(MAKE[name]().train(), batch_of("left"), chunk_size=CHUNK)
@@ -252,8 +254,10 @@ def paligemma():
     )
 
 
-@pytest.mark.parametrize(("prefix", "cut"), [(9, False), (LENGTH - 1, True)], ids=["short", "long"])
-def test_prefixes(prefix, cut, in_halves):
+@pytest.mark.parametrize(
+    ("prefix", "is_split"), [(9, False), (LENGTH - 1, True)], ids=["short", "long"]
+)
+def test_prefixes(prefix, is_split, in_halves):
     """Chunks end behind a prefix; a prefix up to the last token leaves no end."""
     seed_torch(6)
     stock = paligemma().train()
@@ -276,7 +280,7 @@ def test_prefixes(prefix, cut, in_halves):
     assert worst_error(results[1][1], results[0][1]) <= EXACT
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * 2
-    assert bool(in_halves) == cut
+    assert bool(in_halves) == is_split
 
 
 def with_dropout(adapters):
@@ -301,11 +305,11 @@ def worst_difference(model, seed):
         return gradients(model, batch, weights)
 
     step()  # the layers are tested
-    loss, found = step()
+    loss, our_gradients = step()
     assert step()[0] == loss
     worst = 0.0
     for name, parameter in model.named_parameters():
-        if name not in found:
+        if name not in our_gradients:
             continue
         direction = torch.randn_like(parameter)
         losses = []
@@ -316,8 +320,8 @@ def worst_difference(model, seed):
             with torch.no_grad():
                 parameter -= sign * 1e-6 * direction
         quotient = float(losses[0] - losses[1]) / 2e-6
-        along = float((found[name] * direction).sum())
-        worst = max(worst, abs(quotient - along) / (abs(along) + 1e-2))
+        slope = float((our_gradients[name] * direction).sum())
+        worst = max(worst, abs(quotient - slope) / (abs(slope) + 1e-2))
     return worst
 
 
@@ -407,11 +411,11 @@ def fails_differences(adapters):
 
 @pytest.mark.parametrize("mutant", list(MUTANTS))
 def test_mutants(mutant, monkeypatch):
-    module, name, changed, run = MUTANTS[mutant]
+    module, name, replacement, run = MUTANTS[mutant]
     seed_torch(10)
     for scanned in (mask_scan, masks):
         monkeypatch.setattr(scanned, "SCAN", 3)
-    monkeypatch.setattr(module, name, changed)
+    monkeypatch.setattr(module, name, replacement)
     with pytest.raises((AssertionError, streambp.StreamBPError)):
         run()
 
@@ -466,12 +470,14 @@ def test_recorders_keep_what_they_keep_unpatched():
     stock = MAKE["bert"]().train()
     shapes = {}
     for name, model in (("stock", stock), ("ours", copy.deepcopy(stock))):
-        kept = shapes[name] = []
-        add_hooks(model, lambda module, args, output, kept=kept: kept.append(output.shape))
+        recorded = shapes[name] = []
+        add_hooks(
+            model, lambda module, args, output, recorded=recorded: recorded.append(output.shape)
+        )
         if name == "ours":
             streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK))
         for _ in range(2):
-            kept.clear()
+            recorded.clear()
             gradients(model, batch_of("right"), torch.randn(3, LENGTH, 32))
     assert shapes["ours"] == shapes["stock"]
 
@@ -480,7 +486,7 @@ def test_the_mutant_that_tries_chunks_with_later_keys_is_noticed(in_halves, monk
     """The layers then run whole: chunks of the test have no keys of later chunks."""
     buffer = Prefix._buffer
     # what is not written yet would be whatever was in memory
-    monkeypatch.setattr(Prefix, "_buffer", lambda *given: buffer(*given).fill_(3.0))
+    monkeypatch.setattr(Prefix, "_buffer", lambda *args: buffer(*args).fill_(3.0))
     monkeypatch.setattr(
         long_trial, "Spans", SimpleNamespace(causal=lambda rows, length: all_keys(rows, length))
     )

@@ -25,7 +25,7 @@ NAMES = ["bert", "modernbert", "llama", "embedding_gemma"]
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
-def made(name, implementation="sdpa"):
+def make_model(name, implementation="sdpa"):
     model = MAKE[name]().train()
     model.set_attn_implementation(implementation)
     return model
@@ -40,8 +40,10 @@ def gradients(model, step):
     loss = step(model)
     if loss.requires_grad:
         loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found
+    parameter_gradients = {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+    return loss.detach(), parameter_gradients
 
 
 def check(stock, step, steps=2, **settings):
@@ -50,9 +52,9 @@ def check(stock, step, steps=2, **settings):
     config = streambp.StreamConfig(**{"chunk_size": CHUNK, **settings})
     ours = streambp.patch(copy.deepcopy(stock), config)
     for _ in range(steps):
-        ours_loss, found = gradients(ours, step)
+        ours_loss, our_gradients = gradients(ours, step)
         assert abs(ours_loss - loss) <= 1e-11 * abs(loss)
-        assert worst_error(found, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= EXACT
     return streambp.describe(ours)
 
 
@@ -79,14 +81,14 @@ def test_a_row_of_padding(name, kind, implementation, in_halves):
     row with padding between its tokens."""
     seed_torch()
     x, mask = ids(3), without_tokens(kind)
-    stock = made(name, implementation)
+    stock = make_model(name, implementation)
     implementation = stock.config._attn_implementation  # older ModernBERTs keep sdpa
 
     def step(model):
         states = model(input_ids=x, attention_mask=mask, use_cache=False).last_hidden_state
-        kept = mask.clone()
-        kept[2] = 1  # the row's outputs are read
-        return (states * kept[..., None]).square().sum()
+        row_mask = mask.clone()
+        row_mask[2] = 1  # the row's outputs are read
+        return (states * row_mask[..., None]).square().sum()
 
     described = check(stock, step)
     paths = {layer.path for layer in described.layers}
@@ -114,14 +116,14 @@ def test_inference_mode_first(name, in_halves):
         model.train()
         return weighted(model(input_ids=x, attention_mask=mask, use_cache=False)) + first
 
-    check(made(name), step)
+    check(make_model(name), step)
     assert len(in_halves) == 4 * MAKE[name]().config.num_hidden_layers
 
 
 def mean_of(output, mask):
     states = output.last_hidden_state
-    kept = mask[..., None].to(states.dtype)
-    return torch.nn.functional.normalize((states * kept).sum(1) / kept.sum(1), dim=-1)
+    token_mask = mask[..., None].to(states.dtype)
+    return torch.nn.functional.normalize((states * token_mask).sum(1) / token_mask.sum(1), dim=-1)
 
 
 def ranking_loss(first, second):
@@ -145,7 +147,7 @@ def test_two_forwards_before_a_backward(name, in_halves):
     """The lengths of the two differ, and their weights are the same."""
     seed_torch(2)
     queries, documents = pairs()
-    check(made(name), lambda m: ranking_loss(embed(m, *queries), embed(m, *documents)))
+    check(make_model(name), lambda m: ranking_loss(embed(m, *queries), embed(m, *documents)))
     assert set(in_halves) == {LENGTH, 15}
 
 
@@ -154,22 +156,22 @@ def test_two_forwards_before_a_backward(name, in_halves):
 def test_a_cached_ranking_loss(name):
     """Embeddings without a graph, the loss over all of them, and each row again with a graph."""
     seed_torch(3)
-    given = pairs()
+    batches = pairs()
 
     def step(model):
         with torch.no_grad():
-            found = [embed(model, *part) for part in given]
-        leaves = [x.requires_grad_() for x in found]
+            embeddings = [embed(model, *part) for part in batches]
+        leaves = [x.requires_grad_() for x in embeddings]
         loss = ranking_loss(*leaves)
         loss.backward()
-        for (tokens, mask), leaf in zip(given, leaves, strict=True):
+        for (tokens, mask), leaf in zip(batches, leaves, strict=True):
             for row in range(3):
                 part = slice(row, row + 1)
-                again = embed(model, tokens[part], mask[part])
-                (again * leaf.grad[part]).sum().backward()
+                recomputed = embed(model, tokens[part], mask[part])
+                (recomputed * leaf.grad[part]).sum().backward()
         return loss.detach()
 
-    check(made(name), step)
+    check(make_model(name), step)
 
 
 @pytest.mark.fast("modernbert")
@@ -186,14 +188,14 @@ def test_evaluation_between_and_accumulated_steps(name):
         model.train()
         return weighted(model(input_ids=x, attention_mask=mask, use_cache=False)) + value
 
-    check(made(name), step, saves=("attn_out",), offload="cpu")
+    check(make_model(name), step, saves=("attn_out",), offload="cpu")
 
 
 @pytest.mark.fast("bert")
 @pytest.mark.parametrize("name", NAMES)
 def test_frozen_lower_layers(name):
     seed_torch(5)
-    stock = made(name)
+    stock = make_model(name)
     for parameter_name, parameter in stock.named_parameters():
         is_low = any(part in parameter_name for part in ("embed", "layer.0.", "layers.0."))
         parameter.requires_grad_(not is_low)
@@ -229,7 +231,7 @@ def test_a_mask_with_one_row_of_keys(name, kind, added, path, in_halves):
     def step(model):
         return weighted(model(input_ids=x, attention_mask=mask, use_cache=False))
 
-    described = check(made(name), step)
+    described = check(make_model(name), step)
     assert {layer.path for layer in described.layers} == {path}
     assert bool(in_halves) == (path == "streams")
 

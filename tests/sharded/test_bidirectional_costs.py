@@ -35,7 +35,7 @@ SIZES = {
 MODELS = {"llama": (LlamaModel, LlamaConfig), "qwen3": (Qwen3Model, Qwen3Config)}
 
 
-def made(name, bidirectional):
+def make_model(name, bidirectional):
     seed_torch()
     model_class, config_class = MODELS[name]
     model = model_class(config_class(**SIZES, is_causal=not bidirectional)).train()
@@ -46,7 +46,7 @@ def made(name, bidirectional):
 
 def streamed(name, bidirectional):
     return streambp.patch(
-        made(name, bidirectional), streambp.StreamConfig(chunk_size=CHUNK, saves=())
+        make_model(name, bidirectional), streambp.StreamConfig(chunk_size=CHUNK, saves=())
     )
 
 
@@ -93,16 +93,18 @@ def hidden_sizes_of_a_token(model):
 
 
 def test_bytes_that_backward_keeps_alive():
-    unpatched = made("llama", True)
+    unpatched = make_model("llama", True)
     unpatched.gradient_checkpointing_enable()
-    found = {
+    token_bytes = {
         "checkpointing": hidden_sizes_of_a_token(unpatched),
         "causal": hidden_sizes_of_a_token(streamed("llama", False)),
         "bidirectional": hidden_sizes_of_a_token(streamed("llama", True)),
     }
-    print(found)
-    assert found["bidirectional"] <= found["causal"] + 1.2  # q of all tokens, then its gradient
-    assert found["bidirectional"] <= found["checkpointing"] / 2
+    print(token_bytes)
+    assert (
+        token_bytes["bidirectional"] <= token_bytes["causal"] + 1.2
+    )  # q of all tokens, then its gradient
+    assert token_bytes["bidirectional"] <= token_bytes["checkpointing"] / 2
 
 
 LENGTHS = (2**16, 2**17)
@@ -120,8 +122,8 @@ def in_halves():
         mask = LazyMask(
             mask_function=bidirectional_mask_function, q_length=length, kv_length=length
         )
-        named = {"attention_mask": mask, "position_embeddings": position_embeddings}
-        return stream_bidirectional(layer_state, (x,), named, None, ())
+        arguments = {"attention_mask": mask, "position_embeddings": position_embeddings}
+        return stream_bidirectional(layer_state, (x,), arguments, None, ())
 
     return forward
 
@@ -136,16 +138,16 @@ def bytes_of_a_token(forward):
 def test_bytes_of_a_token_in_a_qwen3_8b_shape():
     """Causal streaming keeps 20.5 KB alive (tests/layer/test_bytes.py). Queries, and then their
     gradients, are 8 KB."""
-    found = bytes_of_a_token(in_halves)
-    print(f"bidirectional layer, gradient's buffer reused: {found:.2f} KB a token")
-    assert found <= 28.5
+    kilobytes = bytes_of_a_token(in_halves)
+    print(f"bidirectional layer, gradient's buffer reused: {kilobytes:.2f} KB a token")
+    assert kilobytes <= 28.5
 
 
 @pytest.mark.full
 def test_bytes_of_a_token_under_checkpointing():
-    found = bytes_of_a_token(lambda: checkpointed)
-    print(f"torch's checkpointing: {found:.1f} KB a token")
-    assert found >= 250
+    kilobytes = bytes_of_a_token(lambda: checkpointed)
+    print(f"torch's checkpointing: {kilobytes:.1f} KB a token")
+    assert kilobytes >= 250
 
 
 @pytest.mark.full

@@ -80,10 +80,10 @@ def check(name, kind):
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=CHUNK))
     batches = [batch_of("right"), batch_of("right")]
     expected = trained(stock, kind, POOLING[name], batches)
-    found = trained(ours, kind, POOLING[name], batches)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-10)
-    assert worst_error(found[1], expected[1]) <= EXACT
-    assert worst_error(found[2], expected[2]) <= EXACT
+    run = trained(ours, kind, POOLING[name], batches)
+    torch.testing.assert_close(run[0], expected[0], rtol=1e-10, atol=1e-10)
+    assert worst_error(run[1], expected[1]) <= EXACT
+    assert worst_error(run[2], expected[2]) <= EXACT
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
 

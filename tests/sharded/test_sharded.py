@@ -52,9 +52,9 @@ FAST = {"qwen3": (0, 1, 4, 2), "gemma3": (4, 0, 3, 1)}  # the number of the save
 
 def settings():
     """In the fast tier one of all saves for each family and mode; two families meet all of them."""
-    others = [("attn_out",), ("kv",), ("attn_out", "kv"), ("self_attn.*", "mlp.up_proj")]
+    other_saves = [("attn_out",), ("kv",), ("attn_out", "kv"), ("self_attn.*", "mlp.up_proj")]
     for family, (m, mode) in itertools.product(FAST, enumerate(MODES)):
-        for number, saves in enumerate([(), *others]):
+        for number, saves in enumerate([(), *other_saves]):
             fast = number == FAST[family][m]
             yield pytest.param(family, mode, saves, marks=() if fast else pytest.mark.full)
 
@@ -63,9 +63,11 @@ def settings():
 @pytest.mark.parametrize(("family", "mode", "saves"), settings())
 def test_gradients_are_exact(family, mode, saves, one_rank, float64_oracle):
     expected_loss, expected = reference(family, mode)
-    loss, found = shard_gradients(build(family, torch.float64), make_batch(mode), saves=saves)
+    loss, our_gradients = shard_gradients(
+        build(family, torch.float64), make_batch(mode), saves=saves
+    )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
 
 
 @pytest.mark.parametrize(
@@ -88,40 +90,42 @@ def test_other_layers_are_exact(name, one_rank, float64_everywhere):
     attention, sinks."""
     model = zoo.build(name)
     expected_loss, expected = gradients(model, **make_batch("plain"))
-    loss, found = shard_gradients(model, make_batch("plain"))
+    loss, our_gradients = shard_gradients(model, make_batch("plain"))
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(found, expected) <= 1e-10
+    assert worst_error(our_gradients, expected) <= 1e-10
 
 
 @pytest.mark.fast("saves0")
 @pytest.mark.parametrize("saves", [(), ("kv", "mlp.gate_proj")])
 def test_offloading_and_recomputing_what_does_not_fit_change_nothing(saves, one_rank):
     expected = shard_gradients(build("qwen3"), make_batch("packed"), saves=saves)[1]
-    few = {"host_memory": 8_000, "on_host_full": "recompute"}
-    for settings in ({}, few, {"offload": "auto"}, {"offload": "auto", "saves": "auto"}):
-        chosen = {"saves": saves, "offload": "cpu", **settings}
-        model = streambp.patch(build("qwen3"), StreamConfig(chunk_size=5, **chosen))
+    small_host = {"host_memory": 8_000, "on_host_full": "recompute"}
+    for settings in ({}, small_host, {"offload": "auto"}, {"offload": "auto", "saves": "auto"}):
+        options = {"saves": saves, "offload": "cpu", **settings}
+        model = streambp.patch(build("qwen3"), StreamConfig(chunk_size=5, **options))
         for _ in range(2):  # what is "auto" is chosen by the first step
-            found = gradients(model, **with_shifted_labels(make_batch("packed")))[1]
-            assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
-        if chosen["offload"] == "cpu":
+            our_gradients = gradients(model, **with_shifted_labels(make_batch("packed")))[1]
+            assert all(
+                torch.equal(our_gradients[name], gradient) for name, gradient in expected.items()
+            )
+        if options["offload"] == "cpu":
             assert (model._streambp.offloader.stats()["left"] > 0) == ("host_memory" in settings)
 
 
 def test_dropout_after_attention_is_drawn_as_in_chunks(monkeypatch, float64_oracle):
     """The same chunks in the same order draw the same masks, and backward replays them."""
-    found = {}
+    results = {}
     for split in (False, True):
         model = build("phi3", torch.float64, resid_pdrop=0.3)
         with monkeypatch.context() as patch:
             if split:
                 split_over_one_rank(patch)
             seed_torch(3)
-            found[split] = shard_gradients(model, make_batch("plain"))
-    assert found[True][0] == pytest.approx(found[False][0].item(), rel=1e-12)
-    assert worst_error(found[True][1], found[False][1]) <= 1e-10
+            results[split] = shard_gradients(model, make_batch("plain"))
+    assert results[True][0] == pytest.approx(results[False][0].item(), rel=1e-12)
+    assert worst_error(results[True][1], results[False][1]) <= 1e-10
     without = shard_gradients(build("phi3", torch.float64), make_batch("plain"))
-    assert worst_error(found[True][1], without[1]) > 0.1
+    assert worst_error(results[True][1], without[1]) > 0.1
 
 
 @pytest.mark.full
@@ -150,15 +154,15 @@ def autocast_errors(seed):
 
 def test_a_half_without_trainable_parameters_before_it(one_rank, float64_oracle):
     """The first layer's MLP alone is trained: nothing before its attention wants a gradient."""
-    found = []
+    results = []
     for split in (False, True):
         model = build("qwen3", torch.float64)
         model.requires_grad_(False)
         for part in (model.model.layers[0].mlp, model.model.layers[1], model.lm_head):
             part.requires_grad_(True)
         batch = make_batch("plain")
-        found.append((shard_gradients(model, batch) if split else gradients(model, **batch))[1])
-    assert worst_error(found[1], found[0]) <= 1e-10
+        results.append((shard_gradients(model, batch) if split else gradients(model, **batch))[1])
+    assert worst_error(results[1], results[0]) <= 1e-10
 
 
 @pytest.mark.gpu(any=True)
@@ -192,9 +196,9 @@ def test_without_grad_and_through_an_exception(one_rank, monkeypatch):
         patch.setattr(dist, "all_to_all_single", lose)
         with pytest.raises(RuntimeError, match="lost"):
             loss.backward()
-    loss, found = gradients(model, **batch)
+    loss, our_gradients = gradients(model, **batch)
     assert torch.equal(loss, expected_loss)
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert all(torch.equal(our_gradients[name], gradient) for name, gradient in expected.items())
 
 
 def over(ranks, length):
@@ -217,10 +221,10 @@ def test_linear_products_are_not_computed_in_both_halves(name, monkeypatch):
         1, LENGTH, sizes["hidden_size"], dtype=torch.bfloat16, device="meta", requires_grad=True
     )
     rotary = torch.empty(1, LENGTH, head_dim, dtype=torch.bfloat16, device="meta")
-    named = {"attention_mask": None, "position_embeddings": (rotary, rotary)}
+    arguments = {"attention_mask": None, "position_embeddings": (rotary, rotary)}
     with LinearFlops() as flops:
         out = stream_shard(
-            LayerState(layer, StreamConfig(chunk_size=512)), (x,), named, over(2, LENGTH)
+            LayerState(layer, StreamConfig(chunk_size=512)), (x,), arguments, over(2, LENGTH)
         )
         out.backward(torch.empty_like(out))
     ratio = flops.total / layer_flops(layer, sizes)
@@ -234,8 +238,8 @@ def bytes_of_a_token(ranks, over=over):
 
     def forward(layer, x, position_embeddings):
         layer_state = LayerState(layer, StreamConfig(chunk_size=4096), index=next(index))
-        named = {"attention_mask": None, "position_embeddings": position_embeddings}
-        return stream_shard(layer_state, (x,), named, over(ranks, x.shape[1]))
+        arguments = {"attention_mask": None, "position_embeddings": position_embeddings}
+        return stream_shard(layer_state, (x,), arguments, over(ranks, x.shape[1]))
 
     layer, lengths = qwen3_8b_layer(), (8192, 16384)
     short, long = (run_layer(layer, length, forward) for length in lengths)
@@ -245,26 +249,26 @@ def bytes_of_a_token(ranks, over=over):
 @pytest.mark.full
 def test_bytes_of_a_token_do_not_grow_with_the_number_of_ranks(monkeypatch):
     monkeypatch.setattr(dist, "all_to_all_single", give_back)
-    found = {ranks: bytes_of_a_token(ranks) for ranks in (2, 4)}
-    for ranks, peaks in found.items():
+    kilobytes = {ranks: bytes_of_a_token(ranks) for ranks in (2, 4)}
+    for ranks, peaks in kilobytes.items():
         print(f"{ranks} ranks, Qwen3-8B layer, KB per token of the shard: {peaks}")
         assert peaks["last layer"] <= 45
         assert peaks["first layer"] <= 37
-    assert found[2] == pytest.approx(found[4], rel=0.01)
+    assert kilobytes[2] == pytest.approx(kilobytes[4], rel=0.01)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [16, 64])
-@pytest.mark.parametrize(("room", "of_shard", "of_whole"), [(1, 46, 2.6), (2**50, 51, 16)])
-def test_bytes_where_keys_are_gathered(room, of_shard, of_whole, ranks, monkeypatch):
+@pytest.mark.parametrize(("headroom", "of_shard", "of_whole"), [(1, 46, 2.6), (2**50, 51, 16)])
+def test_bytes_where_keys_are_gathered(headroom, of_shard, of_whole, ranks, monkeypatch):
     """KB a token of the shard, and a token of the whole sequence: one kv head at a time, and all
     eight at once."""
-    found = bytes_where_gathered(ranks, room, monkeypatch)
-    print(f"{ranks} ranks, room {room}, KB per token of the shard: {found}")
-    assert max(found.values()) <= of_shard + ranks * of_whole
+    kilobytes = bytes_where_gathered(ranks, headroom, monkeypatch)
+    print(f"{ranks} ranks, room {headroom}, KB per token of the shard: {kilobytes}")
+    assert max(kilobytes.values()) <= of_shard + ranks * of_whole
 
 
-def bytes_where_gathered(ranks, room, monkeypatch):
+def bytes_where_gathered(ranks, headroom, monkeypatch):
     arrived = types.SimpleNamespace(wait=lambda: None)
     for names in (GATHER, REDUCE_SCATTER):
         for name in names:
@@ -276,7 +280,9 @@ def bytes_where_gathered(ranks, room, monkeypatch):
             )
 
     def gathered(ranks, length):
-        return GatheredShards(None, ranks, length, Spans.causal(1, ranks * length), room=room)
+        return GatheredShards(
+            None, ranks, length, Spans.causal(1, ranks * length), headroom=headroom
+        )
 
     return bytes_of_a_token(ranks, gathered)
 

@@ -34,24 +34,24 @@ def without_trl():
 def test_correct_methods_are_exact(family, dtype):
     without_trl()
     # TRL's head computes in float32 whatever the model's dtype is
-    beside = BESIDE[:2] if dtype == torch.float64 else BESIDE
-    found = compare_methods(build(family, dtype), beside, seq_len=97)
-    assert len(found.methods) == len(beside) + 1
-    assert all(method.exact for method in found.methods), str(found)
-    assert [method.name for method in found.methods][:3] == [
+    methods = BESIDE[:2] if dtype == torch.float64 else BESIDE
+    comparison = compare_methods(build(family, dtype), methods, seq_len=97)
+    assert len(comparison.methods) == len(methods) + 1
+    assert all(method.exact for method in comparison.methods), str(comparison)
+    assert [method.name for method in comparison.methods][:3] == [
         "streambp",
         "unpatched",
         "checkpointing",
     ]
-    for method in found.methods:
+    for method in comparison.methods:
         assert method.peak > 0
         assert method.seconds > 0
 
 
 def test_checkpointing_keeps_less_than_the_unpatched_model():
-    found = compare_methods(build("qwen3", torch.float32), ("unpatched", "checkpointing"), 250)
-    assert all(method.exact for method in found.methods), str(found)
-    streamed, unpatched, checkpointed = (method.peak for method in found.methods)
+    comparison = compare_methods(build("qwen3", torch.float32), ("unpatched", "checkpointing"), 250)
+    assert all(method.exact for method in comparison.methods), str(comparison)
+    streamed, unpatched, checkpointed = (method.peak for method in comparison.methods)
     assert streamed < unpatched
     assert checkpointed < unpatched
 
@@ -77,14 +77,14 @@ def test_a_function_is_judged_by_its_name():
         return model
 
     model = build("qwen3", torch.float32)
-    found = compare_methods(model, (drops_half, is_the_model), 97)
-    assert [(method.name, method.exact) for method in found.methods[1:]] == [
+    comparison = compare_methods(model, (drops_half, is_the_model), 97)
+    assert [(method.name, method.exact) for method in comparison.methods[1:]] == [
         ("drops_half", False),
         ("is_the_model", True),
     ]
-    assert found.verification.exact
-    assert "drops_half: the whole gradient's error" in str(found)
-    assert found.methods[1].error == pytest.approx(0.5, rel=1e-3)
+    assert comparison.verification.exact
+    assert "drops_half: the whole gradient's error" in str(comparison)
+    assert comparison.methods[1].error == pytest.approx(0.5, rel=1e-3)
 
 
 def test_a_lost_gradient_is_named():
@@ -92,16 +92,16 @@ def test_a_lost_gradient_is_named():
         model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out.detach())
         return model
 
-    found = compare_methods(build("qwen3", torch.float32), (frozen,), 97).methods[1]
-    assert "get none by this method" in found.problems[0]
-    assert "layers.0.mlp.up_proj.weight" in found.problems[0]
+    result = compare_methods(build("qwen3", torch.float32), (frozen,), 97).methods[1]
+    assert "get none by this method" in result.problems[0]
+    assert "layers.0.mlp.up_proj.weight" in result.problems[0]
 
 
 def test_dropout_of_layers_that_checkpoint_is_off():
     """OPT's layers draw dropout themselves when they are in training mode."""
     model = zoo.build("opt", torch.float32, dropout=0.5)
-    found = compare_methods(model, ("checkpointing",), 97)
-    assert found.methods[1].exact, str(found)
+    comparison = compare_methods(model, ("checkpointing",), 97)
+    assert comparison.methods[1].exact, str(comparison)
     assert {module.dropout for module in model.modules() if hasattr(module, "dropout")} >= {0.5}
 
 
@@ -125,20 +125,20 @@ def test_mutants_are_found(mutant, monkeypatch):
 def test_nothing_of_a_method_stays():
     without_trl()
     model = build("qwen3", torch.float32)
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    attributes_before = {name: dict(vars(module)) for name, module in model.named_modules()}
     compare_methods(model, BESIDE, 97)
     for name, module in model.named_modules():
-        assert vars(module).keys() == before[name].keys(), name
+        assert vars(module).keys() == attributes_before[name].keys(), name
         for field in ("training", "gradient_checkpointing"):
-            assert vars(module).get(field) == before[name].get(field)
+            assert vars(module).get(field) == attributes_before[name].get(field)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("package", "name"), [("trl", "trl"), ("liger_kernel", "liger")])
 def test_a_missing_library_is_one_error(package, name, monkeypatch):
-    for known in list(sys.modules):
-        if known.partition(".")[0] == package:
-            monkeypatch.delitem(sys.modules, known)
+    for module_name in list(sys.modules):
+        if module_name.partition(".")[0] == package:
+            monkeypatch.delitem(sys.modules, module_name)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(compare_module, "_judge", None)  # before anything is computed
     with pytest.raises(streambp.StreamBPError, match=rf"pip install 'streambp-hf\[{name}\]'"):
@@ -159,16 +159,16 @@ def test_wrong_names(wrong, message):
 
 def test_the_command_prints_each_method(tmp_path, capsys):
     build("qwen3", torch.float32).save_pretrained(tmp_path)
-    given = ["verify", str(tmp_path), "--seq-len", "97", "--against", "unpatched,checkpointing"]
+    arguments = ["verify", str(tmp_path), "--seq-len", "97", "--against", "unpatched,checkpointing"]
     capsys.readouterr()  # saving imports DeepSpeed, which writes to stdout
-    assert cli.main(given) == 0
+    assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
     assert printed.count(" exact ") == 3
-    assert cli.main([*given, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [method["name"] for method in found["methods"]] == [
+    assert cli.main([*arguments, "--json"]) == 0
+    printed_fields = json.loads(capsys.readouterr().out)
+    assert [method["name"] for method in printed_fields["methods"]] == [
         "streambp",
         "unpatched",
         "checkpointing",
     ]
-    assert found["exact"]
+    assert printed_fields["exact"]

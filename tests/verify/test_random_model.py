@@ -28,7 +28,7 @@ def qwen():
     return config("qwen3", layer_types=["full_attention"] * 12)
 
 
-def made(source, layers=None, dtype=torch.float32, seed=0):
+def model_of(source, layers=None, dtype=torch.float32, seed=0):
     return random_model.random_model(source, layers, dtype, seed)
 
 
@@ -37,24 +37,24 @@ def shapes(model):
 
 
 def test_the_first_layers_are_those_of_the_full_model():
-    cut = made(qwen(), 2)
+    small_model = model_of(qwen(), 2)
     full = AutoModelForCausalLM.from_config(qwen())
-    assert cut.depth == 12
-    assert cut.layers == 2
+    assert small_model.depth == 12
+    assert small_model.layers == 2
     expected = {}
     for name, shape in shapes(full).items():
         if "layers." not in name or name.split(".")[2] in ("0", "1"):
             expected[name] = shape
-    assert shapes(cut.model) == expected
+    assert shapes(small_model.model) == expected
 
 
 def test_each_kind_of_layer_by_default():
     source = config("gemma3_text", layer_types=KINDS * 2)
-    cut = made(source)
-    assert cut.layers == cut.needed == 6
-    assert cut.model.config.layer_types == KINDS
-    assert "all kinds" in cut.note()
-    fewer = made(source, 2)
+    small_model = model_of(source)
+    assert small_model.layers == small_model.min_layers == 6
+    assert small_model.model.config.layer_types == KINDS
+    assert "all kinds" in small_model.note()
+    fewer = model_of(source, 2)
     assert fewer.model.config.layer_types == KINDS[:2]
     assert "--layers 6" in fewer.note()
     assert source.num_hidden_layers == 12
@@ -62,43 +62,43 @@ def test_each_kind_of_layer_by_default():
 
 
 def test_weights_are_random_and_of_the_seed():
-    model = made(qwen(), 2).model
+    model = model_of(qwen(), 2).model
     for name, parameter in model.named_parameters():
         assert not bool((parameter == parameter.flatten()[0]).all()), name
-    again = made(qwen(), 2).model
-    other = made(qwen(), 2, seed=1).model
-    for parameter, same, not_same in zip(
-        model.parameters(), again.parameters(), other.parameters(), strict=True
+    same_seed = model_of(qwen(), 2).model
+    other_seed = model_of(qwen(), 2, seed=1).model
+    for parameter, equal_parameter, other_parameter in zip(
+        model.parameters(), same_seed.parameters(), other_seed.parameters(), strict=True
     ):
-        assert torch.equal(parameter, same)
-        assert not torch.equal(parameter, not_same)
+        assert torch.equal(parameter, equal_parameter)
+        assert not torch.equal(parameter, other_parameter)
 
 
 def test_the_random_state_of_the_program_is_left():
-    before = torch.get_rng_state()
-    made(qwen(), 1)
-    assert torch.equal(torch.get_rng_state(), before)
+    state_before = torch.get_rng_state()
+    model_of(qwen(), 1)
+    assert torch.equal(torch.get_rng_state(), state_before)
 
 
 def test_memory_is_checked_before_a_model_is_made(monkeypatch):
     monkeypatch.setattr(compare, "available_memory", lambda: 1000)
     monkeypatch.setattr(random_model, "_vary_constants", None)
     with pytest.raises(streambp.StreamBPError, match="of host memory"):
-        made(qwen(), 2)
+        model_of(qwen(), 2)
 
 
 def test_too_many_layers_are_refused():
     with pytest.raises(ConfigError, match="has 12 layers"):
-        made(qwen(), 13)
+        model_of(qwen(), 13)
 
 
 def cut_to_two(name):
     """A family's depth follows from its configuration."""
     source = zoo.tiny_config(name)
-    kept = max(1, source.get_text_config().num_hidden_layers - 1)
-    cut = made(source, kept)
-    assert cut.layers == kept
-    return cut
+    layer_count = max(1, source.get_text_config().num_hidden_layers - 1)
+    small_model = model_of(source, layer_count)
+    assert small_model.layers == layer_count
+    return small_model
 
 
 @pytest.mark.parametrize(
@@ -119,20 +119,20 @@ def test_layers_that_share_keys_are_cut_with_their_source():
 
 def test_a_depth_that_no_field_says():
     with pytest.raises(streambp.StreamBPError, match="num_hidden_layers"):
-        made(zoo.tiny_config("xlstm"), 1)
+        model_of(zoo.tiny_config("xlstm"), 1)
 
 
 def test_the_command_reads_a_config_alone(tmp_path, capsys):
     config("llama").save_pretrained(tmp_path)
-    given = ["verify", "--random", str(tmp_path / "config.json"), "--seq-len", "64"]
-    assert cli.main([*given, "--layers", "2"]) == 0
+    arguments = ["verify", "--random", str(tmp_path / "config.json"), "--seq-len", "64"]
+    assert cli.main([*arguments, "--layers", "2"]) == 0
     assert "the first 2 of 12 layers" in capsys.readouterr().out
     assert cli.main(["verify", "--random", str(tmp_path), "--seq-len", "64"]) == 0
     assert "the first 1 of 12 layers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (["--layers", "2"], "Add --random"),
         (["--random", "--layers", "0"], "from 1"),
@@ -140,8 +140,8 @@ def test_the_command_reads_a_config_alone(tmp_path, capsys):
         (["--random", "--against", "nothing"], "must be among"),
     ],
 )
-def test_bad_usage(given, message, tmp_path, capsys):
+def test_bad_usage(options, message, tmp_path, capsys):
     config("llama").save_pretrained(tmp_path)
     capsys.readouterr()
-    assert cli.main(["verify", str(tmp_path), *given]) == 2
+    assert cli.main(["verify", str(tmp_path), *options]) == 2
     assert message in capsys.readouterr().err

@@ -83,10 +83,10 @@ def test_verify_experts(family, dtype, tmp_path, capsys):
         capsys.readouterr().out
     )
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    before = model.config._experts_implementation
-    assert before == "grouped_mm"
+    implementation = model.config._experts_implementation
+    assert implementation == "grouped_mm"
     assert verify(model, seq_len=60).exact
-    assert model.config._experts_implementation == before
+    assert model.config._experts_implementation == implementation
 
 
 def test_a_model_that_names_no_dtype():
@@ -119,15 +119,15 @@ def test_json_lists_every_parameter(checkpoint, capsys):
     path = checkpoint("qwen3")
     capsys.readouterr()  # saving imports DeepSpeed, which writes to stdout
     assert cli.main(["verify", path, "--seq-len", "64", "--saves", "attn_out,kv", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    errors = [p["streamed"] for p in found["parameters"]]
-    assert {p["name"] for p in found["parameters"]} == {
+    printed = json.loads(capsys.readouterr().out)
+    errors = [p["streamed"] for p in printed["parameters"]]
+    assert {p["name"] for p in printed["parameters"]} == {
         name for name, _ in build("qwen3").named_parameters()
     }
     assert errors == sorted(errors, reverse=True)
-    assert found["exact"] is True
-    assert found["chunks"] >= 4
-    assert found["seq_len"] % found["chunk_size"]
+    assert printed["exact"] is True
+    assert printed["chunks"] >= 4
+    assert printed["seq_len"] % printed["chunk_size"]
 
 
 def test_top_shortens_the_table(checkpoint, capsys):
@@ -188,8 +188,8 @@ def test_nan_is_flagged_and_valid_json(checkpoint, capsys, monkeypatch):
         lambda self, like: [g * torch.nan for g in real(self, like)],
     )
     assert cli.main(["verify", checkpoint("llama"), "--seq-len", "64", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
-    assert found["parameters"][0]["streamed"] is None
+    printed = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert printed["parameters"][0]["streamed"] is None
 
 
 def test_a_wrong_loss_is_flagged_though_gradients_are_right(monkeypatch):
@@ -331,19 +331,19 @@ def test_the_truth_of_float32_is_float64_throughout():
     ],
 )
 def test_the_bar_of_the_whole_gradient(streamed, unpatched, exact):
-    _, whole = rate({"w": Distances(1.0, streamed, unpatched)})
-    assert whole.exact is exact
+    _, full_gradient = rate({"w": Distances(1.0, streamed, unpatched)})
+    assert full_gradient.exact is exact
 
 
 def test_a_lucky_parameter_is_judged_by_its_kind():
-    rated, whole = rate(
+    rated, full_gradient = rate(
         {
             "layers.0.bias": Distances(1e-3, 1e-8, 1e-12),
             "layers.1.bias": Distances(1e-3, 1e-8, 1e-8),
             "layers.1.weight": Distances(1.0, 1e-7, 1e-7),
         }
     )
-    assert find_problems(rated, whole, Distances(1.0, 0.0, 0.0), {"a"}, {"a"}) == ()
+    assert find_problems(rated, full_gradient, Distances(1.0, 0.0, 0.0), {"a"}, {"a"}) == ()
 
 
 @pytest.mark.parametrize(
@@ -391,21 +391,21 @@ def test_what_other_experts_compute_decides_nothing(draws, exact, undecided, mon
         lambda *args: batches.append(args) or make_batch(*args),
     )
     monkeypatch.setattr(router, "forward", elsewhere)
-    found = verify(model, seq_len=50)
-    assert found.exact == exact
+    verification = verify(model, seq_len=50)
+    assert verification.exact == exact
     assert len({seed for _, _, seed, _ in batches}) == len(batches) == min(undecided + 1, 4)
-    notes = [note for note in found.notes if "choices of experts" in note]
+    notes = [note for note in verification.notes if "choices of experts" in note]
     assert [note.split()[0] for note in notes] == [str(undecided)] * bool(undecided)
 
 
 def test_choices_are_the_same_in_chunks():
     logits = torch.randn(30, 8, generator=seeded())
-    with CountedChoices() as whole:
+    with CountedChoices() as unchunked:
         torch.topk(logits, 2)
-    with CountedChoices() as pieces:
-        for piece in (logits[20:], logits[:7], logits[7:20]):
-            piece.topk(2, sorted=False)
-    with CountedChoices() as other:
+    with CountedChoices() as chunked:
+        for chunk in (logits[20:], logits[:7], logits[7:20]):
+            chunk.topk(2, sorted=False)
+    with CountedChoices() as other_choices:
         torch.cat([logits[:-1], -logits[-1:]]).topk(2)
-    assert whole.differing(pieces) == pieces.differing(whole) == 0
-    assert whole.differing(other) == other.differing(whole) == 1
+    assert unchunked.differing(chunked) == chunked.differing(unchunked) == 0
+    assert unchunked.differing(other_choices) == other_choices.differing(unchunked) == 1

@@ -17,7 +17,7 @@ from streambp.model.fused_head import FusedHead, add_head
 from streambp.model.installed import streamed_head
 from streambp.model.trainer_logs import StreamCallback
 from streambp.planner.auto import patch
-from streambp.tensors import replaced
+from streambp.tensors import replace_attribute
 
 
 def add_streamed_head(
@@ -77,7 +77,7 @@ class StreamedTrainer:
             )
         self._refuse_split(getattr(settings, "parallelism_config", None))
         add = functools.partial(add_streamed_head, settings.stream_config(), self.head_class)
-        with replaced([self.trl_module], "add_fused_lm_head", [add]):
+        with replace_attribute([self.trl_module], "add_fused_lm_head", [add]):
             super().__init__(*args, **kwargs)
         self._refuse_split(self.accelerator.parallelism_config)  # type: ignore[attr-defined]  # accelerate launch may ask
         keep_groups(self)

@@ -21,8 +21,8 @@ if os.environ.get("STREAMBP_LAUNCH"):
     SourceFileLoader(HOOK, os.path.join(os.path.dirname(HERE), "hook.py")).exec_module(hook)
     hook.install()
 if __name__ == "sitecustomize":  # the sitecustomize hidden by this file replaces it
-    others = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
-    spec = PathFinder.find_spec("sitecustomize", others)
+    other_entries = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
+    spec = PathFinder.find_spec("sitecustomize", other_entries)
     if spec is not None and spec.loader is not None:
         from importlib.util import module_from_spec
 
