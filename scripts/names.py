@@ -5,14 +5,14 @@
 
 A name on the list `RIDDLES` alone says nothing: "found" is any result, "other" any second thing.
 Names that contain such a word beside a noun ("other_layer") are fine. `PUBLIC` lists names that
-users or Python read: parameters of public functions, options, protocols. The exit code is 1 if there
-is a name that is not public.
+users read. The exit code is 1 if there are others.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,16 +21,127 @@ ROOT = Path(__file__).parents[1]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINED = (*FUNCTIONS, ast.ClassDef)
 RIDDLES = frozenset(
-    "found known told kept seen one ones other others given wanted named here there now then before "
-    "after own whole left taken took gone back again moved changed written replaced reduced held "
-    "holds late lack least most worth upto because missing said shown judged tried acted turned "
-    "warm foreign advised derived followed instead apart let_go give_up put this that these those "
-    "what whatever which who both each every such same rest only still more less few many much "
-    "once always never beside beyond above below near far away alone together thus hence so yes "
-    "already yet nothing nobody something anything everything somebody asked chosen done made "
-    "picked refused needed used site sites".split()
+    [
+        "above",
+        "acted",
+        "advised",
+        "after",
+        "again",
+        "alone",
+        "already",
+        "always",
+        "anything",
+        "apart",
+        "asked",
+        "away",
+        "back",
+        "because",
+        "before",
+        "below",
+        "beside",
+        "beyond",
+        "both",
+        "changed",
+        "derived",
+        "done",
+        "each",
+        "every",
+        "everything",
+        "far",
+        "few",
+        "followed",
+        "foreign",
+        "found",
+        "give_up",
+        "given",
+        "gone",
+        "held",
+        "hence",
+        "here",
+        "holds",
+        "instead",
+        "judged",
+        "kept",
+        "known",
+        "lack",
+        "late",
+        "least",
+        "less",
+        "let_go",
+        "made",
+        "many",
+        "missing",
+        "more",
+        "most",
+        "moved",
+        "much",
+        "named",
+        "near",
+        "needed",
+        "never",
+        "nobody",
+        "nothing",
+        "now",
+        "once",
+        "one",
+        "ones",
+        "only",
+        "other",
+        "others",
+        "own",
+        "picked",
+        "put",
+        "reduced",
+        "refused",
+        "replaced",
+        "rest",
+        "said",
+        "same",
+        "seen",
+        "shown",
+        "site",
+        "sites",
+        "so",
+        "somebody",
+        "something",
+        "still",
+        "such",
+        "taken",
+        "that",
+        "then",
+        "there",
+        "these",
+        "this",
+        "those",
+        "thus",
+        "together",
+        "told",
+        "took",
+        "tried",
+        "turned",
+        "upto",
+        "used",
+        "wanted",
+        "warm",
+        "what",
+        "whatever",
+        "which",
+        "who",
+        "whole",
+        "worth",
+        "written",
+        "yes",
+        "yet",
+    ]
 )
-PUBLIC: dict[str, frozenset[str]] = {}
+PUBLIC = {
+    "streambp/head/log_probs.py": {"each"},
+    "streambp/model/record.py": {"back", "let_go", "needed", "whole"},
+    "streambp/planner/plan.py": {"said"},
+    "streambp/planner/profile.py": {"moved"},  # the page of a profile reads it by name
+    "streambp/verify/compare.py": {"said"},
+}
+OPERAND = "other"  # a parameter of methods that Python or torch names
 
 
 def names_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -39,7 +150,7 @@ def names_of(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, DEFINED):
             yield node.lineno, node.name
-        elif isinstance(node, ast.arg):
+        elif isinstance(node, ast.arg) and node.arg != OPERAND:
             yield node.lineno, node.arg
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
@@ -53,7 +164,7 @@ def riddles(root: Path, paths: Sequence[str]) -> list[str]:
     """Return file, line and name of each name that says nothing, once a file and name."""
     lines = []
     for file in sorted(file for path in paths for file in (root / path).rglob("*.py")):
-        home = file.relative_to(root).as_posix()
+        home = os.path.relpath(file, root)
         first: dict[str, int] = {}
         for line, name in names_of(file):
             if name in RIDDLES and name not in PUBLIC.get(home, ()):

@@ -191,8 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for old, names in sorted(comparison.renamed.items()):
         if set(names) != {old}:
             print(f"{old} -> " + ", ".join(f"{name} ({n})" for name, n in names.most_common()))
-    for (before, after), number in comparison.strings.most_common():
-        print(f"string {before!r} -> {after!r} ({number})")
+    for (old_text, new_text), number in comparison.strings.most_common():
+        print(f"string {old_text!r} -> {new_text!r} ({number})")
     print(*comparison.differences, sep="\n")
     print(f"{compared} files with other names, {len(comparison.differences)} other differences")
     return bool(comparison.differences)

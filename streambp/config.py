@@ -203,20 +203,20 @@ class StreamConfig:
 FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
 
 
-def config_of(found: Mapping[str, Any], source: str, base: StreamConfig) -> StreamConfig:
-    """Return a copy of `base` with other values for the fields in `found`.
+def config_of(values: Mapping[str, Any], source: str, base: StreamConfig) -> StreamConfig:
+    """Return a copy of `base` with other values for the fields in `values`.
 
     Args:
-        found: values by field name.
+        values: values by field name.
         source: origin of the values, for the error message.
         base: the configuration to change.
 
     Raises:
         ConfigError: a name is unknown, or a value is not allowed.
     """
-    unknown = [name for name in found if name not in FIELDS]
+    unknown = [name for name in values if name not in FIELDS]
     if unknown:
         raise ConfigError(
             f"{source} has the unknown settings {short_repr(unknown)}. Use some of {list(FIELDS)}."
         )
-    return dataclasses.replace(base, **found)
+    return dataclasses.replace(base, **values)

@@ -114,7 +114,7 @@ def test_graphs_that_are_kept(monkeypatch):
     monkeypatch.setattr(
         saved.SavedForBackward,
         "choose",
-        lambda self, *given: (real(self, *given), decisions.append(self.keeps_graph))[0],
+        lambda self, *args: (real(self, *args), decisions.append(self.keeps_graph))[0],
     )
     compare(build("qwen3"), make_batch("plain"), chunk_size=LENGTH)
     assert decisions[-2:] == [True, True]

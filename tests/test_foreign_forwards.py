@@ -36,12 +36,12 @@ class FusedLinearLoss(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
             loss = F.cross_entropy(leaves[0] @ leaves[1].T, labels)
-        ctx.found = torch.autograd.grad(loss, leaves)
+        ctx.gradients = torch.autograd.grad(loss, leaves)
         return loss.detach()
 
     @staticmethod
     def backward(ctx, upstream):
-        return *(upstream * gradient for gradient in ctx.found), None
+        return *(upstream * gradient for gradient in ctx.gradients), None
 
 
 def fused_forward(self, input_ids=None, labels=None, **kwargs):

@@ -75,10 +75,10 @@ KINDS = (closure, wrapped, bound, partial)
             kind,
             order,
             family,
-            marks=() if f == 0 or number % 4 == 2 * after + f - 1 else pytest.mark.full,
+            marks=() if f == 0 or number % 4 == 2 * order_index + f - 1 else pytest.mark.full,
         )
         for number, kind in enumerate(KINDS)
-        for after, order in enumerate(["before", "after"])
+        for order_index, order in enumerate(["before", "after"])
         for f, family in enumerate(["qwen3", "gptj", "lfm2"])
     ],
 )

@@ -400,7 +400,7 @@ MUTANTS = {
     ),
     "folds merged without their shrinking": (
         blocks.Fold, "merge",
-        lambda self, other, real=blocks.Fold.merge: dataclasses.replace(real(self, other), sum=self.sum + other.sum),
+        lambda self, fold, real=blocks.Fold.merge: dataclasses.replace(real(self, fold), sum=self.sum + fold.sum),
         several_blocks,
     ),
     "host memory of other ranks taken": (free_memory, "local_ranks", lambda: 1, shared_memory),
@@ -417,7 +417,7 @@ MUTANTS = {
     ),
     "barriers of the first row alone": (
         masks, "find_barriers",
-        lambda tile, *rest, real=masks.find_barriers: real(lambda *edges: tile(*edges)[:1], *rest),
+        lambda tile, *args, real=masks.find_barriers: real(lambda *edges: tile(*edges)[:1], *args),
         of(uneven, test_uneven_chunks.check_images),
     ),
     "empty queries that read what they like": (
@@ -467,7 +467,7 @@ MUTANTS = {
         attend, "merge_in_torch", merged_without_weights_if_read, oracle,
     ),
     "blocks that may read nothing taken for read": (
-        attend, "merge_in_torch", lambda *given, real=attend.merge_in_torch: real(*given[:5], True),
+        attend, "merge_in_torch", lambda *args, real=attend.merge_in_torch: real(*args[:5], True),
         test_merge.test_nothing_read_at_all,
     ),
     "queries' gradient of the last block alone": (

@@ -92,13 +92,13 @@ def test_pinning_tells_its_size_and_seconds(size, expected, terminal, monkeypatc
     monkeypatch.setattr(
         engines.torch,
         "empty",
-        lambda size, **named: allocations.append((size, named["pin_memory"])),
+        lambda size, **kwargs: allocations.append((size, kwargs["pin_memory"])),
     )
     engine.host_buffer(size)
     assert allocations == [(size, True)]
     assert lines(terminal) == expected
     engine.pinned = False
-    monkeypatch.setattr(engines.torch, "empty", lambda size, **named: None)
+    monkeypatch.setattr(engines.torch, "empty", lambda size, **kwargs: None)
     engine.host_buffer(size)
     assert lines(terminal) == expected
 

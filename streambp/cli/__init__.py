@@ -52,7 +52,7 @@ def parse(words: Sequence[str]) -> Any:
     ours, program = launcher.split(words)
     arguments = parsed(app, ours, "streambp")
     if not isinstance(arguments, int):
-        arguments.given = ours
+        arguments.words = ours
         arguments.program = program
         arguments.out = sys.stdout
     return arguments

@@ -309,7 +309,7 @@ def _print_what_fits(
         return
     commands = []
     for remedy in other_plans:
-        commands.append(shlex.join(["streambp", *with_options(arguments.given, remedy.options)]))
+        commands.append(shlex.join(["streambp", *with_options(arguments.words, remedy.options)]))
     print("\n".join(remedies_table(base_plan, other_plans, commands)), file=arguments.out)
 
 

@@ -44,7 +44,7 @@ def apply_files(arguments: Any) -> None:
     for file in arguments.from_file:
         options |= options_of(read(file), file)
     given_options = set()
-    for word in arguments.given:
+    for word in arguments.words:
         given_options.add(word.partition("=")[0])
     if given_options & set(TRAININGS):
         for name in ("full", "lora", "bits", "lora_targets"):

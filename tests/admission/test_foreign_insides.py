@@ -316,7 +316,7 @@ def edits_if_long(module, grad_output):
 
 
 def counts(module, grad_input, grad_output):
-    module.seen = grad_output[0].shape[1]
+    module.token_count = grad_output[0].shape[1]
 
 
 def with_backward_hook(hook):

@@ -27,12 +27,12 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a, b):
-        ctx.kept = a, b
+        ctx.factors = a, b
         return a * b
 
     @staticmethod
     def backward(ctx, grad):
-        a, b = ctx.kept
+        a, b = ctx.factors
         return grad * b, grad * a
 
 

@@ -305,14 +305,14 @@ def test_a_layer_is_tried_once(float64, monkeypatch):
 
 
 MUTANTS = {
-    "refill not tried": (trials, "_refillable", lambda found, *_: found, "qwen3", ("norm",), {"saves": ()}),
+    "refill not tried": (trials, "_refillable", lambda linears, *_: linears, "qwen3", ("norm",), {"saves": ()}),
     "refill tried by its shapes": (
-        trials, "_same", lambda found, expected: all(a.shape == b.shape for a, b in zip(found, expected, strict=True)),
+        trials, "_same", lambda tensors, expected: all(a.shape == b.shape for a, b in zip(tensors, expected, strict=True)),
         "qwen3", ("norm",), {"saves": ()},
     ),
     "recomputation not tried": (trials, "same_gradients", lambda *_: True, "qwen3", ("add what is finite",), {}),
     "recomputation tried for numbers": (
-        trials, "same_gradients", lambda call, found, expected: all(g is None or g.isfinite().all() for g in found),
+        trials, "same_gradients", lambda call, gradients, expected: all(g is None or g.isfinite().all() for g in gradients),
         "qwen3", ("add what is finite",), {},
     ),
     "products not looked at": (trials, "_writes", lambda *_: Overwritten(), "llama", ("rotation",), {"saves": ("*",)}),
@@ -320,7 +320,7 @@ MUTANTS = {
         trials, "_writes", lambda *_: Overwritten(), "llama", ("rotation",), {"offload": "auto", "steps": 2},
     ),
     "input not looked at": (trials, "_writes", lambda *_: Overwritten(), "llama", ("add over residual",), {}),
-    "halves not tried": (sharded_call, "confirmed", lambda names, holds: names, "llama", ("gate",), {"split": True}),
+    "halves not tried": (sharded_call, "confirmed", lambda names, _: names, "llama", ("gate",), {"split": True}),
 }  # fmt: skip
 
 

@@ -697,7 +697,11 @@ def test_everything_is_put_back():
     layer, mlp = model.model.layers[0], model.model.layers[0].mlp
     mlp.table = collections.OrderedDict(a=1, b=2)
     mlp.counts = collections.defaultdict(list, x=[1])
-    mlp.some, mlp.many, mlp.queue = torch.arange(4.0), {1, 2}, collections.deque([1, 2], maxlen=2)
+    mlp.some, mlp.numbers, mlp.queue = (
+        torch.arange(4.0),
+        {1, 2},
+        collections.deque([1, 2], maxlen=2),
+    )
     mlp.holder, mlp.array, mlp.view = Holder(), np.arange(3), torch.zeros(1).expand(4)
     hook = mlp.register_forward_hook(lambda *_: None)
     contents_before, version, expected = kept_of(layer), mlp.some._version, torch.arange(4.0)
@@ -706,11 +710,11 @@ def test_everything_is_put_back():
         mlp.counts["x"].append(2)
         mlp.counts["y"].append(3)
         mlp.some += 1
-        mlp.many.add(3)
+        mlp.numbers.add(3)
         mlp.queue.append(3)
         mlp.holder.scale, mlp.array[0], mlp.new = 5, 7, nn.Linear(2, 2)
         mlp.register_buffer("come", torch.ones(2))
-        mlp.late = nn.Parameter(torch.ones(2))
+        mlp.added = nn.Parameter(torch.ones(2))
         hook.remove()
         mlp.register_forward_hook(lambda *_: None)
         del mlp.view
@@ -724,9 +728,14 @@ def test_everything_is_put_back():
     assert dict(mlp.counts) == {"x": [1]}
     assert torch.equal(mlp.some, expected)
     assert mlp.some._version == version
-    assert (mlp.many, list(mlp.queue), mlp.holder.scale, mlp.array[0]) == ({1, 2}, [1, 2], None, 0)
+    assert (mlp.numbers, list(mlp.queue), mlp.holder.scale, mlp.array[0]) == (
+        {1, 2},
+        [1, 2],
+        None,
+        0,
+    )
     assert list(mlp._forward_hooks) == [hook.id]
-    assert not hasattr(mlp, "late")
+    assert not hasattr(mlp, "added")
     assert "come" not in mlp._buffers
     assert mlp.scale_of.__closure__[0].cell_contents is None
 

@@ -194,9 +194,7 @@ def limit_row(name: str, share: float, when: str, steps: Callable[[], LimitedSte
                 lower()
             elif when == "in a chunk":
                 real = function._differentiated
-                patch.setattr(
-                    function, "_differentiated", lambda *given: (lower(), real(*given))[1]
-                )  # type: ignore[func-returns-value]
+                patch.setattr(function, "_differentiated", lambda *args: (lower(), real(*args))[1])  # type: ignore[func-returns-value]
             limited_steps()
             text = ""
     except torch.OutOfMemoryError as error:

@@ -185,7 +185,7 @@ def full_row(
         if in_backward:
             real = function._differentiated
             patch.setattr(
-                function, "_differentiated", lambda *given: (run_out_once(), real(*given))[1]
+                function, "_differentiated", lambda *args: (run_out_once(), real(*args))[1]
             )  # type: ignore[func-returns-value]
         else:
             model.lm_head.register_forward_pre_hook(run_out_once)

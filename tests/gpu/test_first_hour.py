@@ -68,7 +68,7 @@ def no_numbers_in_dv(real, ctx, grad):
 def test_the_check_fails_where_the_gradient_is_wrong(mutant, monkeypatch):
     real = attend.PrefixAttention.backward
     monkeypatch.setattr(
-        attend.PrefixAttention, "backward", staticmethod(lambda *given: mutant(real, *given))
+        attend.PrefixAttention, "backward", staticmethod(lambda *args: mutant(real, *args))
     )
     line, passed = check()
     assert not passed

@@ -145,6 +145,6 @@ def test_a_sum_that_was_rounded_fails(monkeypatch):
     assert not passed
     assert "FAILED: error" in line
     monkeypatch.setattr(
-        op_rows, "add_product", lambda *given: accumulate.add_product(*given).bfloat16()
+        op_rows, "add_product", lambda *args: accumulate.add_product(*args).bfloat16()
     )
     assert "the sum is bfloat16" in row("sum layer")[0]

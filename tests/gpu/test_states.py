@@ -121,8 +121,8 @@ def test_a_composed_scan_that_is_another_fails(monkeypatch):
 @pytest.mark.parametrize("row", ["scan", "bf16 lfm2"])
 def test_the_rows_fail_where_nothing_is_a_number(row, monkeypatch):
     real = state_rows.relative_l2, state_rows.mean
-    monkeypatch.setattr(state_rows, "relative_l2", lambda *given: real[0](*given) * math.nan)
-    monkeypatch.setattr(state_rows, "mean", lambda *given: real[1](*given) * math.nan)
+    monkeypatch.setattr(state_rows, "relative_l2", lambda *args: real[0](*args) * math.nan)
+    monkeypatch.setattr(state_rows, "mean", lambda *args: real[1](*args) * math.nan)
     ((line, passed),) = rows(row)
     assert not passed
     assert "not finite" in line

@@ -29,10 +29,10 @@ def output(**settings):
 
 
 ASKED = {
-    "attribute": lambda found: found.logits,
-    "get": lambda found: found.get("logits"),
-    "get with a default": lambda found: found.get("logits", None),
-    "getattr": lambda found: getattr(found, "logits"),  # noqa: B009
+    "attribute": lambda output: output.logits,
+    "get": lambda output: output.get("logits"),
+    "get with a default": lambda output: output.get("logits", None),
+    "getattr": lambda output: getattr(output, "logits"),  # noqa: B009
 }
 
 

@@ -263,7 +263,7 @@ class LaunchedRLOO(RLOOTrainer):
 
 @pytest.mark.full
 def test_launched_rloo_keeps_groups_together(tmp_path, computed, savings, checkpoint, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(process.atexit, "register", lambda function, **given: None)
+    monkeypatch.setattr(process.atexit, "register", lambda function, **kwargs: None)
     settings = {**GRPO, **checkpoint, "trainer": {"reward_funcs": reward}, "max_steps": 10}
     expected = train(RLOOTrainer, RLOOConfig, prompts(), tmp_path, **settings)
     compare(expected, train(LaunchedRLOO, RLOOConfig, prompts(), tmp_path, **settings))

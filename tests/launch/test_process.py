@@ -35,7 +35,7 @@ from tests.launch.programs import VOCABULARY, arguments, model_of, right, rows
 @pytest.fixture
 def hook(monkeypatch):
     """As in a launched process, but for modules that a test hands to it."""
-    monkeypatch.setattr(process.atexit, "register", lambda function, **given: None)
+    monkeypatch.setattr(process.atexit, "register", lambda function, **kwargs: None)
     monkeypatch.delenv("STREAMBP_LAUNCH_REPORT", raising=False)
     monkeypatch.setenv(VARIABLE, '{"chunk_size": 5}')
     return Hook()

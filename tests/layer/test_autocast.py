@@ -185,7 +185,7 @@ def scores_in_autocast(monkeypatch):
     monkeypatch.setattr(
         kernels.MathKernel,
         "_scores",
-        lambda *given: autocast_flags.append(torch.is_autocast_enabled("cpu")) or real(*given),
+        lambda *args: autocast_flags.append(torch.is_autocast_enabled("cpu")) or real(*args),
     )
     model = streambp.patch(build("qwen3", attention_dropout=0.1), StreamConfig(chunk_size=5))
     in_float32(model.model.layers[0].self_attn)

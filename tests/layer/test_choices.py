@@ -91,7 +91,7 @@ def test_a_tie_in_the_router_refuses_nothing(family, precision, monkeypatch):
     monkeypatch.setattr(
         ReplayedChoices,
         "_note",
-        lambda self, *given: (note(self, *given), differing.append(self.differing)),
+        lambda self, *args: (note(self, *args), differing.append(self.differing)),
     )
     step(streambp.patch(model, CHUNKS), precision)
     assert max(differing) >= 20  # of 24 tokens

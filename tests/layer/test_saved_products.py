@@ -59,9 +59,9 @@ def check(model, saves, **settings):
 @pytest.mark.parametrize(
     ("saves", "offload"),
     [
-        pytest.param(saves, offload, marks=() if (number + moved) % 2 else pytest.mark.full)
+        pytest.param(saves, offload, marks=() if (number + offload_index) % 2 else pytest.mark.full)
         for number, saves in enumerate(GLOBS)
-        for moved, offload in enumerate(["none", "cpu"])
+        for offload_index, offload in enumerate(["none", "cpu"])
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )

@@ -34,7 +34,7 @@ GIVEN = {
 
 
 def sft_of(loss_type):
-    return lambda **given: sft_loss(**given, loss_type=loss_type)
+    return lambda **kwargs: sft_loss(**kwargs, loss_type=loss_type)
 
 
 def dpo_of(loss_type, divergence="reverse_kl"):
@@ -46,7 +46,7 @@ def dpo_of(loss_type, divergence="reverse_kl"):
 
 
 def grpo_of(loss_type, **options):
-    return lambda **given: grpo_loss(**given, **options, loss_type=loss_type)
+    return lambda **kwargs: grpo_loss(**kwargs, **options, loss_type=loss_type)
 
 
 TOKENS = {  # of each function, the arguments [B, T]
@@ -80,10 +80,10 @@ FUNCTIONS = {
     **{f"grpo {kind}": grpo_of(kind) for kind in GRPO_LOSSES},
     "grpo sequence": grpo_of("grpo", level="sequence"),
     "grpo weighted": grpo_of("dapo", weighted_kl=True, delta=1.1),
-    "ppo": lambda **given: ppo_loss(**given).loss,
-    "gae": lambda **given: torch.stack(gae(**given)).square().sum(),
-    "whiten": lambda **given: whiten(**given).pow(3).sum(),
-    "whiten, mean kept": lambda **given: whiten(**given, shift_mean=False).pow(3).sum(),
+    "ppo": lambda **kwargs: ppo_loss(**kwargs).loss,
+    "gae": lambda **kwargs: torch.stack(gae(**kwargs)).square().sum(),
+    "whiten": lambda **kwargs: whiten(**kwargs).pow(3).sum(),
+    "whiten, mean kept": lambda **kwargs: whiten(**kwargs, shift_mean=False).pow(3).sum(),
 }
 
 

@@ -120,7 +120,7 @@ MUTANTS = {
     "refill not tried": (
         trials,
         "_refillable",
-        lambda found, *_: found,
+        lambda layers, *_: layers,
         ("qwen3", "liger", (), "none"),
     ),
     "products not looked at": (

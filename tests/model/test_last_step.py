@@ -454,7 +454,7 @@ def check_trained(trainer, reports, lines, epochs=3):
 @pytest.fixture
 def launched(monkeypatch):
     """A Trainer as it is in a launched process."""
-    monkeypatch.setattr(process.atexit, "register", lambda function, **given: None)
+    monkeypatch.setattr(process.atexit, "register", lambda function, **kwargs: None)
     monkeypatch.delenv("STREAMBP_LAUNCH_REPORT", raising=False)
     monkeypatch.setenv(VARIABLE, '{"chunk_size": 5, "saves": ["kv"], "rows": "as_given"}')
     module = SimpleNamespace(Trainer=type("Trainer", (Trainer,), {}))

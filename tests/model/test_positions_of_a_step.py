@@ -65,7 +65,7 @@ def test_packed_rows_and_evaluation_do_not_warn():
 def test_a_test_of_the_tokens_alone_is_seen(monkeypatch):
     real = positions.warn_beyond_positions
     monkeypatch.setattr(
-        "streambp.model.wrappers.warn_beyond_positions", lambda *given: real(*given[:3], None)
+        "streambp.model.wrappers.warn_beyond_positions", lambda *args: real(*args[:3], None)
     )
     with pytest.raises(AssertionError):
         check_other_steps()

@@ -161,7 +161,7 @@ class FakeCard:
     """What torch.cuda says of a card: total bytes, those that others use, this process' own, and
     its fraction."""
 
-    total, others, reserved, allocated, peak, fraction = 140 * GIB, 0, 0, 0, 0, 1.0
+    total, others_bytes, reserved, allocated, peak, fraction = 140 * GIB, 0, 0, 0, 0, 1.0
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def card(monkeypatch):
     monkeypatch.setattr(
         torch.cuda,
         "mem_get_info",
-        lambda d: (fake.total - fake.others - fake.reserved, fake.total),
+        lambda d: (fake.total - fake.others_bytes - fake.reserved, fake.total),
     )
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda d: fake.fraction)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda d: counts_of(fake))
@@ -218,7 +218,7 @@ def test_counting_makes_no_list_of_all_counts(card, monkeypatch):
 def test_the_limit_is_the_processs_fraction_and_what_others_leave(
     card, others_bytes, reserved, fraction, expected
 ):
-    card.others, card.reserved, card.fraction = others_bytes * GIB, reserved * GIB, fraction
+    card.others_bytes, card.reserved, card.fraction = others_bytes * GIB, reserved * GIB, fraction
     assert device.memory_limit(torch.device("cuda", 0)) == pytest.approx(expected * GIB, abs=1)
 
 
@@ -230,7 +230,7 @@ def test_both_budgets_keep_to_the_limit(card, monkeypatch):
     memory = engines.AcceleratorEngine(gpu).memory()
     assert (memory.allocated, memory.peak) == (16 * GIB, 20 * GIB)
     assert memory.limit == pytest.approx(79 * GIB, abs=1)
-    card.others = 100 * GIB
+    card.others_bytes = 100 * GIB
     assert free_memory.free_memory(gpu) == pytest.approx((0.95 * 40 - 16) * GIB, abs=2)
     assert free_memory.free_memory(torch.device("cpu")) is None
 
@@ -251,5 +251,5 @@ def test_a_smaller_fraction_makes_smaller_chunks(card):
     card.fraction = 79 / 140
     assert rule(1, 1, 196608, gpu) == 32768
     assert rule(0, 1, 196608, gpu) == 1024
-    card.fraction, card.others = 1.0, 61 * GIB
+    card.fraction, card.others_bytes = 1.0, 61 * GIB
     assert rule(0, 1, 196608, gpu) == 1024

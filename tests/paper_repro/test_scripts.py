@@ -265,7 +265,7 @@ def test_a_child_that_ends_badly_gives_a_row_and_the_sweep_goes_on(tmp_path, cap
     )
     monkeypatch.setattr(
         "paper_repro.harness.run_child",
-        lambda command, *more: run_child([sys.executable, "-S", "-c", shape], *more),
+        lambda command, *args: run_child([sys.executable, "-S", "-c", shape], *args),
     )
     output = tmp_path / "rows.csv"
     jobs = [

@@ -88,7 +88,7 @@ def by_launch(monkeypatch):
     from streambp.launch import process
 
     # The account that it would print at the end.
-    monkeypatch.setattr(process.atexit, "register", lambda function, **given: None)
+    monkeypatch.setattr(process.atexit, "register", lambda function, **kwargs: None)
     patched_model = model()
     assert process.Launched(streambp.StreamConfig()).streams(patched_model)
     return patched_model

@@ -98,7 +98,7 @@ def count(batch_size, length, chunk_size, shared=False):
             patched.setattr(
                 recipe,
                 "blockwise_loss",
-                lambda x, r, labels, *more: real[2](x, r, labels.to("meta"), *more),
+                lambda x, r, labels, *args: real[2](x, r, labels.to("meta"), *args),
             )
         counter = Counter(skeleton(), skeleton().reduce(), batch_size, "cudnn")
         (spans,) = counter.count(method, (length, chunk_size), accumulate=False)

@@ -124,12 +124,12 @@ def test_the_choice_is_the_fastest_that_fits(name, tiny):
 MUTANTS = {
     "by arithmetic": (
         "_fastest",
-        lambda found: min(found, key=lambda choice: choice.flops, default=None),
+        lambda choices: min(choices, key=lambda choice: choice.flops, default=None),
     ),
     "whether it fits or not": ("fits", lambda at, memory: True),
     "the least on the host": (
         "_fastest",
-        lambda found: min(found, key=lambda choice: choice.peak.host, default=None),
+        lambda choices: min(choices, key=lambda choice: choice.peak.host, default=None),
     ),
 }
 

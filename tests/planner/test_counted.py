@@ -114,7 +114,7 @@ def test_progress_is_told():
         [CHECKPOINTING, CHECKPOINTING_HEAD],
         at=(64, 32),
         tree=False,
-        on_progress=lambda *one: messages.append(one),
+        on_progress=lambda *args: messages.append(args),
     )
     assert messages == [("checkpointing", 0.0), ("checkpointing, fused head", 0.5)]
 

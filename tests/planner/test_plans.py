@@ -434,7 +434,7 @@ def test_a_gpu_may_be_named_by_its_number(monkeypatch):
 
 def test_a_length_may_be_text_in_python(monkeypatch):
     """As `--seq-len` and StreamConfig's chunk_size."""
-    monkeypatch.setattr(planning, "counted", lambda *given: made_up())
+    monkeypatch.setattr(planning, "counted", lambda *args: made_up())
     assert plan(SMALL, "2k", gpu_memory="1GiB").seq_len == 2048
 
 

@@ -55,17 +55,17 @@ def first_step(family, precision, monkeypatch, mode="padded", change=None):
 
     monkeypatch.setattr(torch, "topk", topk)
     monkeypatch.setattr(
-        admission, "packed", lambda *given: in_second_run.append(True) or packed(*given)
+        admission, "packed", lambda *args: in_second_run.append(True) or packed(*args)
     )
     trial_of = admission.trial_of
     monkeypatch.setattr(
         admission,
         "trial_of",
-        lambda *given, **named: in_second_run.clear() or trial_of(*given, **named),
+        lambda *args, **kwargs: in_second_run.clear() or trial_of(*args, **kwargs),
     )
     over = admission.Trials._try
     monkeypatch.setattr(
-        admission.Trials, "_try", lambda *given: (over(*given), in_second_run.clear())[0]
+        admission.Trials, "_try", lambda *args: (over(*args), in_second_run.clear())[0]
     )
     step(model, precision, **batch)
     return tokens_or_reason(model), counted(batch)
@@ -79,7 +79,7 @@ def test_a_tie_keeps_no_rows_apart(family, precision, monkeypatch):
     monkeypatch.setattr(
         ReplayedChoices,
         "_note",
-        lambda self, *given: (note(self, *given), differing.append(self.differing)),
+        lambda self, *args: (note(self, *args), differing.append(self.differing)),
     )
     outcome, expected = first_step(family, precision, monkeypatch)
     assert max(differing) >= 20  # of 36 tokens of a packed row

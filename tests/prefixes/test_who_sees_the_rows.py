@@ -307,7 +307,7 @@ def test_who_reads_padding_is_asked_where_there_is_some(mode, monkeypatch):
     hundreds."""
     calls_seen, reads = [], padding.others_read_rows
     monkeypatch.setattr(
-        padding, "others_read_rows", lambda *given: calls_seen.append(given) or reads(*given)
+        padding, "others_read_rows", lambda *args: calls_seen.append(args) or reads(*args)
     )
     ours = families.build("llama", torch.float64)
     streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="auto"))

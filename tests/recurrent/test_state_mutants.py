@@ -106,7 +106,7 @@ class LayersOnTheCache:
     real = StateCache.layers
 
     def __init__(self, cache):
-        cache.kept, self.cache = self, cache
+        cache.cyclic, self.cache = self, cache
 
     def __getitem__(self, layer):
         return LayersOnTheCache.real.fget(self.cache)[layer]

@@ -46,7 +46,7 @@ OTHERS = [
 ]
 
 
-def changed(replacements):
+def compared(replacements):
     source = SOURCE
     for old, new in replacements:
         assert old in source
@@ -58,14 +58,14 @@ def changed(replacements):
 
 @pytest.mark.parametrize("replacements", RENAMES, ids=str)
 def test_names_alone_are_no_difference(replacements):
-    assert changed(replacements).differences == []
+    assert compared(replacements).differences == []
 
 
 @pytest.mark.parametrize("replacements", OTHERS, ids=str)
 def test_every_other_change_is_a_difference(replacements):
-    assert changed(replacements).differences
+    assert compared(replacements).differences
 
 
 def test_attributes_and_strings_are_listed():
-    assert changed([("self.size", "self.length")]).renamed["size"] == {"length": 1}
-    assert changed([(" tokens", " words")]).strings == {(" tokens", " words"): 1}
+    assert compared([("self.size", "self.length")]).renamed["size"] == {"length": 1}
+    assert compared([(" tokens", " words")]).strings == {(" tokens", " words"): 1}

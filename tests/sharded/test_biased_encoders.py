@@ -31,9 +31,9 @@ from tests.seeds import seed_torch
 LENGTH = 22  # 3 chunks of 7, and one token
 SIZES = {**test_biased.SIZES, "num_layers": 2}
 MAKE = {
-    "t5": lambda **more: T5EncoderModel(T5Config(**{**SIZES, **more})),
-    "mt5": lambda **more: MT5EncoderModel(MT5Config(**{**SIZES, **more})),
-    "umt5": lambda **more: UMT5EncoderModel(UMT5Config(**{**SIZES, **more})),
+    "t5": lambda **settings: T5EncoderModel(T5Config(**{**SIZES, **settings})),
+    "mt5": lambda **settings: MT5EncoderModel(MT5Config(**{**SIZES, **settings})),
+    "umt5": lambda **settings: UMT5EncoderModel(UMT5Config(**{**SIZES, **settings})),
 }
 
 pytestmark = [
