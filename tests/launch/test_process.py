@@ -102,7 +102,7 @@ def scaled(outputs, labels, num_items_in_batch=None):
     return (losses * torch.exp(-losses.detach())).sum() / 10
 
 
-@pytest.mark.fast("more1")
+@pytest.mark.fast("options1")
 @pytest.mark.parametrize(
     "options", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": scaled}]
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 import streambp.planner.page
-from streambp.planner.launch_commands import doors, python, quoted, written
+from streambp.planner.launch_commands import doors, format_bytes, python, quoted
 from streambp.planner.page import page
 from streambp.planner.plan import Memory, choose, fits, options, plan_profile
 from streambp.planner.profile import Setting, available
@@ -183,7 +183,7 @@ def check_chosen(browser, dot, plan):
     assert all(f'"{name}"' in code for name in option.saves)
     assert ("offload=" in code) == (option.offload != "none")
     assert (
-        f"gpu_memory={quoted(written(option.gpu_memory))}" if option.gpu_memory else ")"
+        f"gpu_memory={quoted(format_bytes(option.gpu_memory))}" if option.gpu_memory else ")"
     ) in code
     figures = browser.run(FIGURES)
     assert (figures["seconds"], figures["peak"], figures["host"]) == (

@@ -28,7 +28,7 @@ from streambp.offload import free_memory
 from streambp.offload.costs import Figures
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import Memory, Setting, auto, counted, peak, plan
-from streambp.planner.launch_commands import doors, fields_of, python, written
+from streambp.planner.launch_commands import doors, fields_of, format_bytes, python
 from streambp.planner.laws import Law
 from streambp.planner.plan import Choice, choose, fits, longest, plan_profile
 from streambp.planner.profile import Method, Phase, from_json
@@ -208,7 +208,7 @@ def test_a_plan_fits_the_terminal(width):
 )
 def test_memory_is_written_as_a_person_does(size, text):
     """And is never more than there is."""
-    assert written(size) == text
+    assert format_bytes(size) == text
     assert 0.9 * size < parse_bytes("gpu_memory", text) <= size
 
 
