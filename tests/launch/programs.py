@@ -63,6 +63,18 @@ def trainer(output):
     )
 
 
+def empty_row(output):
+    """A row without labels, and a step of two such rows."""
+    data = rows()
+    for index in (1, 2, 3):
+        data[index]["labels"] = torch.full_like(data[index]["labels"], -100)
+    options = arguments(output, train_sampling_strategy="sequential", logging_nan_inf_filter=False)
+    made = Trainer(model_of(), options, train_dataset=data)
+    made.train()
+    losses = [step["loss"] for step in made.state.log_history if "loss" in step]
+    return made.model, losses, {}
+
+
 def loop(output):
     """Without Trainer; twice the same model, once from its files."""
     losses = []
@@ -81,7 +93,7 @@ def loop(output):
     return model, losses, {}
 
 
-KINDS = {"trainer": trainer, "loop": loop}
+KINDS = {"trainer": trainer, "empty row": empty_row, "loop": loop}
 
 
 def main():
