@@ -12,6 +12,12 @@ OF_DEVICE_MEMORY = (
     "A streamed step ran out of device memory. Code that catches torch.OutOfMemoryError catches it."
 )
 
+TWO_BACKWARDS = (
+    "Zero-bubble pipelines (torch's ScheduleZBVZeroBubble, ScheduleInterleavedZeroBubble, "
+    "ScheduleDualPipeV) run backward twice, for inputs and for weights; 1F1B, interleaved 1F1B and "
+    "GPipe run it once."
+)
+
 
 class StreamBPError(RuntimeError):
     """Base class of all errors of streambp. A message says what happened, why, and what to do."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from streambp.device import autocast_dtype
-from streambp.errors import BackwardError
+from streambp.errors import TWO_BACKWARDS, BackwardError
 from streambp.foreign import torch_own
 from streambp.head.blocks import TokenGradients, fold, product_gradient, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
@@ -180,7 +180,7 @@ class OnePassNLL(torch.autograd.Function):
             raise BackwardError(
                 "backward ran a second time, or with create_graph=True, through the blockwise "
                 "loss; its gradients are used up by the first. Compute the loss again, or add "
-                "losses up and call backward once."
+                f"losses up and call backward once. {TWO_BACKWARDS}"
             )
         where = "in the loss' backward"
         buffers = once_more(work.hidden.device, work.inputs.drop_saves, work.result_buffers, where)

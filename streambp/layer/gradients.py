@@ -46,7 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.distributed.engines import engine_hooks, engine_ownership
-from streambp.errors import BackwardError, UnsupportedModelError
+from streambp.errors import TWO_BACKWARDS, BackwardError, UnsupportedModelError
 from streambp.fingerprint.hooks import HookKey, described, watching
 from streambp.fingerprint.snapshots import change_error
 from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER, USE_COUNT
@@ -78,9 +78,7 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
         raise BackwardError(
             "backward ran a second time through a streamed layer, but the first backward has "
             "freed the saved tensors. Compute the loss again, or add the losses up and call "
-            "backward once. Zero-bubble pipelines (torch's ScheduleZBVZeroBubble, "
-            "ScheduleInterleavedZeroBubble, ScheduleDualPipeV) run backward twice, for inputs and "
-            "for weights; 1F1B, interleaved 1F1B and GPipe run it once."
+            f"backward once. {TWO_BACKWARDS}"
         )
     if torch.is_grad_enabled():
         raise BackwardError(

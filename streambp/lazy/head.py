@@ -3,7 +3,7 @@
 A result of the logits is an output of `LazyResult`, an autograd Function. `LazyResult` has the
 hub's handle as input, an empty tensor that represents the logits in the graph. Hidden states and
 weights are inputs of `HeadHandle` alone. During backward each `LazyResult` leaves its gradients
-with the hub and returns no gradient. autograd runs `HeadHandle` after all results. `HeadHandle`
+with the hub and returns a zero. autograd runs `HeadHandle` after all results. `HeadHandle`
 computes the gradients of hidden states and weights from all left gradients in one pass (`sweep`).
 Left gradients belong to one backward call. Otherwise gradients that never reach the handle
 (`autograd.grad` with respect to other tensors) would remain for the next call.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from streambp.device import has_data
-from streambp.errors import StreamBPError
+from streambp.errors import TWO_BACKWARDS, BackwardError, StreamBPError
 from streambp.head.blocks import Products, Projection, fold_vocabulary, token_blocks
 from streambp.head.log_probs import HeadInputs, make_inputs, refuse_second_derivatives
 from streambp.head.recipe import LogitsExpression
@@ -71,13 +71,20 @@ class HeadHandle(torch.autograd.Function):
 
         A result is a tensor computed from the logits, such as log-probabilities. Each result's node
         runs before this one and stores its gradients in the hub. `upstream`, the gradient of the
-        handle [1], is therefore not used.
+        handle [1], is zero if a result has a gradient, and its value is not used.
 
         Raises:
+            BackwardError: the handle has a gradient, and no result's node ran in this backward call.
             StreamBPError: weights or hidden states were changed in place since forward.
         """
         source, weight, bias, *_ = ctx.saved_tensors
         stored = ctx.hub.take()
+        if upstream is not None and not stored:
+            raise BackwardError(
+                "backward began at the logits' node of the graph, where a gradient of an earlier "
+                "backward was put; streamed logits pass their gradients by other ways. Call "
+                f"backward of the loss. {TWO_BACKWARDS}"
+            )
         if not stored:
             return (None,) * len(ctx.needs_input_grad)
         ctx.hub.check()
@@ -99,7 +106,7 @@ class HeadHandle(torch.autograd.Function):
 
 class RunInBackward(torch.autograd.Function):
     """Autograd function from a tensor to a zero [1]. Backward calls the function `run`, an engine's
-    hook for example, and passes no gradient to the tensor.
+    hook for example, and passes no gradient to the tensor, unless the tensor is a handle [1].
 
     autograd still runs the node that made the tensor.
     """
@@ -109,21 +116,27 @@ class RunInBackward(torch.autograd.Function):
         """Return a zero [1], whose backward calls `run`. `source` [...] gives its dtype and device,
         and an edge in the graph."""
         ctx.run = run
+        ctx.has_handle = source.shape == (1,)
         ctx.set_materialize_grads(False)
         return torch.zeros(1, dtype=source.dtype, device=source.device)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, None]:
-        """Call the function `run`, and return no gradients; `upstream` [1] is not used."""
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, Tensor | None]:
+        """Call the function `run`, and return `upstream`, a zero [1] or None, to a handle; None to
+        other tensors."""
         if ctx.run is not None:
             ctx.run()
-        return None, None
+        return None, upstream if ctx.has_handle else None
 
 
 class LazyResult(torch.autograd.Function):
-    """Autograd function that returns results computed from lazy logits. Backward returns no
-    gradient, but stores the results' gradients. `HeadHandle` then computes the gradients of hidden
-    states and weights in one pass."""
+    """Autograd function that returns results computed from lazy logits. Backward returns zeros, and
+    stores the results' gradients. `HeadHandle` then computes the gradients of hidden states and
+    weights in one pass.
+
+    A zero says that a gradient came this way. Code that runs a part of the graph again
+    (zero-bubble pipelines) starts `HeadHandle` with the zero, and `HeadHandle` raises.
+    """
 
     @staticmethod
     def forward(ctx: Any, calculation: Any, *anchors: Tensor) -> tuple[Tensor, ...]:
@@ -140,17 +153,21 @@ class LazyResult(torch.autograd.Function):
         return values
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Store the gradients of the results, one [N, ...] or None each, for the pass that computes
-        the gradients of hidden states and weights.
+        the gradients of hidden states and weights. Return a zero [1] for each anchor, or None
+        without gradients.
 
         Raises:
             BackwardError: backward was called with create_graph.
         """
         refuse_second_derivatives()
-        if any(grad is not None for grad in grads):
-            ctx.calculation.leave(grads)
-        return (None,) * len(ctx.needs_input_grad)
+        first = next((grad for grad in grads if grad is not None), None)
+        if first is None:
+            return (None,) * len(ctx.needs_input_grad)
+        ctx.calculation.leave(grads)
+        zero = first.new_zeros(1)
+        return None, *(zero if needed else None for needed in ctx.needs_input_grad[1:])
 
 
 class LazyHead:

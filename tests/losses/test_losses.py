@@ -320,6 +320,17 @@ def test_whiten_adds_its_eps_to_the_variance(spread):
     assert EPS == 1e-8
 
 
+@pytest.mark.parametrize("place", ["variance", "docstring"])
+def test_a_whiten_of_another_eps_turns_that_red(place, monkeypatch):
+    test_whiten_adds_its_eps_to_the_variance(1e-5)
+    if place == "variance":
+        monkeypatch.setattr("streambp.losses.ppo.EPS", 1e-6)
+    else:
+        monkeypatch.setattr(whiten, "__doc__", "Return the values with mean 0 and variance 1.")
+    with pytest.raises(AssertionError):
+        test_whiten_adds_its_eps_to_the_variance(1e-5)
+
+
 def test_whiten():
     values = torch.randn(3, 7, dtype=torch.float64) * 4 + 2
     mask = torch.rand(3, 7) < 0.7
