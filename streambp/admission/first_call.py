@@ -34,8 +34,10 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     Raises:
         StreamingMismatchError: the layer returns different values for the same tokens.
     """
-    if not torch.is_grad_enabled():
-        _once(call, x)  # `_try` has run it with a graph
+    # `_try` has run it with a graph, and with random numbers in place of trained zeros, which may say
+    # that a weight has no value yet.
+    if not torch.is_grad_enabled() or state.has_foreign_code:
+        _once(call, x)
     names = state.changes()
     if not names:
         return []

@@ -134,7 +134,7 @@ def tell(
             continue
         if isinstance(value, PLAIN):
             flags += _flag(path, value)
-        elif length > 1:
+        elif length > 1 and not isinstance(value, nn.Parameter):  # weights have any sizes
             sizes = tuple(value.shape[:2])
             as_long |= length in sizes or sizes[:1] == (rows * length,)
     as_long = as_long and len(plan_of(layer_state, rows, length, hidden_states.device)) > 1

@@ -109,6 +109,7 @@ KNOWN = frozenset(
 ).difference(OPEN)
 MOST = 10_000  # values that are followed
 SMALL = 2**22  # elements, over all tensors, that are copied beforehand
+VECTOR = 2**14  # largest number of elements of a matrix of parameters that is copied beforehand
 OUTSIDE = 64  # largest number of modules in an outside tree that is followed
 
 
@@ -129,11 +130,14 @@ class Snapshot:
     [Note: a trial leaves nothing]
 
     Attributes:
-        large: tensors too large to be copied beforehand.
+        large: tensors too large to be copied beforehand, as (name, tensor).
+        has_foreign_code: True if third-party code may run in the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.large: list[Tensor] = []
+        self.large: list[tuple[str, Tensor]] = []
+        self._weights: list[tuple[str, Tensor]] = []  # large parameters
+        self._parameters: set[int] = set()  # ids of parameters whose values are saved
         self._iterators: dict[int, str] = {}  # the names by id
         self._attributes: dict[int, str] = {}  # names of objects' attributes that are iterators
         self._functions: list[types.FunctionType] = []  # hooks and forwards
@@ -153,6 +157,9 @@ class Snapshot:
         self._wait((name, everywhere[name]) for name in GLOBAL_HOOKS if everywhere[name])
         while self._waiting and len(self._objects) < MOST:
             self._follow(*self._waiting.popleft())
+        self.has_foreign_code = any(map(is_foreign, (*self._classes, *self._functions)))
+        if self.has_foreign_code:  # libraries' code writes to no weight in a forward
+            self.large += self._weights
 
     def iterators(self) -> list[str]:
         """Return the names of the iterators and generators that hooks and forwards may advance. A
@@ -279,14 +286,7 @@ class Snapshot:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 self._follow_attributes_of_tensor(dotted(path, name), parameter)
-            if (
-                inside
-                and parameter is not None
-                and parameter.dim() < 2
-                and id(parameter) not in self._objects
-            ):
-                self._objects[id(parameter)] = parameter
-                self._copy(dotted(path, name), parameter)
+                self._copy_parameter(dotted(path, name), parameter)
         if not inside and len(list(itertools.islice(module.modules(), OUTSIDE + 1))) <= OUTSIDE:
             self._wait((dotted(path, name), part) for name, part in module._modules.items())
         for table in filter(None, map(attributes.get, MODULE_HOOKS)):
@@ -320,7 +320,9 @@ class Snapshot:
         """Save one value of any type, or queue its parts to be saved later."""
         if isinstance(value, Tensor):
             self._follow_attributes_of_tensor(name, value)
-            if not isinstance(value, nn.Parameter):
+            if isinstance(value, nn.Parameter):
+                self._copy_parameter(name, value)
+            else:
                 self._copy(name, value)
         elif isinstance(value, array.array):
             self._values.append(Values(name, value, value[:], None))
@@ -455,13 +457,25 @@ class Snapshot:
                     elif parts.get("environ") is os.environ:
                         self._wait([("os.environ", os.environ)])
 
+    def _copy_parameter(self, name: str, parameter: Tensor) -> None:
+        """Copy a parameter's values [...] unless it is a large matrix. Large matrices are copied
+        before a write, if the snapshot finds third-party code."""
+        if id(parameter) in self._parameters:
+            return
+        self._parameters.add(id(parameter))
+        self._objects[id(parameter)] = parameter
+        if parameter.dim() < 2 or parameter.numel() <= VECTOR:
+            self._copy(name, parameter)
+        elif can_be_copied(parameter):
+            self._weights.append((name, parameter))
+
     def _copy(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor's values [...], or add the tensor to `large` if the copies would exceed
         `SMALL` elements."""
         if not can_be_copied(tensor):
             return
         if tensor.numel() > self._room:
-            self.large.append(tensor)
+            self.large.append((name, tensor))
             return
         self._room -= tensor.numel()
         self._values.append(values_of(name, tensor))
@@ -507,20 +521,42 @@ class Restored:
             self._writes.__enter__()
         return self
 
+    @property
+    def has_foreign_code(self) -> bool:
+        """True if third-party code may run in the module."""
+        return self._snapshot.has_foreign_code
+
     def changes(self) -> list[str]:
         """Return the names of the module's attributes and other values that differ from those at
         the start of the test."""
-        return list(self._snapshot.changes())
+        return list(self._changes())
+
+    def _changes(self) -> dict[str, Change]:
+        """Return the values that differ from those at the start of the test, by name."""
+        changes = self._snapshot.changes()
+        if self._writes is not None:
+            for values in changed_values(self._writes.copies):
+                changes[values.name] = Change(_copied(values.holder))
+        return changes
 
     def rewind(self) -> None:
         """Restore the module's values at the start of the test, for the next run."""
         self._snapshot.restore(structure=False)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """Restore the values of large tensors that were written to."""
+        if self._writes is not None:
+            for values in changed_values(self._writes.copies):
+                put_back(values)
 
     def end_run(self) -> None:
         """Record the values that the module has changed in its first run, for `set_once` and
         `set_otherwise`."""
-        self._first = self._snapshot.changes()
+        self._first = self._changes()
         self._end_of_first_run = Snapshot(self.module) if self._first else None
+        if self._writes is not None:
+            self._writes.names.clear()
 
     def set_once(self) -> list[str]:
         """Return the names of the values that the first run of the test changed, and later runs
@@ -529,6 +565,8 @@ class Restored:
         if self._end_of_first_run is None:
             return []
         later_changes = self._end_of_first_run.changes()
+        if self._writes is not None:
+            later_changes |= dict.fromkeys(self._writes.names, Change(None))
         grown = {change.came_into for change in later_changes.values()} - {""}
         changed_names = [
             name for name, change in self._first.items() if change.came_into not in grown
@@ -539,7 +577,7 @@ class Restored:
         """Return the names of the values that the first run set, and that the latest run has set to
         another value. Such a value depends on the tokens. Call `rewind` before the latest run,
         which gets other tokens."""
-        changes = self._snapshot.changes()
+        changes = self._changes()
         return [
             name
             for name, change in self._first.items()
@@ -550,9 +588,7 @@ class Restored:
         if self._writes is not None:
             self._writes.__exit__(*error)
         self._snapshot.restore()
-        if self._writes is not None:
-            for values in self._writes.copies:
-                put_back(values)
+        self._put_back()
 
 
 def _copied(value: Any) -> Any:

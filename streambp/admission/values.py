@@ -80,18 +80,25 @@ class Writes(TorchDispatchMode):
     """Torch dispatch mode that copies a tensor's values before the first operation that writes to
     it in place.
 
+    Args:
+        tensors: the tensors, as (name, tensor).
+
     Attributes:
         copies: the copies.
+        names: names of the tensors that were written to since this set was last emptied.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()
         self.copies: list[Values] = []
-        self._watched: dict[int, list[Tensor]] = {}
-        for tensor in tensors:
-            self._watched.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        self.names: set[str] = set()
+        self._watched: dict[int, list[tuple[str, Tensor]]] = {}
+        self._copied: set[int] = set()
+        for name, tensor in tensors:
+            storage = tensor.untyped_storage()._cdata
+            self._watched.setdefault(storage, []).append((name, tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,8 +116,12 @@ class Writes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _keep(self, target: Tensor) -> None:
-        for tensor in self._watched.pop(target.untyped_storage()._cdata, ()):
-            self.copies.append(values_of("", tensor))
+        storage = target.untyped_storage()._cdata
+        for name, tensor in self._watched.get(storage, ()):
+            self.names.add(name)
+            if storage not in self._copied:
+                self.copies.append(values_of(name, tensor))
+        self._copied.add(storage)
 
 
 def changed_values(snapshots: Iterable[Values]) -> list[Values]:
@@ -179,5 +190,7 @@ def can_be_copied(tensor: Tensor) -> bool:
         and not tensor.is_quantized
     )
     if not plain or tensor.is_meta:
+        return False
+    if tensor.numel() and not tensor.untyped_storage().nbytes():  # freed by an engine
         return False
     return torch._debug_has_internal_overlap(tensor) != 1

@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import nn
+
 WIDE = 64  # recorded plain values of a long container, counted from its end
 LONG = 20_000  # largest length of a container whose entries are all restored
 GONE = object()
@@ -98,6 +100,29 @@ def attributes_of(owner: Any, left_out: Callable[[str], bool]) -> Holder:
         return {name: value for name, value in table.items() if not left_out(str(name))}
 
     return Holder(owner, read, table.__setitem__, table.__delitem__)
+
+
+def parameters_of(module: nn.Module) -> Holder:
+    """Return a `Holder` that records a module's parameters and can restore them.
+
+    Only plain parameters and None are recorded and replaced. Engines and tests put other tensors in
+    a parameter's place, and take them out themselves.
+    """
+    table = module._parameters
+
+    def read() -> Content:
+        return {
+            name: parameter
+            for name, parameter in table.items()
+            if parameter is None or type(parameter) is nn.Parameter
+        }
+
+    def write(name: Any, parameter: Any) -> None:
+        current = table.get(name)
+        if current is None or type(current) is nn.Parameter:
+            table[name] = parameter
+
+    return Holder(module, read, write, table.__delitem__)
 
 
 def value_of_context(variable: contextvars.ContextVar[Any]) -> Holder:

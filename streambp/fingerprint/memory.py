@@ -3,10 +3,10 @@ changed.
 
 The search follows attributes of modules, classes, hooks and forwards. The closures, defaults and
 globals of hooks and forwards are followed as well, and so are objects and containers reachable from
-any of these. Each value has a path, such as `mlp.kept[3]`. Values of parameters and buffers, and
-objects of torch, transformers and similar libraries are left out: these libraries store nothing of
-a batch. Programs may store values as attributes of a model's config and of a parameter, so these
-attributes are included.
+any of these. Each value has a path, such as `mlp.kept[3]`. Values of buffers, and objects of torch,
+transformers and similar libraries are left out: these libraries store nothing of a batch. Programs
+may store values in parameters, and as attributes of a model's config and of a parameter, so these
+are included.
 
 The search visits at most `MOST` objects, nearest first, and the last `WIDE` plain values of a
 container. If a container has more than `LONG` entries, only its last `WIDE` entries are visited.
@@ -49,6 +49,7 @@ from streambp.fingerprint.holders import (
     attributes_of,
     attributes_of_class,
     entries_of,
+    parameters_of,
     slots_of_class,
     value_of_context,
 )
@@ -176,6 +177,7 @@ class Memory:
             )
             for name, parameter in value._parameters.items():
                 self._visit_parameter(f"{path}.{name}".removeprefix("."), parameter)
+            self.holders.append(parameters_of(value))
         elif isinstance(value, dict):
             self._open_mapping(path, value)
         elif isinstance(value, (list, deque, set)):
@@ -257,11 +259,14 @@ class Memory:
         self._note(f"len({path})", len(file.getvalue()))
 
     def _visit_parameter(self, path: str, parameter: nn.Parameter | None) -> None:
-        """Add a parameter's attributes to the search if they are numbers or tensors. Programs may
-        store such attributes, for example a norm of inputs.
+        """Add a parameter to the values, and its attributes to the search if they are numbers or
+        tensors. Programs may store records in both, for example a norm of inputs.
 
-        Attributes of engines are left out.
+        Attributes of engines are left out, and so are tensors that engines and tests put in a
+        parameter's place.
         """
+        if type(parameter) is nn.Parameter:
+            self._note(path, parameter)
         if parameter is None or id(parameter) in self._visited:
             return
         self._visited.add(id(parameter))

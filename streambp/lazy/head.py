@@ -167,7 +167,7 @@ class LazyResult(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         ctx.calculation.leave(grads)
         zero = first.new_zeros(1)
-        return None, *(zero if needed else None for needed in ctx.needs_input_grad[1:])
+        return None, *(zero if needs_grad else None for needs_grad in ctx.needs_input_grad[1:])
 
 
 class LazyHead:

@@ -829,7 +829,7 @@ def test_parameters_without_shapes_are_refused():
         ("functions", lambda: test_a_value_of_the_first_batch("closure", "first call")),
         ("classes", lambda: test_a_value_of_the_first_batch("class", "first call")),
         ("rewind", test_the_first_call_runs_whole_by_name),
-        ("kept values", lambda: test_a_value_of_the_first_batch("new parameter", "first call")),
+        ("kept values", lambda: test_a_value_of_the_first_batch("new module", "first call")),
         ("iterators", lambda: test_a_value_of_the_first_batch("generator", "first call")),
         ("types", lambda: test_a_value_of_the_first_batch("new class", "first call")),
         ("planner", lambda: test_a_count_without_data_leaves_nothing("class")),

@@ -48,7 +48,7 @@ def reward(completions, **fields):
 
 
 def trainer(output):
-    """Evaluation with logits; the model is made by `model_init`, twice."""
+    """Evaluation with logits; the model is trainer by `model_init`, twice."""
     hf_trainer = Trainer(
         args=arguments(output, per_device_eval_batch_size=2), model_init=lambda: model_of(), train_dataset=rows(),
         eval_dataset=rows(2), compute_metrics=right,
@@ -69,10 +69,10 @@ def empty_row(output):
     for index in (1, 2, 3):
         data[index]["labels"] = torch.full_like(data[index]["labels"], -100)
     options = arguments(output, train_sampling_strategy="sequential", logging_nan_inf_filter=False)
-    made = Trainer(model_of(), options, train_dataset=data)
-    made.train()
-    losses = [step["loss"] for step in made.state.log_history if "loss" in step]
-    return made.model, losses, {}
+    trainer = Trainer(model_of(), options, train_dataset=data)
+    trainer.train()
+    losses = [step["loss"] for step in trainer.state.log_history if "loss" in step]
+    return trainer.model, losses, {}
 
 
 def loop(output):

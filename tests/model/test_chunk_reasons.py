@@ -54,7 +54,7 @@ def check(case):
     model = streambp.patch(zoo.build("lfm2", torch.float32), config)
     with pytest.MonkeyPatch.context() as changes:
         # few tokens are not worth a packed row, or another chunk
-        changes.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
+        changes.setattr(calls, "find_tree", functools.partial(find_tree, min_prefix=8))
         changes.setattr(calls, "A_CHUNK", 0)
         model(**batch, use_cache=False).loss.backward()
     report = str(streambp.describe(model))
@@ -68,7 +68,7 @@ def test_why_a_chunk_is_longer_than_asked_for(case):
     check(case)
 
 
-def always(reason):
+def one_reason(reason):
     """Return a mutant: one reason for whatever makes a chunk longer."""
 
     def spoil(monkeypatch):
@@ -87,10 +87,10 @@ def no_reason(monkeypatch):
 STATES = ("lfm2", "plain", call.LONG_STATES.format(2))
 MASK = ("qwen3", "prefix", call.LONG_MASK)
 MUTANTS = {
-    "documents as masks": (always(call.LONG_MASK), lambda: check("documents")),
-    "forks as masks": (always(call.LONG_MASK), lambda: check("shared prefix")),
-    "states as masks": (always(call.LONG_MASK), lambda: check_reason(*STATES)),
-    "masks as states": (always(call.LONG_STATES.format(2)), lambda: check_reason(*MASK)),
+    "documents as masks": (one_reason(call.LONG_MASK), lambda: check("documents")),
+    "forks as masks": (one_reason(call.LONG_MASK), lambda: check("shared prefix")),
+    "states as masks": (one_reason(call.LONG_MASK), lambda: check_reason(*STATES)),
+    "masks as states": (one_reason(call.LONG_STATES.format(2)), lambda: check_reason(*MASK)),
     "no reason": (no_reason, lambda: check_reason(*MASK)),
 }
 
