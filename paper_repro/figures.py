@@ -43,7 +43,7 @@ SHOWN = 3  # of a list of parameters
 BUFFERS = "gradient buffers"
 # Functions that are called where something of ours happens, and what that is.
 OURS = (
-    (gradients, "mark", BUFFERS),
+    (gradients, "tag_reusable", BUFFERS),
     (blocks, "fold_rows", "head statistics"),
     (blocks, "write_gradient", "head gradient"),
     (attend, "merge_in_triton", "merge"),

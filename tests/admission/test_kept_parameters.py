@@ -26,7 +26,7 @@ from tests.admission.test_trials_leave_nothing import (
     SITUATIONS,
     Scaled,
     around_mlp,
-    made,
+    make_model,
     results,
     size_of,
 )
@@ -157,8 +157,8 @@ FIRST = {kind.__name__: kind for kind in (
 def check(way, situation):
     """Exact from the first step on."""
     change, calls = functools.partial(around_mlp, kind=FIRST[way]), SITUATIONS[situation]
-    expected = results(made(change), calls)
-    ours = streambp.patch(made(change), CONFIG)
+    expected = results(make_model(change), calls)
+    ours = streambp.patch(make_model(change), CONFIG)
     assert worst_error(results(ours, calls), expected) <= EXACT
     return {layer.path for layer in streambp.describe(ours).layers}
 
