@@ -34,8 +34,8 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     Raises:
         StreamingMismatchError: the layer returns different values for the same tokens.
     """
-    # `_try` has run it with a graph, and with random numbers in place of trained zeros, which may say
-    # that a weight has no value yet.
+    # The trial had a graph, and random numbers in place of zeros in trained weights. Third-party
+    # code may take such zeros for a missing value.
     if not torch.is_grad_enabled() or state.has_foreign_code:
         _once(call, x)
     names = state.changes()

@@ -74,7 +74,7 @@ class HeadHandle(torch.autograd.Function):
         handle [1], is zero if a result has a gradient, and its value is not used.
 
         Raises:
-            BackwardError: the handle has a gradient, and no result's node ran in this backward call.
+            BackwardError: the handle has a gradient, but no result's node ran before.
             StreamBPError: weights or hidden states were changed in place since forward.
         """
         source, weight, bias, *_ = ctx.saved_tensors
@@ -122,11 +122,13 @@ class RunInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, Tensor | None]:
-        """Call the function `run`, and return `upstream`, a zero [1] or None, to a handle; None to
-        other tensors."""
+        """Call the function `run`. Return the gradient `upstream`, a zero [1] or None, for a
+        handle, and None for other tensors."""
         if ctx.run is not None:
             ctx.run()
-        return None, upstream if ctx.has_handle else None
+        if not ctx.has_handle:
+            return None, None
+        return None, upstream
 
 
 class LazyResult(torch.autograd.Function):
@@ -134,8 +136,8 @@ class LazyResult(torch.autograd.Function):
     stores the results' gradients. `HeadHandle` then computes the gradients of hidden states and
     weights in one pass.
 
-    A zero says that a gradient came this way. Code that runs a part of the graph again
-    (zero-bubble pipelines) starts `HeadHandle` with the zero, and `HeadHandle` raises.
+    Zero-bubble pipelines run parts of the graph again, with the gradients that arrived there. The
+    zero makes `HeadHandle` run again, and `HeadHandle` raises an error.
     """
 
     @staticmethod
@@ -167,7 +169,7 @@ class LazyResult(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         ctx.calculation.leave(grads)
         zero = first.new_zeros(1)
-        return None, *(zero if needs_grad else None for needs_grad in ctx.needs_input_grad[1:])
+        return None, *(zero,) * (len(ctx.needs_input_grad) - 1)
 
 
 class LazyHead:
